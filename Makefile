@@ -1,0 +1,54 @@
+# Everything runs inside .venv, which the first target that needs it makes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check lint types pytest test-slow test-gpu bench docs clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+install: $(INSTALLED)  ## make .venv and install the project with pinned versions
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[lab,dev]'
+	@touch $@
+
+demo: install  ## the main job on its built-in default
+	$(BIN)/python -m muonsw.demo
+
+test: lint types pytest  ## everything that CI checks
+
+check: test  ## the same as test, under the name that other projects use
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: install
+	$(BIN)/mypy
+
+# One thread for each worker: two workers with two threads each on two cores run many times slower.
+pytest: install
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu"
+
+test-slow: install  ## the tests that take minutes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m slow
+
+test-gpu:  ## the tests that need a CUDA device, with the current python
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+
+bench: install  ## time our step against torch's, on this machine
+	$(BIN)/python bench/step_time.py
+
+docs: install  ## build the documentation into site/
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis

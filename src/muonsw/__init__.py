@@ -1,0 +1,42 @@
+"""Optimizers whose weight decay follows the learning rate: lambda * lr^2 / peak instead of lambda * lr.
+
+    optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
+
+is Muon with scaled weight decay for the hidden matrices of a model and AdamW for the rest, in one optimizer.
+"""
+
+from muonsw.algorithms import ALGORITHMS as ALGORITHMS
+from muonsw.decay import DECAY_RULES as DECAY_RULES
+from muonsw.decay import convert_weight_decay as convert_weight_decay
+from muonsw.decay import decay_factor as decay_factor
+from muonsw.foreign import drive_weight_decay as drive_weight_decay
+from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
+from muonsw.options import GroupOptions as GroupOptions
+from muonsw.orthogonalize import register_orthogonalizer as register_orthogonalizer
+from muonsw.peak import PeakLRError as PeakLRError
+from muonsw.peak import PeakLRWarning as PeakLRWarning
+from muonsw.scale import SHAPE_SCALES as SHAPE_SCALES
+from muonsw.schedule import peak_lr_for_horizon as peak_lr_for_horizon
+from muonsw.variants import SGDSW as SGDSW
+from muonsw.variants import AdamWSW as AdamWSW
+from muonsw.variants import MuonSW as MuonSW
+from muonsw.version import __version__ as __version__
+
+__all__ = [
+    "ALGORITHMS",
+    "DECAY_RULES",
+    "SGDSW",
+    "SHAPE_SCALES",
+    "AdamWSW",
+    "GroupOptions",
+    "MuonSW",
+    "NonFiniteGradientError",
+    "PeakLRError",
+    "PeakLRWarning",
+    "__version__",
+    "convert_weight_decay",
+    "decay_factor",
+    "drive_weight_decay",
+    "peak_lr_for_horizon",
+    "register_orthogonalizer",
+]

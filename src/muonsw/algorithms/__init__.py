@@ -1,0 +1,19 @@
+"""Update rules by name; a new one is a file here and a line below."""
+
+from __future__ import annotations
+
+from muonsw.algorithms.adamw import ADAMW
+from muonsw.algorithms.base import Algorithm as Algorithm
+from muonsw.algorithms.base import Budget as Budget
+from muonsw.algorithms.base import Item as Item
+from muonsw.algorithms.base import Update as Update
+from muonsw.algorithms.muon import MUON
+from muonsw.algorithms.sgd import SGD
+from muonsw.registry import Registry
+
+ALGORITHMS: Registry[Algorithm] = Registry("algorithm")
+ALGORITHMS.register("muon", MUON)
+ALGORITHMS.register("adamw", ADAMW)
+ALGORITHMS.register("sgd", SGD)
+
+__all__ = ["ALGORITHMS", "Algorithm", "Budget", "Item", "Update"]

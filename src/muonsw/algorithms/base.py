@@ -1,0 +1,137 @@
+"""What an update rule is: it turns gradients and state into directions, and never touches a weight.
+
+The optimizer subtracts `lr * scale * direction` in one shared place (`muonsw.apply`), where decay, masks and
+rounding live too. An algorithm yields its directions chunk by chunk, so that what it holds at one time is
+bounded whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+
+
+class Item(NamedTuple):
+    """One parameter with a gradient, at one step."""
+
+    index: int
+    name: str
+    param: Tensor
+    grad: Tensor
+    state: State
+
+
+class Region(NamedTuple):
+    """A part of a tensor, cut out of a parameter, its gradient and its state alike.
+
+    `narrows` are (axis, start, length) cuts, applied in turn; `flat` cuts the tensor laid out as a vector.
+    """
+
+    narrows: tuple[tuple[int, int, int], ...] = ()
+    flat: bool = False
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of this part of `tensor`."""
+        part = tensor.view(-1) if self.flat else tensor
+        for axis, start, length in self.narrows:
+            part = part.narrow(axis, start, length)
+        return part
+
+
+WHOLE = Region()
+
+
+class Part(NamedTuple):
+    """A region of one item: the unit that algorithms batch and `apply` writes."""
+
+    item: Item
+    region: Region
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of this part."""
+        return self.region.of(self.item.grad)
+
+    def state(self, key: str) -> Tensor:
+        """The state of this part."""
+        return self.region.of(self.item.state[key])
+
+
+class Update(NamedTuple):
+    """Directions for some parts: each part moves by `-lr * scale * direction`."""
+
+    parts: Sequence[Part]
+    directions: Sequence[Tensor]
+    scale: float = 1.0
+
+
+class Budget(NamedTuple):
+    """How much temporary memory one chunk may take, and the flag that says whether gradients are finite.
+
+    `ok` is None where the host has already checked, or a boolean scalar on the device: where it is false, a
+    step must leave state and weights exactly as they are.
+    """
+
+    chunk_bytes: int
+    ok: Tensor | None = None
+
+
+class Algorithm(NamedTuple):
+    """An update rule: its own options with their defaults, its state, and its directions."""
+
+    defaults: dict[str, Any]
+    state_keys: Callable[[Group], tuple[str, ...]]
+    updates: Callable[[Group, list[Item], Budget], Iterator[Update]]
+    validate: Callable[[Group, str, Tensor], None]
+
+
+def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: Tensor | None) -> list[Tensor]:
+    """Gradients in the dtype of `like`, pointing downhill, and zero throughout where `ok` is false.
+
+    The caller's gradients are never changed; where nothing has to be done they are returned as they are.
+    """
+    ready = [g if g.dtype == s.dtype else g.to(s.dtype) for g, s in zip(grads, like, strict=True)]
+    if maximize:
+        ready = list(torch._foreach_neg(ready))
+    return ready if ok is None else [torch.where(ok, g, 0) for g in ready]
+
+
+def decay_average(averages: Sequence[Tensor], beta: float, ok: Tensor | None) -> None:
+    """Multiply running averages by `beta`, or leave them as they are where `ok` is false."""
+    torch._foreach_mul_(averages, beta if ok is None else torch.where(ok, beta, 1.0))
+
+
+def elementwise_parts(items: list[Item], keys: tuple[str, ...], chunk_bytes: int) -> Iterator[list[Part]]:
+    """Chunks for rules that treat every entry alike: small tensors together, large ones cut.
+
+    Chunks that fit in a CPU's cache make several passes over them cost little more than one.
+    """
+    chunk: list[Part] = []
+    room = chunk_bytes
+    for item in items:
+        for region, size in _cut(item, keys, chunk_bytes):
+            if chunk and size > room:
+                yield chunk
+                chunk, room = [], chunk_bytes
+            chunk.append(Part(item, region))
+            room -= size
+    if chunk:
+        yield chunk
+
+
+def _cut(item: Item, keys: tuple[str, ...], chunk_bytes: int) -> Iterator[tuple[Region, int]]:
+    numel, size = item.param.numel(), item.param.element_size()
+    tensors = (item.param, item.grad, *(item.state[k] for k in keys if item.state[k].dim()))
+    if numel * size <= chunk_bytes or not all(t.is_contiguous() for t in tensors):
+        yield WHOLE, numel * size
+        return
+    length = max(1, chunk_bytes // size)
+    for start in range(0, numel, length):
+        part = min(length, numel - start)
+        yield Region(((0, start, part),), flat=True), part * size

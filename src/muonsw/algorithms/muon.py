@@ -1,0 +1,187 @@
+"""Muon: momentum, orthogonalized matrix by matrix and stretched to the size of its shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms import momentum
+from muonsw.algorithms.base import Algorithm, Budget, Group, Item, Part, Region, Update, clean
+from muonsw.orthogonalize import get_orthogonalizer
+from muonsw.precision import compute_dtype
+from muonsw.scale import SHAPE_SCALES
+
+STACK, FLATTEN = "stack", "flatten"
+
+
+class Bucket(NamedTuple):
+    """What matrices must share to be one batch."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def state_keys(group: Group) -> tuple[str, ...]:  # noqa: ARG001
+    """One buffer for each parameter, under torch's name."""
+    return ("momentum_buffer",)
+
+
+def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]:
+    """Directions polar(M), one batch of equal matrices after another."""
+    scale = SHAPE_SCALES[group["scale"]]
+    for bucket, parts in _batches(group, items, budget.chunk_bytes):
+        matrices = _momentum_matrices(group, bucket, parts, budget.ok)
+        orthogonal = get_orthogonalizer(group["orthogonalizer"])(
+            matrices,
+            steps=group["ns_steps"],
+            dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
+        )
+        yield Update(parts, _scatter(orthogonal, parts), scale(bucket.rows, bucket.columns))
+
+
+def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor:
+    """Advance the momentum of `parts` and return what is to be orthogonalized, (batch, rows, columns)."""
+    form, beta = group["momentum_form"], group["momentum"]
+    momenta = [part.state("momentum_buffer") for part in parts]
+    batch = _gather([part.grad for part in parts], bucket)
+    batch = clean([batch], momenta[:1], group["maximize"], ok)[0]
+    grads = _scatter(batch, parts)
+    momentum.advance(form, momenta, grads, beta, ok)
+    if not group["nesterov"]:
+        return _gather(momenta, bucket)
+    momentum.look_ahead(form, momenta, grads, beta)
+    return batch
+
+
+def _gather(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """Copy the matrices of all parts into one batch."""
+    return torch.cat([t.reshape(-1, bucket.rows, bucket.columns) for t in tensors])
+
+
+def _scatter(batch: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """Views of a batch in the shapes of the parts it was gathered from."""
+    shapes = [part.grad.shape for part in parts]
+    area = batch.shape[-2] * batch.shape[-1]
+    counts = [shape.numel() // area for shape in shapes]
+    return [piece.reshape(shape) for piece, shape in zip(batch.split(counts), shapes, strict=True)]
+
+
+def _batches(group: Group, items: list[Item], chunk_bytes: int) -> Iterator[tuple[Bucket, list[Part]]]:
+    """Matrices of equal shape, over all parameters of the group, in chunks bounded in bytes."""
+    buckets: dict[Bucket, list[tuple[Part, int]]] = {}
+    for item in items:
+        for narrow in _splits(group, item.param):
+            _collect(buckets, group, item, narrow, chunk_bytes)
+    for bucket, counted in buckets.items():
+        capacity = _capacity(bucket, chunk_bytes)
+        chunk: list[Part] = []
+        room = capacity
+        for part, count in counted:
+            if chunk and count > room:
+                yield bucket, chunk
+                chunk, room = [], capacity
+            chunk.append(part)
+            room -= count
+        yield bucket, chunk
+
+
+def _collect(
+    buckets: dict[Bucket, list[tuple[Part, int]]],
+    group: Group,
+    item: Item,
+    narrow: tuple[tuple[int, int, int], ...],
+    chunk_bytes: int,
+) -> None:
+    """Put the matrices of one (possibly split) parameter into their bucket, long stacks cut into even runs."""
+    shape = Region(narrow).of(item.param).shape
+    rows, columns = matrix_shape(shape, group["matrix"])
+    bucket = Bucket(rows, columns, item.param.dtype, item.param.device)
+    if shape.numel() == 0:
+        return
+    parts = buckets.setdefault(bucket, [])
+    count = shape.numel() // (rows * columns)
+    if count == 1:
+        parts.append((Part(item, Region(narrow)), 1))
+        return
+    slices, per_slice = shape[0], count // shape[0]
+    runs = min(slices, math.ceil(count / _capacity(bucket, chunk_bytes)))
+    bounds = [slices * i // runs for i in range(runs + 1)]
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        cut = narrow if runs == 1 else (*narrow, (0, start, end - start))
+        parts.append((Part(item, Region(cut)), (end - start) * per_slice))
+
+
+def _capacity(bucket: Bucket, chunk_bytes: int) -> int:
+    """How many matrices of a bucket fit into a chunk, as float32; at least one."""
+    return max(1, chunk_bytes // (4 * bucket.rows * bucket.columns))
+
+
+def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
+    """(rows, columns) = (out, in) of the matrices in a parameter."""
+    if matrix == FLATTEN:
+        return shape[0], math.prod(shape[1:])
+    return shape[-2], shape[-1]
+
+
+def _splits(group: Group, param: Tensor) -> Iterator[tuple[tuple[int, int, int], ...]]:
+    """The cuts that turn a fused projection into its parts."""
+    if group["split_sizes"] is None:
+        yield ()
+        return
+    start = 0
+    for size in group["split_sizes"]:
+        yield ((_split_axis(group, param), start, size),)
+        start += size
+
+
+def _split_axis(group: Group, param: Tensor) -> int:
+    """The tensor axis of `split_dim`, which counts the axes of the matrix: 0 out, 1 in."""
+    first = 0 if group["matrix"] == FLATTEN else param.dim() - 2
+    return int(first + group["split_dim"])
+
+
+def validate(group: Group, name: str, param: Tensor) -> None:
+    """A parameter must be seen as matrices in exactly one way."""
+    shape = tuple(param.shape)
+    if param.dim() < 2:
+        raise ValueError(
+            f"Muon needs matrices, but {name} has shape {shape}; give it a group with algorithm='adamw', "
+            f"or let MuonSW.for_model route the whole model"
+        )
+    if param.dim() > 2 and group["matrix"] is None:
+        raise ValueError(
+            f"{name} has shape {shape}, which can be seen as matrices in two ways; say matrix='stack' where the last "
+            f"two axes are (out, in) and the others count matrices (experts), or matrix='flatten' where the first "
+            f"axis is out and the others are in (convolutions)"
+        )
+    sizes = group["split_sizes"]
+    if sizes is not None and sum(sizes) != shape[_split_axis(group, param)]:
+        raise ValueError(
+            f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {name} of shape {shape} has "
+            f"{shape[_split_axis(group, param)]} along axis {_split_axis(group, param)}"
+        )
+
+
+MUON = Algorithm(
+    defaults={
+        "momentum": 0.95,
+        "momentum_form": "ema",
+        "nesterov": True,
+        "orthogonalizer": "newton_schulz",
+        "ns_steps": 5,
+        "ns_dtype": "auto",
+        "scale": "match_rms_adamw",
+        "matrix": None,
+        "split_sizes": None,
+        "split_dim": 0,
+    },
+    state_keys=state_keys,
+    updates=updates,
+    validate=validate,
+)

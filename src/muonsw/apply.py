@@ -1,0 +1,95 @@
+"""The one place where weights change: `W <- (1 - phi) W - eta * scale * direction`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms.base import Group, Part, Update
+from muonsw.precision import LOW_PRECISION, mix, stochastic_round
+
+ROUNDINGS = ("stochastic", "kahan", "nearest")
+
+
+class Coefficients(NamedTuple):
+    """The learning rate and the decay of one group at one step, on the host or on the group's device.
+
+    Where `ok` is not None and false, both are zero and nothing may change.
+    """
+
+    eta: float | Tensor
+    phi: float | Tensor
+    ok: Tensor | None = None
+
+
+def apply_update(group: Group, update: Update, coefficients: Coefficients) -> None:
+    """Decay the weights of an update's parts and move them along its directions."""
+    weights = [part.region.of(part.item.param) for part in update.parts]
+    move = coefficients.eta * update.scale
+    if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
+        for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
+            _apply_rounded(group, part, weight, direction, move, coefficients)
+    else:
+        shrink_and_move(weights, update.directions, move, coefficients.phi, group["cautious"])
+
+
+def shrink_and_move(
+    weights: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    move: float | Tensor,
+    phi: float | Tensor,
+    cautious: bool,
+) -> None:
+    """`W <- (1 - phi) W - move * direction`, in place; cautious decay spares entries that move outward."""
+    if isinstance(phi, Tensor) or phi != 0:
+        if cautious:
+            for weight, direction in zip(weights, directions, strict=True):
+                weight.sub_(torch.where(weight * direction >= 0, weight, 0) * phi)
+        else:
+            torch._foreach_mul_(weights, 1 - phi)
+    if isinstance(move, Tensor):
+        torch._foreach_addcmul_(weights, directions, [move] * len(weights), value=-1)
+    else:
+        torch._foreach_add_(weights, directions, alpha=-move)
+
+
+def _apply_rounded(
+    group: Group,
+    part: Part,
+    weight: Tensor,
+    direction: Tensor,
+    move: float | Tensor,
+    coefficients: Coefficients,
+) -> None:
+    """Decay and move a low-precision weight in one float32 pass.
+
+    A thousand bfloat16 decays of 1e-3, each rounded to nearest, would leave the weight where it was.
+    """
+    kahan = group["rounding"] == "kahan"
+    wide = weight.float()
+    if kahan:
+        wide = wide + part.state("compensation").float()
+    shrink_and_move([wide], [direction.float()], move, coefficients.phi, group["cautious"])
+    rounded = wide.to(weight.dtype) if kahan else stochastic_round(wide, weight.dtype, rounding_seed(group, part))
+    if coefficients.ok is not None:
+        rounded = torch.where(coefficients.ok, rounded, weight)
+    if kahan:
+        part.state("compensation").copy_(wide - rounded.float())
+    weight.copy_(rounded)
+
+
+def rounding_seed(group: Group, part: Part) -> Tensor:
+    """A number for this part of this parameter at this step; the step is counted in the state."""
+    place = part.item.index * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.narrows)
+    key = (group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF
+    return mix(part.item.state["step"].to(torch.int32) ^ key)
+
+
+def rounding_state_keys(group: Group, param: Tensor) -> tuple[str, ...]:
+    """The state that honest rounding of this parameter needs."""
+    if param.dtype not in LOW_PRECISION:
+        return ()
+    return {"stochastic": ("step",), "kahan": ("compensation",), "nearest": ()}[group["rounding"]]

@@ -1,0 +1,107 @@
+"""Decay rules for optimizers that are not ours, by driving the `weight_decay` of their groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from muonsw import peak
+from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw.options import validate_option
+
+# torch optimizers that add their decay to the gradient: no weight_decay makes that a shrinkage of the weight.
+_COUPLED = (
+    torch.optim.SGD,
+    torch.optim.ASGD,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+)
+
+
+def drive_weight_decay(
+    optimizer: Optimizer, decay: str = "scaled", *, peak_lr: float | str | None = None
+) -> DecayDriver:
+    """Make a decoupled optimizer of another library follow a decay rule.
+
+    Such an optimizer shrinks weights by `lr * weight_decay`. Before each of its steps this sets `weight_decay` so
+    that the product is the rule's. Each group's own lambda is kept under `base_weight_decay`, and the peak
+    under `resolved_peak_lr`, both in the group, so that they are saved and loaded with the optimizer. The peak
+    is found as for our own optimizers.
+
+    Args:
+        optimizer: one whose decay is decoupled: torch's AdamW and Muon, timm's and dion's optimizers.
+        decay: a name from `DECAY_RULES`.
+        peak_lr: the highest learning rate of the run, None to find it, or "running_max".
+
+    Returns:
+        A handle; its `remove()` stops driving and gives the groups their own `weight_decay` back.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
+        >>> handle = drive_weight_decay(optimizer, "scaled")
+        >>> optimizer.param_groups[0]["lr"] = 0.05
+        >>> weight.sum().backward(); optimizer.step()
+        >>> optimizer.param_groups[0]["weight_decay"]
+        0.25
+    """
+    DECAY_RULES[decay]
+    setting = validate_option("peak_lr", peak_lr)
+    for group in optimizer.param_groups:
+        _refuse_coupled(optimizer, group)
+        _adopt_group(group, decay, setting)
+    return DecayDriver(optimizer, decay, setting)
+
+
+class DecayDriver:
+    """Sets the `weight_decay` of an optimizer's groups before each of its steps."""
+
+    def __init__(self, optimizer: Optimizer, decay: str, peak_lr: float | str | None) -> None:
+        self.optimizer = optimizer
+        self.decay = decay
+        self.peak_lr = peak_lr
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+
+    def remove(self) -> None:
+        """Stop driving, and give the groups their own `weight_decay` back."""
+        self._handle.remove()
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = group.pop("base_weight_decay")
+            for key in ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "decay"):
+                group.pop(key, None)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        for number, group in enumerate(optimizer.param_groups):
+            _adopt_group(group, self.decay, self.peak_lr)
+            label = f"param group {number}"
+            peak.update_peak(group, label)
+            lam, eta = group["base_weight_decay"], float(group["lr"])
+            if DECAY_RULES[self.decay].uses_peak and lam:
+                peak.check_lr(group, label)
+            phi = float(decay_factor(self.decay, lam, eta, group["resolved_peak_lr"]))
+            if phi > 1:
+                raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
+            group["weight_decay"] = phi / eta if eta else 0.0
+
+
+def _adopt_group(group: dict[str, Any], decay: str, peak_lr: float | str | None) -> None:
+    """Add the keys that driving needs; those that a loaded state brought along stay."""
+    group.setdefault("base_weight_decay", float(group["weight_decay"]))
+    group.setdefault("constructor_lr", float(group["lr"]))
+    group.setdefault("peak_lr", peak_lr)
+    group.setdefault("resolved_peak_lr", None)
+    group.setdefault("peak_record", None)
+    group["decay"] = decay
+
+
+def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    coupled = isinstance(optimizer, _COUPLED) or group.get("decoupled_weight_decay") is False
+    if coupled or "weight_decay" not in group:
+        reason = "adds its decay to the gradient" if coupled else "has no weight_decay in its groups"
+        raise ValueError(f"{type(optimizer).__name__} {reason}, so driving weight_decay cannot make it decoupled")
+    if "algorithm" in group and "resolved_peak_lr" in group:
+        raise ValueError(f"{type(optimizer).__name__} is one of ours; pass decay= to it instead")

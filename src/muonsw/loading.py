@@ -1,0 +1,104 @@
+"""Loading a saved state: ours, an older one, or one of torch's own optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms import ALGORITHMS
+from muonsw.algorithms.base import Group
+from muonsw.orthogonalize.coefficients import NS5
+from muonsw.precision import state_dtype
+
+StateDict = dict[str, Any]
+
+# Keys of torch's groups that say how torch computes, not what; they mean nothing here.
+_IMPLEMENTATION_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
+
+
+def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
+    """A copy of a saved state whose groups have every key that this optimizer needs.
+
+    What the saved groups do not say, this optimizer's own settings do; a peak they do not know is found anew.
+    """
+    if len(saved["param_groups"]) != len(groups):
+        raise ValueError(
+            f"the saved state has {len(saved['param_groups'])} param groups and this optimizer {len(groups)}; "
+            f"build it with the same groups"
+        )
+    adopted = []
+    for old, own in zip(saved["param_groups"], groups, strict=True):
+        if len(old["params"]) != len(own["params"]):
+            raise ValueError(
+                f"a saved param group has {len(old['params'])} parameters and this optimizer's has "
+                f"{len(own['params'])}; build it with the same groups"
+            )
+        own_settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
+        fresh = {"resolved_peak_lr": None, "peak_record": None}
+        adopted.append({**own_settings, **fresh, **_translate(old)})
+        _check_states(saved["state"], adopted[-1], own)
+    return {**saved, "param_groups": adopted}
+
+
+def _translate(group: Group) -> Group:
+    """A group of torch's Muon, AdamW or SGD in this library's words; a group of ours as it is."""
+    if group.get("amsgrad"):
+        raise ValueError("the saved state is of AdamW with amsgrad=True, which has no counterpart here")
+    coefficients = group.get("ns_coefficients")
+    if coefficients is not None and tuple(coefficients) != NS5:
+        raise ValueError(
+            f"the saved state used Newton-Schulz coefficients {tuple(coefficients)}; register an orthogonalizer with "
+            f"them, and remove ns_coefficients from the saved groups"
+        )
+    translated = {key: value for key, value in group.items() if key not in _IMPLEMENTATION_KEYS}
+    if "adjust_lr_fn" in translated:
+        translated["scale"] = translated.pop("adjust_lr_fn") or "original"
+        translated.pop("eps", None)  # torch's floor under the norm, which scale invariance makes unnecessary
+    if translated.pop("dampening", 0):
+        raise ValueError("the saved state is of SGD with dampening, which has no counterpart here")
+    return translated
+
+
+def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
+    """Every saved state must fit the parameter it is for, before anything is replaced."""
+    names = own.get("param_names") or [f"parameter {place}" for place in range(len(own["params"]))]
+    needed = ALGORITHMS[saved["algorithm"]].state_keys(saved)
+    for name, number, param in zip(names, saved["params"], own["params"], strict=True):
+        state = states.get(number) or {}
+        missing = [key for key in needed if key not in state]
+        if state and missing:
+            raise ValueError(
+                f"the saved state of {name} holds {', '.join(state)} but algorithm={saved['algorithm']!r} "
+                f"needs {', '.join(missing)}; it was saved by another algorithm"
+            )
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+                raise ValueError(
+                    f"the saved {key} of {name} has shape {tuple(value.shape)}, but the parameter has "
+                    f"{tuple(param.shape)}"
+                )
+
+
+def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
+    """Give state its own dtype and place again; torch's loading casts it to the parameter's."""
+    for old, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        for number, param in zip(old["params"], group["params"], strict=True):
+            for key, value in (saved["state"].get(number) or {}).items():
+                if isinstance(value, Tensor):
+                    dtype = _dtype_of(key, group, param)
+                    optimizer.state[param][key] = value.to(param.device, dtype)
+
+
+def _dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
+    if key == "step":
+        return torch.float32
+    return param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
+
+
+def keep_kind(loaded: float | Tensor, own: float | Tensor) -> float | Tensor:
+    """A loaded learning rate as the kind this optimizer was built with; its tensor is filled in place."""
+    if isinstance(own, Tensor):
+        return own.fill_(float(loaded))
+    return float(loaded)

@@ -1,0 +1,239 @@
+"""The options of a param group: which there are, their defaults, and what makes a value wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms import ALGORITHMS
+from muonsw.algorithms.momentum import FORMS
+from muonsw.algorithms.muon import FLATTEN, STACK
+from muonsw.apply import ROUNDINGS
+from muonsw.decay import DECAY_RULES
+from muonsw.orthogonalize import get_orthogonalizer
+from muonsw.peak import RUNNING_MAX
+from muonsw.precision import AUTO, DTYPES, dtype_name
+from muonsw.registry import unknown
+from muonsw.scale import SHAPE_SCALES
+
+Group = dict[str, Any]
+Check = Callable[[Any], Any]
+
+
+class GroupOptions(TypedDict, total=False):
+    """Options that mean the same for every algorithm, for all groups or for one.
+
+    Attributes:
+        decay: the decay rule: "scaled" (lambda lr^2/peak, the default), "constant" (lambda lr), "squared"
+            (lambda lr^2), "independent" (lambda lr/peak) or "none".
+        cautious: decay only the entries that the update does not move outward.
+        peak_lr: the highest learning rate of the run. None finds it from what the scheduler wrote into the group,
+            or from `lr`; "running_max" takes the highest so far. A step above the peak is an error.
+        peak: "group" divides by the group's own peak, "base" by the peak before `lr_multiplier`.
+        lr_multiplier: by how much this group's learning rate was multiplied, as under muP. A group that sets it and
+            no `lr` gets `lr * lr_multiplier`.
+        state_dtype: dtype of the optimizer state; "auto" is float32 for bfloat16 and float16 parameters, else the
+            parameter's own.
+        rounding: how bfloat16 and float16 weights are rounded: "stochastic", "kahan" (one more buffer), or
+            "nearest", which loses decay and warns.
+        rounding_seed: seed of the stochastic rounding.
+        maximize: climb instead of descend.
+        capturable: keep the learning rate in a tensor on the device, so that a CUDA graph can be captured.
+        role: a label for tables and telemetry.
+    """
+
+    decay: str
+    cautious: bool
+    peak_lr: float | str | None
+    peak: str
+    lr_multiplier: float
+    state_dtype: torch.dtype | str
+    rounding: str
+    rounding_seed: int
+    maximize: bool
+    capturable: bool
+    role: str | None
+
+
+COMMON: Group = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "decay": "scaled",
+    "cautious": False,
+    "peak_lr": None,
+    "peak": "group",
+    "lr_multiplier": 1.0,
+    "state_dtype": AUTO,
+    "rounding": "stochastic",
+    "rounding_seed": 0,
+    "maximize": False,
+    "capturable": False,
+    "role": None,
+}
+
+# Kept by the optimizer itself in each group; not for the user to set, and saved with the rest.
+BOOKKEEPING: Group = {"resolved_peak_lr": None, "peak_record": None, "constructor_lr": None}
+
+# Written by torch's schedulers; tolerated in a group, since resuming a scheduler needs them there.
+SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+
+# Options of torch's optimizers that people will try, and what to do instead.
+NOT_NEEDED = {
+    "foreach": "equal shapes are always batched",
+    "fused": "equal shapes are always batched",
+    "differentiable": "steps are not differentiable",
+    "amsgrad": "AdamW here has no AMSGrad variant",
+    "dampening": "use momentum_form='ema' for dampening equal to momentum",
+    "decoupled_weight_decay": "decay is always decoupled",
+    "adjust_lr_fn": "it is called scale here, with the same names",
+    "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
+}
+
+
+def algorithm_defaults(algorithm: str) -> Group:
+    """Every option of a group with this algorithm, at its default.
+
+    Each group has both `momentum` and `betas`, whatever its algorithm: OneCycleLR looks for one kind in all.
+    """
+    others = {key: value for entry in ALGORITHMS.values() for key, value in entry.defaults.items()}
+    return {**COMMON, **others, **ALGORITHMS[algorithm].defaults, "algorithm": algorithm}
+
+
+def validate_option(key: str, value: Any) -> Any:
+    """The value as a group stores it, or an error that names the option and what it takes."""
+    check = CHECKS.get(key)
+    if check is None:
+        if key in SCHEDULER_KEYS or key in BOOKKEEPING or any(key in a.defaults for a in ALGORITHMS.values()):
+            return value
+        hint = NOT_NEEDED.get(key)
+        raise ValueError(f"{key!r} is not an option: {hint}" if hint else unknown("option", key, sorted(CHECKS)))
+    try:
+        return check(value)
+    except ValueError as error:
+        raise ValueError(f"{key}={value!r}: {error}") from None
+
+
+def _number(low: float, high: float = math.inf, *, open_end: bool = False) -> Check:
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError("must be a number")
+        if not low <= value <= high or (open_end and value == high):
+            raise ValueError(f"must be in [{low:g}, {high:g}{')' if open_end else ']'}")
+        return float(value)
+
+    return check
+
+
+def _number_or_tensor(value: Any) -> float | Tensor:
+    if not isinstance(value, Tensor):
+        return float(_number(0.0)(value))
+    if value.numel() != 1 or not value.is_floating_point():
+        raise ValueError("a tensor must hold one floating-point number")
+    return value
+
+
+def _whole(low: int) -> Check:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(f"must be a whole number of at least {low}")
+        return value
+
+    return check
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be True or False")
+    return value
+
+
+def _one_of(*names: str | None) -> Check:
+    def check(value: Any) -> Any:
+        if value not in names:
+            raise ValueError("must be one of " + ", ".join(map(repr, names)))
+        return value
+
+    return check
+
+
+def _known(table: Any) -> Check:
+    def check(name: Any) -> Any:
+        table[name]
+        return name
+
+    return check
+
+
+def _orthogonalizer(name: Any) -> Any:
+    get_orthogonalizer(name)
+    return name
+
+
+def _dtype(value: Any) -> str:
+    name = dtype_name(value) if isinstance(value, str | torch.dtype) else ""
+    if name != AUTO and name not in DTYPES:
+        raise ValueError(f"must be 'auto' or one of {', '.join(DTYPES)}")
+    return name
+
+
+def _peak_lr(value: Any) -> Any:
+    if value is None or value == RUNNING_MAX:
+        return value
+    if isinstance(value, Tensor):
+        raise ValueError("must be a float, None or 'running_max'; a peak is read by the host")
+    return float(_number(0.0)(value))
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError("must be two numbers")
+    below_one = _number(0.0, 1.0, open_end=True)
+    return below_one(value[0]), below_one(value[1])
+
+
+def _split_sizes(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list) or not value:
+        raise ValueError("must be None or a sequence of whole numbers")
+    return tuple(_whole(1)(size) for size in value)
+
+
+def _role(value: Any) -> Any:
+    if value is not None and not isinstance(value, str):
+        raise ValueError("must be a string or None")
+    return value
+
+
+CHECKS: dict[str, Check] = {
+    "algorithm": _known(ALGORITHMS),
+    "lr": _number_or_tensor,
+    "weight_decay": _number_or_tensor,
+    "decay": _known(DECAY_RULES),
+    "cautious": _flag,
+    "peak_lr": _peak_lr,
+    "peak": _one_of("group", "base"),
+    "lr_multiplier": _number(1e-30),
+    "state_dtype": _dtype,
+    "rounding": _one_of(*ROUNDINGS),
+    "rounding_seed": _whole(0),
+    "maximize": _flag,
+    "capturable": _flag,
+    "role": _role,
+    "momentum": _number(0.0, 1.0, open_end=True),
+    "momentum_form": _one_of(*FORMS),
+    "nesterov": _flag,
+    "betas": _betas,
+    "eps": _number(0.0),
+    "orthogonalizer": _orthogonalizer,
+    "ns_steps": _whole(1),
+    "ns_dtype": _dtype,
+    "scale": _known(SHAPE_SCALES),
+    "matrix": _one_of(None, STACK, FLATTEN),
+    "split_sizes": _split_sizes,
+    "split_dim": _one_of(0, 1),  # type: ignore[arg-type]
+}

@@ -1,0 +1,105 @@
+"""Which dtypes a step computes and stores in, and how low-precision weights are rounded."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+# dtypes by the names that param groups store, since groups hold plain data only
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+AUTO = "auto"
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """The name under which a param group stores a dtype."""
+    return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+
+
+def state_dtype(setting: str, param_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of optimizer state; by default float32 for weights in less, else the weight's own.
+
+    An average with a small weight on the new value never moves in bfloat16: its steps are under half an ulp.
+    """
+    if setting != AUTO:
+        return DTYPES[setting]
+    return torch.float32 if param_dtype in LOW_PRECISION else param_dtype
+
+
+def compute_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the orthogonalizer's products: bfloat16 where the hardware multiplies it."""
+    if setting != AUTO:
+        return DTYPES[setting]
+    if param_dtype == torch.float64:
+        return torch.float64
+    fast = cpu_multiplies_bfloat16() if device.type == "cpu" else True
+    return torch.bfloat16 if fast else torch.float32
+
+
+@functools.cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 units (AVX512-BF16 or AMX) that oneDNN is allowed to use.
+
+    Without them bfloat16 products are emulated, some 25 times slower than float32.
+    """
+    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
+    if allowed not in ("ALL", "DEFAULT") and "BF16" not in allowed and "AMX" not in allowed and "FP16" not in allowed:
+        return False
+    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
+
+
+def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Tensor:
+    """Round float32 `x` to a neighbour in `dtype`, up or down with the odds that keep the mean.
+
+    The noise is a hash of `seed` (an int32 scalar on x's device) and the position of each entry: it has no
+    state of its own, and is the same on every device. A value that `dtype` holds exactly stays as it is.
+    """
+    ulp = _spacing(x, dtype)
+    ulps = x.abs() / ulp
+    below = ulps.floor()
+    up = _uniform_hash(x.shape, seed) < ulps - below
+    return torch.where(x.isfinite(), torch.copysign((below + up) * ulp, x), x).to(dtype)
+
+
+def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance between neighbours of `dtype` at each float32 entry of `x`, a power of two."""
+    info = torch.finfo(dtype)
+    power = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    return power.clamp(min=info.smallest_normal).mul_(info.eps)
+
+
+def _uniform_hash(shape: torch.Size, seed: Tensor) -> Tensor:
+    """Numbers in [0, 1) from 24 bits of an integer hash of (seed, position)."""
+    h = torch.arange(shape.numel(), dtype=torch.int32, device=seed.device)
+    h = mix(h.mul_(_ODD[0]).add_(mix(seed)))
+    return h.bitwise_and(0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(shape)
+
+
+# Odd multipliers of a 32-bit finalizer (Wellons, "hash prospector": lowbias32), as signed integers, and one
+# that spreads consecutive positions (2^32 divided by the golden ratio).
+_ODD = (-1640531527, 2146121005, -2073254261)
+
+
+def mix(h: Tensor) -> Tensor:
+    """Scramble int32 values so that every input bit reaches every output bit; wraps around on overflow."""
+    h = h ^ _shift_right(h, 16)
+    h = h * _ODD[1]
+    h = h ^ _shift_right(h, 15)
+    h = h * _ODD[2]
+    return h ^ _shift_right(h, 16)
+
+
+def _shift_right(h: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's own keeps the sign."""
+    return (h >> bits) & ((1 << (32 - bits)) - 1)

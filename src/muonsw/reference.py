@@ -1,0 +1,144 @@
+"""Slow float64 optimizers that follow the paper line by line, one matrix at a time.
+
+The fast path is tested against these. They share no code with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+def polar(M: Tensor) -> Tensor:
+    """O = U V^T of the compact singular value decomposition M = U S V^T; polar(0) = 0."""
+    U, S, Vh = torch.linalg.svd(M.double(), full_matrices=False)
+    nonzero = S > S.max() * 1e-14
+    return (U * nonzero) @ Vh
+
+
+def ns5(M: Tensor) -> Tensor:
+    """The paper's five Newton-Schulz steps in float64, as a polynomial of the singular values."""
+    U, S, Vh = torch.linalg.svd(M.double(), full_matrices=False)
+    norm = S.square().sum().sqrt()
+    s = S / norm if norm > 0 else S
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (U * s) @ Vh
+
+
+@dataclass
+class Decay:
+    """phi_t of each rule, as the paper writes it."""
+
+    rule: str = "scaled"
+    lam: float = 0.1
+    eta_max: float = 1.0
+
+    def phi(self, eta: float) -> float:
+        """The fraction of the weight taken away at learning rate `eta`."""
+        match self.rule:
+            case "constant":
+                return self.lam * eta
+            case "scaled":
+                return self.lam * eta**2 / self.eta_max
+            case "squared":
+                return self.lam * eta**2
+            case "independent":
+                return self.lam * eta / self.eta_max
+            case "none":
+                return 0.0
+        raise ValueError(f"unknown decay rule {self.rule!r}")
+
+    def shrink(self, W: Tensor, direction: Tensor, eta: float, cautious: bool) -> Tensor:
+        """(1 - phi) W; cautious decay spares entries that the step moves away from zero."""
+        mask = (W * direction >= 0).double() if cautious else torch.ones_like(W)
+        return W - self.phi(eta) * mask * W
+
+
+@dataclass
+class ReferenceMuonSW:
+    """Algorithm 1 (heavy-ball, no Nesterov) and the listing's form (EMA, Nesterov), for one matrix."""
+
+    W: Tensor
+    decay: Decay
+    beta: float = 0.95
+    nesterov: bool = False
+    heavy_ball: bool = True
+    orthogonalize: Callable[[Tensor], Tensor] = polar
+    shape_scale: float = 0.2
+    cautious: bool = False
+    M: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.W = self.W.double().clone()
+        self.M = torch.zeros_like(self.W)
+
+    def step(self, G: Tensor, eta: float) -> None:
+        """One step at learning rate `eta`."""
+        G = G.double()
+        gain = 1.0 if self.heavy_ball else 1 - self.beta
+        self.M = self.beta * self.M + gain * G
+        ahead = gain * G + self.beta * self.M if self.nesterov else self.M
+        O = self.orthogonalize(ahead)  # noqa: E741
+        m, n = self.W.shape
+        eta_hat = self.shape_scale * eta * max(m, n) ** 0.5
+        self.W = self.decay.shrink(self.W, O, eta, self.cautious) - eta_hat * O
+
+
+@dataclass
+class ReferenceAdamWSW:
+    """AdamW with any decay rule, for one tensor."""
+
+    W: Tensor
+    decay: Decay
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    cautious: bool = False
+    t: int = 0
+    m: Tensor = field(init=False)
+    v: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.W = self.W.double().clone()
+        self.m = torch.zeros_like(self.W)
+        self.v = torch.zeros_like(self.W)
+
+    def step(self, G: Tensor, eta: float) -> None:
+        """One step at learning rate `eta`."""
+        G = G.double()
+        b1, b2 = self.betas
+        self.t += 1
+        self.m = b1 * self.m + (1 - b1) * G
+        self.v = b2 * self.v + (1 - b2) * G**2
+        m_hat = self.m / (1 - b1**self.t)
+        v_hat = self.v / (1 - b2**self.t)
+        U = m_hat / (v_hat.sqrt() + self.eps)
+        self.W = self.decay.shrink(self.W, U, eta, self.cautious) - eta * U
+
+
+@dataclass
+class ReferenceSGDSW:
+    """SGD with momentum and any decay rule, for one tensor."""
+
+    W: Tensor
+    decay: Decay
+    beta: float = 0.0
+    nesterov: bool = False
+    heavy_ball: bool = True
+    cautious: bool = False
+    M: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.W = self.W.double().clone()
+        self.M = torch.zeros_like(self.W)
+
+    def step(self, G: Tensor, eta: float) -> None:
+        """One step at learning rate `eta`."""
+        G = G.double()
+        gain = 1.0 if self.heavy_ball else 1 - self.beta
+        self.M = self.beta * self.M + gain * G
+        U = gain * G + self.beta * self.M if self.nesterov else self.M
+        self.W = self.decay.shrink(self.W, U, eta, self.cautious) - eta * U

@@ -1,0 +1,262 @@
+"""Learning-rate schedules, as plain functions of the step and as torch schedulers.
+
+A schedule maps a step to a multiple of the peak learning rate, a number in [0, 1]. One convention holds for
+all of them:
+
+* steps count from 0, so a run of `total_steps` takes the steps 0 to `total_steps - 1`;
+* warmup reaches 1 at its own last step, `warmup_steps - 1`, and its first step already moves;
+* the decay ends on `final_fraction` at the last step of the run and stays there afterwards;
+* every schedule takes the value 1 somewhere, so that the peak of the run is the optimizer's `lr`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+WarmupShape = Literal["linear", "cosine"]
+DecayShape = Literal["linear", "sqrt"]
+
+_Curve = Callable[[float], float]
+
+
+def _linear(x: float) -> float:
+    return x
+
+
+def _half_cosine(x: float) -> float:
+    return (1.0 - math.cos(math.pi * x)) / 2.0
+
+
+# Curves that rise from 0 to 1 together with their argument.
+_WARMUP_SHAPES: Mapping[str, _Curve] = MappingProxyType({"linear": _linear, "cosine": _half_cosine})
+_DECAY_SHAPES: Mapping[str, _Curve] = MappingProxyType({"linear": _linear, "sqrt": math.sqrt})
+
+
+def constant(step: int) -> float:
+    """The peak learning rate at every step.
+
+    Example:
+        >>> constant(0), constant(1000)
+        (1.0, 1.0)
+    """
+    _check_step(step)
+    return 1.0
+
+
+def harmonic(step: int, *, offset: float = 1.0) -> float:
+    """Decay like one over the step: `offset / (offset + step)`.
+
+    With the peak as `lr` this is the schedule `gamma / (t + t0)` of convergence theory, where `t0 = offset`
+    and `gamma = peak * offset`. It satisfies both Robbins-Monro conditions.
+
+    Args:
+        step: The step, from 0.
+        offset: The step at which half of the peak is left; not necessarily an integer.
+
+    Example:
+        >>> gamma, t0, t = 2.0, 4.0, 6
+        >>> gamma / t0 * harmonic(t, offset=t0) == gamma / (t + t0)
+        True
+    """
+    _check_step(step)
+    if not 0.0 < offset < math.inf:
+        raise ValueError(
+            f"offset must be positive and finite, got {offset}; offset=1 gives peak / (1 + step)"
+        )
+    return offset / (offset + step)
+
+
+def warmup_cosine(
+    step: int,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    final_fraction: float = 0.1,
+    warmup_shape: WarmupShape = "linear",
+    warmup_start: float = 0.0,
+) -> float:
+    """Warm up to the peak, then follow half a cosine down to a fraction of it.
+
+    Args:
+        step: The step, from 0.
+        total_steps: Steps in the run. A run of a single step takes it at the peak.
+        warmup_steps: Steps of warmup; 0 and 1 both start at the peak.
+        final_fraction: What is left of the peak at the last step, and after it.
+        warmup_shape: `"linear"` or `"cosine"` (slow at both ends).
+        warmup_start: The fraction of the peak from which warmup departs, one step before step 0.
+
+    Example:
+        >>> [round(warmup_cosine(t, total_steps=8, warmup_steps=4), 3) for t in range(8)]
+        [0.25, 0.5, 0.75, 1.0, 0.868, 0.55, 0.232, 0.1]
+    """
+    _check_run(step, total_steps, warmup_steps, final_fraction, warmup_start)
+    warmup = _shape("warmup_shape", warmup_shape, _WARMUP_SHAPES)
+    if step < warmup_steps:
+        return _between(warmup_start, 1.0, warmup((step + 1) / warmup_steps))
+    return _decay(step, max(warmup_steps - 1, 0), total_steps - 1, final_fraction, _half_cosine)
+
+
+def warmup_stable_decay(
+    step: int,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    decay_fraction: float = 0.2,
+    final_fraction: float = 0.1,
+    decay_shape: DecayShape = "linear",
+    warmup_shape: WarmupShape = "linear",
+    warmup_start: float = 0.0,
+) -> float:
+    """Warm up to the peak, hold it, and decay only over the last part of the run (WSD).
+
+    Args:
+        step: The step, from 0.
+        total_steps: Steps in the run. A run of a single step takes it at the peak.
+        warmup_steps: Steps of warmup; 0 and 1 both start at the peak.
+        decay_fraction: The share of `total_steps` that decays, in (0, 1].
+        final_fraction: What is left of the peak at the last step, and after it.
+        decay_shape: `"linear"`, or `"sqrt"` for one minus the square root, which drops fast at first.
+        warmup_shape: `"linear"` or `"cosine"` (slow at both ends).
+        warmup_start: The fraction of the peak from which warmup departs, one step before step 0.
+
+    Example:
+        >>> settings = dict(total_steps=8, warmup_steps=2, decay_fraction=0.4)
+        >>> [round(warmup_stable_decay(t, **settings), 3) for t in range(8)]
+        [0.5, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1]
+    """
+    _check_run(step, total_steps, warmup_steps, final_fraction, warmup_start)
+    warmup = _shape("warmup_shape", warmup_shape, _WARMUP_SHAPES)
+    decay = _shape("decay_shape", decay_shape, _DECAY_SHAPES)
+    decay_steps = _decay_steps(total_steps, warmup_steps, decay_fraction)
+    if step < warmup_steps:
+        return _between(warmup_start, 1.0, warmup((step + 1) / warmup_steps))
+    return _decay(step, total_steps - 1 - decay_steps, total_steps - 1, final_fraction, decay)
+
+
+def lr_scheduler(optimizer: Optimizer, schedule: Callable[..., float], **settings: Any) -> LambdaLR:
+    """Drive an optimizer's learning rate by a schedule of this module, or by a function like them.
+
+    Every param group keeps its own peak, the `lr` it was built with. Settings are checked before the
+    optimizer is touched. They are not part of `state_dict`: after loading, the settings given here hold, so
+    that a resumed run may be given more steps.
+
+    Args:
+        optimizer: The optimizer whose groups hold the peaks.
+        schedule: A function of the step and keyword settings that returns a multiple of the peak.
+        **settings: The settings of `schedule`.
+
+    Returns:
+        A scheduler to `step()` once after each optimizer step.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.02)
+        >>> scheduler = lr_scheduler(optimizer, warmup_cosine, total_steps=100, warmup_steps=10)
+        >>> scheduler.get_last_lr()
+        [0.002]
+    """
+    multiple = partial(schedule, **settings)
+    multiple(0)
+    return LambdaLR(optimizer, multiple)
+
+
+def peak_lr_for_horizon(total_steps: int, *, base_lr: float = 0.02, base_steps: int = 5000) -> float:
+    """Carry a peak learning rate tuned on one horizon over to a longer one: `base_lr * (T / T0) ** (-1/3)`.
+
+    Below `base_steps` the rule would ask for more than the tuned peak. Nothing was measured there, and too
+    large a learning rate is the dangerous side, so shorter runs get `base_lr`.
+
+    Args:
+        total_steps: Steps of the run to set up, at the batch size of the tuned one.
+        base_lr: The peak that was best at `base_steps`.
+        base_steps: The horizon at which `base_lr` was tuned.
+
+    Example:
+        >>> f"{peak_lr_for_horizon(40_000):.3f}"  # eight times the steps, half the rate
+        '0.010'
+        >>> peak_lr_for_horizon(500)
+        0.02
+    """
+    _check_positive("total_steps", total_steps)
+    _check_positive("base_steps", base_steps)
+    if not 0.0 < base_lr < math.inf:
+        raise ValueError(f"base_lr must be positive and finite, got {base_lr}")
+    growth = max(1.0, total_steps / base_steps)
+    return float(base_lr * growth ** (-1.0 / 3.0))
+
+
+def warmup_steps_for_horizon(total_steps: int) -> int:
+    """Warmup for a run: 1% of it but at least 1000 steps, and never more than a tenth of it.
+
+    Example:
+        >>> [warmup_steps_for_horizon(steps) for steps in (600, 35_000, 376_000)]
+        [60, 1000, 3760]
+    """
+    _check_positive("total_steps", total_steps)
+    return min(max(1000, total_steps // 100), total_steps // 10)
+
+
+def _between(start: float, end: float, x: float) -> float:
+    """Interpolate so that x = 0 and x = 1 give `start` and `end` without rounding."""
+    return start * (1.0 - x) + end * x
+
+
+def _decay(step: int, start: int, end: int, final_fraction: float, curve: _Curve) -> float:
+    """Hold 1 up to the step `start`, then follow the curve to `final_fraction` at the step `end`."""
+    if step <= start:
+        return 1.0
+    if step >= end:
+        return final_fraction
+    return _between(1.0, final_fraction, curve((step - start) / (end - start)))
+
+
+def _shape(argument: str, name: str, shapes: Mapping[str, _Curve]) -> _Curve:
+    if name not in shapes:
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, shapes))}, got {name!r}")
+    return shapes[name]
+
+
+def _decay_steps(total_steps: int, warmup_steps: int, decay_fraction: float) -> int:
+    if not 0.0 < decay_fraction <= 1.0:
+        raise ValueError(
+            f"decay_fraction must be in (0, 1], got {decay_fraction}; final_fraction=1 gives no decay"
+        )
+    decay_steps = min(max(1, round(decay_fraction * total_steps)), total_steps - 1)
+    if max(warmup_steps, 1) + decay_steps > total_steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps} and decay_fraction={decay_fraction} ({decay_steps} steps) "
+            f"do not fit into total_steps={total_steps}; shorten one of them"
+        )
+    return decay_steps
+
+
+def _check_step(step: int) -> None:
+    if step < 0:
+        raise ValueError(f"step must not be negative, got {step}; the first step of a run is 0")
+
+
+def _check_positive(argument: str, steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"{argument} must be at least 1, got {steps}")
+
+
+def _check_run(
+    step: int, total_steps: int, warmup_steps: int, final_fraction: float, warmup_start: float
+) -> None:
+    _check_step(step)
+    _check_positive("total_steps", total_steps)
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}; 0 means no warmup")
+    if warmup_steps >= total_steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps} must be less than total_steps={total_steps}; "
+            "warmup_steps_for_horizon(total_steps) gives a length that fits"
+        )
+    for argument, fraction in (("final_fraction", final_fraction), ("warmup_start", warmup_start)):
+        if not 0.0 <= fraction <= 1.0:
+            raise ValueError(f"{argument} is a fraction of the peak and must be in [0, 1], got {fraction}")

@@ -1,0 +1,182 @@
+"""The optimizers people import: one engine, three default algorithms.
+
+Options that mean the same for all of them (`decay`, `peak_lr`, `rounding`, ...) are described once, at
+`GroupOptions`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Unpack
+
+import torch
+from torch import Tensor
+
+from muonsw.optimizer import Params, ScaledDecayOptimizer
+from muonsw.options import GroupOptions
+
+
+class MuonSW(ScaledDecayOptimizer):
+    """Muon with scaled weight decay: orthogonalized momentum, and decay by `lambda lr^2/peak`.
+
+    Args:
+        params: parameters, named parameters, or dicts with `params` and options of their own. Any option may
+            be set in a group, and `algorithm` ("muon", "adamw", "sgd") too. For a whole model, see `for_model`.
+        lr: learning rate, a number or a one-element tensor.
+        weight_decay: lambda.
+        momentum: beta.
+        nesterov: look ahead along the momentum.
+        momentum_form: "ema" (`M <- beta M + (1-beta) G`) or "heavy_ball" (`M <- beta M + G`).
+        orthogonalizer: "newton_schulz", "polar_express", "gram_newton_schulz", "exact", or a registered name.
+        ns_steps: iterations of the orthogonalizer.
+        ns_dtype: dtype of its products; "auto" is bfloat16 where the hardware multiplies it, else float32.
+        scale: shape scale: "match_rms_adamw" (0.2 sqrt(max(m, n))), "original", "spectral" or "none".
+        matrix: how parameters with more than two axes are seen: "stack" (the last two are (out, in), the others
+            count matrices) or "flatten" (the first is out, the others are in).
+        split_sizes: sizes of the matrices that a fused projection holds side by side.
+        split_dim: along which axis of the matrix they lie, 0 for out, 1 for in.
+        nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
+            the device), or "propagate".
+        chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 1 GiB elsewhere.
+        **options: see `GroupOptions`.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8), torch.nn.Linear(8, 8))
+        >>> optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
+        >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+        >>> for _ in range(3):
+        ...     model(torch.ones(2, 8)).square().mean().backward()
+        ...     optimizer.step(); scheduler.step(); optimizer.zero_grad()
+        >>> optimizer.param_groups[0]["resolved_peak_lr"]
+        0.02
+    """
+
+    algorithm: ClassVar[str] = "muon"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.1,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        momentum_form: str = "ema",
+        orthogonalizer: str = "newton_schulz",
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | str = "auto",
+        scale: str = "match_rms_adamw",
+        matrix: str | None = None,
+        split_sizes: tuple[int, ...] | None = None,
+        split_dim: int = 0,
+        nonfinite: str = "skip",
+        chunk_bytes: int | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        own = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "momentum_form": momentum_form,
+            "orthogonalizer": orthogonalizer,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "scale": scale,
+            "matrix": matrix,
+            "split_sizes": split_sizes,
+            "split_dim": split_dim,
+        }
+        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes)
+
+
+class AdamWSW(ScaledDecayOptimizer):
+    """AdamW with scaled weight decay; with `decay="constant"` it is `torch.optim.AdamW`.
+
+    The rule was proposed for Adam by Defazio (2025), who applies it to normalized layers only (AdamC). Here it
+    applies to every group whose `weight_decay` is not zero; `for_model` gives zero to norms and embeddings.
+
+    Args:
+        params: parameters, named parameters, or dicts with `params` and options of their own.
+        lr: learning rate, a number or a one-element tensor.
+        weight_decay: lambda.
+        betas: decay rates of the average gradient and the average squared gradient.
+        eps: added to the root of the average squared gradient.
+        nonfinite: "skip", "raise" or "propagate", as for `MuonSW`.
+        chunk_bytes: temporary memory that a batch may take.
+        **options: see `GroupOptions`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = AdamWSW([weight], lr=0.1, weight_decay=0.5)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.8500, 0.8500, 0.8500])
+    """
+
+    algorithm: ClassVar[str] = "adamw"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.1,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        nonfinite: str = "skip",
+        chunk_bytes: int | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        own = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes)
+
+
+class SGDSW(ScaledDecayOptimizer):
+    """SGD with momentum and scaled, decoupled weight decay.
+
+    `torch.optim.SGD` adds its decay to the gradient; here it is applied to the weight, apart from momentum.
+
+    Args:
+        params: parameters, named parameters, or dicts with `params` and options of their own.
+        lr: learning rate, a number or a one-element tensor.
+        weight_decay: lambda.
+        momentum: beta; zero keeps no state.
+        nesterov: look ahead along the momentum.
+        momentum_form: "heavy_ball" (`M <- beta M + G`) or "ema" (`M <- beta M + (1-beta) G`).
+        nonfinite: "skip", "raise" or "propagate", as for `MuonSW`.
+        chunk_bytes: temporary memory that a batch may take.
+        **options: see `GroupOptions`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = SGDSW([weight], lr=0.1, weight_decay=0.5)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.7500, 0.7500, 0.7500])
+    """
+
+    algorithm: ClassVar[str] = "sgd"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        momentum_form: str = "heavy_ball",
+        nonfinite: str = "skip",
+        chunk_bytes: int | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        own = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "momentum_form": momentum_form,
+        }
+        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes)
