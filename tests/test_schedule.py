@@ -101,13 +101,9 @@ def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(
     final=st.floats(0, 1),
     shape=st.sampled_from(["linear", "sqrt"]),
 )
-def test_wsd_holds_the_peak_and_decays_only_at_the_end(
-    total: int, fraction: float, final: float, shape: Any
-) -> None:
+def test_wsd_holds_the_peak_and_decays_only_at_the_end(total: int, fraction: float, final: float, shape: Any) -> None:
     values = [
-        warmup_stable_decay(
-            t, total_steps=total, decay_fraction=fraction, final_fraction=final, decay_shape=shape
-        )
+        warmup_stable_decay(t, total_steps=total, decay_fraction=fraction, final_fraction=final, decay_shape=shape)
         for t in range(total + 3)
     ]
     decaying = min(max(1, round(fraction * total)), total - 1)
@@ -130,9 +126,7 @@ def test_joints_have_no_jump_larger_than_a_step_of_the_schedule(shape: Any) -> N
     total, warmup = 10_000, 1000
     slope = math.pi / 2 / warmup
     for schedule in (warmup_cosine, warmup_stable_decay):
-        values = [
-            schedule(t, total_steps=total, warmup_steps=warmup, warmup_shape=shape) for t in range(total + 10)
-        ]
+        values = [schedule(t, total_steps=total, warmup_steps=warmup, warmup_shape=shape) for t in range(total + 10)]
         assert max(abs(a - b) for a, b in pairwise(values)) <= slope
         assert values[0] <= slope
 

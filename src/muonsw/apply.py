@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,8 +36,8 @@ def apply_update(group: Group, update: Update, coefficients: Coefficients) -> No
 
 
 def shrink_and_move(
-    weights: Sequence[Tensor],
-    directions: Sequence[Tensor],
+    weights: list[Tensor],
+    directions: list[Tensor],
     move: float | Tensor,
     phi: float | Tensor,
     cautious: bool,
@@ -83,7 +82,7 @@ def _apply_rounded(
 
 def rounding_seed(group: Group, part: Part) -> Tensor:
     """A number for this part of this parameter at this step; the step is counted in the state."""
-    place = part.item.index * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.narrows)
+    place = part.item.position * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.narrows)
     key = (group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF
     return mix(part.item.state["step"].to(torch.int32) ^ key)
 

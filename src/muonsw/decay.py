@@ -64,9 +64,7 @@ DECAY_RULES.register("independent", DecayRule(independent, uses_peak=True))
 DECAY_RULES.register("none", DecayRule(none, uses_peak=False))
 
 
-def decay_factor(
-    rule: str, lam: float | Tensor, eta: float | Tensor, eta_max: float | None
-) -> float | Tensor:
+def decay_factor(rule: str, lam: float | Tensor, eta: float | Tensor, eta_max: float | None) -> float | Tensor:
     """The fraction of a weight that a step at learning rate `eta` takes away.
 
     A peak that is zero or not known yet (no step with a learning rate above zero has been taken) means

@@ -15,7 +15,14 @@ from muonsw.precision import state_dtype
 StateDict = dict[str, Any]
 
 # Keys of torch's groups that say how torch computes, not what; they mean nothing here.
-_IMPLEMENTATION_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
+_IMPLEMENTATION_KEYS = (
+    "foreach",
+    "fused",
+    "differentiable",
+    "decoupled_weight_decay",
+    "amsgrad",
+    "ns_coefficients",
+)
 
 
 def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
@@ -82,13 +89,16 @@ def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
 
 
 def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
-    """Give state its own dtype and place again; torch's loading casts it to the parameter's."""
+    """Give state its own dtype and place again; torch's loading casts it to the parameter's.
+
+    The state is copied: a snapshot that is loaded must not change with the steps that follow.
+    """
     for old, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for number, param in zip(old["params"], group["params"], strict=True):
             for key, value in (saved["state"].get(number) or {}).items():
                 if isinstance(value, Tensor):
                     dtype = _dtype_of(key, group, param)
-                    optimizer.state[param][key] = value.to(param.device, dtype)
+                    optimizer.state[param][key] = value.to(param.device, dtype, copy=True)
 
 
 def _dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:

@@ -17,16 +17,17 @@ class NonFiniteGradientError(FloatingPointError):
     """A gradient holds an infinity or a NaN, and the optimizer was told to raise."""
 
 
-def all_finite(grads: Sequence[Tensor]) -> Tensor:
-    """A boolean scalar on the gradients' device: whether every entry of every gradient is finite.
+def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
+    """A boolean scalar on the gradients' device: whether every norm of this order is finite.
 
-    The largest absolute entry is used, not the norm, which overflows for gradients that are large but finite.
+    With the default, the largest absolute entry, that is whether every entry is finite. The Euclidean norm is
+    several times faster on CPUs but overflows for gradients that are large and finite.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         if grad.numel():
             by_dtype.setdefault(grad.dtype, []).append(grad)
-    flags = [torch.stack(torch._foreach_norm(same, math.inf)).isfinite().all() for same in by_dtype.values()]
+    flags = [torch.stack(torch._foreach_norm(same, order)).isfinite().all() for same in by_dtype.values()]
     return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
 
 
@@ -35,12 +36,12 @@ def finite_flag(items: Sequence[Item]) -> Tensor | bool:
     by_device: dict[torch.device, list[Tensor]] = {}
     for item in items:
         by_device.setdefault(item.param.device, []).append(item.grad)
-    flags = [all_finite(grads) for grads in by_device.values()]
-    on_host = all(device.type == "cpu" for device in by_device)
-    if on_host and not torch.compiler.is_compiling():
-        return all(bool(flag) for flag in flags)
+    if all(device.type == "cpu" for device in by_device) and not torch.compiler.is_compiling():
+        grads = [item.grad for item in items]
+        return bool(all_finite(grads, order=2)) or bool(all_finite(grads))
     home = next(iter(by_device))
-    return torch.stack([flag.to(home, non_blocking=True) for flag in flags]).all()
+    flags = [all_finite(grads).to(home, non_blocking=True) for grads in by_device.values()]
+    return torch.stack(flags).all()
 
 
 def raise_if_not_finite(items: Sequence[Item]) -> None:

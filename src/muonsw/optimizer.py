@@ -8,6 +8,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from muonsw import loading, peak
@@ -33,6 +34,9 @@ class ScaledDecayOptimizer(Optimizer):
     """
 
     algorithm: ClassVar[str]
+    _skipped_on_host: int
+    _skipped_on_device: Tensor
+    _excess: Tensor
 
     def __init__(self, params: Params, options: Group, *, nonfinite: str, chunk_bytes: int | None) -> None:
         if nonfinite not in POLICIES:
@@ -43,7 +47,7 @@ class ScaledDecayOptimizer(Optimizer):
         self.chunk_bytes = chunk_bytes
         self._reset_flags()
         checked = {key: validate_option(key, value) for key, value in options.items()}
-        super().__init__(params, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})  # type: ignore[arg-type]
+        super().__init__(params, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})
 
     @classmethod
     def for_model(
@@ -155,14 +159,15 @@ class ScaledDecayOptimizer(Optimizer):
     def _step_group(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
         counters = [item.state["step"] for item in items if "step" in item.state]
         if counters:
-            torch._foreach_add_(counters, 1 if coefficients.ok is None else coefficients.ok.float())
+            taken = 1 if coefficients.ok is None else [coefficients.ok.float()] * len(counters)
+            torch._foreach_add_(counters, taken)
         budget = Budget(self._chunk_bytes(items[0].param.device), coefficients.ok)
         for update in ALGORITHMS[group["algorithm"]].updates(group, items, budget):
             apply_update(group, update, coefficients)
 
     def _work(self) -> Iterator[tuple[Group, list[Item]]]:
         """The parameters that have gradients, by group and device; refuses what no algorithm can use."""
-        index = 0
+        position = 0
         for number, group in enumerate(self.param_groups):
             batches: dict[torch.device, list[Item]] = {}
             names = group.get("param_names")
@@ -171,9 +176,9 @@ class ScaledDecayOptimizer(Optimizer):
                     name = names[place] if names else f"parameter {place} of group {number}"
                     if param.grad.layout != torch.strided:
                         raise ValueError(f"the gradient of {name} is sparse; make it dense, or freeze the parameter")
-                    item = Item(index + place, name, param, param.grad, self.state[param])
+                    item = Item(position + place, name, param, param.grad, self.state[param])
                     batches.setdefault(param.device, []).append(item)
-            index += len(group["params"])
+            position += len(group["params"])
             yield from ((group, items) for items in batches.values())
 
     def _finite(self, items: list[Item]) -> Tensor | bool:
@@ -187,7 +192,7 @@ class ScaledDecayOptimizer(Optimizer):
             self._skipped_on_device = self._skipped_on_device.to(ok.device).add_(~ok)
         return ok
 
-    @torch.compiler.disable
+    @_disable_dynamo  # torch.compiler.disable would import the compiler at once
     def _update_peaks(self) -> None:
         """Resolve peaks and check learning rates, on the host and before anything changes."""
         for number, group in enumerate(self.param_groups):
@@ -231,7 +236,8 @@ class ScaledDecayOptimizer(Optimizer):
 
         It waits for the device, so a training loop calls it now and then; `state_dict` calls it too.
         """
-        excess, self._excess = bool(self._excess), torch.zeros_like(self._excess)
+        excess = bool(self._excess)
+        self._excess.zero_()  # in place: a captured graph writes to this very tensor
         if excess:
             raise PeakLRError(
                 "a tensor learning rate exceeded its peak, or a decay factor exceeded 1, in an earlier step; pass "

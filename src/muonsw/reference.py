@@ -13,10 +13,11 @@ from torch import Tensor
 
 
 def polar(M: Tensor) -> Tensor:
-    """O = U V^T of the compact singular value decomposition M = U S V^T; polar(0) = 0."""
+    """Give the factor U V^T of the compact singular value decomposition U S V^T; zero for zero."""
     U, S, Vh = torch.linalg.svd(M.double(), full_matrices=False)
-    nonzero = S > S.max() * 1e-14
-    return (U * nonzero) @ Vh
+    nonzero = S.max() * 1e-14 < S
+    factor: Tensor = (U * nonzero) @ Vh
+    return factor
 
 
 def ns5(M: Tensor) -> Tensor:
@@ -26,12 +27,13 @@ def ns5(M: Tensor) -> Tensor:
     s = S / norm if norm > 0 else S
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return (U * s) @ Vh
+    result: Tensor = (U * s) @ Vh
+    return result
 
 
 @dataclass
 class Decay:
-    """phi_t of each rule, as the paper writes it."""
+    """The fraction phi_t of each rule, as the paper writes it."""
 
     rule: str = "scaled"
     lam: float = 0.1

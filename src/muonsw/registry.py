@@ -36,7 +36,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._entries[name] = entry
 
     def __getitem__(self, name: str) -> T:
-        if not isinstance(name, str) or name not in self._entries:
+        if name not in self._entries:
             raise ValueError(unknown(self.kind, name, list(self._entries)))
         return self._entries[name]
 

@@ -43,7 +43,8 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
 
 def classify(model: nn.Module) -> Iterator[tuple[str, Tensor, str, str | None]]:
     """Name, parameter, role and matrix view of each trainable parameter; tied weights come once."""
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_output: Any = getattr(model, "get_output_embeddings", None)  # Hugging Face models know their head
+    output = find_output() if callable(find_output) else None
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, param in model.named_parameters():
         if param.requires_grad:

@@ -65,9 +65,7 @@ def harmonic(step: int, *, offset: float = 1.0) -> float:
     """
     _check_step(step)
     if not 0.0 < offset < math.inf:
-        raise ValueError(
-            f"offset must be positive and finite, got {offset}; offset=1 gives peak / (1 + step)"
-        )
+        raise ValueError(f"offset must be positive and finite, got {offset}; offset=1 gives peak / (1 + step)")
     return offset / (offset + step)
 
 
@@ -223,9 +221,7 @@ def _shape(argument: str, name: str, shapes: Mapping[str, _Curve]) -> _Curve:
 
 def _decay_steps(total_steps: int, warmup_steps: int, decay_fraction: float) -> int:
     if not 0.0 < decay_fraction <= 1.0:
-        raise ValueError(
-            f"decay_fraction must be in (0, 1], got {decay_fraction}; final_fraction=1 gives no decay"
-        )
+        raise ValueError(f"decay_fraction must be in (0, 1], got {decay_fraction}; final_fraction=1 gives no decay")
     decay_steps = min(max(1, round(decay_fraction * total_steps)), total_steps - 1)
     if max(warmup_steps, 1) + decay_steps > total_steps:
         raise ValueError(
@@ -245,9 +241,7 @@ def _check_positive(argument: str, steps: int) -> None:
         raise ValueError(f"{argument} must be at least 1, got {steps}")
 
 
-def _check_run(
-    step: int, total_steps: int, warmup_steps: int, final_fraction: float, warmup_start: float
-) -> None:
+def _check_run(step: int, total_steps: int, warmup_steps: int, final_fraction: float, warmup_start: float) -> None:
     _check_step(step)
     _check_positive("total_steps", total_steps)
     if warmup_steps < 0:

@@ -20,7 +20,7 @@ State = dict[str, Tensor]
 class Item(NamedTuple):
     """One parameter with a gradient, at one step."""
 
-    index: int
+    position: int
     name: str
     param: Tensor
     grad: Tensor
@@ -66,8 +66,8 @@ class Part(NamedTuple):
 class Update(NamedTuple):
     """Directions for some parts: each part moves by `-lr * scale * direction`."""
 
-    parts: Sequence[Part]
-    directions: Sequence[Tensor]
+    parts: list[Part]
+    directions: list[Tensor]
     scale: float = 1.0
 
 
@@ -102,7 +102,7 @@ def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: T
     return ready if ok is None else [torch.where(ok, g, 0) for g in ready]
 
 
-def decay_average(averages: Sequence[Tensor], beta: float, ok: Tensor | None) -> None:
+def decay_average(averages: list[Tensor], beta: float, ok: Tensor | None) -> None:
     """Multiply running averages by `beta`, or leave them as they are where `ok` is false."""
     torch._foreach_mul_(averages, beta if ok is None else torch.where(ok, beta, 1.0))
 

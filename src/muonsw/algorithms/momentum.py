@@ -8,8 +8,6 @@ They differ by the factor `1 - beta`, which orthogonalization does not see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from muonsw.algorithms.base import decay_average
 FORMS = ("ema", "heavy_ball")
 
 
-def advance(form: str, momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: float, ok: Tensor | None) -> None:
+def advance(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, ok: Tensor | None) -> None:
     """Move the buffers one step on, in place."""
     if form == "ema" and ok is None:
         torch._foreach_lerp_(momenta, grads, 1 - beta)
@@ -27,7 +25,7 @@ def advance(form: str, momenta: Sequence[Tensor], grads: Sequence[Tensor], beta:
     torch._foreach_add_(momenta, grads, alpha=1 - beta if form == "ema" else 1.0)
 
 
-def look_ahead(form: str, momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: float) -> None:
+def look_ahead(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float) -> None:
     """Nesterov's direction from the gradients and the advanced buffers, written over `grads`."""
     if form == "ema":
         torch._foreach_lerp_(grads, momenta, beta)

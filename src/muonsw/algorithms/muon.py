@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
             steps=group["ns_steps"],
             dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
         )
-        yield Update(parts, _scatter(orthogonal, parts), scale(bucket.rows, bucket.columns))
+        like = [part.grad for part in parts]
+        yield Update(parts, _scatter(orthogonal, like), scale(bucket.rows, bucket.columns))
 
 
 def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor:
@@ -51,7 +53,7 @@ def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tens
     momenta = [part.state("momentum_buffer") for part in parts]
     batch = _gather([part.grad for part in parts], bucket)
     batch = clean([batch], momenta[:1], group["maximize"], ok)[0]
-    grads = _scatter(batch, parts)
+    grads = _scatter(batch, momenta)
     momentum.advance(form, momenta, grads, beta, ok)
     if not group["nesterov"]:
         return _gather(momenta, bucket)
@@ -60,16 +62,19 @@ def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tens
 
 
 def _gather(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """Copy the matrices of all parts into one batch."""
+    """Copy matrices and stacks of matrices into one batch."""
+    if all(t.dim() == 2 for t in tensors):
+        return torch.stack(list(tensors))
     return torch.cat([t.reshape(-1, bucket.rows, bucket.columns) for t in tensors])
 
 
-def _scatter(batch: Tensor, parts: Sequence[Part]) -> list[Tensor]:
-    """Views of a batch in the shapes of the parts it was gathered from."""
-    shapes = [part.grad.shape for part in parts]
+def _scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a batch in the shapes of the tensors it was gathered from."""
+    if all(t.dim() == 2 for t in like):
+        return list(batch.unbind())
     area = batch.shape[-2] * batch.shape[-1]
-    counts = [shape.numel() // area for shape in shapes]
-    return [piece.reshape(shape) for piece, shape in zip(batch.split(counts), shapes, strict=True)]
+    pieces = batch.split_with_sizes([t.numel() // area for t in like])
+    return [piece.reshape(t.shape) for piece, t in zip(pieces, like, strict=True)]
 
 
 def _batches(group: Group, items: list[Item], chunk_bytes: int) -> Iterator[tuple[Bucket, list[Part]]]:
@@ -112,7 +117,7 @@ def _collect(
     slices, per_slice = shape[0], count // shape[0]
     runs = min(slices, math.ceil(count / _capacity(bucket, chunk_bytes)))
     bounds = [slices * i // runs for i in range(runs + 1)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         cut = narrow if runs == 1 else (*narrow, (0, start, end - start))
         parts.append((Part(item, Region(cut)), (end - start) * per_slice))
 

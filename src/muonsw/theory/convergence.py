@@ -150,9 +150,7 @@ def muon_separation(sigma_max: float, *, lam: float, scale: float = 1.0) -> floa
     return max(sigma_max - muon_radius(lam, scale=scale), 0.0)
 
 
-def muon_loss_floor(
-    singular_values: Iterable[float] | torch.Tensor, *, lam: float, scale: float = 1.0
-) -> float:
+def muon_loss_floor(singular_values: Iterable[float] | torch.Tensor, *, lam: float, scale: float = 1.0) -> float:
     """The loss below which constant decay does not let Muon settle: `1/2 sum (sigma_i(A) - R)_+^2`.
 
     Hypotheses: lambda > 0, eta lambda <= 1, learning rates of infinite sum.

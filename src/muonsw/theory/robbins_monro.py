@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from muonsw.theory.hypotheses import (
     HypothesisError,
     Steps,
+    at_most,
     require,
     require_curvature,
     require_decay,
@@ -54,7 +55,7 @@ def check_schedule(
 
     Args:
         etas: The learning rate of each step, at least one.
-        a: Curvature of the scalar quadratic; together with `lam` tests `eta <= 1/(a + lambda)`.
+        a: Curvature of the scalar quadratic, which needs `lam` too; tests `eta <= 1/(a + lambda)`.
         lam: The weight decay; tests `eta*lambda <= 1`.
         mu: Strong convexity; tests `mu*eta <= 1`.
 
@@ -69,7 +70,9 @@ def check_schedule(
     if lam is not None:
         require_decay(lam)
         limits["eta*lambda <= 1"] = 1.0 / lam
-    if a is not None and lam is not None:
+    if a is not None:
+        if lam is None:
+            raise ValueError("a needs lam: the hypothesis is eta <= 1/(a + lambda)")
         require_curvature(a)
         limits["eta <= 1/(a + lambda)"] = 1.0 / (a + lam)
     if mu is not None:
@@ -81,7 +84,7 @@ def check_schedule(
         sum_eta=math.fsum(steps),
         sum_eta_squared=math.fsum(eta * eta for eta in steps),
         max_eta=largest,
-        hypotheses={"eta > 0": min(steps) > 0.0} | {name: largest <= limit for name, limit in limits.items()},
+        hypotheses={"eta > 0": min(steps) > 0.0} | {name: at_most(largest, limit) for name, limit in limits.items()},
     )
 
 

@@ -1,8 +1,8 @@
 """Bounds for SGD with scaled decay, `x <- x - eta g - q eta^2 x` with `q = lambda / eta_max`.
 
 The gradient g is unbiased and `E|g|^2 <= sigma^2 + rho |grad F|^2`; F is L-smooth. For an objective that is
-also strongly convex, everything follows from one recursion, `u_{t+1} <= (1 - alpha eta_t) u_t + kappa
-eta_t^2`.
+also strongly convex, everything follows from the recursion of stochastic approximation,
+`u_{t+1} <= (1 - alpha eta_t) u_t + kappa eta_t^2`.
 """
 
 from bisect import bisect_left
@@ -10,6 +10,7 @@ from math import fsum, inf
 
 from muonsw.theory.hypotheses import (
     Steps,
+    at_most,
     require,
     require_at_least,
     require_largest,
@@ -72,7 +73,7 @@ def sa_constant(*, u1: float, t1: float, alpha: float, kappa: float, gamma: floa
     require("alpha > 0", 0.0 < alpha < inf, alpha=alpha)
     require("alpha*gamma > 1", 1.0 < alpha * gamma < inf, alpha=alpha, gamma=gamma)
     require("t1 + t0 > 0", 0.0 < t1 + t0 < inf, t1=t1, t0=t0)
-    require("alpha*eta <= 1", alpha * gamma <= t1 + t0, alpha=alpha, eta=gamma / (t1 + t0))
+    require("alpha*eta <= 1", at_most(alpha * gamma, t1 + t0), alpha=alpha, eta=gamma / (t1 + t0))
     require_at_least("kappa", kappa, 0)
     require_at_least("u1", u1, 0)
     return max((t1 + t0) * u1, kappa * gamma**2 / (alpha * gamma - 1.0))
@@ -123,9 +124,7 @@ def strongly_convex_kappa(
     return 2.0 * sigma**2 + q * x_star**2 * (1.0 + 4.0 * q * eta**2)
 
 
-def first_contracting_step(
-    *, gamma: float, t0: float, mu: float, L: float, q: float, rho: float = 1.0
-) -> int:
+def first_contracting_step(*, gamma: float, t0: float, mu: float, L: float, q: float, rho: float = 1.0) -> int:
     """The first step from which `strongly_convex_kappa` applies to the schedule `gamma/(t + t0)`.
 
     Hypotheses: 0 < mu <= L, rho >= 1, gamma > 0, t0 > 0.

@@ -1,0 +1,54 @@
+"""Small problems that many tests run optimizers on."""
+
+import torch
+from torch import nn
+
+from muonsw import SGDSW, AdamWSW, MuonSW
+
+OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
+
+
+def matrices(*shapes, dtype=torch.float32, seed=0):
+    """Parameters of the given shapes with entries of size 0.1."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        nn.Parameter((0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)) for shape in shapes
+    ]
+
+
+def set_gradients(params, step, seed=0):
+    """Gradients that depend on the step alone, so that two optimizers can be fed the same."""
+    for number, param in enumerate(params):
+        generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + number)
+        grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        param.grad = grad.to(param.dtype)
+
+
+def run(optimizer, params, steps, *, start=0, schedule=None, scheduler=None):
+    """Feed an optimizer `steps` steps of `set_gradients`, with a schedule or a torch scheduler."""
+    for step in range(start, start + steps):
+        if schedule is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = schedule(step)
+        set_gradients(params, step)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def clones(params):
+    """Independent copies of parameters."""
+    return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+def assert_same(left, right):
+    """Bit-for-bit equality of two lists of tensors."""
+    for number, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert torch.equal(a, b), f"tensor {number} differs by {(a - b).abs().max()}"
+
+
+def cosine(peak, total, final=0.1):
+    """A cosine from `peak` to `final * peak`, as a function of the step."""
+    import math
+
+    return lambda t: peak * (final + (1 - final) * (1 + math.cos(math.pi * min(t, total) / total)) / 2)

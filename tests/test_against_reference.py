@@ -1,0 +1,178 @@
+"""The fast path against the float64 reference that follows the paper line by line."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5, polar
+from tests.common.problems import cosine, matrices, set_gradients
+
+RULES = ["constant", "scaled", "squared", "independent", "none"]
+PEAK, STEPS = 0.05, 300
+SCHEDULE = cosine(PEAK, STEPS)
+
+
+def follow(optimizer, params, references, steps=STEPS, schedule=SCHEDULE):
+    """Feed both the same gradients; returns the largest relative distance at the end."""
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        set_gradients(params, step)
+        for param, reference in zip(params, references, strict=True):
+            reference.step(param.grad, schedule(step))
+        optimizer.step()
+    return max(float((p.detach().double() - r.W).norm() / r.W.norm()) for p, r in zip(params, references, strict=True))
+
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rule", RULES)
+def test_muon_listing_form(rule, dtype):
+    """EMA, Nesterov, five Newton-Schulz steps, over a whole cosine."""
+    params = matrices((6, 6), (4, 10), (10, 4), (6, 6), dtype=dtype)
+    lam = {"squared": 2.0, "independent": 0.005}.get(rule, 0.3)
+    references = [
+        ReferenceMuonSW(p.detach(), Decay(rule, lam, PEAK), nesterov=True, heavy_ball=False, orthogonalize=ns5)
+        for p in params
+    ]
+    optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype=dtype)
+    assert follow(optimizer, params, references) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize(("form", "nesterov"), [("heavy_ball", False), ("heavy_ball", True), ("ema", False)])
+def test_muon_algorithm_one(form, nesterov, cautious):
+    """Algorithm 1 is heavy-ball without Nesterov and an exact polar factor."""
+    params = matrices((5, 5), (3, 8), (8, 3), dtype=torch.float64)
+    references = [
+        ReferenceMuonSW(
+            p.detach(), Decay("scaled", 0.3, PEAK), nesterov=nesterov, heavy_ball=form == "heavy_ball",
+            orthogonalize=polar, cautious=cautious,
+        )
+        for p in params
+    ]  # fmt: skip
+    optimizer = MuonSW(
+        params, lr=PEAK, weight_decay=0.3, momentum_form=form, nesterov=nesterov, orthogonalizer="exact",
+        cautious=cautious,
+    )  # fmt: skip
+    assert follow(optimizer, params, references) < 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("cautious", [False, True])
+def test_adamw(rule, dtype, cautious):
+    params = matrices((7,), (4, 5), (), dtype=dtype)
+    lam = {"squared": 2.0, "independent": 0.005}.get(rule, 0.3)
+    references = [ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK), cautious=cautious) for p in params]
+    optimizer = AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, cautious=cautious)
+    assert follow(optimizer, params, references) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("momentum", "form", "nesterov"), [(0.0, "heavy_ball", False), (0.9, "ema", True)])
+def test_sgd(rule, dtype, momentum, form, nesterov):
+    params = matrices((7,), (4, 5), dtype=dtype)
+    lam = {"squared": 2.0, "independent": 0.005}.get(rule, 0.3)
+    references = [
+        ReferenceSGDSW(p.detach(), Decay(rule, lam, PEAK), momentum, nesterov, heavy_ball=form == "heavy_ball")
+        for p in params
+    ]
+    optimizer = SGDSW(
+        params,
+        lr=PEAK,
+        weight_decay=lam,
+        decay=rule,
+        momentum=momentum,
+        momentum_form=form,
+        nesterov=nesterov,
+    )
+    assert follow(optimizer, params, references) < TOLERANCE[dtype]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    experts=st.integers(0, 3),
+    rule=st.sampled_from(RULES),
+    lam=st.floats(0, 1),
+    beta=st.floats(0, 0.99),
+    nesterov=st.booleans(),
+    form=st.sampled_from(["ema", "heavy_ball"]),
+    cautious=st.booleans(),
+    chunk_bytes=st.sampled_from([1, 500, None]),
+    seed=st.integers(0, 99),
+)
+def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, cautious, chunk_bytes, seed):
+    """Any shape, stack, option and chunking gives what one matrix at a time gives."""
+    full = (experts, *shape) if experts else shape
+    (param,) = matrices(full, dtype=torch.float64, seed=seed)
+    slices = param.detach().reshape(-1, *shape)
+    references = [
+        ReferenceMuonSW(
+            W, Decay(rule, lam, PEAK), beta, nesterov, heavy_ball=form == "heavy_ball", orthogonalize=ns5,
+            cautious=cautious,
+        )
+        for W in slices
+    ]  # fmt: skip
+    optimizer = MuonSW(
+        [param], lr=PEAK, weight_decay=lam, decay=rule, momentum=beta, nesterov=nesterov, momentum_form=form,
+        cautious=cautious, matrix="stack" if experts else None, chunk_bytes=chunk_bytes,
+    )  # fmt: skip
+    for step in range(20):
+        optimizer.param_groups[0]["lr"] = SCHEDULE(step * 15)
+        set_gradients([param], step, seed)
+        for reference, grad in zip(references, param.grad.reshape(-1, *shape), strict=True):
+            reference.step(grad, SCHEDULE(step * 15))
+        optimizer.step()
+    expected = torch.stack([r.W for r in references])
+    torch.testing.assert_close(param.detach().reshape(-1, *shape), expected, rtol=1e-7, atol=1e-9)
+
+
+def mutated(rule, lam, peak, mutation):
+    """A reference whose decay is wrong in one way."""
+    decay = Decay(rule, lam, peak)
+    match mutation:
+        case "dropped":
+            decay.lam = 0.0
+        case "doubled":
+            decay.lam *= 2
+        case "another peak":
+            decay.eta_max *= 2
+    return decay
+
+
+MUTATIONS = [
+    (rule, mutation)
+    for rule in ("constant", "scaled", "squared", "independent")
+    for mutation in ("dropped", "doubled", "another peak")
+    if mutation != "another peak" or rule in ("scaled", "independent")
+]
+
+
+@pytest.mark.parametrize(("rule", "mutation"), MUTATIONS)
+@pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd"])
+def test_wrong_decay_would_be_noticed(algorithm, rule, mutation):
+    """The tolerances above are tight enough: each mutation of each rule leaves them by far."""
+    params = [nn.Parameter(p.detach() * 10) for p in matrices((4, 6))]
+    lam = {"squared": 2.0, "independent": 0.005}.get(rule, 0.3)
+    decay = mutated(rule, lam, PEAK, mutation)
+    start = params[0].detach()
+    reference, optimizer = {
+        "muon": lambda: (
+            ReferenceMuonSW(start, decay, nesterov=True, heavy_ball=False, orthogonalize=ns5),
+            MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype="float32"),
+        ),
+        "adamw": lambda: (
+            ReferenceAdamWSW(start, decay),
+            AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule),
+        ),
+        "sgd": lambda: (ReferenceSGDSW(start, decay), SGDSW(params, lr=PEAK, weight_decay=lam, decay=rule)),
+    }[algorithm]()
+    assert follow(optimizer, params, [reference], steps=100) > 20 * TOLERANCE[torch.float32]

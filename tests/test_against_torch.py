@@ -1,0 +1,142 @@
+"""With constant decay every optimizer is torch's own, to rounding, over schedules."""
+
+import copy
+
+import pytest
+import torch
+
+from muonsw import SGDSW, AdamWSW, MuonSW
+from tests.common.problems import assert_same, clones, cosine, matrices, run
+
+SHAPES = [(8, 8), (4, 12), (12, 4), (8, 8), (1, 6)]
+SCHEDULE = cosine(0.05, 60)
+
+
+@pytest.fixture
+def pair():
+    params = matrices(*SHAPES)
+    return params, clones(params)
+
+
+def close(ours, theirs, tolerance):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("torch_scale", ["match_rms_adamw", "original"])
+def test_muon(pair, nesterov, torch_scale):
+    """torch rounds the iteration to bfloat16; so do we here, and sums in another order remain."""
+    ours, theirs = pair
+    run(
+        MuonSW(ours, lr=0.05, decay="constant", nesterov=nesterov, scale=torch_scale, ns_dtype="bfloat16"),
+        ours, 60, schedule=SCHEDULE,
+    )  # fmt: skip
+    run(
+        torch.optim.Muon(theirs, lr=0.05, nesterov=nesterov, adjust_lr_fn=torch_scale),
+        theirs,
+        60,
+        schedule=SCHEDULE,
+    )
+    close(ours, theirs, 2e-2)
+
+
+def test_muon_with_torchs_iteration_in_float32(pair, monkeypatch):
+    """Without torch's bfloat16 the two agree to float32 rounding, which would show a missing decay."""
+    ours, theirs = pair
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
+    run(MuonSW(ours, lr=0.05, decay="constant", ns_dtype="float32"), ours, 60, schedule=SCHEDULE)
+    run(torch.optim.Muon(theirs, lr=0.05, adjust_lr_fn="match_rms_adamw"), theirs, 60, schedule=SCHEDULE)
+    close(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_adamw(pair, fused):
+    ours, theirs = pair
+    run(
+        AdamWSW(ours, lr=0.05, weight_decay=0.1, decay="constant", betas=(0.9, 0.99)),
+        ours,
+        60,
+        schedule=SCHEDULE,
+    )
+    run(
+        torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1, betas=(0.9, 0.99), fused=fused),
+        theirs, 60, schedule=SCHEDULE,
+    )  # fmt: skip
+    close(ours, theirs, 1e-6)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd_with_decay_applied_apart(pair, momentum, nesterov):
+    ours, theirs = pair
+    run(
+        SGDSW(ours, lr=0.05, weight_decay=0.1, decay="constant", momentum=momentum, nesterov=nesterov),
+        ours, 60, schedule=SCHEDULE,
+    )  # fmt: skip
+    sgd = torch.optim.SGD(theirs, lr=0.05, momentum=momentum, nesterov=nesterov)
+
+    def decay(optimizer, args, kwargs):  # noqa: ARG001
+        with torch.no_grad():
+            for p in theirs:
+                p.mul_(1 - 0.1 * optimizer.param_groups[0]["lr"])
+
+    sgd.register_step_pre_hook(decay)
+    run(sgd, theirs, 60, schedule=SCHEDULE)
+    close(ours, theirs, 1e-6)
+
+
+def test_decay_rules_differ_from_torch_unless_constant(pair):
+    """The comparison above would notice another rule."""
+    ours, theirs = pair
+    run(AdamWSW(ours, lr=0.05, weight_decay=0.1), ours, 60, schedule=SCHEDULE)
+    run(torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1, betas=(0.9, 0.95)), theirs, 60, schedule=SCHEDULE)
+    with pytest.raises(AssertionError):
+        close(ours, theirs, 1e-3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_of_torchs_adamw_goes_on(pair, fused):
+    ours, theirs = pair
+    settings = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    adamw = torch.optim.AdamW(theirs, **settings, fused=fused)
+    run(adamw, theirs, 30, schedule=SCHEDULE)
+    ours = clones(theirs)
+    optimizer = AdamWSW(ours, **settings, decay="constant")
+    optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    run(adamw, theirs, 30, start=30, schedule=SCHEDULE)
+    run(optimizer, ours, 30, start=30, schedule=SCHEDULE)
+    close(ours, theirs, 1e-6)
+
+
+def test_a_state_of_torchs_muon_goes_on(pair):
+    _, theirs = pair
+    muon = torch.optim.Muon(theirs, lr=0.05, adjust_lr_fn="match_rms_adamw")
+    run(muon, theirs, 30, schedule=SCHEDULE)
+    ours = clones(theirs)
+    optimizer = MuonSW(ours, lr=0.05, decay="constant", ns_dtype="bfloat16", scale="none")
+    optimizer.load_state_dict(copy.deepcopy(muon.state_dict()))
+    assert optimizer.param_groups[0]["scale"] == "match_rms_adamw"
+    assert_same(
+        [optimizer.state[p]["momentum_buffer"] for p in ours],
+        [muon.state[p]["momentum_buffer"] for p in theirs],
+    )
+    run(muon, theirs, 10, start=30, schedule=SCHEDULE)
+    run(optimizer, ours, 10, start=30, schedule=SCHEDULE)
+    close(ours, theirs, 1e-2)
+
+
+def test_states_with_no_counterpart_are_refused(pair):
+    ours, theirs = pair
+    amsgrad = torch.optim.AdamW(theirs, amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad=True, which has no counterpart"):
+        AdamWSW(ours).load_state_dict(amsgrad.state_dict())
+    muon = torch.optim.Muon(theirs, ns_coefficients=(3.0, -3.0, 1.0))
+    with pytest.raises(ValueError, match="Newton-Schulz coefficients"):
+        MuonSW(ours).load_state_dict(muon.state_dict())
+    sgd = torch.optim.SGD(theirs, momentum=0.9, dampening=0.5)
+    with pytest.raises(ValueError, match="dampening"):
+        SGDSW(ours, momentum=0.9).load_state_dict(sgd.state_dict())
+    adamw = torch.optim.AdamW(theirs)
+    run(adamw, theirs, 1)
+    with pytest.raises(ValueError, match="needs momentum_buffer; it was saved by another algorithm"):
+        MuonSW(ours).load_state_dict(adamw.state_dict())

@@ -1,0 +1,53 @@
+"""Promises about the code itself."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import muonsw
+
+SOURCE = Path(muonsw.__file__).parent
+STANDARD = sys.stdlib_module_names
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def test_the_library_needs_torch_alone_and_never_the_lab():
+    for path in SOURCE.rglob("*.py"):
+        if "lab" in path.relative_to(SOURCE).parts:
+            continue
+        for name in imports(path):
+            root = name.split(".")[0]
+            assert root in STANDARD or root in ("torch", "muonsw"), f"{path.name} imports {name}"
+            assert not name.startswith("muonsw.lab"), f"{path.name} imports the lab"
+
+
+def test_importing_the_library_loads_nothing_but_torch():
+    code = (
+        "import sys, torch; before = set(sys.modules); import muonsw; "
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = set(ast.literal_eval(printed)) - set(STANDARD)
+    assert loaded <= {"muonsw", "torch"}
+
+
+def test_files_and_functions_stay_short():
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 350, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.name != "__init__":
+                assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name}"
+
+
+def test_the_public_names_are_what_the_package_says():
+    assert all(hasattr(muonsw, name) for name in muonsw.__all__)
+    assert muonsw.__all__ == sorted(muonsw.__all__, key=lambda n: (n.upper() != n, n.lower() == n, n))

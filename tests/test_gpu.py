@@ -1,0 +1,189 @@
+"""What holds on a CUDA device: same results, no waiting, graphs. Run by `make test-gpu`."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import AdamWSW, MuonSW, PeakLRError
+from muonsw.precision import stochastic_round
+from muonsw.reference import Decay, ReferenceMuonSW, ns5
+from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPES = [(64, 64), (32, 96), (4, 48, 32), (64, 64), (96, 32)]
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Make anything that waits for the device an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def on_gpu(*shapes, dtype=torch.float32):
+    return [nn.Parameter(p.detach().cuda()) for p in matrices(*shapes, dtype=dtype)]
+
+
+def feed(params, step):
+    """The same gradients as `set_gradients`, moved."""
+    twins = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in params]
+    set_gradients(twins, step)
+    for p, t in zip(params, twins, strict=True):
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+        p.grad.copy_(t.grad)
+
+
+def test_muon_follows_the_reference():
+    (param,) = on_gpu((48, 32))
+    schedule = cosine(0.05, 100)
+    reference = ReferenceMuonSW(
+        param.detach().cpu(), Decay("scaled", 0.3, 0.05), nesterov=True, heavy_ball=False, orthogonalize=ns5
+    )
+    optimizer = MuonSW([param], lr=0.05, weight_decay=0.3, ns_dtype="float32")
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    for step in range(100):
+        optimizer.param_groups[0]["lr"] = schedule(step)
+        feed([param], step)
+        reference.step(param.grad.cpu(), schedule(step))
+        optimizer.step()
+    assert (param.detach().cpu().double() - reference.W).norm() < 1e-4 * reference.W.norm()
+
+
+@pytest.mark.parametrize("orthogonalizer", ["newton_schulz", "polar_express", "gram_newton_schulz"])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_a_step_waits_for_nothing(algorithm, orthogonalizer):
+    params = on_gpu(*SHAPES)
+    group = {"params": params, "algorithm": algorithm, "matrix": "stack", "momentum": 0.9}
+    optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, orthogonalizer=orthogonalizer)
+    feed(params, 0)
+    optimizer.step()
+    with no_waiting():
+        for _ in range(3):
+            optimizer.step()
+    assert all(p.isfinite().all() for p in params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_a_bad_gradient_changes_nothing_and_the_host_never_waits(algorithm, dtype):
+    params = on_gpu((64, 64), (64, 64), dtype=dtype)
+    group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
+    optimizer = MuonSW([group], lr=0.05, weight_decay=0.3)
+    feed(params, 0)
+    optimizer.step()
+    before = [v.clone() for p in params for v in (p.detach(), *optimizer.state[p].values())]
+    params[1].grad[3, 3] = float("nan")
+    with no_waiting():
+        optimizer.step()
+    after = [v for p in params for v in (p.detach(), *optimizer.state[p].values())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_graph_is_the_eager_step_with_a_moving_learning_rate(algorithm, dtype):
+    def trained(captured):
+        params = on_gpu((64, 64), (32, 96), dtype=dtype)
+        group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
+        optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, capturable=True)
+        step = optimizer.step
+        feed(params, 0)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            step = graph.replay
+        for t in range(1, 8):
+            optimizer.param_groups[0]["lr"].fill_(0.05 / (1 + t))
+            feed(params, t)
+            step()
+        optimizer.check()
+        return params
+
+    for a, b in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_capturing_a_float_learning_rate_is_refused():
+    params = on_gpu((64, 64))
+    optimizer = MuonSW(params, lr=0.05)
+    feed(params, 0)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="a CUDA graph would freeze the learning rate"), torch.cuda.graph(graph):
+        optimizer.step()
+    torch.cuda.synchronize()
+
+
+def test_an_excess_under_a_graph_is_raised_at_the_next_check():
+    params = on_gpu((64, 64))
+    optimizer = MuonSW(params, lr=0.05, capturable=True)
+    feed(params, 0)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    graph.replay()
+    optimizer.check()
+    optimizer.param_groups[0]["lr"].fill_(0.2)
+    graph.replay()
+    with pytest.raises(PeakLRError):
+        optimizer.check()
+
+
+def test_rounding_is_the_same_on_every_device():
+    x = torch.randn(4096)
+    seed = torch.tensor(11, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(stochastic_round(x, dtype, seed), stochastic_round(x.cuda(), dtype, seed.cuda()).cpu())
+
+
+def test_fp16_training_under_a_grad_scaler():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+    optimizer = MuonSW.for_model(model, lr=0.01)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30)
+    x, y = torch.randn(256, 32, device="cuda"), torch.randn(256, 1, device="cuda")
+    losses = []
+    for _ in range(60):
+        with torch.autocast("cuda", torch.float16):
+            loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_adamw_matches_torchs_fused_kernel():
+    ours, theirs = on_gpu((128, 64), (50,)), on_gpu((128, 64), (50,))
+    a = AdamWSW(ours, lr=0.01, weight_decay=0.1, decay="constant")
+    b = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    for t in range(20):
+        feed(ours, t)
+        feed(theirs, t)
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,136 @@
+"""Saving, loading, copying and pickling: training goes on bit for bit."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from muonsw import SGDSW, AdamWSW, MuonSW
+from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run
+
+OPTIONS = {"muon": {"ns_dtype": "float32"}, "adamw": {}, "sgd": {"momentum": 0.9}}
+
+
+def trained(algorithm, steps=10):
+    params = matrices((4, 6), (6, 6), (4, 6))
+    optimizer = OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **OPTIONS[algorithm])
+    scheduler = CosineAnnealingLR(optimizer, 40)
+    run(optimizer, params, steps, scheduler=scheduler)
+    return params, optimizer, scheduler
+
+
+def via_file(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_save_and_load_continue_bit_for_bit(algorithm):
+    params, optimizer, scheduler = trained(algorithm)
+    saved, saved_scheduler = via_file(optimizer.state_dict()), scheduler.state_dict()
+    resumed = clones(params)
+    other = OPTIMIZERS[algorithm](resumed, lr=0.05, weight_decay=0.3, **OPTIONS[algorithm])
+    other_scheduler = CosineAnnealingLR(other, 40)
+    other.load_state_dict(saved)
+    other_scheduler.load_state_dict(saved_scheduler)
+    run(optimizer, params, 10, start=10, scheduler=scheduler)
+    run(other, resumed, 10, start=10, scheduler=other_scheduler)
+    assert_same(resumed, params)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_copies_go_on_like_the_original(algorithm, copier):
+    params, optimizer, _ = trained(algorithm)
+    optimizer.nonfinite = "raise"
+    other = copier(optimizer)
+    assert (other.nonfinite, other.chunk_bytes) == ("raise", None)
+    copied = other.param_groups[0]["params"]
+    run(optimizer, params, 5, start=10)
+    run(other, copied, 5, start=10)
+    assert_same(copied, params)
+    assert repr(other) == repr(optimizer)
+
+
+def test_a_loaded_snapshot_can_be_loaded_again():
+    params, optimizer, _ = trained("muon")
+    weights, snapshot = [p.detach().clone() for p in params], optimizer.state_dict()
+    snapshot = {"state": snapshot["state"], "param_groups": copy.deepcopy(snapshot["param_groups"])}
+
+    def replay():
+        resumed = [nn.Parameter(w.clone()) for w in weights]
+        other = MuonSW(resumed, lr=0.05, weight_decay=0.3, ns_dtype="float32")
+        other.load_state_dict(snapshot)
+        run(other, resumed, 5, start=10)
+        return resumed
+
+    assert_same(replay(), replay())
+
+
+def test_groups_hold_plain_data_only():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    optimizer = MuonSW.for_model(model, lr=0.1, ns_dtype=torch.float32, patterns={"1.weight": {"split_sizes": [2, 2]}})
+    for group in optimizer.state_dict()["param_groups"]:
+        for key, value in group.items():
+            assert isinstance(value, str | bool | int | float | tuple | list | None), (key, value)
+
+
+def test_state_dict_is_deterministic_and_has_two_keys():
+    _, first, _ = trained("adamw")
+    _, second, _ = trained("adamw")
+    a, b = first.state_dict(), second.state_dict()
+    assert list(a) == ["state", "param_groups"]
+    assert a["param_groups"] == b["param_groups"]
+    for index, state in a["state"].items():
+        assert_same(state.values(), b["state"][index].values())
+
+
+def test_a_tensor_lr_is_filled_in_place_by_a_load():
+    params = matrices((4, 4))
+    lr = torch.tensor(0.1)
+    optimizer = MuonSW(params, lr=lr)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.03
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert float(lr) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda s: s["param_groups"].append(copy.deepcopy(s["param_groups"][0])),
+            "2 param groups and this optimizer 1",
+        ),
+        (lambda s: s["param_groups"][0]["params"].pop(), "2 parameters and this optimizer's has 3"),
+        (
+            lambda s: s["state"][0].update(momentum_buffer=torch.zeros(2, 2)),
+            r"momentum_buffer of parameter 0 has shape",
+        ),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_with_nothing_changed(spoil, message):
+    _, optimizer, _ = trained("muon")
+    saved = copy.deepcopy(optimizer.state_dict())
+    spoil(saved)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index in before["state"]:
+        assert_same(after["state"][index].values(), before["state"][index].values())
+
+
+@pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
+def test_repr_names_the_class_and_the_rule(cls):
+    text = repr(cls(matrices((4, 4)), lr=0.1))
+    assert cls.__name__ in text
+    assert "scaled" in text

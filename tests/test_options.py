@@ -1,0 +1,140 @@
+"""Wrong settings are named, with the fix, before anything is built."""
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import SGDSW, AdamWSW, MuonSW
+
+
+def weights():
+    return [nn.Parameter(torch.ones(4, 4))]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (MuonSW, {"lr": -1.0}, r"lr=-1\.0: must be in \[0, inf\]"),
+        (MuonSW, {"lr": float("nan")}, "lr=nan"),
+        (MuonSW, {"lr": "fast"}, "must be a number"),
+        (MuonSW, {"lr": torch.ones(2)}, "one floating-point number"),
+        (AdamWSW, {"weight_decay": -0.1}, r"weight_decay=-0\.1"),
+        (MuonSW, {"momentum": 1.0}, r"momentum=1\.0: must be in \[0, 1\)"),
+        (AdamWSW, {"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\)"),
+        (AdamWSW, {"betas": 0.9}, "must be two numbers"),
+        (AdamWSW, {"eps": -1e-8}, "eps"),
+        (MuonSW, {"decay": "scale"}, r"unknown decay rule 'scale' \(did you mean 'scaled'\?\)"),
+        (MuonSW, {"orthogonalizer": "newton"}, "unknown orthogonalizer 'newton'"),
+        (MuonSW, {"scale": "adamw"}, "unknown shape scale 'adamw'"),
+        (MuonSW, {"ns_steps": 0}, "ns_steps=0: must be a whole number of at least 1"),
+        (MuonSW, {"ns_dtype": "int8"}, "ns_dtype='int8': must be 'auto' or one of float64"),
+        (MuonSW, {"matrix": "rows"}, "matrix='rows': must be one of None, 'stack', 'flatten'"),
+        (MuonSW, {"split_sizes": 3}, "split_sizes=3"),
+        (MuonSW, {"split_dim": 2}, "split_dim=2: must be one of 0, 1"),
+        (MuonSW, {"momentum_form": "nesterov"}, "must be one of 'ema', 'heavy_ball'"),
+        (MuonSW, {"peak": "all"}, "peak='all'"),
+        (MuonSW, {"peak_lr": -1.0}, "peak_lr"),
+        (MuonSW, {"peak_lr": torch.tensor(1.0)}, "a peak is read by the host"),
+        (MuonSW, {"rounding": "down"}, "rounding='down'"),
+        (MuonSW, {"nonfinite": "ignore"}, "nonfinite='ignore': must be one of 'skip', 'raise', 'propagate'"),
+        (MuonSW, {"chunk_bytes": 0}, "chunk_bytes=0"),
+        (MuonSW, {"cautious": 1}, "cautious=1: must be True or False"),
+        (MuonSW, {"foreach": True}, "'foreach' is not an option: equal shapes are always batched"),
+        (MuonSW, {"adjust_lr_fn": "original"}, "it is called scale here"),
+        (MuonSW, {"decya": "scaled"}, r"unknown option 'decya' \(did you mean 'decay'\?\)"),
+        (SGDSW, {"nesterov": True}, "nesterov=True needs a momentum above zero"),
+        (SGDSW, {"lr_multiplier": 0.0}, "lr_multiplier"),
+    ],
+)
+def test_bad_settings(cls, options, message):
+    with pytest.raises(ValueError, match=message):
+        cls(weights(), **options)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"weight_deacy": 0.1}, r"unknown option 'weight_deacy' \(did you mean 'weight_decay'\?\)"),
+        ({"algorithm": "adam"}, r"unknown algorithm 'adam' \(did you mean 'adamw'\?\)"),
+        ({"lr": -0.1}, "lr"),
+    ],
+)
+def test_bad_groups_leave_the_optimizer_as_it_was(group, message):
+    optimizer = MuonSW(weights(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": weights(), **group})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_the_callers_group_is_not_changed():
+    group = {"params": weights(), "lr": 0.3}
+    MuonSW([group], lr=0.1)
+    assert list(group) == ["params", "lr"]
+
+
+def test_every_way_of_passing_parameters():
+    model = nn.Linear(4, 4, bias=False)
+    for params in (
+        model.parameters(),
+        list(model.parameters()),
+        model.named_parameters(),
+        [{"params": model.parameters(), "lr": 0.1}],
+        [{"params": list(model.named_parameters())}],
+        [{"params": model.weight}],
+    ):
+        optimizer = MuonSW(params, lr=0.2)
+        assert optimizer.param_groups[0]["params"] == [model.weight]
+        assert optimizer.param_groups[0]["algorithm"] == "muon"
+
+
+def test_groups_inherit_what_fits_their_algorithm():
+    first, second, third = weights()[0], weights()[0], weights()[0]
+    optimizer = MuonSW(
+        [{"params": [first]}, {"params": [second], "algorithm": "sgd"}, {"params": [third], "algorithm": "adamw"}],
+        lr=0.2, momentum=0.8, decay="constant", weight_decay=0.7,
+    )  # fmt: skip
+    muon, sgd, adamw = optimizer.param_groups
+    assert (muon["momentum"], muon["nesterov"]) == (0.8, True)
+    assert (sgd["momentum"], sgd["nesterov"], sgd["momentum_form"]) == (0.0, False, "heavy_ball")
+    assert adamw["betas"] == (0.9, 0.95)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["decay"], group["weight_decay"]) == (0.2, "constant", 0.7)
+        assert {"momentum", "betas"} <= set(group)
+
+
+def test_sharded_parameters_are_refused():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        with pytest.raises(ValueError, match=r"w is sharded \(a DTensor"):
+            MuonSW([("w", sharded)], lr=0.1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_registered_orthogonalizer_can_be_named():
+    from muonsw import register_orthogonalizer
+
+    def sign(matrices, *, steps, dtype=None):  # noqa: ARG001
+        return matrices.sign()
+
+    register_orthogonalizer("sign_for_test", sign, replace=True)
+    (param,) = weights()
+    param.grad = torch.full_like(param, 3.0)
+    MuonSW([param], lr=0.1, weight_decay=0.0, orthogonalizer="sign_for_test", scale="none").step()
+    assert torch.allclose(param, torch.full((4, 4), 0.9))
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [("match_rms_adamw", 0.2 * 12**0.5), ("original", (12 / 3) ** 0.5), ("spectral", 2.0), ("none", 1.0)],
+)
+def test_shape_scales(scale, expected):
+    from muonsw import SHAPE_SCALES
+
+    assert SHAPE_SCALES[scale](12, 3) == pytest.approx(expected)

@@ -1,0 +1,137 @@
+"""Low-precision weights shrink for real, state keeps its dtype, and rounding is honest."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import MuonSW
+from muonsw.precision import compute_dtype, stochastic_round
+from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def seed(number):
+    return torch.tensor(number, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("value", [1.0 + 1e-3, -0.3, 3.3e-6, 1.9999, 2.0**-20 * 1.37, 1234.567])
+def test_stochastic_rounding_keeps_the_mean_and_picks_neighbours(dtype, value):
+    x = torch.full((200_000,), value)
+    rounded = stochastic_round(x, dtype, seed(7)).float()
+    info = torch.finfo(dtype)
+    ulp = max(2.0 ** math.floor(math.log2(abs(value))), info.smallest_normal) * info.eps
+    assert rounded.unique().numel() <= 2
+    assert (rounded - x).abs().max() <= ulp
+    # the mean of n coin flips between neighbours an ulp apart, within five standard errors
+    assert abs(float(rounded.double().mean()) - float(x[0])) <= 5 * 0.5 * ulp / math.sqrt(x.numel())
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_representable_values_and_non_finite_ones_stay(dtype):
+    exact = torch.randn(1000).to(dtype).float()
+    exact[:6] = torch.tensor([0.0, -0.0, 1.0, 2.0, float("inf"), -float("inf")])
+    assert torch.equal(stochastic_round(exact, dtype, seed(3)).float(), exact)
+    assert stochastic_round(torch.tensor([float("nan")]), dtype, seed(3)).isnan().all()
+
+
+def test_noise_differs_between_seeds_and_positions():
+    x = torch.full((4096,), 1.0 + 2.0**-9)
+    a, b = stochastic_round(x, torch.bfloat16, seed(1)), stochastic_round(x, torch.bfloat16, seed(2))
+    agreement = (a == b).double().mean()
+    assert 0.4 < agreement < 0.6 + 0.1  # two independent coins with odds 1:3 agree 10/16 of the time
+    assert torch.equal(a, stochastic_round(x, torch.bfloat16, seed(1)))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_a_thousand_small_decays_shrink_as_they_should(algorithm, rounding, dtype):
+    param = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+    optimizer = OPTIMIZERS[algorithm]([param], lr=1e-2, weight_decay=0.1, rounding=rounding)
+    for _ in range(1000):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    expected = (1 - 1e-3) ** 1000
+    assert float(param.detach().float().norm()) / 64 == pytest.approx(expected, rel=0.01)
+
+
+def test_plain_rounding_loses_the_decay_and_warns():
+    param = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    with pytest.warns(UserWarning, match="rounding='nearest' loses decay"):
+        optimizer = MuonSW([param], lr=1e-2, weight_decay=0.1, rounding="nearest")
+    for _ in range(100):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    assert torch.equal(param, torch.ones_like(param))
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_low_precision_training_stays_near_float32(algorithm, rounding):
+    (low,) = matrices((16, 16), dtype=torch.bfloat16)
+    (full,) = [nn.Parameter(low.detach().float())]
+    cls = OPTIMIZERS[algorithm]
+    run(cls([low], lr=0.01, weight_decay=0.1, rounding=rounding), [low], 200)
+    run(cls([full], lr=0.01, weight_decay=0.1), [full], 200)
+    assert (low.float() - full).norm() < 0.05 * full.norm()
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_state_and_rounding_continue_bit_for_bit_after_a_load(algorithm, rounding):
+    params = matrices((8, 8), (4, 8), dtype=torch.bfloat16)
+    options = {"lr": 0.01, "weight_decay": 0.1, "rounding": rounding, "rounding_seed": 5}
+    if algorithm == "sgd":
+        options["momentum"] = 0.9
+    optimizer = OPTIMIZERS[algorithm](params, **options)
+    run(optimizer, params, 10)
+    resumed = clones(params)
+    other = OPTIMIZERS[algorithm](resumed, **options)
+    other.load_state_dict(optimizer.state_dict())
+    for p in resumed:
+        for key, value in other.state[p].items():
+            assert value.dtype == (torch.bfloat16 if key == "compensation" else torch.float32)
+    run(optimizer, params, 10, start=10)
+    run(other, resumed, 10, start=10)
+    assert_same(resumed, params)
+
+
+@pytest.mark.parametrize("setting", ["float32", torch.bfloat16, "float64"])
+def test_state_dtype_is_kept(setting):
+    (param,) = matrices((6, 6))
+    optimizer = MuonSW([param], lr=0.01, state_dtype=setting)
+    run(optimizer, [param], 3)
+    wanted = getattr(torch, setting) if isinstance(setting, str) else setting
+    assert optimizer.state[param]["momentum_buffer"].dtype == wanted
+    (copy,) = clones([param])
+    other = MuonSW([copy], lr=0.01, state_dtype=setting)
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other.state[copy]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+    assert other.state[copy]["momentum_buffer"].dtype == wanted
+
+
+def test_muon_keeps_one_buffer():
+    (param,) = matrices((6, 6))
+    optimizer = MuonSW([param], lr=0.01)
+    run(optimizer, [param], 2)
+    assert list(optimizer.state[param]) == ["momentum_buffer"]
+
+
+def test_automatic_compute_dtype():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert compute_dtype("auto", torch.float64, cpu) == torch.float64
+    assert compute_dtype("auto", torch.float32, cuda) == torch.bfloat16
+    assert compute_dtype("auto", torch.float32, cpu) in (torch.float32, torch.bfloat16)
+    assert compute_dtype("float16", torch.float32, cpu) == torch.float16
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+def test_cpus_told_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, isa):
+    from muonsw.precision import cpu_multiplies_bfloat16
+
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+    assert cpu_multiplies_bfloat16.__wrapped__() is False

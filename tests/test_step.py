@@ -1,0 +1,295 @@
+"""What a step promises: order, atomicity, closures, hooks, missing and bad gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import MuonSW, NonFiniteGradientError
+from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run, set_gradients
+
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+def make(algorithm, params, **options):
+    extra = {"momentum": 0.9} if algorithm == "sgd" else {}
+    return OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **extra, **options)
+
+
+def snapshot(optimizer):
+    return [
+        value.clone()
+        for group in optimizer.param_groups
+        for param in group["params"]
+        for value in (param.detach(), *optimizer.state.get(param, {}).values())
+    ]
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_a_parameter_without_gradient_is_untouched_and_gets_no_state(algorithm):
+    used, unused = matrices((4, 4), (4, 4))
+    before = unused.detach().clone()
+    optimizer = make(algorithm, [used, unused])
+    set_gradients([used], 0)
+    optimizer.step()
+    assert torch.equal(unused, before)
+    assert unused not in optimizer.state or not optimizer.state[unused]
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_gradients_are_never_changed(algorithm):
+    params = matrices((4, 6), (6, 4))
+    optimizer = make(algorithm, params, maximize=True)
+    for step in range(3):
+        set_gradients(params, step)
+        before = [p.grad.clone() for p in params]
+        optimizer.step()
+        assert_same([p.grad for p in params], before)
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+@pytest.mark.parametrize("bad", BAD)
+def test_a_non_finite_gradient_skips_the_whole_step(algorithm, bad):
+    params = matrices((4, 4), (4, 4))
+    optimizer = make(algorithm, params)
+    run(optimizer, params, 3)
+    before = snapshot(optimizer)
+    set_gradients(params, 3)
+    params[1].grad[2, 1] = bad
+    optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    assert optimizer.skipped_steps == 1
+    run(optimizer, params, 1, start=3)
+    assert optimizer.skipped_steps == 1
+    assert not torch.equal(params[0], before[0])
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, monkeypatch):
+    """On accelerators the host never learns of a skip; the same path is run here on the CPU."""
+    from muonsw import nonfinite
+    from muonsw import optimizer as module
+
+    def on_device(items):
+        return nonfinite.all_finite([item.grad for item in items])
+
+    monkeypatch.setattr(module, "finite_flag", on_device)
+    params = matrices((4, 4), (4, 4), dtype=dtype)
+    optimizer = make(algorithm, params)
+    if not first:
+        run(optimizer, params, 3)
+    weights, before = [p.detach().clone() for p in params], snapshot(optimizer)
+    set_gradients(params, 3)
+    params[0].grad[0, 0] = float("nan")
+    optimizer.step()
+    assert_same([p.detach() for p in params], weights)
+    if not first:
+        assert_same(snapshot(optimizer), before)
+    assert optimizer.skipped_steps == 1
+    host_params = clones(params)
+    host = make(algorithm, host_params)
+    if not first:
+        host.load_state_dict(optimizer.state_dict())
+    run(optimizer, params, 3, start=4)
+    monkeypatch.undo()
+    run(host, host_params, 3, start=4)
+    if dtype == torch.float32:
+        for a, b in zip(params, host_params, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_raise_names_the_parameter_and_changes_nothing(algorithm):
+    named = [("a.weight", matrices((4, 4))[0]), ("b.weight", matrices((4, 4))[0])]
+    optimizer = make(algorithm, named, nonfinite="raise")
+    params = [p for _, p in named]
+    run(optimizer, params, 2)
+    before = snapshot(optimizer)
+    set_gradients(params, 2)
+    params[1].grad[0, 0] = float("inf")
+    with pytest.raises(NonFiniteGradientError, match=r"the gradient of b\.weight holds infinities or NaNs"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+def test_propagate_lets_them_through():
+    (param,) = matrices((4, 4))
+    optimizer = MuonSW([param], lr=0.1, nonfinite="propagate")
+    set_gradients([param], 0)
+    param.grad[0, 0] = float("nan")
+    optimizer.step()
+    assert param.isnan().any()
+    assert optimizer.skipped_steps == 0
+
+
+def test_large_finite_gradients_are_not_mistaken_for_infinite_ones():
+    (param,) = matrices((4, 4))
+    before = param.detach().clone()
+    optimizer = MuonSW([param], lr=0.1, weight_decay=0.0)
+    param.grad = torch.full_like(param, 3e38)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    assert param.isfinite().all()
+    assert not torch.equal(param, before)
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_zero_gradient_from_the_start_decays_and_nothing_else(algorithm):
+    params = matrices((4, 4), dtype=torch.float64)
+    before = params[0].detach().clone()
+    optimizer = make(algorithm, params)
+    params[0].grad = torch.zeros_like(params[0])
+    optimizer.step()
+    torch.testing.assert_close(params[0].detach(), before * (1 - 0.3 * 0.05), rtol=1e-14, atol=0)
+
+
+def test_zero_gradient_with_live_momentum_still_takes_a_full_step():
+    (param,) = matrices((4, 4), dtype=torch.float64)
+    optimizer = MuonSW([param], lr=0.05, weight_decay=0.0)
+    run(optimizer, [param], 1)
+    before = param.detach().clone()
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    singular = torch.linalg.svdvals(param.detach() - before) / (0.05 * 0.2 * 2)
+    assert singular.min() > 0.6
+    assert singular.max() < 1.21
+
+
+def test_muon_does_not_depend_on_the_size_of_gradients():
+    def result(size):
+        (param,) = matrices((4, 6), dtype=torch.float64)
+        optimizer = MuonSW([param], lr=0.05)
+        for step in range(5):
+            set_gradients([param], step)
+            param.grad *= size
+            optimizer.step()
+        return param
+
+    for size in (1e-30, 1e-8, 1e20):
+        torch.testing.assert_close(result(size), result(1.0), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_maximize_is_descent_on_the_negative(algorithm):
+    up, down = matrices((4, 4)), matrices((4, 4))
+    climb, descend = make(algorithm, up, maximize=True), make(algorithm, down)
+    for step in range(5):
+        set_gradients(up, step)
+        down[0].grad = -up[0].grad
+        climb.step()
+        descend.step()
+    assert_same(up, down)
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_a_closure_runs_once_with_gradients_enabled(algorithm):
+    (param,) = matrices((4, 4))
+    optimizer = make(algorithm, [param])
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    assert calls == [True]
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_hooks_run_once_in_order(algorithm):
+    (param,) = matrices((4, 4))
+    optimizer = make(algorithm, [param])
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    run(optimizer, [param], 1)
+    assert seen == ["before", "after"]
+
+
+def test_hooks_run_once_in_a_subclass_that_calls_super():
+    class Mine(MuonSW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    (param,) = matrices((4, 4))
+    optimizer = Mine([param], lr=0.1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    run(optimizer, [param], 1)
+    assert seen.count("before") >= 1
+
+
+def test_sparse_gradients_are_refused_with_nothing_changed():
+    dense = nn.Parameter(torch.ones(4, 4))
+    table = nn.Embedding(4, 4, sparse=True)
+    optimizer = MuonSW([("dense", dense), ("table.weight", table.weight)], lr=0.1)
+    dense.grad = torch.ones_like(dense)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"the gradient of table\.weight is sparse"):
+        optimizer.step()
+    assert torch.equal(dense, torch.ones(4, 4))
+    assert not any(optimizer.state.values())
+
+
+def test_complex_and_integer_parameters_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"z has dtype torch\.complex64"):
+        MuonSW([("z", nn.Parameter(torch.ones(2, 2, dtype=torch.complex64)))], lr=0.1)
+    optimizer = MuonSW([("w", nn.Parameter(torch.ones(2, 2)))], lr=0.1)
+    with pytest.raises(ValueError, match="only real floating-point"):
+        optimizer.add_param_group({"params": [("z", nn.Parameter(torch.ones(2, 2, dtype=torch.complex64)))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_mixed_optimizer_steps_each_group_by_its_own_algorithm():
+    shapes = [(4, 4), (5,), (3, 3)]
+    params, apart = matrices(*shapes), matrices(*shapes)
+    groups = [
+        {"params": [params[0]]},
+        {"params": [params[1]], "algorithm": "adamw", "weight_decay": 0.0},
+        {"params": [params[2]], "algorithm": "sgd", "momentum": 0.5},
+    ]
+    together = MuonSW(groups, lr=0.05, weight_decay=0.3)
+    separate = [
+        MuonSW([apart[0]], lr=0.05, weight_decay=0.3),
+        OPTIMIZERS["adamw"]([apart[1]], lr=0.05, weight_decay=0.0),
+        OPTIMIZERS["sgd"]([apart[2]], lr=0.05, weight_decay=0.3, momentum=0.5),
+    ]
+    for step in range(5):
+        for tensors in (params, apart):
+            set_gradients(tensors, step)
+        together.step()
+        for optimizer in separate:
+            optimizer.step()
+    assert_same(params, apart)
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+@pytest.mark.parametrize("decay_tensor", [False, True])
+def test_tensor_learning_rate_and_decay_give_the_same(algorithm, decay_tensor):
+    plain, held = matrices((4, 6), dtype=torch.float64), matrices((4, 6), dtype=torch.float64)
+    lr = torch.tensor(0.05, dtype=torch.float64)
+    lam = torch.tensor(0.3, dtype=torch.float64) if decay_tensor else 0.3
+    cls = OPTIMIZERS[algorithm]
+    a, b = cls(plain, lr=0.05, weight_decay=0.3), cls(held, lr=lr, weight_decay=lam)
+    for step in range(6):
+        a.param_groups[0]["lr"] = 0.05 / (1 + step)
+        lr.fill_(0.05 / (1 + step))
+        run(a, plain, 1, start=step)
+        run(b, held, 1, start=step)
+    torch.testing.assert_close(plain[0], held[0], rtol=1e-12, atol=1e-14)
+    b.check()
+
+
+def test_capturable_keeps_lr_in_a_tensor_that_schedulers_fill():
+    params = matrices((4, 4))
+    optimizer = MuonSW(params, lr=0.1, capturable=True)
+    lr = optimizer.param_groups[0]["lr"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
+    run(optimizer, params, 3, scheduler=scheduler)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert float(lr) == pytest.approx(0.025)
+    assert optimizer.param_groups[0]["resolved_peak_lr"] == pytest.approx(0.1)
