@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: install  ## the main job on its built-in default
-	$(BIN)/python -m muonsw.demo
+	$(BIN)/muonsw reproduce theory
 
 test: lint types pytest  ## everything that CI checks
 

@@ -117,19 +117,6 @@ def test_sharded_parameters_are_refused():
         dist.destroy_process_group()
 
 
-def test_a_registered_orthogonalizer_can_be_named():
-    from muonsw import register_orthogonalizer
-
-    def sign(matrices, *, steps, dtype=None):  # noqa: ARG001
-        return matrices.sign()
-
-    register_orthogonalizer("sign_for_test", sign, replace=True)
-    (param,) = weights()
-    param.grad = torch.full_like(param, 3.0)
-    MuonSW([param], lr=0.1, weight_decay=0.0, orthogonalizer="sign_for_test", scale="none").step()
-    assert torch.allclose(param, torch.full((4, 4), 0.9))
-
-
 @pytest.mark.parametrize(
     ("scale", "expected"),
     [("match_rms_adamw", 0.2 * 12**0.5), ("original", (12 / 3) ** 0.5), ("spectral", 2.0), ("none", 1.0)],

@@ -53,7 +53,7 @@ def advance(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> lis
     return used
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.func.__name__)
 def test_every_schedule_stays_in_the_unit_interval_and_takes_its_peak(
     schedule: Callable[[int], float],
 ) -> None:
@@ -244,7 +244,7 @@ def test_wrong_settings_are_refused_at_once_and_leave_the_optimizer_alone(
     assert optimizer.state_dict() == before
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.func.__name__)
 def test_negative_steps_are_refused(schedule: Callable[[int], float]) -> None:
     with pytest.raises(ValueError, match="step must not be negative"):
         schedule(-1)

@@ -12,7 +12,7 @@ from muonsw.decay import decay_factor as decay_factor
 from muonsw.foreign import drive_weight_decay as drive_weight_decay
 from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
 from muonsw.options import GroupOptions as GroupOptions
-from muonsw.orthogonalize import register_orthogonalizer as register_orthogonalizer
+from muonsw.orthogonalize import ORTHOGONALIZERS as ORTHOGONALIZERS
 from muonsw.peak import PeakLRError as PeakLRError
 from muonsw.peak import PeakLRWarning as PeakLRWarning
 from muonsw.scale import SHAPE_SCALES as SHAPE_SCALES
@@ -25,6 +25,7 @@ from muonsw.version import __version__ as __version__
 __all__ = [
     "ALGORITHMS",
     "DECAY_RULES",
+    "ORTHOGONALIZERS",
     "SGDSW",
     "SHAPE_SCALES",
     "AdamWSW",
@@ -38,5 +39,4 @@ __all__ = [
     "decay_factor",
     "drive_weight_decay",
     "peak_lr_for_horizon",
-    "register_orthogonalizer",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class ScaledDecayOptimizer(Optimizer):
         patterns: dict[str, Group] | None = None,
         adamw: Group | None = None,
         **options: Any,
-    ) -> ScaledDecayOptimizer:
+    ) -> Self:
         """Build one optimizer for a whole model, each parameter in the group that its role asks for.
 
         Hidden matrices, convolutions and stacked experts get this class's algorithm with decay. Embeddings,

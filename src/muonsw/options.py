@@ -14,7 +14,7 @@ from muonsw.algorithms.momentum import FORMS
 from muonsw.algorithms.muon import FLATTEN, STACK
 from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES
-from muonsw.orthogonalize import get_orthogonalizer
+from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, dtype_name
 from muonsw.registry import unknown
@@ -168,11 +168,6 @@ def _known(table: Any) -> Check:
     return check
 
 
-def _orthogonalizer(name: Any) -> Any:
-    get_orthogonalizer(name)
-    return name
-
-
 def _dtype(value: Any) -> str:
     name = dtype_name(value) if isinstance(value, str | torch.dtype) else ""
     if name != AUTO and name not in DTYPES:
@@ -229,7 +224,7 @@ CHECKS: dict[str, Check] = {
     "nesterov": _flag,
     "betas": _betas,
     "eps": _number(0.0),
-    "orthogonalizer": _orthogonalizer,
+    "orthogonalizer": _known(ORTHOGONALIZERS),
     "ns_steps": _whole(1),
     "ns_dtype": _dtype,
     "scale": _known(SHAPE_SCALES),

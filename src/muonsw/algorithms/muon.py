@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonsw.algorithms import momentum
 from muonsw.algorithms.base import Algorithm, Budget, Group, Item, Part, Region, Update, clean
-from muonsw.orthogonalize import get_orthogonalizer
+from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import compute_dtype
 from muonsw.scale import SHAPE_SCALES
 
@@ -38,7 +38,7 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
     scale = SHAPE_SCALES[group["scale"]]
     for bucket, parts in _batches(group, items, budget.chunk_bytes):
         matrices = _momentum_matrices(group, bucket, parts, budget.ok)
-        orthogonal = get_orthogonalizer(group["orthogonalizer"])(
+        orthogonal = ORTHOGONALIZERS[group["orthogonalizer"]](
             matrices,
             steps=group["ns_steps"],
             dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),

@@ -1,0 +1,275 @@
+"""Properties that every orthogonalizer has, and those of the polynomial iterations on matrices."""
+
+import math
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muonsw.orthogonalize import (
+    exact,
+    gram_newton_schulz,
+    newton_schulz,
+    newton_schulz_schedule,
+    normalize,
+    polar_express,
+    polar_express_schedule,
+    singular_value_map,
+)
+
+ITERATIONS = {
+    newton_schulz: newton_schulz_schedule,
+    gram_newton_schulz: newton_schulz_schedule,
+    polar_express: polar_express_schedule,
+}
+every = pytest.mark.parametrize("fn", [*ITERATIONS, exact], ids=lambda fn: fn.__name__)
+iterative = pytest.mark.parametrize("fn", ITERATIONS, ids=lambda fn: fn.__name__)
+SHAPES = [(1, 1), (1, 7), (7, 1), (6, 6), (5, 12), (12, 5), (16, 64), (2, 3, 8, 4), (0, 4), (4, 0), (0, 3, 4)]
+FP32_EPS = 2.0**-23
+
+
+def random(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def rotation(size, seed):
+    return torch.linalg.qr(random(size, size, seed=seed))[0]
+
+
+def with_spectrum(spectrum, columns, seed=0):
+    """A wide float64 matrix with these singular values."""
+    rows = len(spectrum)
+    return (rotation(rows, seed) * spectrum) @ rotation(columns, seed + 1)[:rows]
+
+
+@iterative
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 24), columns=st.integers(1, 24), steps=st.integers(1, 9), seed=st.integers(0, 99))
+def test_float64_applies_the_polynomial_exactly(fn, rows, columns, steps, seed):
+    matrix = random(rows, columns, seed=seed)
+    U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
+    expected = (U * singular_value_map(ITERATIONS[fn](steps))(S / S.norm())) @ Vh
+    # Each step can multiply what is small, error included, by the slope of the polynomial; 9 NS5 steps by 7e4.
+    tolerance = 1e-10 if steps <= 5 else 1e-8
+    torch.testing.assert_close(fn(matrix, steps=steps), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("fn", "steps", "low", "high"),
+    [
+        (newton_schulz, 5, 0.68, 1.2025),
+        (gram_newton_schulz, 5, 0.68, 1.2025),
+        (polar_express, 5, 0.8702, 1.1236),
+        (polar_express, 8, 1.0, 1.0),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@pytest.mark.parametrize(
+    ("dtype", "slack"), [(torch.float64, 1e-9), (torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str
+)
+def test_singular_values_land_in_the_documented_interval(fn, steps, low, high, dtype, slack):
+    # Slack in low precision: near the ends of the interval the maps are flat, so only the roundings of the last
+    # two steps count, about six of eps / 2 with slopes up to 2.3: 7 * 2^-8 = 0.03.
+    matrix = with_spectrum(torch.logspace(0, -2.6, 24, dtype=torch.float64), 60)
+    values = torch.linalg.svdvals(fn(matrix.to(dtype), steps=steps).double())
+    assert (matrix.norm() * 1.5e-3) < 10**-2.6
+    assert low - slack <= values.min()
+    assert values.max() <= high + slack
+
+
+@every
+@pytest.mark.parametrize("exponent", [-30, -20, -3, 3, 20, 30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_scale_does_not_matter(fn, exponent, dtype):
+    matrix = random(6, 10)
+    result = fn((matrix * 10.0**exponent).to(dtype), steps=5, dtype=torch.float64)
+    reference = fn(matrix.to(dtype), steps=5, dtype=torch.float64)
+    # Scaling rounds the entries anew by eps / 2; the maps have slopes up to 485 / cond near small values.
+    torch.testing.assert_close(result, reference, rtol=0, atol=200 * torch.finfo(dtype).eps)
+
+
+@every
+def test_powers_of_two_change_no_bit(fn):
+    matrix = random(3, 6, 10, dtype=torch.float32)
+    for exponent in (-100, -30, 30, 100):
+        assert torch.equal(fn(matrix * 2.0**exponent, steps=5), fn(matrix, steps=5))
+
+
+@every
+@pytest.mark.parametrize("shape", [(5, 12), (9, 9), (3, 8, 20)], ids=str)
+def test_transposition_commutes(fn, shape):
+    matrix = random(*shape)
+    torch.testing.assert_close(
+        fn(matrix.mT, steps=5), fn(matrix, steps=5).mT, rtol=0, atol=1e-11 if fn is not exact else 1e-9
+    )
+
+
+@every
+def test_rotations_commute(fn):
+    matrix, left, right = random(8, 20), rotation(8, 1), rotation(20, 2)
+    result = fn(left @ matrix @ right, steps=5)
+    torch.testing.assert_close(result, left @ fn(matrix, steps=5) @ right, rtol=0, atol=1e-10)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shape_and_dtype_are_kept_and_zero_stays_zero(fn, shape, dtype):
+    result = fn(random(*shape, dtype=dtype), steps=3)
+    assert result.shape == shape
+    assert result.dtype == dtype
+    assert result.isfinite().all()
+    assert torch.equal(fn(torch.zeros(shape, dtype=dtype), steps=3), torch.zeros(shape, dtype=dtype))
+
+
+@every
+def test_zero_matrix_in_a_batch_leaves_the_others_alone(fn):
+    batch = random(3, 4, 9)
+    batch[1] = 0
+    result = fn(batch, steps=5)
+    assert not result[1].any()
+    torch.testing.assert_close(result[2], fn(batch[2], steps=5), rtol=0, atol=1e-12)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_asked_dtype_is_that_of_the_result(fn, dtype):
+    matrix = random(4, 10, dtype=torch.float32)
+    result = fn(matrix, steps=5, dtype=dtype)
+    assert result.dtype == dtype
+    # Rounding before step k is amplified by the slope of what follows; for singular values from 0.2 up these
+    # slopes add up to 38 (NS5) and 250 (Polar Express) at the very worst; over 50 seeds at most 17 and 65.
+    multiple = 100 if fn is polar_express and dtype not in (torch.bfloat16, torch.float16) else 25
+    tolerance = multiple * max(torch.finfo(dtype).eps, FP32_EPS)
+    torch.testing.assert_close(result.double(), fn(matrix.double(), steps=5), rtol=0, atol=tolerance)
+
+
+@every
+@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (3, 1, 6)], ids=str)
+def test_a_single_row_or_column_keeps_its_direction(fn, shape):
+    vector = random(*shape)
+    gain = 1.0 if fn is exact else singular_value_map(ITERATIONS[fn](5))(1.0)
+    torch.testing.assert_close(fn(vector, steps=5), gain * normalize(vector), rtol=0, atol=1e-11)
+
+
+@every
+def test_missing_rank_stays_missing(fn):
+    matrix = with_spectrum(torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64), 15)
+    values = torch.linalg.svdvals(fn(matrix, steps=5))
+    assert values[2] > 0.67
+    assert values[3] < 1e-12
+
+
+@every
+@pytest.mark.parametrize("log_condition", [2, 4, 6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("steps", [5, 8])
+def test_bad_conditioning_stays_bounded(fn, log_condition, dtype, steps):
+    spectra = torch.ones(3, 16, dtype=torch.float64)
+    spectra[0] = torch.logspace(0, -log_condition, 16)
+    spectra[1, 1:] = 10.0**-log_condition
+    spectra[2, 8:] = 10.0**-log_condition
+    batch = torch.stack([with_spectrum(spectrum, 40) for spectrum in spectra]).to(dtype)
+    result = fn(batch, steps=steps).double()
+    assert result.isfinite().all()
+    # The exact intervals end at 1.2025; the rest is the rounding allowed above.
+    assert torch.linalg.matrix_norm(result, 2).max() < 1.2025 + 15 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("steps", [5, 8, 20])
+def test_polar_express_does_not_diverge_in_bfloat16_at_the_end_of_its_interval(steps):
+    # One singular value that is the whole norm: the worst case for rounding upwards.
+    batch = random(20, 12, 1) @ random(20, 1, 30, seed=1)
+    result = polar_express(batch, steps=steps, dtype=torch.bfloat16).double()
+    assert torch.linalg.matrix_norm(result, 2).max() < 1.2
+
+
+@pytest.mark.parametrize(
+    ("fn", "steps", "bound"),
+    [
+        (newton_schulz, 5, 0.3203),
+        (gram_newton_schulz, 5, 0.3203),
+        (polar_express, 5, 0.1299),
+        (polar_express, 8, 1e-9),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(2, 20), columns=st.integers(2, 20), seed=st.integers(0, 99))
+def test_distance_to_the_polar_factor(fn, steps, bound, rows, columns, seed):
+    # The spectral distance is the largest |f(s) - 1|, and every s here is at least 1.5e-3 of the norm.
+    short, long = sorted((rows, columns))
+    spectrum = torch.logspace(0, -2, short, dtype=torch.float64)
+    matrix = with_spectrum(spectrum, long, seed)
+    matrix = matrix.mT if rows > columns else matrix
+    assert torch.linalg.matrix_norm(fn(matrix, steps=steps) - exact(matrix), 2) <= bound + 1e-9
+
+
+@every
+@pytest.mark.parametrize("shape", [(3, 2, 6, 14), (7, 8, 8), (11, 16, 5)], ids=str)
+@pytest.mark.parametrize("piece_bytes", [1, 4000, 2**21])
+def test_a_batch_is_a_loop_over_matrices_however_it_is_cut(fn, shape, piece_bytes, monkeypatch):
+    monkeypatch.setattr(import_module("muonsw.orthogonalize.normalize"), "_CPU_PIECE_BYTES", piece_bytes)
+    batch = random(*shape, dtype=torch.float32)
+    singles = [fn(matrix, steps=3) for matrix in batch.flatten(0, -3)]
+    # Batched and single products may add in another order: float32 rounding times the slope of three steps.
+    torch.testing.assert_close(fn(batch, steps=3).flatten(0, -3), torch.stack(singles), rtol=0, atol=100 * FP32_EPS)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_strides_do_not_matter_and_the_input_is_left_alone(fn, dtype):
+    base = random(6, 20, 10, dtype=dtype)
+    views = [base[::2, ::3, 1::2], base.permute(2, 0, 1), base[:1].expand(4, 20, 10), base[0].T]
+    before = base.clone()
+    for view in views:
+        tolerance = 100 * torch.finfo(dtype).eps if fn is not exact else 1e-7
+        expected = fn(view.contiguous(), steps=3)
+        torch.testing.assert_close(fn(view, steps=3), expected, rtol=0, atol=tolerance)
+    assert torch.equal(base, before)
+
+
+@every
+def test_undefined_entries_are_not_hidden_and_stay_in_their_matrix(fn):
+    batch = random(4, 3, 8)
+    batch[1, 0, 0], batch[2, 1, 1] = math.nan, math.inf
+    result = fn(batch, steps=5)
+    assert result[1].isnan().any()
+    assert result[2].isnan().any()
+    torch.testing.assert_close(result[[0, 3]], fn(batch[[0, 3]], steps=5), rtol=0, atol=1e-12)
+
+
+@iterative
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_to_one_graph(fn, dynamic):
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend="eager", fullgraph=True, dynamic=dynamic)
+    for shape in ((6, 20), (3, 20, 6), (2, 2, 5, 5)):
+        matrix = random(*shape, dtype=torch.float32)
+        torch.testing.assert_close(compiled(matrix, steps=5), fn(matrix, steps=5), rtol=0, atol=1e-5)
+
+
+@iterative
+def test_gradients_pass_through(fn):
+    batch = random(2, 3, 7).requires_grad_()
+    assert torch.autograd.gradcheck(lambda value: fn(value, steps=2), batch)
+
+
+@every
+def test_errors_are_clear(fn):
+    with pytest.raises(ValueError, match=r"\(\.\.\., m, n\).*\(5,\)"):
+        fn(torch.ones(5), steps=5)
+    for dtype in (torch.int64, torch.complex64, torch.bool):
+        with pytest.raises(ValueError, match="real floating-point"):
+            fn(torch.ones(2, 2).to(dtype), steps=5)
+    with pytest.raises(ValueError, match="real floating-point"):
+        fn(torch.ones(2, 2), steps=5, dtype=torch.int32)
+
+
+@iterative
+@pytest.mark.parametrize("steps", [0, -1])
+def test_an_iteration_needs_a_step(fn, steps):
+    with pytest.raises(ValueError, match=f"steps={steps}"):
+        fn(torch.ones(2, 2), steps=steps)

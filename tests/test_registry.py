@@ -1,0 +1,57 @@
+"""Tables of named functions, and the user's own entries in them."""
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import ALGORITHMS, DECAY_RULES, ORTHOGONALIZERS, SHAPE_SCALES, MuonSW
+from muonsw.decay import DecayRule
+from muonsw.registry import Registry
+
+
+@pytest.fixture(autouse=True)
+def _own_entries(monkeypatch):
+    for table in (ALGORITHMS, DECAY_RULES, ORTHOGONALIZERS, SHAPE_SCALES):
+        monkeypatch.setattr(table, "_entries", dict(table._entries))
+
+
+def stepped(grad=3.0, **options):
+    param = nn.Parameter(torch.ones(4, 4))
+    param.grad = torch.full_like(param, grad)
+    MuonSW([param], lr=0.1, **options).step()
+    return param.detach()
+
+
+def test_a_users_orthogonalizer_is_used():
+    ORTHOGONALIZERS.register("sign", lambda matrices, *, steps, dtype=None: matrices.sign())  # noqa: ARG005
+    moved = stepped(weight_decay=0.0, orthogonalizer="sign", scale="none")
+    assert torch.allclose(moved, torch.full((4, 4), 0.9))
+
+
+def test_a_users_shape_scale_is_used():
+    ORTHOGONALIZERS.register("sign", lambda matrices, *, steps, dtype=None: matrices.sign())  # noqa: ARG005
+    SHAPE_SCALES.register("double", lambda rows, columns: rows * columns / 8)
+    moved = stepped(weight_decay=0.0, orthogonalizer="sign", scale="double")
+    assert torch.allclose(moved, torch.full((4, 4), 0.8))
+
+
+def test_a_users_decay_rule_is_used():
+    DECAY_RULES.register("flat", DecayRule(lambda lam, eta, eta_max: lam, uses_peak=False))  # noqa: ARG005
+    assert torch.allclose(stepped(grad=0.0, weight_decay=0.25, decay="flat"), torch.full((4, 4), 0.75))
+
+
+def test_a_taken_name_needs_replace():
+    table = Registry("thing")
+    table.register("a", 1)
+    with pytest.raises(ValueError, match="thing 'a' is already registered; pass replace=True"):
+        table.register("a", 2)
+    assert table["a"] == 1
+    table.register("a", 2, replace=True)
+    assert dict(table) == {"a": 2}
+
+
+def test_unknown_names_list_the_known_ones_and_the_closest():
+    with pytest.raises(ValueError, match=r"unknown orthogonalizer 'newton_shulz' \(did you mean 'newton_schulz'\?\)"):
+        ORTHOGONALIZERS["newton_shulz"]
+    with pytest.raises(ValueError, match="known: match_rms_adamw, original, spectral, none"):
+        SHAPE_SCALES["zzz"]
