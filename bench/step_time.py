@@ -11,6 +11,7 @@ is checked against one step of `torch.optim.Muon`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib.metadata
 import json
@@ -74,6 +75,7 @@ def our_groups(case: Case, params: list[nn.Parameter]) -> list[dict]:
     return list(groups.values())
 
 
+Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Contender = Callable[[Case, str], tuple[torch.optim.Optimizer, list[nn.Parameter]]]
 
 
@@ -86,7 +88,7 @@ def ours(orthogonalizer: str = "newton_schulz", **options: object) -> Contender:
     return make
 
 
-def theirs(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Contender:
+def theirs(build: Build) -> Contender:
     def make(case: Case, device: str) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
         params = parameters(list(case.plain), device)
         return build(params), params
@@ -94,8 +96,40 @@ def theirs(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Cont
     return make
 
 
-def contenders() -> dict[str, Contender]:
-    """Everyone who is installed; a peer that is not is left out."""
+def _dion() -> Build:
+    from dion import Muon
+
+    return lambda p: Muon(p, lr=LR, weight_decay=LAMBDA, nesterov=True, adjust_lr="rms_norm")
+
+
+def _pytorch_optimizer() -> Build:
+    from pytorch_optimizer import Muon
+
+    return lambda p: Muon([{"params": p, "use_muon": True}], lr=LR, weight_decay=LAMBDA)
+
+
+def _heavyball() -> Build:
+    from heavyball import Muon
+
+    return lambda p: Muon(p, lr=LR, weight_decay=LAMBDA)
+
+
+def _muon_optimizer() -> Build:
+    from muon import SingleDeviceMuon
+
+    return lambda p: SingleDeviceMuon(p, lr=LR, weight_decay=LAMBDA)
+
+
+PEERS = {
+    "dion": _dion,
+    "pytorch-optimizer": _pytorch_optimizer,
+    "heavyball": _heavyball,
+    "muon-optimizer": _muon_optimizer,
+}
+
+
+def contenders(only: list[str] | None) -> dict[str, Contender]:
+    """Everyone who is asked for and installed; a peer that is not is left out."""
     found: dict[str, Contender] = {
         "muonsw": ours(),
         "muonsw gram": ours("gram_newton_schulz"),
@@ -103,27 +137,23 @@ def contenders() -> dict[str, Contender]:
             lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
         ),
     }
-    try:
-        from pytorch_optimizer import Muon as PytorchOptimizerMuon
+    for name, load in PEERS.items():
+        with contextlib.suppress(ImportError):
+            if only is None or name in only:
+                found[name] = theirs(load())
+    return {name: make for name, make in found.items() if only is None or name in only}
 
-        found["pytorch-optimizer"] = theirs(
-            lambda p: PytorchOptimizerMuon([{"params": p, "use_muon": True}], lr=LR, weight_decay=LAMBDA)
-        )
-    except ImportError:
-        pass
-    try:
-        import heavyball
 
-        found["heavyball"] = theirs(lambda p: heavyball.Muon(p, lr=LR, weight_decay=LAMBDA))
-    except (ImportError, AttributeError):
-        pass
-    try:
-        from muon import SingleDeviceMuon
-
-        found["muon-optimizer"] = theirs(lambda p: SingleDeviceMuon(p, lr=LR, weight_decay=LAMBDA))
-    except ImportError:
-        pass
-    return found
+def profile(case: Case, device: str) -> str:
+    """Where the time of our step goes, kernel by kernel."""
+    optimizer, _ = ours()(case, device)
+    for _ in range(3):
+        optimizer.step()
+    with torch.profiler.profile() as profiler:
+        optimizer.step()
+        synchronize(device)
+    by = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
+    return str(profiler.key_averages().table(sort_by=by, row_limit=18, max_name_column_width=60))
 
 
 def synchronize(device: str) -> None:
@@ -176,16 +206,17 @@ def measure(case: Case, device: str, rounds: int, chosen: dict[str, Contender]) 
     """Median milliseconds of a step for each contender, one step of each in turn."""
     optimizers = {name: make(case, device) for name, make in chosen.items()}
     times: dict[str, list[float]] = {name: [] for name in optimizers}
-    for optimizer, _ in optimizers.values():
-        for _ in range(2):
-            optimizer.step()
-    for _ in range(rounds):
-        for name, (optimizer, _) in optimizers.items():
+    grads = {name: [p.grad for p in params] for name, (_, params) in optimizers.items()}
+    for round_number in range(rounds + 2):
+        for name, (optimizer, params) in optimizers.items():
+            for p, grad in zip(params, grads[name], strict=True):
+                p.grad = grad  # some optimizers take the gradient away
             synchronize(device)
             start = time.perf_counter()
             optimizer.step()
             synchronize(device)
-            times[name].append((time.perf_counter() - start) * 1e3)
+            if round_number >= 2:  # the first two warm up
+                times[name].append((time.perf_counter() - start) * 1e3)
     return {
         name: {
             "ms": statistics.median(times[name]),
@@ -206,7 +237,7 @@ def environment(device: str) -> dict:
             cpu,
         )
     versions = {}
-    for package in ("torch", "pytorch-optimizer", "heavyball", "muon-optimizer"):
+    for package in ("torch", *PEERS):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -222,7 +253,7 @@ def environment(device: str) -> dict:
 def table(results: dict[str, dict[str, dict]]) -> str:
     lines = [f"{'set':10} {'optimizer':18} {'ms/step':>9} {'vs torch':>9} {'extra MiB':>10} {'state B/param':>14}"]
     for case, rows in results.items():
-        base = rows["torch.optim.Muon"]["ms"]
+        base = rows.get("torch.optim.Muon", next(iter(rows.values())))["ms"]
         for name, row in rows.items():
             lines.append(
                 f"{case:10} {name:18} {row['ms']:9.2f} {base / row['ms']:8.2f}x "
@@ -238,6 +269,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
+    parser.add_argument("--profile", action="store_true", help="show where our step spends its time, and stop")
     parser.add_argument("--json", type=Path, default=Path("out/bench/step_time.json"))
     args = parser.parse_args()
     if args.threads:
@@ -245,7 +277,10 @@ def main() -> None:
     sets = args.sets or (
         ["small", "wide", "w1024"] if args.device == "cuda" else ["small", "square512", "wide", "w256"]
     )
-    chosen = {k: v for k, v in contenders().items() if args.only is None or k in args.only}
+    if args.profile:
+        print(profile(CASES[sets[0]], args.device))
+        return
+    chosen = contenders(args.only)
     record = {"environment": environment(args.device), "check": check(args.device), "results": {}}
     for name in sets:
         print(f"timing {name} ...", flush=True)

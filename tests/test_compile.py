@@ -15,7 +15,7 @@ def trained(backend, tensor_lr, steps=5, dtype=torch.float32):
         {"params": params[4:5], "algorithm": "adamw"},
         {"params": params[5:], "matrix": "stack", "split_sizes": (2, 2), "cautious": True},
     ]
-    optimizer = MuonSW(groups, lr=lr, weight_decay=0.3, ns_dtype="float32")
+    optimizer = MuonSW(groups, lr=lr, weight_decay=0.3)
     step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
     for t in range(steps):
         for group in optimizer.param_groups:

@@ -93,6 +93,15 @@ def test_removing_the_driver_gives_lambda_back():
     assert set(optimizer.param_groups[0]) == keys
 
 
+def test_removing_the_driver_right_after_adding_a_group():
+    first, second = matrices((4, 4), (4, 4))
+    optimizer = torch.optim.AdamW([first], lr=0.1, weight_decay=0.3)
+    driver = drive_weight_decay(optimizer)
+    optimizer.add_param_group({"params": [second], "weight_decay": 0.7})
+    driver.remove()
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.7]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

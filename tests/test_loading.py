@@ -95,6 +95,7 @@ def test_a_tensor_lr_is_filled_in_place_by_a_load():
     params = matrices((4, 4))
     lr = torch.tensor(0.1)
     optimizer = MuonSW(params, lr=lr)
+    run(optimizer, params, 1)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 0.03
     optimizer.load_state_dict(saved)
@@ -110,6 +111,7 @@ def test_a_tensor_lr_is_filled_in_place_by_a_load():
             "2 param groups and this optimizer 1",
         ),
         (lambda s: s["param_groups"][0]["params"].pop(), "2 parameters and this optimizer's has 3"),
+        (lambda s: s["param_groups"][0].update(orthogonalizer="mine"), "unknown orthogonalizer 'mine'"),
         (
             lambda s: s["state"][0].update(momentum_buffer=torch.zeros(2, 2)),
             r"momentum_buffer of parameter 0 has shape",
@@ -127,6 +129,19 @@ def test_states_that_do_not_fit_are_refused_with_nothing_changed(spoil, message)
     assert after["param_groups"] == before["param_groups"]
     for index in before["state"]:
         assert_same(after["state"][index].values(), before["state"][index].values())
+
+
+def test_steps_counted_in_plain_numbers_load():
+    params, optimizer, _ = trained("adamw")
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    resumed = clones(params)
+    other = AdamWSW(resumed, lr=0.05, weight_decay=0.3)
+    other.load_state_dict(saved)
+    run(optimizer, params, 3, start=10)
+    run(other, resumed, 3, start=10)
+    assert_same(resumed, params)
 
 
 @pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import (
     CyclicLR,
     LambdaLR,
     LinearLR,
+    MultiplicativeLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -117,6 +118,8 @@ def test_scheduler_peaks_looks_into_nested_schedulers_and_lambdas():
     rising = LambdaLR(optimizer, lambda t: 1 + t)
     assert scheduler_peaks(rising, total_steps=5) == pytest.approx([0.5])
     assert scheduler_peaks(rising) == pytest.approx([0.1])
+    growing = MultiplicativeLR(optimizer, lambda t: 2.0 if t < 3 else 0.5)
+    assert scheduler_peaks(growing, total_steps=6) == pytest.approx([0.1 * 2 * 2])
     both = SequentialLR(optimizer, [rising, CosineAnnealingLR(optimizer, 5)], [5])
     assert scheduler_peaks(both, total_steps=3) == pytest.approx([0.3])
 
@@ -231,7 +234,8 @@ def test_an_older_state_without_the_key_finds_the_peak_anew():
         del saved["param_groups"][0][key]
     saved["param_groups"][0]["lr"] = 0.02
     fresh = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
-    fresh.load_state_dict(saved)
+    with pytest.warns(PeakLRWarning, match=r"knows no peak learning rate; its own is 0\.02 and the 0\.1"):
+        fresh.load_state_dict(saved)
     (param,) = fresh.param_groups[0]["params"]
     param.grad = torch.zeros_like(param)
     fresh.step()
@@ -293,6 +297,19 @@ def test_rules_that_need_no_peak_do_not_check_it(decay, weight_decay):
     param.grad = torch.ones_like(param)
     optimizer.step()
     assert param[0, 0].item() < 0.2
+
+
+def test_a_saved_explicit_peak_that_differs_is_reported():
+    never_stepped = SGDSW([weight()], lr=0.1, peak_lr=0.5)
+    other = SGDSW([weight()], lr=0.1, peak_lr=0.2)
+    with pytest.warns(PeakLRWarning, match=r"peak learning rate of 0\.2 and loaded one of 0\.5"):
+        other.load_state_dict(never_stepped.state_dict())
+
+
+def test_running_max_refuses_a_learning_rate_that_the_host_cannot_see():
+    for options in ({"lr": torch.tensor(0.1)}, {"lr": 0.1, "capturable": True}):
+        with pytest.raises(ValueError, match="'running_max' needs a learning rate that the host knows"):
+            SGDSW([weight()], peak_lr="running_max", **options)
 
 
 def test_rounding_above_the_peak_is_tolerated():

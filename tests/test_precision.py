@@ -134,4 +134,4 @@ def test_cpus_told_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, isa):
     from muonsw.precision import cpu_multiplies_bfloat16
 
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
-    assert cpu_multiplies_bfloat16.__wrapped__() is False
+    assert cpu_multiplies_bfloat16() is False

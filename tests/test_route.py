@@ -89,6 +89,26 @@ def test_a_head_is_found_by_its_size_when_its_name_says_nothing():
     assert roles_of(MuonSW.for_model(model, lr=0.1))["2.weight"] == "head"
 
 
+@pytest.mark.parametrize("positions", [64, 16])
+def test_a_width_that_happens_to_be_the_vocabulary_makes_no_heads(positions):
+    model = nn.Module()
+    model.tokens, model.positions = nn.Embedding(64, 64), nn.Embedding(positions, 64)
+    model.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    assert {roles_of(MuonSW.for_model(model, lr=0.1))[f"blocks.{i}.weight"] for i in range(3)} == {"hidden"}
+
+
+def test_names_that_mean_two_things_are_told_apart():
+    layer = nn.Module()
+    layer.gate, layer.up, layer.output = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+    layer.moe = nn.Module()
+    layer.moe.gate = nn.Linear(8, 4)
+    model = nn.Module()
+    model.layers, model.output = nn.ModuleList([layer]), nn.Linear(8, 50)
+    roles = roles_of(MuonSW.for_model(model, lr=0.1))
+    assert roles["layers.0.gate.weight"] == roles["layers.0.output.weight"] == "hidden"
+    assert (roles["layers.0.moe.gate.weight"], roles["output.weight"]) == ("router", "head")
+
+
 def test_frozen_parameters_are_left_out():
     model = Model()
     model.conv.requires_grad_(False)

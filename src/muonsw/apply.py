@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.base import Group, Part, Update
+from muonsw.algorithms.base import FEW, Group, Part, Update
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
@@ -49,7 +49,9 @@ def shrink_and_move(
                 weight.sub_(torch.where(weight * direction >= 0, weight, 0) * phi)
         else:
             torch._foreach_mul_(weights, 1 - phi)
-    if isinstance(move, Tensor):
+    if isinstance(move, Tensor) and len(weights) > FEW and directions[0].dtype == weights[0].dtype:
+        torch._foreach_add_(weights, torch._foreach_mul(directions, move), alpha=-1)
+    elif isinstance(move, Tensor):
         torch._foreach_addcmul_(weights, directions, [move] * len(weights), value=-1)
     else:
         torch._foreach_add_(weights, directions, alpha=-move)
@@ -85,10 +87,3 @@ def rounding_seed(group: Group, part: Part) -> Tensor:
     place = part.item.position * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.narrows)
     key = (group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF
     return mix(part.item.state["step"].to(torch.int32) ^ key)
-
-
-def rounding_state_keys(group: Group, param: Tensor) -> tuple[str, ...]:
-    """The state that honest rounding of this parameter needs."""
-    if param.dtype not in LOW_PRECISION:
-        return ()
-    return {"stochastic": ("step",), "kahan": ("compensation",), "nearest": ()}[group["rounding"]]

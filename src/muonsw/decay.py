@@ -70,7 +70,7 @@ def decay_factor(rule: str, lam: float | Tensor, eta: float | Tensor, eta_max: f
     A peak that is zero or not known yet (no step with a learning rate above zero has been taken) means
     no decay for the rules that divide by it.
 
-    Example:
+    Examples:
         >>> decay_factor("constant", 0.1, 0.01, 0.02)
         0.001
         >>> decay_factor("scaled", 0.1, 0.01, 0.02)
@@ -101,7 +101,7 @@ def convert_weight_decay(
         peak_lr: the peak of the schedule, eta_max.
         schedule: learning rates, one for each step, none above `peak_lr`.
 
-    Example:
+    Examples:
         The original decoupled decay of 1e-3 a step at the peak, as AdamW's lambda at a peak of 0.01:
 
         >>> convert_weight_decay(1e-3, "independent", "constant", peak_lr=0.01)

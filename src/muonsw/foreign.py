@@ -40,7 +40,7 @@ def drive_weight_decay(
     Returns:
         A handle; its `remove()` stops driving and gives the groups their own `weight_decay` back.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
         >>> handle = drive_weight_decay(optimizer, "scaled")
@@ -70,7 +70,7 @@ class DecayDriver:
         """Stop driving, and give the groups their own `weight_decay` back."""
         self._handle.remove()
         for group in self.optimizer.param_groups:
-            group["weight_decay"] = group.pop("base_weight_decay")
+            group["weight_decay"] = group.pop("base_weight_decay", group["weight_decay"])
             for key in ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "decay"):
                 group.pop(key, None)
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Group
+from muonsw.options import SCHEDULER_KEYS, validate_option
 from muonsw.orthogonalize.coefficients import NS5
-from muonsw.precision import state_dtype
+from muonsw.state import dtype_of
 
 StateDict = dict[str, Any]
 
@@ -44,7 +45,7 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
             )
         own_settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
         fresh = {"resolved_peak_lr": None, "peak_record": None}
-        adopted.append({**own_settings, **fresh, **_translate(old)})
+        adopted.append({**own_settings, **fresh, **_checked(_translate(old))})
         _check_states(saved["state"], adopted[-1], own)
     return {**saved, "param_groups": adopted}
 
@@ -66,6 +67,15 @@ def _translate(group: Group) -> Group:
     if translated.pop("dampening", 0):
         raise ValueError("the saved state is of SGD with dampening, which has no counterpart here")
     return translated
+
+
+def _checked(group: Group) -> Group:
+    """Names of rules and functions must be known here, before anything is replaced."""
+    plain = ("params", "param_names")
+    return {
+        key: value if key in plain or key in SCHEDULER_KEYS else validate_option(key, value)
+        for key, value in group.items()
+    }
 
 
 def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
@@ -96,15 +106,9 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
     for old, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for number, param in zip(old["params"], group["params"], strict=True):
             for key, value in (saved["state"].get(number) or {}).items():
-                if isinstance(value, Tensor):
-                    dtype = _dtype_of(key, group, param)
-                    optimizer.state[param][key] = value.to(param.device, dtype, copy=True)
-
-
-def _dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
-    if key == "step":
-        return torch.float32
-    return param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
+                if key == "step" or isinstance(value, Tensor):  # older states count steps in plain numbers
+                    dtype = dtype_of(key, group, param)
+                    optimizer.state[param][key] = torch.as_tensor(value).to(param.device, dtype, copy=True)
 
 
 def keep_kind(loaded: float | Tensor, own: float | Tensor) -> float | Tensor:

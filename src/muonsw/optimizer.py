@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from muonsw import loading, peak
 from muonsw.algorithms import ALGORITHMS, Budget, Item
-from muonsw.apply import Coefficients, apply_update, rounding_state_keys
+from muonsw.apply import Coefficients, apply_update
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.nonfinite import POLICIES, finite_flag, raise_if_not_finite
-from muonsw.options import BOOKKEEPING, COMMON, algorithm_defaults, validate_option
+from muonsw.options import BOOKKEEPING, COMMON, algorithm_defaults, refuse_options_of_others, validate_option
 from muonsw.peak import Group, PeakLRError
-from muonsw.precision import LOW_PRECISION, state_dtype
+from muonsw.precision import LOW_PRECISION
 from muonsw.route import route, routing_table
+from muonsw.state import ensure_state
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -47,6 +48,7 @@ class ScaledDecayOptimizer(Optimizer):
         self.chunk_bytes = chunk_bytes
         self._reset_flags()
         checked = {key: validate_option(key, value) for key, value in options.items()}
+        refuse_options_of_others(checked, self.algorithm)
         super().__init__(params, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})
 
     @classmethod
@@ -74,7 +76,7 @@ class ScaledDecayOptimizer(Optimizer):
             adamw: options for everything that is routed to AdamW, such as a learning rate of its own.
             **options: options of the class, for all groups.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from muonsw import MuonSW
             >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 16))
@@ -122,6 +124,10 @@ class ScaledDecayOptimizer(Optimizer):
         completed: Group = {**inherited, **common, **BOOKKEEPING, **group}
         if "lr" not in group and completed["lr_multiplier"] != 1:
             completed["lr"] = completed["lr"] * completed["lr_multiplier"]
+        if completed["peak_lr"] == peak.RUNNING_MAX and (
+            completed["capturable"] or isinstance(completed["lr"], Tensor)
+        ):
+            raise ValueError("peak_lr='running_max' needs a learning rate that the host knows, not a tensor")
         if completed["constructor_lr"] is None:
             completed["constructor_lr"] = float(completed["lr"])
         return completed
@@ -144,19 +150,19 @@ class ScaledDecayOptimizer(Optimizer):
                 loss = closure()
         work = list(self._work())
         items = [item for _, batch in work for item in batch]
-        self._update_peaks()
+        self._update_peaks(items[0].param.device if items else None)
         ok = self._finite(items)
         if ok is False:
             self._skipped_on_host += 1
             return loss
         flag = ok if isinstance(ok, Tensor) else None
         coefficients = [self._coefficients(group, batch[0].param.device, flag) for group, batch in work]
-        self._ensure_state(work)
         for (group, batch), factors in zip(work, coefficients, strict=True):
             self._step_group(group, batch, factors)
         return loss
 
     def _step_group(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
+        ensure_state(group, items)
         counters = [item.state["step"] for item in items if "step" in item.state]
         if counters:
             taken = 1 if coefficients.ok is None else [coefficients.ok.float()] * len(counters)
@@ -189,12 +195,14 @@ class ScaledDecayOptimizer(Optimizer):
             return True
         ok = finite_flag(items)
         if isinstance(ok, Tensor):
-            self._skipped_on_device = self._skipped_on_device.to(ok.device).add_(~ok)
+            self._skipped_on_device.add_(~ok)
         return ok
 
     @_disable_dynamo  # torch.compiler.disable would import the compiler at once
-    def _update_peaks(self) -> None:
+    def _update_peaks(self, device: torch.device | None) -> None:
         """Resolve peaks and check learning rates, on the host and before anything changes."""
+        if device is not None:
+            self._skipped_on_device, self._excess = self._skipped_on_device.to(device), self._excess.to(device)
         for number, group in enumerate(self.param_groups):
             lr = group["lr"]
             if isinstance(lr, Tensor):
@@ -229,7 +237,7 @@ class ScaledDecayOptimizer(Optimizer):
         excess = phi > 1
         if _decay_needs_peak(group) and group["resolved_peak_lr"] is not None:
             excess = excess | (eta > group["resolved_peak_lr"] * (1 + peak.PEAK_TOLERANCE))
-        self._excess = self._excess.to(phi.device).logical_or_(excess)
+        self._excess.logical_or_(excess.to(self._excess.device, non_blocking=True))
 
     def check(self) -> None:
         """Raise if a learning rate held in a tensor has exceeded its peak since the last check.
@@ -253,7 +261,8 @@ class ScaledDecayOptimizer(Optimizer):
         """Set eta_max: a number, None or "running_max" for all groups (or one), or from a scheduler object.
 
         Args:
-            peak_lr: the highest learning rate of the run, or a torch scheduler that knows it.
+            peak_lr: the highest learning rate of the run, or a torch scheduler that knows it. A scheduler is not
+                asked about groups that have a number of their own.
             group: the number of the only group to change.
             total_steps: length of the run, to find the top of a LambdaLR.
         """
@@ -287,7 +296,7 @@ class ScaledDecayOptimizer(Optimizer):
         loading.restore_dtypes(adopted, self)
         for number, (group, lr) in enumerate(zip(self.param_groups, lrs, strict=True)):
             group["lr"] = loading.keep_kind(group["lr"], lr)
-            peak.warn_if_replaced(expected[number], group, self._label(number))
+            peak.warn_after_load(expected[number], group, self._label(number), _decay_needs_peak(group))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes}
@@ -302,28 +311,12 @@ class ScaledDecayOptimizer(Optimizer):
         self._skipped_on_device = torch.zeros((), dtype=torch.int64)
         self._excess = torch.zeros((), dtype=torch.bool)
 
-    def _ensure_state(self, work: list[tuple[Group, list[Item]]]) -> None:
-        """Create what a parameter's state lacks; one without a gradient gets none."""
-        for group, items in work:
-            algorithm = ALGORITHMS[group["algorithm"]]
-            for item in items:
-                for key in (*algorithm.state_keys(group), *rounding_state_keys(group, item.param)):
-                    if key not in item.state:
-                        item.state[key] = _fresh_state(group, key, item.param)
-
     def _chunk_bytes(self, device: torch.device) -> int:
         return self.chunk_bytes or (CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES)
 
     def _label(self, number: int) -> str:
         role = self.param_groups[number]["role"]
         return f"param group {number}" + (f" ({role})" if role else "")
-
-
-def _fresh_state(group: Group, key: str, param: Tensor) -> Tensor:
-    if key == "step":
-        return torch.zeros((), dtype=torch.float32, device=param.device)
-    dtype = param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def _names(group: Group, number: int) -> list[str]:

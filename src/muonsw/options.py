@@ -117,6 +117,18 @@ def validate_option(key: str, value: Any) -> Any:
         raise ValueError(f"{key}={value!r}: {error}") from None
 
 
+def refuse_options_of_others(options: Group, algorithm: str) -> None:
+    """A constructor's options must mean something to its algorithm; those of another belong in a group."""
+    known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys()
+    for key in options:
+        if key not in known:
+            owners = [name for name, entry in ALGORITHMS.items() if key in entry.defaults]
+            raise ValueError(
+                f"{key!r} is an option of {' and '.join(owners) or 'a group'}, not of {algorithm}; set it in a param "
+                f"group with that algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
+            )
+
+
 def _number(low: float, high: float = math.inf, *, open_end: bool = False) -> Check:
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):

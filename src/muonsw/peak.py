@@ -16,9 +16,12 @@ these keys are read here and never written.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
-from torch import Tensor
+from torch.optim.lr_scheduler import MultiplicativeLR
 
 # LinearLR and others reach the peak with a rounding error.
 PEAK_TOLERANCE = 1e-6
@@ -113,16 +116,28 @@ def check_lr(group: Group, label: str) -> None:
         )
 
 
-def warn_if_replaced(expected: float, group: Group, label: str) -> None:
-    """After a load: the saved peak wins, and the user hears of it when their own would have been another."""
-    saved = group["resolved_peak_lr"]
-    if saved is not None and abs(saved - expected) > PEAK_TOLERANCE * max(saved, expected):
-        warnings.warn(
+def warn_after_load(expected: float, group: Group, label: str, matters: bool) -> None:
+    """After a load the saved peak wins; the user hears of one that is not theirs, or that had to be guessed."""
+    setting = group["peak_lr"] if group["peak_lr"] != RUNNING_MAX else None
+    saved = group["resolved_peak_lr"] if group["resolved_peak_lr"] is not None else setting
+    lr = float(group["lr"])
+    if saved is not None and _differ(saved, expected):
+        message = (
             f"{label} was built for a peak learning rate of {expected:g} and loaded one of {saved:g}, which is kept; "
-            f"call set_peak_lr({expected:g}) if a new run starts here",
-            PeakLRWarning,
-            stacklevel=3,
+            f"call set_peak_lr({expected:g}) if a new run starts here"
         )
+    elif matters and saved is None and scheduler_record(group) is None and lr > 0 and _differ(lr, expected):
+        message = (
+            f"the state loaded into {label} knows no peak learning rate; its own is {lr:g} and the {expected:g} that "
+            f"this optimizer was built with is taken for the peak; pass peak_lr or call set_peak_lr if it was another"
+        )
+    else:
+        return
+    warnings.warn(message, PeakLRWarning, stacklevel=3)
+
+
+def _differ(a: float, b: float) -> bool:
+    return abs(a - b) > PEAK_TOLERANCE * max(a, b)
 
 
 def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[float]:
@@ -139,15 +154,18 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
     if hasattr(scheduler, "max_lrs"):  # CyclicLR
         return [float(lr) for lr in scheduler.max_lrs]
     groups: list[Group] = scheduler.optimizer.param_groups
-    base_lrs = getattr(scheduler, "base_lrs", None) or [group["lr"] for group in groups]
+    base_lrs = [float(lr) for lr in getattr(scheduler, "base_lrs", None) or [group["lr"] for group in groups]]
     if hasattr(scheduler, "lr_lambdas") and total_steps:
+        running = isinstance(scheduler, MultiplicativeLR)
         return [
-            float(base) * max(float(factor(step)) for step in range(total_steps))
+            base * _highest_factor(factor, total_steps, running)
             for base, factor in zip(base_lrs, scheduler.lr_lambdas, strict=True)
         ]
-    return [float(group.get("max_lr") or base) for group, base in zip(groups, base_lrs, strict=True)]
+    records = [(group.get("max_lr"), group.get("swa_lr"), base) for group, base in zip(groups, base_lrs, strict=True)]
+    return [max(float(lr) for lr in known if lr is not None) for known in records]
 
 
-def is_host_value(value: float | Tensor) -> bool:
-    """Whether a learning rate or decay can be read without asking a device, or breaking a compiled graph."""
-    return not isinstance(value, Tensor)
+def _highest_factor(factor: Callable[[int], float], total_steps: int, running: bool) -> float:
+    """The highest multiple of its base that a lambda reaches; MultiplicativeLR multiplies them up."""
+    factors = [float(factor(step)) for step in range(total_steps)]
+    return max(accumulate([1.0, *factors[1:]], mul)) if running else max(factors)

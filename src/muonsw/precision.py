@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 import torch
@@ -42,11 +41,10 @@ def compute_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) 
         return DTYPES[setting]
     if param_dtype == torch.float64:
         return torch.float64
-    fast = cpu_multiplies_bfloat16() if device.type == "cpu" else True
+    fast = CPU_MULTIPLIES_BFLOAT16 if device.type == "cpu" else True
     return torch.bfloat16 if fast else torch.float32
 
 
-@functools.cache
 def cpu_multiplies_bfloat16() -> bool:
     """Whether this CPU has bfloat16 units (AVX512-BF16 or AMX) that oneDNN is allowed to use.
 
@@ -57,6 +55,9 @@ def cpu_multiplies_bfloat16() -> bool:
         return False
     probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, probe, bool)() for probe in probes)
+
+
+CPU_MULTIPLIES_BFLOAT16 = cpu_multiplies_bfloat16()
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Tensor:

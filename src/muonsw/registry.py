@@ -15,7 +15,7 @@ class Registry(Mapping[str, T], Generic[T]):
     Param groups store names, never functions, so that a `state_dict` is plain data; this table turns
     the name back into the function.
 
-    Example:
+    Examples:
         >>> rules = Registry[int]("rule")
         >>> rules.register("one", 1)
         >>> rules["one"]

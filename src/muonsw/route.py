@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -18,6 +18,8 @@ ROLE_PREFIX = "role:"
 MATRIX_ROLES = ("hidden", "experts", "convolution")
 ROLES = (*MATRIX_ROLES, "embedding", "head", "router", "norm", "bias", "vector")
 
+# Names by which a module tells its role; heads only outside numbered layers, the ambiguous router names only
+# where the matrix is wide, since a SwiGLU projection may be called gate too.
 _HEAD_NAMES = re.compile(r"^(lm_head|head|output|unembed(ding)?|embed_out|classifier|score|logits)$")
 _ROUTER_NAMES = re.compile(r"^(router|gate|gating|gate_network|wg)$")
 _EMBEDDING_NAMES = re.compile(r"(^|_)(emb|embed|embedding|embeddings|wte|wpe|pos_embed|tok_embed)($|_)")
@@ -43,15 +45,27 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
 
 def classify(model: nn.Module) -> Iterator[tuple[str, Tensor, str, str | None]]:
     """Name, parameter, role and matrix view of each trainable parameter; tied weights come once."""
-    find_output: Any = getattr(model, "get_output_embeddings", None)  # Hugging Face models know their head
-    output = find_output() if callable(find_output) else None
-    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = _output_module(model)
     for name, param in model.named_parameters():
         if param.requires_grad:
             owner = model.get_submodule(name.rpartition(".")[0])
-            is_output = owner is output or (isinstance(owner, nn.Linear) and owner.out_features in vocabularies)
-            role = _role(name, param, owner, is_output)
+            role = _role(name, param, owner, owner is head)
             yield name, param, role, _matrix_view(param, role)
+
+
+def _output_module(model: nn.Module) -> nn.Module | None:
+    """The head of a model whose names do not tell: the model's own word, or the one layer as wide as its vocabulary.
+
+    By size, it must be the last linear layer and the only one of that width; a tied head is an embedding.
+    """
+    declared: Any = getattr(model, "get_output_embeddings", None)  # Hugging Face models know their head
+    if callable(declared):
+        return cast("nn.Module | None", declared())
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocabulary = max((table.num_embeddings for table in tables), default=None)
+    widths = [linear.out_features for linear in linears]
+    return linears[-1] if linears and widths[-1] == vocabulary and widths.count(vocabulary) == 1 else None
 
 
 def _role(name: str, param: Tensor, owner: nn.Module, is_output: bool) -> str:
@@ -65,9 +79,11 @@ def _role(name: str, param: Tensor, owner: nn.Module, is_output: bool) -> str:
         return "embedding"
     if param.dim() < 2:
         return "vector"
-    if is_output or _HEAD_NAMES.match(holder):
+    if is_output or (_HEAD_NAMES.match(holder) and not any(word.isdigit() for word in words)):
         return "head"
-    if _ROUTER_NAMES.match(holder) or _ROUTER_NAMES.match(own):
+    if any(
+        word == "router" or (_ROUTER_NAMES.match(word) and param.shape[-2] < param.shape[-1]) for word in (own, holder)
+    ):
         return "router"
     if isinstance(owner, _ConvNd):
         return "convolution"

@@ -40,7 +40,7 @@ _DECAY_SHAPES: Mapping[str, _Curve] = MappingProxyType({"linear": _linear, "sqrt
 def constant(step: int) -> float:
     """The peak learning rate at every step.
 
-    Example:
+    Examples:
         >>> constant(0), constant(1000)
         (1.0, 1.0)
     """
@@ -58,7 +58,7 @@ def harmonic(step: int, *, offset: float = 1.0) -> float:
         step: The step, from 0.
         offset: The step at which half of the peak is left; not necessarily an integer.
 
-    Example:
+    Examples:
         >>> gamma, t0, t = 2.0, 4.0, 6
         >>> gamma / t0 * harmonic(t, offset=t0) == gamma / (t + t0)
         True
@@ -88,7 +88,7 @@ def warmup_cosine(
         warmup_shape: `"linear"` or `"cosine"` (slow at both ends).
         warmup_start: The fraction of the peak from which warmup departs, one step before step 0.
 
-    Example:
+    Examples:
         >>> [round(warmup_cosine(t, total_steps=8, warmup_steps=4), 3) for t in range(8)]
         [0.25, 0.5, 0.75, 1.0, 0.868, 0.55, 0.232, 0.1]
     """
@@ -122,7 +122,7 @@ def warmup_stable_decay(
         warmup_shape: `"linear"` or `"cosine"` (slow at both ends).
         warmup_start: The fraction of the peak from which warmup departs, one step before step 0.
 
-    Example:
+    Examples:
         >>> settings = dict(total_steps=8, warmup_steps=2, decay_fraction=0.4)
         >>> [round(warmup_stable_decay(t, **settings), 3) for t in range(8)]
         [0.5, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1]
@@ -151,7 +151,7 @@ def lr_scheduler(optimizer: Optimizer, schedule: Callable[..., float], **setting
     Returns:
         A scheduler to `step()` once after each optimizer step.
 
-    Example:
+    Examples:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.02)
         >>> scheduler = lr_scheduler(optimizer, warmup_cosine, total_steps=100, warmup_steps=10)
@@ -174,7 +174,7 @@ def peak_lr_for_horizon(total_steps: int, *, base_lr: float = 0.02, base_steps: 
         base_lr: The peak that was best at `base_steps`.
         base_steps: The horizon at which `base_lr` was tuned.
 
-    Example:
+    Examples:
         >>> f"{peak_lr_for_horizon(40_000):.3f}"  # eight times the steps, half the rate
         '0.010'
         >>> peak_lr_for_horizon(500)
@@ -191,7 +191,7 @@ def peak_lr_for_horizon(total_steps: int, *, base_lr: float = 0.02, base_steps: 
 def warmup_steps_for_horizon(total_steps: int) -> int:
     """Warmup for a run: 1% of it but at least 1000 steps, and never more than a tenth of it.
 
-    Example:
+    Examples:
         >>> [warmup_steps_for_horizon(steps) for steps in (600, 35_000, 376_000)]
         [60, 1000, 3760]
     """

@@ -39,7 +39,7 @@ class MuonSW(ScaledDecayOptimizer):
         chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 1 GiB elsewhere.
         **options: see `GroupOptions`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8), torch.nn.Linear(8, 8))
         >>> optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
         >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
@@ -105,7 +105,7 @@ class AdamWSW(ScaledDecayOptimizer):
         chunk_bytes: temporary memory that a batch may take.
         **options: see `GroupOptions`.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = AdamWSW([weight], lr=0.1, weight_decay=0.5)
         >>> weight.square().sum().backward()
@@ -148,7 +148,7 @@ class SGDSW(ScaledDecayOptimizer):
         chunk_bytes: temporary memory that a batch may take.
         **options: see `GroupOptions`.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = SGDSW([weight], lr=0.1, weight_decay=0.5)
         >>> weight.square().sum().backward()

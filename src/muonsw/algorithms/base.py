@@ -17,6 +17,11 @@ Group = dict[str, Any]
 State = dict[str, Tensor]
 
 
+# On an accelerator, up to this many tensors are quicker with a kernel each and fewer passes over memory;
+# more are quicker with kernels that take many tensors at once.
+FEW = 32
+
+
 class Item(NamedTuple):
     """One parameter with a gradient, at one step."""
 

@@ -11,23 +11,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.base import decay_average
+from muonsw.algorithms.base import FEW, decay_average
 
 FORMS = ("ema", "heavy_ball")
 
 
 def advance(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, ok: Tensor | None) -> None:
     """Move the buffers one step on, in place."""
+    gain = _gain(form, beta)
     if form == "ema" and ok is None:
-        torch._foreach_lerp_(momenta, grads, 1 - beta)
+        torch._foreach_lerp_(momenta, grads, gain)
+        return
+    if form == "ema" and ok is not None and len(momenta) <= FEW:
+        weight = torch.where(ok, gain, 0.0).to(momenta[0].dtype)
+        for average, grad in zip(momenta, grads, strict=True):
+            average.lerp_(grad, weight)
         return
     decay_average(momenta, beta, ok)
-    torch._foreach_add_(momenta, grads, alpha=1 - beta if form == "ema" else 1.0)
+    torch._foreach_add_(momenta, grads, alpha=gain)
 
 
-def look_ahead(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float) -> None:
-    """Nesterov's direction from the gradients and the advanced buffers, written over `grads`."""
-    if form == "ema":
-        torch._foreach_lerp_(grads, momenta, beta)
-    else:
-        torch._foreach_add_(grads, momenta, alpha=beta)
+def look_ahead(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, out: list[Tensor]) -> None:
+    """Write Nesterov's direction, from the gradients and the advanced buffers, to `out`, which may be `grads`."""
+    if out is grads:
+        if form == "ema":
+            torch._foreach_lerp_(grads, momenta, beta)
+        else:
+            torch._foreach_add_(grads, momenta, alpha=beta)
+        return
+    for average, grad, target in zip(momenta, grads, out, strict=True):
+        if form == "ema":
+            torch.lerp(grad, average, beta, out=target)
+        else:
+            torch.add(grad, average, alpha=beta, out=target)
+
+
+def _gain(form: str, beta: float) -> float:
+    """The weight of a new gradient in the buffer."""
+    if form not in FORMS:
+        raise ValueError(f"momentum_form={form!r}: must be one of {', '.join(map(repr, FORMS))}")
+    return 1 - beta if form == "ema" else 1.0

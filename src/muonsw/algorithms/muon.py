@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import momentum
-from muonsw.algorithms.base import Algorithm, Budget, Group, Item, Part, Region, Update, clean
+from muonsw.algorithms.base import FEW, Algorithm, Budget, Group, Item, Part, Region, Update, clean
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import compute_dtype
 from muonsw.scale import SHAPE_SCALES
@@ -44,21 +44,34 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
             dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
         )
         like = [part.grad for part in parts]
+        if budget.ok is not None and len(parts) > FEW:
+            orthogonal = orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
         yield Update(parts, _scatter(orthogonal, like), scale(bucket.rows, bucket.columns))
 
 
 def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor:
     """Advance the momentum of `parts` and return what is to be orthogonalized, (batch, rows, columns)."""
-    form, beta = group["momentum_form"], group["momentum"]
+    form, beta, maximize = group["momentum_form"], group["momentum"], group["maximize"]
     momenta = [part.state("momentum_buffer") for part in parts]
-    batch = _gather([part.grad for part in parts], bucket)
-    batch = clean([batch], momenta[:1], group["maximize"], ok)[0]
-    grads = _scatter(batch, momenta)
+    grads = [part.grad for part in parts]
+    if ok is None or len(parts) <= FEW:
+        grads = clean(grads, momenta, maximize, ok)
+        ahead = _empty_batch(momenta, bucket)
+        targets = _scatter(ahead, momenta)
+    else:
+        ahead = clean([_gather(grads, bucket)], momenta[:1], maximize, ok)[0]
+        targets = grads = _scatter(ahead, momenta)
     momentum.advance(form, momenta, grads, beta, ok)
     if not group["nesterov"]:
         return _gather(momenta, bucket)
-    momentum.look_ahead(form, momenta, grads, beta)
-    return batch
+    momentum.look_ahead(form, momenta, grads, beta, out=targets)
+    return ahead
+
+
+def _empty_batch(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """Room for all matrices of these tensors."""
+    count = sum(t.numel() for t in tensors) // (bucket.rows * bucket.columns)
+    return tensors[0].new_empty(count, bucket.rows, bucket.columns)
 
 
 def _gather(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from muonsw.algorithms import momentum
@@ -25,8 +26,9 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
         if keys:
             momentum.advance(form, momenta, directions, beta, budget.ok)
             if group["nesterov"]:
-                directions = [d.clone() for d in directions]
-                momentum.look_ahead(form, momenta, directions, beta)
+                ahead = [torch.empty_like(m) for m in momenta]
+                momentum.look_ahead(form, momenta, directions, beta, out=ahead)
+                directions = ahead
             else:
                 directions = momenta
         yield Update(parts, directions)

@@ -35,8 +35,9 @@ POLAR_EXPRESS_SAFETY = 1.01
 def rescaled(coefficients: Coefficients, scale: float) -> Coefficients:
     """Give the polynomial `p(s / scale)` of a polynomial `p(s)`.
 
-    >>> rescaled((8.0, 16.0, 32.0), 2.0)
-    (4.0, 2.0, 1.0)
+    Examples:
+        >>> rescaled((8.0, 16.0, 32.0), 2.0)
+        (4.0, 2.0, 1.0)
     """
     a, b, c = coefficients
     return a / scale, b / scale**3, c / scale**5
@@ -45,8 +46,9 @@ def rescaled(coefficients: Coefficients, scale: float) -> Coefficients:
 def newton_schulz_schedule(steps: int) -> Schedule:
     """Give the schedule of `newton_schulz`: the same polynomial at each step.
 
-    >>> newton_schulz_schedule(2)
-    ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))
+    Examples:
+        >>> newton_schulz_schedule(2)
+        ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))
     """
     return (NS5,) * steps
 
@@ -57,8 +59,9 @@ def polar_express_schedule(steps: int) -> Schedule:
     The publication divides the input by 1.01 times its norm as well; that division is folded into the
     first polynomial here.
 
-    >>> len(polar_express_schedule(10)), polar_express_schedule(10)[-1]
-    (10, (1.875, -1.25, 0.375))
+    Examples:
+        >>> len(polar_express_schedule(10)), polar_express_schedule(10)[-1]
+        (10, (1.875, -1.25, 0.375))
     """
     *safe, limit = POLAR_EXPRESS
     first, *rest = (rescaled(polynomial, POLAR_EXPRESS_SAFETY) for polynomial in safe)

@@ -33,9 +33,10 @@ def exact(matrices: Tensor, *, steps: int = 0, dtype: torch.dtype | None = None)
     Raises:
         ValueError: If the input is not a real floating-point tensor of at least two axes.
 
-    >>> exact(torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0]]))
-    tensor([[0., 1., 0.],
-            [0., 0., 0.]])
+    Examples:
+        >>> exact(torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0]]))
+        tensor([[0., 1., 0.],
+                [0., 0., 0.]])
     """
     dtype = check_matrices(matrices, dtype)
     if matrices.numel() == 0:
@@ -64,9 +65,10 @@ def _polar(X: Tensor) -> Tensor:
 def polar_by_svd(X: Tensor) -> Tensor:
     """Give the polar factors of `(..., m, n)` from the part of the SVD above the rounding error.
 
-    >>> polar_by_svd(torch.tensor([[0.0, -2.0], [0.0, 0.0]])) + 0.0
-    tensor([[ 0., -1.],
-            [ 0., 0.]])
+    Examples:
+        >>> polar_by_svd(torch.tensor([[0.0, -2.0], [0.0, 0.0]])) + 0.0
+        tensor([[ 0., -1.],
+                [ 0., 0.]])
     """
     U, S, Vh = torch.linalg.svd(X, full_matrices=False)
     threshold = max(X.shape[-2:]) * torch.finfo(X.dtype).eps * S.amax(-1, keepdim=True)

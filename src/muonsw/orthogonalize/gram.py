@@ -51,9 +51,10 @@ def gram_newton_schulz(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype |
     Raises:
         ValueError: If the input is not a real floating-point tensor of at least two axes, or `steps < 1`.
 
-    >>> wide = torch.eye(2, 8)
-    >>> torch.allclose(gram_newton_schulz(wide), newton_schulz(wide))
-    True
+    Examples:
+        >>> wide = torch.eye(2, 8)
+        >>> torch.allclose(gram_newton_schulz(wide), newton_schulz(wide))
+        True
     """
     dtype = check_matrices(matrices, dtype, steps=steps)
     inner = _inner_dtype(dtype, matrices.device)
@@ -67,8 +68,9 @@ def gram_newton_schulz(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype |
 def newton_schulz_cost(short: int, long: int, steps: int) -> int:
     """Count the multiply-adds of the plain iteration: two long products and one short each step.
 
-    >>> newton_schulz_cost(1, 4, steps=5)
-    45
+    Examples:
+        >>> newton_schulz_cost(1, 4, steps=5)
+        45
     """
     return steps * (2 * short**2 * long + short**3)
 
@@ -79,8 +81,9 @@ def gram_cost(short: int, long: int, segments: tuple[int, ...]) -> int:
     A segment of `k` steps takes `4 k - 3` short products, so a segment of one step is a plain step and
     longer ones pay where `long > 1.5 * short`.
 
-    >>> gram_cost(1, 4, (3, 2)), gram_cost(1, 4, (1, 1, 1, 1, 1))
-    (30, 45)
+    Examples:
+        >>> gram_cost(1, 4, (3, 2)), gram_cost(1, 4, (1, 1, 1, 1, 1))
+        (30, 45)
     """
     return sum(2 * short**2 * long + (4 * length - 3) * short**3 for length in segments)
 
@@ -88,8 +91,9 @@ def gram_cost(short: int, long: int, segments: tuple[int, ...]) -> int:
 def segment_lengths(steps: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Cut a number of steps into segments that end in a restart, as long as the dtype allows.
 
-    >>> segment_lengths(5, torch.float16), segment_lengths(5, torch.float32)
-    ((2, 2, 1), (3, 2))
+    Examples:
+        >>> segment_lengths(5, torch.float16), segment_lengths(5, torch.float32)
+        ((2, 2, 1), (3, 2))
     """
     longest = _LONGEST_SEGMENT.get(dtype, _LONGEST_SEGMENT_DEFAULT)
     return tuple(min(longest, steps - start) for start in range(0, steps, longest))

@@ -29,9 +29,10 @@ def newton_schulz(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None
     Raises:
         ValueError: If the input is not a real floating-point tensor of at least two axes, or `steps < 1`.
 
-    >>> result = newton_schulz(torch.diag(torch.tensor([1e-20, 2e-20, 3e-20])))
-    >>> [round(value, 2) for value in result.diagonal().tolist()]
-    [0.7, 0.68, 1.12]
+    Examples:
+        >>> result = newton_schulz(torch.diag(torch.tensor([1e-20, 2e-20, 3e-20])))
+        >>> [round(value, 2) for value in result.diagonal().tolist()]
+        [0.7, 0.68, 1.12]
     """
     dtype = check_matrices(matrices, dtype, steps=steps)
     return iterate_normalized(partial(apply_schedule, schedule=newton_schulz_schedule(steps)), matrices, dtype)

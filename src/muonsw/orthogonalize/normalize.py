@@ -11,6 +11,10 @@ from torch import Tensor
 _CPU_PIECE_BYTES = 2 * 2**20
 
 
+# Norms between this and its inverse have squares well inside the range of float32.
+_SAFE_NORM = 1e-12
+
+
 def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps: int = 1) -> torch.dtype:
     """Refuse what no orthogonalizer can work on, and give the dtype of the result.
 
@@ -18,8 +22,9 @@ def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps:
         ValueError: If the input is not a real floating-point tensor of at least two axes, the dtype asked
             for is not a real floating-point one, or there is no step to take.
 
-    >>> check_matrices(torch.zeros(2, 3), torch.bfloat16)
-    torch.bfloat16
+    Examples:
+        >>> check_matrices(torch.zeros(2, 3), torch.bfloat16)
+        torch.bfloat16
     """
     if matrices.ndim < 2:
         raise ValueError(f"expected matrices (..., m, n), got a tensor of shape {tuple(matrices.shape)}")
@@ -35,28 +40,43 @@ def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps:
 def normalize(matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Divide each matrix by its Frobenius norm, in float32 or better, whatever its scale.
 
-    The result is in `dtype`, by default the dtype of the division.
+    No epsilon is needed: where squares would over- or underflow, the matrices are first multiplied by powers of
+    two, which changes no bit of the result. Zero matrices stay zero; a matrix with an infinite or undefined entry
+    keeps an undefined entry. On accelerators, where looking would mean waiting, the powers of two are left out:
+    there a norm below 1e-18 counts as zero, and one above 1e18 as infinite.
 
-    Dividing by the largest entry first keeps the squares of the norm from over- or underflowing, so no
-    epsilon is needed and the result does not depend on the scale of the input. Zero matrices stay zero;
-    a matrix with an infinite or undefined entry keeps an undefined entry.
+    Args:
+        matrices: `(..., m, n)`.
+        dtype: The dtype of the result, by default that of the division.
 
-    >>> normalize(torch.tensor([[3e-30, 4e-30]]))
-    tensor([[0.6000, 0.8000]])
+    Examples:
+        >>> normalize(torch.tensor([[3e-30, 4e-30]]))
+        tensor([[0.6000, 0.8000]])
     """
     X = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
     if X.numel() == 0:
         return X.to(dtype or X.dtype, copy=True)
-    X = X / _or_one(_largest_entry(X))
-    return _divide(X, _or_one(torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)), dtype or X.dtype)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
+    if X.device.type == "cpu" and not _squares_are_safe(norm):
+        X = X * _power_of_two(X)
+        norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
+    return _divide(X, torch.where(norm > 0, norm, torch.ones_like(norm)), dtype or X.dtype)
 
 
-def _largest_entry(X: Tensor) -> Tensor:
-    """Give the largest absolute entry of each matrix: on CPU the infinity norm is several times slower."""
-    if X.device.type == "cpu":
-        return torch.maximum(X.amax((-2, -1), keepdim=True), -X.amin((-2, -1), keepdim=True))
-    largest: Tensor = torch.linalg.vector_norm(X, torch.inf, dim=(-2, -1), keepdim=True)
-    return largest
+def _squares_are_safe(norm: Tensor) -> bool:
+    """Tell whether norms of this size were computed without over- or underflow, if the host may look."""
+    if torch.compiler.is_compiling() or norm.requires_grad:
+        return False
+    low, high = norm.aminmax()
+    return bool((low > _SAFE_NORM) & (high < 1 / _SAFE_NORM))
+
+
+def _power_of_two(X: Tensor) -> Tensor:
+    """Give for each matrix the power of two that brings its largest entry near one."""
+    # abs() would write a copy and the infinity norm is several times slower on CPU.
+    largest = torch.maximum(X.amax((-2, -1), keepdim=True), -X.amin((-2, -1), keepdim=True))
+    limit = 1022 if X.dtype == torch.float64 else 126
+    return torch.exp2(-torch.frexp(largest.detach()).exponent.clamp(-limit, limit).to(X.dtype))
 
 
 def _divide(X: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,10 +84,6 @@ def _divide(X: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
     if X.dtype == dtype or torch.compiler.is_compiling() or X.requires_grad:
         return (X / divisor).to(dtype)
     return torch.div(X, divisor, out=torch.empty_like(X, dtype=dtype))
-
-
-def _or_one(divisor: Tensor) -> Tensor:
-    return torch.where(divisor > 0, divisor, torch.ones_like(divisor))
 
 
 def iterate_normalized(iterate: Callable[[Tensor], Tensor], matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,8 +95,9 @@ def iterate_normalized(iterate: Callable[[Tensor], Tensor], matrices: Tensor, dt
         matrices: The matrices `(..., m, n)`; tall ones are transposed for the iteration.
         dtype: The dtype of the iteration and of the result.
 
-    >>> iterate_normalized(lambda wide: 2 * wide, torch.ones(4, 1), torch.float32).flatten().tolist()
-    [1.0, 1.0, 1.0, 1.0]
+    Examples:
+        >>> iterate_normalized(lambda wide: 2 * wide, torch.ones(4, 1), torch.float32).flatten().tolist()
+        [1.0, 1.0, 1.0, 1.0]
     """
     if matrices.numel() == 0:
         return torch.zeros(matrices.shape, dtype=dtype, device=matrices.device)

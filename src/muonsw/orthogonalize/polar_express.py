@@ -31,9 +31,10 @@ def polar_express(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None
     Raises:
         ValueError: If the input is not a real floating-point tensor of at least two axes, or `steps < 1`.
 
-    >>> result = polar_express(torch.diag(torch.tensor([1e-20, 2e-20, 3e-20])), steps=8)
-    >>> [round(value, 4) for value in result.diagonal().tolist()]
-    [1.0, 1.0, 1.0]
+    Examples:
+        >>> result = polar_express(torch.diag(torch.tensor([1e-20, 2e-20, 3e-20])), steps=8)
+        >>> [round(value, 4) for value in result.diagonal().tolist()]
+        [1.0, 1.0, 1.0]
     """
     dtype = check_matrices(matrices, dtype, steps=steps)
     return iterate_normalized(partial(apply_schedule, schedule=polar_express_schedule(steps)), matrices, dtype)

@@ -20,8 +20,9 @@ class SingularValueMap(Protocol):
 def multiply_add(addend: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
     """Compute `beta * addend + alpha * left @ right` in one call, for one matrix or a 3-D stack.
 
-    >>> multiply_add(torch.eye(2), torch.eye(2), torch.eye(2), beta=2.0).diagonal().tolist()
-    [3.0, 3.0]
+    Examples:
+        >>> multiply_add(torch.eye(2), torch.eye(2), torch.eye(2), beta=2.0).diagonal().tolist()
+        [3.0, 3.0]
     """
     fused = torch.addmm if left.ndim == 2 else torch.baddbmm
     return fused(addend, left, right, beta=beta, alpha=alpha)
@@ -30,8 +31,9 @@ def multiply_add(addend: Tensor, left: Tensor, right: Tensor, *, beta: float, al
 def quintic_step(X: Tensor, coefficients: Coefficients) -> Tensor:
     """Apply one polynomial to the singular values of wide matrices, `(m, n)` or `(batch, m, n)`.
 
-    >>> quintic_step(torch.tensor([[0.5, 0.0]]), (1.0, 2.0, 4.0)).tolist()
-    [[0.875, 0.0]]
+    Examples:
+        >>> quintic_step(torch.tensor([[0.5, 0.0]]), (1.0, 2.0, 4.0)).tolist()
+        [[0.875, 0.0]]
     """
     a, b, c = coefficients
     gram = X @ X.mT
@@ -42,8 +44,9 @@ def quintic_step(X: Tensor, coefficients: Coefficients) -> Tensor:
 def apply_schedule(X: Tensor, schedule: Schedule) -> Tensor:
     """Apply a schedule of polynomials, one after another, to the singular values of wide matrices.
 
-    >>> apply_schedule(torch.tensor([[1.0, 0.0]]), ((2.0, 0.0, 0.0), (3.0, 0.0, 0.0))).tolist()
-    [[6.0, 0.0]]
+    Examples:
+        >>> apply_schedule(torch.tensor([[1.0, 0.0]]), ((2.0, 0.0, 0.0), (3.0, 0.0, 0.0))).tolist()
+        [[6.0, 0.0]]
     """
     for coefficients in schedule:
         X = quintic_step(X, coefficients)
@@ -55,9 +58,10 @@ def singular_value_map(schedule: Schedule) -> SingularValueMap:
 
     The singular values are those of the normalised matrix, so relative to its Frobenius norm.
 
-    >>> from muonsw.orthogonalize import newton_schulz_schedule
-    >>> round(singular_value_map(newton_schulz_schedule(5))(1.0), 4)
-    0.6964
+    Examples:
+        >>> from muonsw.orthogonalize import newton_schulz_schedule
+        >>> round(singular_value_map(newton_schulz_schedule(5))(1.0), 4)
+        0.6964
     """
 
     def apply(sigma: _Sigma, /) -> _Sigma:

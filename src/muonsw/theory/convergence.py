@@ -27,7 +27,7 @@ def constant_decay_fixed_point(*, a: float, c: float, lam: float) -> float:
     Hypotheses: a > 0, lambda > 0. The limit is reached from every start when `0 < eta <= 1/(a + lambda)`
     and the learning rates have an infinite sum.
 
-    Example:
+    Examples:
         >>> constant_decay_fixed_point(a=1.0, c=3.0, lam=0.5)
         2.0
     """
@@ -41,7 +41,7 @@ def constant_decay_loss_gap(*, a: float, c: float, lam: float) -> float:
 
     Hypotheses: as for `constant_decay_fixed_point`.
 
-    Example:
+    Examples:
         >>> constant_decay_loss_gap(a=1.0, c=3.0, lam=0.5)
         0.5
     """
@@ -58,7 +58,7 @@ def scaled_decay_error(t: float, *, a: float, c: float, lam: float, gamma: float
     Hypotheses: a > 0, lambda > 0, t0 > 0, a gamma > 1. (For `a gamma <= 1` the start decays more slowly than
     this term, so it does not lead.)
 
-    Example:
+    Examples:
         >>> f"{scaled_decay_error(100_000, a=1.0, c=1.0, lam=0.1, gamma=2.0, t0=4.0):.2e}"
         '8.00e-06'
     """
@@ -84,7 +84,7 @@ def frozen_point(w0: Number, etas: Steps, *, a: float, c: float, lam: float) -> 
         c: Its minimizer.
         lam: The weight decay.
 
-    Example:
+    Examples:
         >>> frozen_point(0.0, [0.5, 0.25], a=0.75, c=1.0, lam=0.25)
         0.46875
     """
@@ -100,7 +100,7 @@ def muon_radius(lam: float, *, scale: float = 1.0) -> float:
     Hypothesis: lambda > 0; the update is `eta * scale * O` with `|O|_op <= 1`. An approximate
     orthogonalizer may exceed 1: multiply `scale` by its largest singular value.
 
-    Example:
+    Examples:
         >>> muon_radius(0.1), muon_radius(0.1, scale=0.5)
         (10.0, 5.0)
     """
@@ -125,7 +125,7 @@ def muon_norm_bounds(z0: float, etas: Steps, *, lam: float, scale: float = 1.0) 
     Returns:
         One bound more than there are steps; the first is for the start.
 
-    Example:
+    Examples:
         >>> muon_norm_bounds(6.0, [0.5, 0.5], lam=0.5)
         [6.0, 5.0, 4.25]
     """
@@ -142,7 +142,7 @@ def muon_separation(sigma_max: float, *, lam: float, scale: float = 1.0) -> floa
 
     Hypothesis: lambda > 0. Inside the radius the bound is 0 and says nothing.
 
-    Example:
+    Examples:
         >>> muon_separation(12.0, lam=0.1)
         2.0
     """
@@ -155,7 +155,7 @@ def muon_loss_floor(singular_values: Iterable[float] | torch.Tensor, *, lam: flo
 
     Hypotheses: lambda > 0, eta lambda <= 1, learning rates of infinite sum.
 
-    Example:
+    Examples:
         >>> muon_loss_floor([12.0, 11.0, 3.0], lam=0.1)
         2.5
     """
@@ -173,7 +173,7 @@ def clip_projection(A: torch.Tensor, radius: float) -> torch.Tensor:
     Returns:
         A with the same singular vectors and the clipped singular values.
 
-    Example:
+    Examples:
         >>> clip_projection(torch.diag(torch.tensor([3.0, 1.0])), 2.0)
         tensor([[2., 0.],
                 [0., 1.]])

@@ -25,7 +25,7 @@ class HypothesisError(ValueError):
 def require(hypothesis: str, holds: bool | torch.Tensor, **values: float | torch.Tensor) -> None:
     """Raise unless the hypothesis holds, in every entry if it was tested on a tensor.
 
-    Example:
+    Examples:
         >>> require("lambda > 0", -0.1 > 0, lam=-0.1)
         Traceback (most recent call last):
         muonsw.theory.hypotheses.HypothesisError: the hypothesis lambda > 0 does not hold: lam=-0.1
@@ -64,7 +64,7 @@ def require_at_least(name: str, value: float, least: float) -> None:
 def step_sizes(etas: Steps) -> list[float]:
     """The learning rates as floats, none negative. A zero is allowed: such a step changes nothing.
 
-    Example:
+    Examples:
         >>> step_sizes(torch.tensor([0.5, 0.25]))
         [0.5, 0.25]
     """

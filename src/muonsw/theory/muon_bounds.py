@@ -25,7 +25,7 @@ def tracking_error_limit(*, sigma: float, beta: float, B: float) -> float:
 
     Hypotheses: sigma >= 0, 0 <= beta < 1, B > 0, eta -> 0.
 
-    Example:
+    Examples:
         >>> tracking_error_limit(sigma=2.0, beta=0.75, B=4)
         0.25
     """
@@ -38,7 +38,7 @@ def noise_floor(*, sigma: float, beta: float, r: int, B: float) -> float:
 
     Hypotheses: sigma >= 0, 0 <= beta < 1, r >= 1, B > 0, and a Robbins-Monro schedule.
 
-    Example:
+    Examples:
         >>> noise_floor(sigma=2.0, beta=0.75, r=4, B=4)
         2.0
     """
@@ -80,7 +80,7 @@ def tracking_error_bounds(
     Returns:
         One bound for each step.
 
-    Example:
+    Examples:
         >>> setting = dict(sigma=0.0, beta=0.5, B=1, L=1.0, r=1, q=0.0, bound=1.0)
         >>> tracking_error_bounds([0.5, 0.25, 0.25], grad_start=2.0, **setting)
         [1.0, 0.75, 0.4375]
@@ -105,7 +105,7 @@ def alignment_bound(grad_nuclear: Number, error: Number, *, r: int) -> Number:
         error: Frobenius norm of the tracking error.
         r: The smaller side of the matrix.
 
-    Example:
+    Examples:
         >>> alignment_bound(5.0, 1.0, r=4)
         1.0
     """
@@ -120,7 +120,7 @@ def shrink_constant(*, grad_zero: float, L: float, bound: float) -> float:
 
     Hypotheses: f is L-smooth, `E|W|_F^2 <= bound^2`.
 
-    Example:
+    Examples:
         >>> shrink_constant(grad_zero=1.0, L=2.0, bound=3.0)
         21.0
     """
@@ -160,7 +160,7 @@ def descent_bound(
         r: The smaller side of the matrix.
         bound: A number with `E|W_t|_F^2 <= bound^2` for all t.
 
-    Example:
+    Examples:
         >>> descent_bound([0.5, 0.5], [0.0, 0.0], f_drop=1.0, q=0.0, C_W=0.0, L=1.0, r=2, bound=1.0)
         2.0
     """
@@ -182,7 +182,7 @@ def convex_gap_bound(grad_nuclear: Number, *, bound: float, target: float) -> Nu
         bound: Bound on the Frobenius norm of W.
         target: Frobenius norm of W*.
 
-    Example:
+    Examples:
         >>> convex_gap_bound(0.5, bound=3.0, target=1.0)
         2.0
     """

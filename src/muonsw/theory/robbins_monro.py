@@ -59,7 +59,7 @@ def check_schedule(
         lam: The weight decay; tests `eta*lambda <= 1`.
         mu: Strong convexity; tests `mu*eta <= 1`.
 
-    Example:
+    Examples:
         >>> report = check_schedule([0.5 / (1 + t) for t in range(1000)], a=3.0, lam=0.1)
         >>> round(report.sum_eta, 2), round(report.sum_eta_squared, 2), report.violated
         (3.74, 0.41, ('eta <= 1/(a + lambda)',))
@@ -98,7 +98,7 @@ class PowerLaw:
         eta0: The learning rate of step 0; the peak when `p >= 0`.
         p: The exponent; 1 is the harmonic schedule, 0 a fixed learning rate.
 
-    Example:
+    Examples:
         >>> [PowerLaw(0.3, p).satisfies_robbins_monro for p in (0.5, 0.6, 1.0, 1.1)]
         [False, True, True, False]
     """

@@ -38,7 +38,7 @@ def stationarity_bound(
         rho: Factor of the gradient's own square in its second moment.
         bound: A number with `E|x_t|^2 <= bound^2` for all t.
 
-    Example:
+    Examples:
         >>> stationarity_bound([0.25, 0.125], f_gap=1.0, L=1.0, q=0.0, sigma=0.0, bound=1.0)
         2.0
     """
@@ -66,7 +66,7 @@ def sa_constant(*, u1: float, t1: float, alpha: float, kappa: float, gamma: floa
         gamma: Numerator of the schedule.
         t0: Its offset.
 
-    Example:
+    Examples:
         >>> sa_constant(u1=1.0, t1=0, alpha=1.0, kappa=3.0, gamma=2.0, t0=4.0)
         12.0
     """
@@ -84,7 +84,7 @@ def sa_bound(t: float, *, u1: float, t1: float, alpha: float, kappa: float, gamm
 
     Hypotheses and arguments: as for `sa_constant`.
 
-    Example:
+    Examples:
         >>> sa_bound(20, u1=1.0, t1=0, alpha=1.0, kappa=3.0, gamma=2.0, t0=4.0)
         0.5
     """
@@ -112,7 +112,7 @@ def strongly_convex_kappa(
         rho: Factor of the gradient's own square in its second moment.
         x_star: Norm of the minimizer.
 
-    Example:
+    Examples:
         >>> strongly_convex_kappa(0.25, mu=1.0, L=1.0, q=1.0, sigma=0.5, x_star=1.0)
         1.75
     """
@@ -129,7 +129,7 @@ def first_contracting_step(*, gamma: float, t0: float, mu: float, L: float, q: f
 
     Hypotheses: 0 < mu <= L, rho >= 1, gamma > 0, t0 > 0.
 
-    Example:
+    Examples:
         >>> first_contracting_step(gamma=2.0, t0=8.0, mu=1.0, L=2.0, q=0.4)
         8
     """
@@ -174,7 +174,7 @@ def strongly_convex_bound(
         rho: Factor of the gradient's own square in its second moment.
         x_star: Norm of the minimizer.
 
-    Example:
+    Examples:
         >>> setting = dict(gamma=2.0, t0=8.0, mu=1.0, L=2.0, q=0.4, sigma=1.0, x_star=1.0)
         >>> round(strongly_convex_bound(9992, u1=0.5, t1=8, **setting), 6)
         0.000964

@@ -18,7 +18,7 @@ def next_norm(r: Number, *, s: Number, phi: Number, a: Number) -> Number:
 
     Hypotheses: r >= 0, s >= 0, 0 <= phi <= 1, -1 <= a <= 1.
 
-    Example:
+    Examples:
         >>> next_norm(3.0, s=4.0, phi=0.0, a=0.0)
         5.0
     """
@@ -37,7 +37,7 @@ def next_norm_simplified(r: Number, *, s: Number, phi: Number, a: Number) -> Num
     Hypotheses: r >= 0, s >= 0, 0 <= phi <= 1, and a right-hand side that is not negative; it is a good
     approximation for phi much below 1.
 
-    Example:
+    Examples:
         >>> round(next_norm_simplified(1.0, s=0.01, phi=0.001, a=0.0), 5)
         0.99905
     """
@@ -54,7 +54,7 @@ def steady_state_norm(*, s: Number, phi: Number, a: Number) -> Number:
 
     Hypotheses: s >= 0, phi > 0.
 
-    Example:
+    Examples:
         >>> steady_state_norm(s=0.25, phi=0.5, a=0.0), steady_state_norm(s=0.25, phi=0.5, a=0.75)
         (0.25, 0.125)
     """
@@ -73,7 +73,7 @@ def relaxation_time(phi: Number) -> Number:
     Hypotheses: phi > 0, and an alignment that follows the relative update, a proportional to s/r. For an
     alignment that does not react to r see `relaxation_time_fixed_alignment`.
 
-    Example:
+    Examples:
         >>> relaxation_time(0.0005)
         1000.0
     """
@@ -88,7 +88,7 @@ def relaxation_time_fixed_alignment(*, s: Number, phi: Number, a: Number) -> Num
 
     Hypotheses: s > 0, phi > 0.
 
-    Example:
+    Examples:
         >>> relaxation_time_fixed_alignment(s=0.25, phi=0.5, a=0.0)
         1.0
     """
@@ -110,7 +110,7 @@ def adiabatic_ratio(tau: Number, *, r_star: Number, r_star_later: Number, steps:
         r_star_later: The steady-state norm some steps later.
         steps: How many steps later.
 
-    Example:
+    Examples:
         >>> round(adiabatic_ratio(1000.0, r_star=0.2, r_star_later=0.19, steps=500), 4)
         0.1026
     """
@@ -135,7 +135,7 @@ def scaled_decay_norm_limit(*, lam: float, eta_max: float, k: float, update: flo
         k: Slope of the alignment.
         update: RMS of an update at learning rate 1.
 
-    Example:
+    Examples:
         >>> round(scaled_decay_norm_limit(lam=0.1, eta_max=4.8e-3, k=20.8), 3)
         0.204
     """
@@ -155,7 +155,7 @@ def constant_decay_norm_limit(*, lam: float, a0: float, update: float = 0.2) -> 
         a0: What is left of the outward alignment at learning rate 0.
         update: RMS of an update at learning rate 1.
 
-    Example:
+    Examples:
         >>> round(constant_decay_norm_limit(lam=0.1, a0=7.4e-3), 4)
         0.0148
     """
@@ -169,7 +169,7 @@ def relaxation_number(phis: Steps) -> float:
 
     Runs with equal N forget their initial norm equally well.
 
-    Example:
+    Examples:
         >>> relaxation_number([0.25] * 4)
         2.0
     """

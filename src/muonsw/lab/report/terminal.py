@@ -1,0 +1,102 @@
+"""Claims as a table in the terminal, as aligned plain text where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from muonsw.lab.experiments.claims import Claim, Comparison, failed_first, verdict
+from muonsw.lab.experiments.experiment import Study
+from muonsw.lab.experiments.runner import Finished
+
+SIGNS = {Comparison.AT_MOST: "≤ ", Comparison.AT_LEAST: "≥ "}
+HEADINGS = ("claim", "predicted", "measured", "verdict")
+
+
+def predicted_text(claim: Claim) -> str:
+    """The prediction, with its sign where it is a bound.
+
+    Examples:
+        >>> predicted_text(Claim("x", "", "", "", 0.5, 0.4, Comparison.AT_MOST, 0.0, ""))
+        '≤ 0.5'
+    """
+    return f"{SIGNS.get(claim.comparison, '')}{claim.predicted:.6g}"
+
+
+def measured_text(claim: Claim) -> str:
+    """The measurement, with its interval, or by how much it deviates where that is what is judged.
+
+    Examples:
+        >>> measured_text(Claim("x", "", "", "", 2.0, 2.0001, Comparison.RELATIVE, 1e-3, ""))
+        '2.0001 (+5e-05)'
+    """
+    if claim.interval is None and claim.comparison is Comparison.RELATIVE and claim.predicted:
+        return f"{claim.measured:.6g} ({claim.measured / claim.predicted - 1.0:+.1g})"
+    if claim.interval is None:
+        return f"{claim.measured:.6g}"
+    return f"{claim.measured:.4g} [{claim.interval.low:.4g}, {claim.interval.high:.4g}]"
+
+
+def summary(results: Mapping[str, Finished], seconds: float) -> str:
+    """One sentence that claims no more than the numbers carry."""
+    claims = [claim for result in results.values() for claim in result.outcome.claims]
+    failed = sum(not claim.holds for claim in claims)
+    if failed:
+        return (
+            f"{failed} of {len(claims)} claims FAILED their stated tolerance ({seconds:.0f} s); they are shown first."
+        )
+    return (
+        f"All {len(claims)} claims hold within their stated tolerances ({seconds:.0f} s); finite runs on these "
+        "objectives agree with the theory, and cannot prove its limits."
+    )
+
+
+def print_results(console: Console, results: Mapping[str, Finished], paths: Sequence[Path], seconds: float) -> None:
+    """The table, the sentence, and where everything was written."""
+    owners = {id(claim): name for name, result in results.items() for claim in result.outcome.claims}
+    claims = failed_first(claim for result in results.values() for claim in result.outcome.claims)
+    names = [f"{owners[id(claim)]}/{claim.id}" for claim in claims]
+    if console.is_terminal:
+        console.print(_table(claims, names))
+    else:
+        console.print(_plain_table(claims, names), highlight=False, markup=False, soft_wrap=True)
+    console.print(summary(results, seconds), highlight=False, soft_wrap=True)
+    for path in paths:
+        console.print(f"wrote {escape(str(path))}", highlight=False, soft_wrap=True)
+
+
+def _table(claims: Sequence[Claim], names: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("claim", ratio=1)
+    for heading in HEADINGS[1:3]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(HEADINGS[3])
+    for claim, name in zip(claims, names, strict=True):
+        colour = "green" if claim.holds else "bold red"
+        text = f"{escape(claim.statement)}\n[dim]{escape(claim.reference)} · {escape(name)}[/dim]"
+        word = f"[{colour}]{verdict(claim.holds)}[/{colour}]"
+        table.add_row(text, escape(predicted_text(claim)), escape(measured_text(claim)), word)
+    return table
+
+
+def _plain_table(claims: Sequence[Claim], names: Sequence[str]) -> str:
+    rows = [HEADINGS]
+    for claim, name in zip(claims, names, strict=True):
+        rows.append((name, predicted_text(claim), measured_text(claim), verdict(claim.holds)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def print_list(console: Console, studies: Iterable[Study]) -> None:
+    """What can be reproduced."""
+    for study in studies:
+        console.print(f"{study.name}: {study.title}", highlight=False, markup=False, soft_wrap=True)
+        for experiment in study.experiments:
+            name = f"{study.name}/{experiment.name}"
+            console.print(f"  {name:<28} {experiment.title}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,46 @@
+"""The state of a parameter: which tensors it has, in which dtype, and how they begin.
+
+Keys are torch's own (`momentum_buffer`, `exp_avg`, `exp_avg_sq`, `step`), so that states of torch's optimizers load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms import ALGORITHMS, Item
+from muonsw.algorithms.base import Group
+from muonsw.precision import LOW_PRECISION, state_dtype
+
+# What honest rounding of a low-precision weight remembers.
+_ROUNDING_KEYS = {"stochastic": ("step",), "kahan": ("compensation",), "nearest": ()}
+
+
+def state_keys(group: Group, param: Tensor) -> tuple[str, ...]:
+    """Every key that a parameter's state has once it has been stepped."""
+    rounding = _ROUNDING_KEYS[group["rounding"]] if param.dtype in LOW_PRECISION else ()
+    return (*ALGORITHMS[group["algorithm"]].state_keys(group), *rounding)
+
+
+def dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
+    """The dtype in which a tensor of the state is kept."""
+    if key == "step":
+        return torch.float32
+    return param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
+
+
+def ensure_state(group: Group, items: Iterable[Item]) -> None:
+    """Create what the state of these parameters lacks."""
+    for item in items:
+        for key in state_keys(group, item.param):
+            if key not in item.state:
+                item.state[key] = _fresh(key, group, item.param)
+
+
+def _fresh(key: str, group: Group, param: Tensor) -> Tensor:
+    dtype = dtype_of(key, group, param)
+    if key == "step":
+        return torch.zeros((), dtype=dtype, device=param.device)
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

@@ -1,0 +1,32 @@
+"""The theory experiments at a size that fits a test: the same claims, fewer steps, chains and cells."""
+
+from dataclasses import replace
+
+from muonsw.lab.experiments.theory.deterministic import DETERMINISTIC
+from muonsw.lab.experiments.theory.fixed_rate import FIXED_RATE
+from muonsw.lab.experiments.theory.matrix import MATRIX, MATRIX_FIGURE
+from muonsw.lab.experiments.theory.muon import MUON
+from muonsw.lab.experiments.theory.rates import STRONGLY_CONVEX
+from muonsw.lab.experiments.theory.scalar import SCALAR
+from muonsw.lab.experiments.theory.scalar_figure import SCALAR_FIGURE
+from muonsw.lab.experiments.theory.sgd import NONCONVEX
+
+
+def smaller(experiment, **settings):
+    return replace(experiment, settings=replace(experiment.settings, **settings))
+
+
+SMALL = {
+    experiment.name: experiment
+    for experiment in (
+        smaller(SCALAR, steps=3000, chains=5, freeze_steps=500),
+        smaller(SCALAR_FIGURE, steps=2000, chains=5, points=40),
+        smaller(MATRIX, rows=6, columns=12, steps=300, chains=2, betas=(0.0, 0.9)),
+        smaller(MATRIX_FIGURE, rows=6, columns=12, steps=500, chains=3, bins=30),
+        smaller(NONCONVEX, steps=2000, chains=200),
+        smaller(STRONGLY_CONVEX, steps=2000, chains=400),
+        smaller(MUON, steps=500, chains=4, betas=(0.0, 0.9), batches=(1, 16), ranks=(4,)),
+        smaller(DETERMINISTIC, rows=4, columns=8, steps=500, chains=2, betas=(0.0, 0.9)),
+        smaller(FIXED_RATE, rows=4, columns=8, steps=500, chains=2, fixed_steps=50),
+    )
+}
