@@ -20,6 +20,10 @@ class HypothesisError(ValueError):
     def __init__(self, hypothesis: str, found: str = "") -> None:
         super().__init__(f"the hypothesis {hypothesis} does not hold" + (f": {found}" if found else ""))
         self.hypothesis = hypothesis
+        self._found = found
+
+    def __reduce__(self) -> tuple[type["HypothesisError"], tuple[str, str]]:
+        return type(self), (self.hypothesis, self._found)
 
 
 def require(hypothesis: str, holds: bool | torch.Tensor, **values: float | torch.Tensor) -> None:

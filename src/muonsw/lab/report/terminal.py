@@ -19,13 +19,19 @@ HEADINGS = ("claim", "predicted", "measured", "verdict")
 
 
 def predicted_text(claim: Claim) -> str:
-    """The prediction, with its sign where it is a bound.
+    """The prediction, with its sign and any slack that a reader would see, where it is a bound.
 
     Examples:
         >>> predicted_text(Claim("x", "", "", "", 0.5, 0.4, Comparison.AT_MOST, 0.0, ""))
         '≤ 0.5'
+        >>> predicted_text(Claim("x", "", "", "", 1.0, 1.001, Comparison.AT_MOST, 0.015, ""))
+        '≤ 1 + 1.5%'
     """
-    return f"{SIGNS.get(claim.comparison, '')}{claim.predicted:.6g}"
+    visible = claim.comparison in SIGNS and claim.tolerance >= 1e-4
+    slack = (
+        f" {'-' if claim.comparison is Comparison.AT_LEAST else '+'} {100 * claim.tolerance:.2g}%" if visible else ""
+    )
+    return f"{SIGNS.get(claim.comparison, '')}{claim.predicted:.6g}{slack}"
 
 
 def measured_text(claim: Claim) -> str:
