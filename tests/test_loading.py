@@ -73,6 +73,28 @@ def test_a_loaded_snapshot_can_be_loaded_again():
     assert_same(replay(), replay())
 
 
+def test_loading_hooks_of_the_user_see_and_change_the_state():
+    _, optimizer, _ = trained("muon")
+    other_params = matrices((4, 6), (6, 6), (4, 6))
+    other = MuonSW(other_params, lr=0.05, weight_decay=0.3, state_dtype="float64")
+    seen = []
+
+    def halve(_, saved):
+        halved = {k: {"momentum_buffer": v["momentum_buffer"] / 2} for k, v in saved["state"].items()}
+        return {
+            **saved,
+            "state": halved,
+            "param_groups": [{**g, "state_dtype": "float64"} for g in saved["param_groups"]],
+        }
+
+    other.register_load_state_dict_pre_hook(halve)
+    other.register_load_state_dict_post_hook(lambda o: seen.append(o.state[other_params[0]]["momentum_buffer"].dtype))
+    other.load_state_dict(optimizer.state_dict())
+    original = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
+    assert torch.equal(other.state[other_params[0]]["momentum_buffer"], original.double() / 2)
+    assert seen == [torch.float64]
+
+
 def test_groups_hold_plain_data_only():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     optimizer = MuonSW.for_model(model, lr=0.1, ns_dtype=torch.float32, patterns={"1.weight": {"split_sizes": [2, 2]}})
@@ -146,6 +168,6 @@ def test_steps_counted_in_plain_numbers_load():
 
 @pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
 def test_repr_names_the_class_and_the_rule(cls):
-    text = repr(cls(matrices((4, 4)), lr=0.1))
+    text = repr(cls(matrices((4, 4)), lr=0.1, weight_decay=0.1))
     assert cls.__name__ in text
     assert "scaled" in text

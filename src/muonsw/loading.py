@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,6 +111,32 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
                 if key == "step" or isinstance(value, Tensor):  # older states count steps in plain numbers
                     dtype = dtype_of(key, group, param)
                     optimizer.state[param][key] = torch.as_tensor(value).to(param.device, dtype, copy=True)
+
+
+@contextlib.contextmanager
+def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Adopt a state after the user's hooks that come before loading, and restore dtypes before those that come after."""
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    loaded: list[StateDict] = []
+
+    def before(_: torch.optim.Optimizer, saved: StateDict) -> StateDict:
+        loaded.append(adopt(saved, optimizer.param_groups))
+        return loaded[0]
+
+    def after(_: torch.optim.Optimizer) -> None:
+        restore_dtypes(loaded[0], optimizer)
+        for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+            group["lr"] = keep_kind(group["lr"], lr)
+
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def keep_kind(loaded: float | Tensor, own: float | Tensor) -> float | Tensor:

@@ -16,7 +16,14 @@ from muonsw.algorithms import ALGORITHMS, Budget, Item
 from muonsw.apply import Coefficients, apply_update
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.nonfinite import POLICIES, finite_flag, raise_if_not_finite
-from muonsw.options import BOOKKEEPING, COMMON, algorithm_defaults, refuse_options_of_others, validate_option
+from muonsw.options import (
+    BOOKKEEPING,
+    COMMON,
+    algorithm_defaults,
+    refuse_options_of_others,
+    refuse_parameter,
+    validate_option,
+)
 from muonsw.peak import Group, PeakLRError
 from muonsw.precision import LOW_PRECISION
 from muonsw.route import route, routing_table
@@ -97,7 +104,7 @@ class ScaledDecayOptimizer(Optimizer):
         super().add_param_group(group)
         try:
             for name, param in zip(_names(group, len(self.param_groups) - 1), group["params"], strict=True):
-                _refuse_unsupported(name, param)
+                refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
         except ValueError:
             self.param_groups.pop()
@@ -141,6 +148,7 @@ class ScaledDecayOptimizer(Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step; nothing is changed when it raises an error."""
@@ -190,10 +198,11 @@ class ScaledDecayOptimizer(Optimizer):
     def _finite(self, items: list[Item]) -> Tensor | bool:
         if self.nonfinite == "propagate" or not items:
             return True
-        if self.nonfinite == "raise":
-            raise_if_not_finite(items)
-            return True
         ok = finite_flag(items)
+        if self.nonfinite == "raise":
+            if not bool(ok):
+                raise_if_not_finite(items)
+            return True
         if isinstance(ok, Tensor):
             self._skipped_on_device.add_(~ok)
         return ok
@@ -290,12 +299,9 @@ class ScaledDecayOptimizer(Optimizer):
         The saved peak learning rate wins over this optimizer's own, with a warning where they differ.
         """
         expected = [peak.expected_peak(group) for group in self.param_groups]
-        lrs = [group["lr"] for group in self.param_groups]
-        adopted = loading.adopt(state_dict, self.param_groups)
-        super().load_state_dict(adopted)
-        loading.restore_dtypes(adopted, self)
-        for number, (group, lr) in enumerate(zip(self.param_groups, lrs, strict=True)):
-            group["lr"] = loading.keep_kind(group["lr"], lr)
+        with loading.through_hooks(self):
+            super().load_state_dict(state_dict)
+        for number, group in enumerate(self.param_groups):
             peak.warn_after_load(expected[number], group, self._label(number), _decay_needs_peak(group))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -305,6 +311,16 @@ class ScaledDecayOptimizer(Optimizer):
         super().__setstate__(state)
         if "_excess" not in self.__dict__:
             self._reset_flags()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}\n{self.routing()}"
+
+    def _patch_step_function(self) -> None:
+        """Leave `step` alone, which torch would wrap again in every subclass.
+
+        Its hooks run inside it, so they run once also where a subclass overrides it and calls it.
+        """
+        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
 
     def _reset_flags(self) -> None:
         self._skipped_on_host = 0
@@ -322,16 +338,6 @@ class ScaledDecayOptimizer(Optimizer):
 def _names(group: Group, number: int) -> list[str]:
     names = group.get("param_names")
     return list(names) if names else [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
-
-
-def _refuse_unsupported(name: str, param: Tensor) -> None:
-    if not param.is_floating_point():
-        raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be optimized")
-    if type(param).__name__ == "DTensor" or hasattr(param, "device_mesh"):
-        raise ValueError(
-            f"{name} is sharded (a DTensor, as FSDP2 and tensor parallelism make); sharded parameters are not "
-            f"supported yet, because orthogonalizing a shard is not orthogonalizing the matrix"
-        )
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -129,6 +129,17 @@ def refuse_options_of_others(options: Group, algorithm: str) -> None:
             )
 
 
+def refuse_parameter(name: str, param: Tensor) -> None:
+    """Refuse what no algorithm here can optimize: integers, complex numbers, shards."""
+    if not param.is_floating_point():
+        raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be optimized")
+    if type(param).__name__ == "DTensor" or hasattr(param, "device_mesh"):
+        raise ValueError(
+            f"{name} is sharded (a DTensor, as FSDP2 and tensor parallelism make); sharded parameters are not "
+            f"supported yet, because orthogonalizing a shard is not orthogonalizing the matrix"
+        )
+
+
 def _number(low: float, high: float = math.inf, *, open_end: bool = False) -> Check:
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):

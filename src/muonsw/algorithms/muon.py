@@ -35,10 +35,10 @@ def state_keys(group: Group) -> tuple[str, ...]:  # noqa: ARG001
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]:
     """Directions polar(M), one batch of equal matrices after another."""
-    scale = SHAPE_SCALES[group["scale"]]
+    scale, orthogonalize = SHAPE_SCALES[group["scale"]], ORTHOGONALIZERS[group["orthogonalizer"]]
     for bucket, parts in _batches(group, items, budget.chunk_bytes):
         matrices = _momentum_matrices(group, bucket, parts, budget.ok)
-        orthogonal = ORTHOGONALIZERS[group["orthogonalizer"]](
+        orthogonal = orthogonalize(
             matrices,
             steps=group["ns_steps"],
             dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
