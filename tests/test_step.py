@@ -66,8 +66,10 @@ def test_a_non_finite_gradient_skips_the_whole_step(algorithm, bad):
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, monkeypatch):
-    """On accelerators the host never learns of a skip; the same path is run here on the CPU."""
+@pytest.mark.parametrize("large", [1, 10**9])
+def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, large, monkeypatch):
+    """On accelerators the host never learns of a skip; the same paths are run here on the CPU."""
+    monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
     from muonsw import nonfinite
     from muonsw import optimizer as module
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.base import FEW, Group, Part, Update
+from muonsw.algorithms.base import Group, Part, Update, are_large
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
@@ -49,7 +49,7 @@ def shrink_and_move(
                 weight.sub_(torch.where(weight * direction >= 0, weight, 0) * phi)
         else:
             torch._foreach_mul_(weights, 1 - phi)
-    if isinstance(move, Tensor) and len(weights) > FEW and directions[0].dtype == weights[0].dtype:
+    if isinstance(move, Tensor) and not are_large(weights) and directions[0].dtype == weights[0].dtype:
         torch._foreach_add_(weights, torch._foreach_mul(directions, move), alpha=-1)
     elif isinstance(move, Tensor):
         torch._foreach_addcmul_(weights, directions, [move] * len(weights), value=-1)

@@ -115,7 +115,7 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Adopt a state after the user's hooks that come before loading, and restore dtypes before those that come after."""
+    """Adopt a state after the user's hooks before loading, and restore dtypes before those after it."""
     lrs = [group["lr"] for group in optimizer.param_groups]
     loaded: list[StateDict] = []
 

@@ -17,9 +17,9 @@ Group = dict[str, Any]
 State = dict[str, Tensor]
 
 
-# On an accelerator, up to this many tensors are quicker with a kernel each and fewer passes over memory;
-# more are quicker with kernels that take many tensors at once.
-FEW = 32
+# Entries from which a tensor is large: on an accelerator such tensors are quicker with a kernel each and fewer
+# passes over memory, smaller ones with kernels that take many at once.
+LARGE = 4 * 2**20
 
 
 class Item(NamedTuple):
@@ -94,6 +94,11 @@ class Algorithm(NamedTuple):
     state_keys: Callable[[Group], tuple[str, ...]]
     updates: Callable[[Group, list[Item], Budget], Iterator[Update]]
     validate: Callable[[Group, str, Tensor], None]
+
+
+def are_large(tensors: list[Tensor]) -> bool:
+    """Whether these tensors are large on average."""
+    return sum(t.numel() for t in tensors) >= LARGE * len(tensors)
 
 
 def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: Tensor | None) -> list[Tensor]:

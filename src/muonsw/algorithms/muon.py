@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import momentum
-from muonsw.algorithms.base import FEW, Algorithm, Budget, Group, Item, Part, Region, Update, clean
+from muonsw.algorithms.base import Algorithm, Budget, Group, Item, Part, Region, Update, are_large, clean
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import compute_dtype
 from muonsw.scale import SHAPE_SCALES
@@ -44,7 +44,7 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
             dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
         )
         like = [part.grad for part in parts]
-        if budget.ok is not None and len(parts) > FEW:
+        if budget.ok is not None and not are_large(like):
             orthogonal = orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
         yield Update(parts, _scatter(orthogonal, like), scale(bucket.rows, bucket.columns))
 
@@ -54,7 +54,7 @@ def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tens
     form, beta, maximize = group["momentum_form"], group["momentum"], group["maximize"]
     momenta = [part.state("momentum_buffer") for part in parts]
     grads = [part.grad for part in parts]
-    if ok is None or len(parts) <= FEW:
+    if ok is None or are_large(grads):
         grads = clean(grads, momenta, maximize, ok)
         ahead = _empty_batch(momenta, bucket)
         targets = _scatter(ahead, momenta)
