@@ -18,7 +18,7 @@ def pair():
     return params, clones(params)
 
 
-def close(ours, theirs, tolerance):
+def assert_near(ours, theirs, tolerance):
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() <= tolerance * b.norm()
 
@@ -38,7 +38,7 @@ def test_muon(pair, nesterov, torch_scale):
         60,
         schedule=SCHEDULE,
     )
-    close(ours, theirs, 2e-2)
+    assert_near(ours, theirs, 2e-2)
 
 
 def test_muon_with_torchs_iteration_in_float32(pair, monkeypatch):
@@ -47,7 +47,7 @@ def test_muon_with_torchs_iteration_in_float32(pair, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
     run(MuonSW(ours, lr=0.05, decay="constant", ns_dtype="float32"), ours, 60, schedule=SCHEDULE)
     run(torch.optim.Muon(theirs, lr=0.05, adjust_lr_fn="match_rms_adamw"), theirs, 60, schedule=SCHEDULE)
-    close(ours, theirs, 1e-5)
+    assert_near(ours, theirs, 1e-5)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -63,7 +63,7 @@ def test_adamw(pair, fused):
         torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1, betas=(0.9, 0.99), fused=fused),
         theirs, 60, schedule=SCHEDULE,
     )  # fmt: skip
-    close(ours, theirs, 1e-6)
+    assert_near(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
@@ -82,7 +82,7 @@ def test_sgd_with_decay_applied_apart(pair, momentum, nesterov):
 
     sgd.register_step_pre_hook(decay)
     run(sgd, theirs, 60, schedule=SCHEDULE)
-    close(ours, theirs, 1e-6)
+    assert_near(ours, theirs, 1e-6)
 
 
 def test_decay_rules_differ_from_torch_unless_constant(pair):
@@ -91,7 +91,7 @@ def test_decay_rules_differ_from_torch_unless_constant(pair):
     run(AdamWSW(ours, lr=0.05, weight_decay=0.1), ours, 60, schedule=SCHEDULE)
     run(torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1, betas=(0.9, 0.95)), theirs, 60, schedule=SCHEDULE)
     with pytest.raises(AssertionError):
-        close(ours, theirs, 1e-3)
+        assert_near(ours, theirs, 1e-3)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -105,7 +105,7 @@ def test_a_state_of_torchs_adamw_goes_on(pair, fused):
     optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
     run(adamw, theirs, 30, start=30, schedule=SCHEDULE)
     run(optimizer, ours, 30, start=30, schedule=SCHEDULE)
-    close(ours, theirs, 1e-6)
+    assert_near(ours, theirs, 1e-6)
 
 
 def test_a_state_of_torchs_muon_goes_on(pair):
@@ -122,7 +122,7 @@ def test_a_state_of_torchs_muon_goes_on(pair):
     )
     run(muon, theirs, 10, start=30, schedule=SCHEDULE)
     run(optimizer, ours, 10, start=30, schedule=SCHEDULE)
-    close(ours, theirs, 1e-2)
+    assert_near(ours, theirs, 1e-2)
 
 
 def test_states_with_no_counterpart_are_refused(pair):
