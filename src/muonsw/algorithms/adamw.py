@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from muonsw.algorithms import momentum
 from muonsw.algorithms.base import (
     Algorithm,
     Budget,
@@ -52,18 +53,16 @@ def _directions(
     ok: Tensor | None,
 ) -> list[Tensor]:
     beta1, beta2 = group["betas"]
-    decay_average(averages, beta1, ok)
-    torch._foreach_add_(averages, grads, alpha=1 - beta1)
+    momentum.advance("ema", averages, grads, beta1, ok)
     decay_average(squares, beta2, ok)
     torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
 
-    correction1 = (1 - beta1**steps).unbind()
-    correction2 = (1 - beta2**steps).sqrt().unbind()
-    roots = torch._foreach_sqrt(squares)
-    torch._foreach_div_(roots, correction2)
-    torch._foreach_add_(roots, group["eps"])
-    torch._foreach_mul_(roots, correction1)
-    return list(torch._foreach_div(averages, roots))
+    # (m / c1) / (sqrt(v / c2) + eps), with both corrections in the denominator
+    correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
+    denominators = torch._foreach_sqrt(squares)
+    torch._foreach_mul_(denominators, (correction1 / correction2.sqrt()).unbind())
+    torch._foreach_add_(denominators, (correction1 * group["eps"]).unbind())
+    return list(torch._foreach_div(averages, denominators))
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
