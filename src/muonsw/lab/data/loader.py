@@ -1,0 +1,194 @@
+"""Batches of token windows whose order is a pure function of the seed and the step.
+
+A loader keeps no position: resuming at a step is asking for that step, and ranks, micro-batches and prefetching only
+decide who asks for which rows, and when.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muonsw.lab.data.bijection import Bijection, Indices
+from muonsw.lab.data.shards import Shard
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+T = TypeVar("T")
+
+
+class Windows:
+    """Windows of `sequence + 1` tokens over shards; none crosses a shard's end.
+
+    Neighbouring windows share one token, the last target of one and the first input of the next, so that every token of
+    a shard but the first is a target in at most one window.
+
+    Attributes:
+        count: How many windows there are.
+        dropped: How many tokens at the ends of shards are in no window.
+    """
+
+    def __init__(self, shards: Sequence[Shard], sequence: int) -> None:
+        if sequence < 1:
+            raise ValueError(f"a sequence has at least 1 token, not {sequence}")
+        if not shards:
+            raise ValueError("there is no shard to read: prepare the data, or check the path")
+        _check_same_tokenizer(shards)
+        self.shards, self.sequence = tuple(shards), sequence
+        counts = np.array([(shard.header.count - 1) // sequence for shard in shards], dtype=np.int64)
+        covered = np.where(counts > 0, counts * sequence + 1, 0)
+        self._ends = np.cumsum(counts)
+        self.count = int(self._ends[-1])
+        tokens = sum(shard.header.count for shard in shards)
+        self.dropped = tokens - int(covered.sum())
+        if self.count == 0:
+            needs = f"no shard holds one window of {sequence + 1} tokens"
+            raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
+
+    def gather(self, ids: Indices) -> Batch:
+        """Inputs and targets of the windows with these ids, int64 of shape (len(ids), sequence)."""
+        rows = np.empty((len(ids), self.sequence + 1), dtype=np.int64)
+        owners = np.searchsorted(self._ends, ids, side="right")
+        for row, window, owner in zip(rows, ids.tolist(), owners.tolist(), strict=True):
+            start = (window - (int(self._ends[owner - 1]) if owner else 0)) * self.sequence
+            row[:] = self.shards[owner].tokens[start : start + self.sequence + 1]
+        tokens = torch.from_numpy(rows)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
+    first = shards[0]
+    for shard in shards:
+        if (shard.header.tokenizer, shard.header.vocab_size) != (first.header.tokenizer, first.header.vocab_size):
+            raise ValueError(f"{shard.path} and {first.path} were made by different tokenizers: do not mix them")
+
+
+@dataclass(frozen=True)
+class TokenLoader:
+    """Training batches: every epoch visits every window once, in an order keyed by the seed and the epoch.
+
+    Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next.
+
+    Attributes:
+        shards: Open shards of one tokenizer; their order is part of the data order.
+        sequence: Tokens in an input.
+        batch: Sequences in a batch, over all ranks and micro-batches.
+        seed: Decides the order.
+        windows: What is visited.
+    """
+
+    shards: Sequence[Shard]
+    sequence: int
+    batch: int
+    seed: int
+    windows: Windows = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", Windows(self.shards, self.sequence))
+        if self.batch < 1:
+            raise ValueError(f"a batch has at least 1 sequence, not {self.batch}")
+        if self.windows.count < self.batch:
+            short = f"the corpus has {self.windows.count} windows of {self.sequence + 1} tokens, fewer than one batch"
+            raise ValueError(f"{short} of {self.batch}: make the batch or the sequence smaller, or add data")
+
+    def batch_at(self, step: int) -> Batch:
+        """Inputs and targets of a step, counted from 0; int64 of shape (batch, sequence)."""
+        return self.windows.gather(self._ids(step, 0, self.batch))
+
+    def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
+        """What one rank reads of a step, one micro-batch at a time.
+
+        Micro-batch m of all ranks, in the order of the ranks, then micro-batch m + 1: together exactly
+        `batch_at(step)`.
+        """
+        if ranks < 1 or accumulation < 1 or self.batch % (ranks * accumulation):
+            split = f"{ranks} ranks x {accumulation} micro-batches"
+            raise ValueError(f"a batch of {self.batch} does not split evenly into {split}: choose a multiple")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} is not one of {ranks}")
+        rows = self.batch // (ranks * accumulation)
+        starts = (rows * (ranks * micro + rank) for micro in range(accumulation))
+        return (self.windows.gather(self._ids(step, start, start + rows)) for start in starts)
+
+    def batches(self, start: int = 0, stop: int | None = None, *, ahead: int = 2) -> Iterator[Batch]:
+        """`batch_at` of start, start + 1, ..., read in the background up to `ahead` steps early."""
+        return prefetch(self.batch_at, start, stop, ahead=ahead)
+
+    def epochs(self, total_steps: int) -> float:
+        """How many times a run of so many steps visits the corpus."""
+        return total_steps * self.batch / self.windows.count
+
+    def _ids(self, step: int, first: int, last: int) -> Indices:
+        """The windows in rows first to last of a step's batch."""
+        if step < 0:
+            raise ValueError(f"steps are counted from 0, not {step}")
+        # Python integers: step * batch may exceed 64 bits long before an epoch's own indices do
+        samples = range(step * self.batch + first, step * self.batch + last)
+        epochs, size = (
+            range(samples[0] // self.windows.count, samples[-1] // self.windows.count + 1),
+            self.windows.count,
+        )
+        parts = []
+        for epoch in epochs:
+            begin, end = max(samples.start - epoch * size, 0), min(samples.stop - epoch * size, size)
+            parts.append(Bijection(size, (self.seed, epoch))(np.arange(begin, end)))
+        return np.concatenate(parts)
+
+
+class ValidationLoader:
+    """The same windows in the same order for every run that is to be compared, whatever its seed or batch.
+
+    Args:
+        shards: Open shards of one tokenizer.
+        sequence: Tokens in an input.
+        batch: Sequences in a batch; the last batch may have fewer.
+        windows: How many windows to read, spread evenly over the shards; `None` reads all.
+    """
+
+    def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, windows: int | None = None) -> None:
+        if batch < 1 or (windows is not None and windows < 1):
+            raise ValueError(f"validation needs at least 1 sequence in a batch and 1 window, not {batch} and {windows}")
+        self.windows, self.batch = Windows(shards, sequence), batch
+        chosen = min(windows or self.windows.count, self.windows.count)
+        self.ids: Indices = np.arange(chosen, dtype=np.int64) * self.windows.count // chosen
+
+    def __len__(self) -> int:
+        return (len(self.ids) + self.batch - 1) // self.batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        for start in range(0, len(self.ids), self.batch):
+            yield self.windows.gather(self.ids[start : start + self.batch])
+
+
+def prefetch(read: Callable[[int], T], start: int = 0, stop: int | None = None, *, ahead: int = 2) -> Iterator[T]:
+    """`read(start), read(start + 1), ...`, computed by one background thread up to `ahead` items early.
+
+    An error in `read` is raised where its item would have come. Closing the iterator, or leaving it to the garbage
+    collector, ends the thread.
+
+    Examples:
+        >>> list(prefetch(lambda step: step * step, 3, 6))
+        [9, 16, 25]
+    """
+    if ahead < 1:
+        raise ValueError(f"prefetching is at least 1 item ahead, not {ahead}")
+    return _prefetch(read, iter(count(start) if stop is None else range(start, stop)), ahead)
+
+
+def _prefetch(read: Callable[[int], T], steps: Iterator[int], ahead: int) -> Iterator[T]:
+    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+    try:
+        waiting: deque[Future[T]] = deque(worker.submit(read, step) for step in islice(steps, ahead))
+        while waiting:
+            item = waiting.popleft().result()
+            waiting.extend(worker.submit(read, step) for step in islice(steps, 1))
+            yield item
+    finally:
+        worker.shutdown(cancel_futures=True)

@@ -1,0 +1,230 @@
+"""Text to token ids and back: raw bytes, a byte-level BPE trained on a corpus, and GPT-2's.
+
+Text never becomes the end-of-document token, whatever it spells; only the code that joins documents writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from muonsw.lab.files import UsageError, write_atomically
+
+TokenIds: TypeAlias = npt.NDArray[np.uint32]
+
+END_TEXT = "<|endoftext|>"
+BYTES = 256
+# tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304
+VOCAB_MULTIPLE = 64
+
+
+class Tokenizer(Protocol):
+    """What the data and the sampling code know of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id, the end of a document included, is below it."""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The number of rows of an embedding for this vocabulary."""
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that separates documents."""
+
+    @property
+    def identity(self) -> str:
+        """64 hexadecimal digits: equal for two tokenizers exactly if everything that decides their ids is equal."""
+
+    def encode(self, text: str) -> TokenIds:
+        """The ids of a text, without an end of document."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
+
+
+class _Base:
+    """What follows from the vocabulary size, the end of a document being its last id."""
+
+    def __init__(self, vocab_size: int, identity: str) -> None:
+        self.vocab_size, self.identity = vocab_size, identity
+        self.end_of_document = vocab_size - 1
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary size, rounded up to a multiple of 64."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
+        return "".join(self._decoded_parts(list(ids)))
+
+    def _decoded_parts(self, ids: list[int]) -> Iterator[str]:
+        bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
+        for is_end, group in groupby(ids, lambda token: token == self.end_of_document):
+            run = [int(token) for token in group]
+            yield END_TEXT * len(run) if is_end else self._decode_text(run)
+
+    def _decode_text(self, ids: list[int]) -> str:
+        raise NotImplementedError
+
+
+class ByteTokenizer(_Base):
+    """UTF-8 bytes as ids, and 256 as the end of a document.
+
+    Examples:
+        >>> tokenizer = ByteTokenizer()
+        >>> tokenizer.encode("né").tolist(), tokenizer.decode([110, 195, 169, 256])
+        ([110, 195, 169], 'né<|endoftext|>')
+    """
+
+    def __init__(self) -> None:
+        super().__init__(BYTES + 1, _identity("bytes"))
+
+    def encode(self, text: str) -> TokenIds:
+        """The bytes of the text."""
+        return np.frombuffer(_without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint32)
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class BPETokenizer(_Base):
+    """A byte-level BPE in the JSON of the `tokenizers` library; any text can be encoded.
+
+    Args:
+        definition: The library's JSON. Its identity is taken from this text, so it does not change with the library.
+    """
+
+    def __init__(self, definition: str) -> None:
+        library = _library("tokenizers")
+        canonical = json.dumps(json.loads(definition), sort_keys=True)
+        self._definition, self._bpe = definition, library.Tokenizer.from_str(definition)
+        super().__init__(self._bpe.get_vocab_size() + 1, _identity("bpe", canonical))
+
+    @classmethod
+    def train(cls, documents: Iterable[str], vocab_size: int) -> BPETokenizer:
+        """Learn merges from documents.
+
+        Args:
+            documents: Read once; the library keeps counts of words, not the text.
+            vocab_size: The bytes, the merges and the end of a document. A small corpus may give fewer merges.
+        """
+        if vocab_size <= BYTES:
+            raise ValueError(f"a byte-level BPE needs {BYTES} bytes and an end of document, not {vocab_size} tokens")
+        library = _library("tokenizers")
+        bpe = library.Tokenizer(library.models.BPE())
+        bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = library.decoders.ByteLevel()
+        alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
+        )
+        bpe.train_from_iterator(map(_without_surrogates, documents), trainer)
+        return cls(bpe.to_str())
+
+    @classmethod
+    def load(cls, path: Path) -> BPETokenizer:
+        """Read what `save` wrote, or another byte-level BPE of the library."""
+        try:
+            return cls(path.read_text(encoding="utf-8"))
+        except UsageError:
+            raise
+        except Exception as error:  # the library raises bare Exception for JSON that is no tokenizer
+            raise UsageError(f"{path} is not a tokenizer of the tokenizers library: {error}") from error
+
+    def save(self, path: Path) -> Path:
+        """Write the JSON of the library."""
+        return write_atomically(path, self._definition)
+
+    def encode(self, text: str) -> TokenIds:
+        """The ids of the text."""
+        return np.array(self._bpe.encode(_without_surrogates(text), add_special_tokens=False).ids, dtype=np.uint32)
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return str(self._bpe.decode(ids, skip_special_tokens=False))
+
+
+class GPT2Tokenizer(_Base):
+    """GPT-2's byte-level BPE through tiktoken: 50,257 ids, padded to 50,304.
+
+    Args:
+        files: A folder with GPT-2's `vocab.bpe` and `encoder.json`; `None` lets tiktoken download (and cache) them.
+    """
+
+    def __init__(self, files: Path | None = None) -> None:
+        tiktoken = _library("tiktoken")
+        if files is None:
+            self._bpe = _downloaded(tiktoken)
+        else:
+            ranks = _ranks(files)
+            pattern = _library("tiktoken_ext.openai_public").r50k_pat_str
+            special = {END_TEXT: len(ranks)}
+            self._bpe = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        size = self._bpe.n_vocab
+        merges = (self._bpe.decode_single_token_bytes(token).hex() for token in range(size - 1))
+        super().__init__(size, _identity("tiktoken", self._bpe._pat_str, *merges))
+
+    def encode(self, text: str) -> TokenIds:
+        """The ids of the text."""
+        ids: TokenIds = self._bpe.encode_to_numpy(_without_surrogates(text), disallowed_special=())
+        return ids
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return str(self._bpe.decode(ids))
+
+
+def _downloaded(tiktoken: Any) -> Any:
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # whatever the network stack raises
+        fix = "give a folder with vocab.bpe and encoder.json instead"
+        raise UsageError(f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}): {fix}") from error
+
+
+def _ranks(files: Path) -> dict[bytes, int]:
+    paths = files / "vocab.bpe", files / "encoder.json"
+    try:
+        # tiktoken caches by path alone; with the hash of today's file it never takes an older one of the same path
+        hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+        names = [str(path.resolve()) for path in paths]
+        ranks: dict[bytes, int] = _library("tiktoken.load").data_gym_to_mergeable_bpe_ranks(*names, *hashes)
+    except UsageError:
+        raise
+    except Exception as error:  # a file that does not parse fails in many ways, an assertion among them
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        fix = "it must hold GPT-2's vocab.bpe and encoder.json"
+        raise UsageError(f"no GPT-2 vocabulary could be read from {files} ({reason}): {fix}") from error
+    return ranks
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        raise UsageError(f"this tokenizer needs the package {package}: pip install 'muonsw[lab]'") from error
+
+
+def _identity(*parts: str) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _without_surrogates(text: str) -> str:
+    """The text with lone surrogates, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,166 @@
+"""What a model is made of: one frozen dataclass, checked on creation, and the named sizes as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+FF_MULTIPLE = 256
+BALANCE_SCOPES = ("batch", "sequence")
+
+
+def _require_positive(settings: object, names: tuple[str, ...], prefix: str = "") -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{prefix}{name}={value} must be a positive, finite number")
+
+
+def _require_whole(settings: object, names: tuple[str, ...], prefix: str = "") -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{prefix}{name}={value} must be a whole number")
+
+
+def _require_finite(settings: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name}={value} must be finite and not negative; 0 switches this loss off")
+
+
+@dataclass(frozen=True)
+class MuP:
+    """Constants of the maximal update parametrization at its base width (llm-optimizer-benchmark's values).
+
+    Attributes:
+        enabled: Scale with the width; False is the standard parametrization, the base constants at every width.
+        base_width: Width at which the constants below hold as they are.
+        init_std: Standard deviation of every matrix at base width, before the depth factor of residual projections.
+        embedding: The embedding's output is multiplied by it.
+        residual: A residual branch is multiplied by it over the square root of the number of layers.
+    """
+
+    enabled: bool = True
+    base_width: int = 256
+    init_std: float = 0.02
+    embedding: float = 10.0
+    residual: float = 1.4
+
+    def __post_init__(self) -> None:
+        _require_whole(self, ("base_width",), prefix="mup.")
+        _require_positive(self, ("base_width", "init_std", "embedding", "residual"), prefix="mup.")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and constants of a decoder.
+
+    Attributes:
+        width: Size of the residual stream.
+        layers: Blocks of attention and experts.
+        head_dim: Size of an attention head; the width is a multiple of it.
+        experts: Experts in each layer; one makes the model dense, without routers.
+        top_k: Experts that each token is sent to.
+        ff: Inner size of an expert; None is 8/3 of the width, rounded up to a multiple of 256.
+        vocab: Tokens, padding included; embedding and head share one matrix.
+        sequence: Longest sequence.
+        rope_theta: Base of the rotary frequencies.
+        norm_eps: Added to the mean square in RMSNorm.
+        balance_coef: Weight of the load-balance loss.
+        z_coef: Weight of the router's z-loss.
+        balance_over: The load is balanced over the "batch" of one forward pass, as in the paper's codebase, or over
+            each "sequence", which does not depend on how a batch is cut into micro-batches.
+        mup: Constants of the parametrization.
+
+    Examples:
+        >>> config = ModelConfig(width=1024)
+        >>> config.heads, config.ff_width
+        (16, 2816)
+    """
+
+    width: int
+    layers: int = 12
+    head_dim: int = 64
+    experts: int = 8
+    top_k: int = 2
+    ff: int | None = None
+    vocab: int = 50304
+    sequence: int = 2048
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    balance_coef: float = 0.1
+    z_coef: float = 0.01
+    balance_over: str = "batch"
+    mup: MuP = field(default_factory=MuP)
+
+    def __post_init__(self) -> None:
+        sizes: tuple[str, ...] = ("width", "layers", "head_dim", "experts", "top_k", "vocab", "sequence")
+        sizes = sizes if self.ff is None else (*sizes, "ff")
+        _require_whole(self, sizes)
+        _require_positive(self, (*sizes, "rope_theta", "norm_eps"))
+        _require_finite(self, ("balance_coef", "z_coef"))
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even, because RoPE rotates pairs; try 64")
+        if self.width % self.head_dim:
+            fix = max(1, round(self.width / self.head_dim)) * self.head_dim
+            raise ValueError(f"width={self.width} must be a multiple of head_dim={self.head_dim}; try width={fix}")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k} must not exceed experts={self.experts}; lower top_k or add experts")
+        if self.balance_over not in BALANCE_SCOPES:
+            raise ValueError(f"balance_over={self.balance_over!r} must be one of {', '.join(BALANCE_SCOPES)}")
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return self.width // self.head_dim
+
+    @property
+    def ff_width(self) -> int:
+        """Inner size of an expert, given or derived."""
+        return self.ff if self.ff is not None else -(-8 * self.width // (3 * FF_MULTIPLE)) * FF_MULTIPLE
+
+    @property
+    def relative_width(self) -> float:
+        """Width over base width, by which muP scales; one in the standard parametrization."""
+        return self.width / self.mup.base_width if self.mup.enabled else 1.0
+
+    def dense(self) -> ModelConfig:
+        """The same decoder with one expert, which every token uses, and no routers.
+
+        Examples:
+            >>> PRESETS["w256"].dense().experts
+            1
+        """
+        return replace(self, experts=1, top_k=1)
+
+
+PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        "w128": ModelConfig(width=128),
+        "w256": ModelConfig(width=256),
+        "w512": ModelConfig(width=512),
+        "w768": ModelConfig(width=768),
+        "w1024": ModelConfig(width=1024),
+        # Minutes on one GPU.
+        "mini": ModelConfig(width=256, layers=6, vocab=4096, sequence=1024),
+        # Minutes on two CPU cores.
+        "demo": ModelConfig(width=64, layers=4, head_dim=32, vocab=4096, sequence=256),
+    }
+)
+
+
+def preset(name: str) -> ModelConfig:
+    """A named size; `NAME-dense` is its dense variant.
+
+    Examples:
+        >>> preset("w128-dense") == preset("w128").dense()
+        True
+    """
+    base = name.removesuffix("-dense")
+    if base not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; known are {', '.join(PRESETS)}, each also with -dense appended")
+    return PRESETS[base] if base == name else PRESETS[base].dense()

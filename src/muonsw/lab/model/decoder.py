@@ -1,0 +1,104 @@
+"""The decoder: embedding, blocks of attention and experts on a residual stream, and the tied head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from muonsw.lab.model.attention import Attention, Rotary, rotary_table
+from muonsw.lab.model.config import ModelConfig
+from muonsw.lab.model.init import initialize, scalings
+from muonsw.lab.model.layers import RMSNorm
+from muonsw.lab.model.loss import cross_entropy
+from muonsw.lab.model.moe import DenseFeedForward, FeedForwardOutput, MoE
+from muonsw.lab.model.precision import at_least_float32
+
+
+class Losses(NamedTuple):
+    """What is minimised (`total`) and its parts; the router's are means over layers, before their coefficients."""
+
+    total: Tensor
+    cross_entropy: Tensor
+    balance: Tensor
+    z: Tensor
+
+
+class Block(nn.Module):
+    """One layer: attention, then experts, each normed before and added to the stream with muP's branch multiplier."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = Attention(config)
+        self.moe_norm = RMSNorm(config.width, config.norm_eps)
+        self.moe = MoE(config) if config.experts > 1 else DenseFeedForward(config)
+        self.multiplier = scalings(config)["residual"].multiplier
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> FeedForwardOutput:
+        """The stream after this layer, with the losses of its router."""
+        x_BTD = x_BTD + self.multiplier * self.attention(self.attention_norm(x_BTD), rotary)
+        branch: FeedForwardOutput = self.moe(self.moe_norm(x_BTD))
+        return branch._replace(x=x_BTD + self.multiplier * branch.x)
+
+
+class Decoder(nn.Module):
+    """LLaMA-style decoder in muP with a mixture of experts and a tied head.
+
+    Args:
+        config: shape and constants.
+        seed: of the initial weights; None leaves them unset, for the meta device or for a checkpoint to fill.
+
+    Examples:
+        >>> model = Decoder(ModelConfig(width=32, layers=2, head_dim=16, vocab=50, sequence=8))
+        >>> tokens = torch.arange(18).view(2, 9)
+        >>> losses = model(tokens[:, :-1], tokens[:, 1:])
+        >>> losses.total.backward()
+        >>> model.logits(tokens[:, :-1]).shape
+        torch.Size([2, 8, 50])
+    """
+
+    def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
+        super().__init__()
+        self.config = config
+        table = scalings(config)
+        self.embedding_multiplier, self.head_multiplier = table["embedding"].multiplier, table["head"].multiplier
+        # The token matrix gets its values below; nn.Embedding's own would be drawn for nothing.
+        self.embedding = nn.Embedding(config.vocab, config.width, _weight=torch.empty(config.vocab, config.width))
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        if seed is not None:
+            initialize(self, config, seed)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Losses:
+        """Losses of predicting the targets."""
+        x_BTD, balance, z = self.hidden(tokens_BT)
+        ce = cross_entropy(x_BTD.flatten(0, 1), self.embedding.weight, targets_BT.flatten(), scale=self.head_multiplier)
+        return Losses(ce + self.config.balance_coef * balance + self.config.z_coef * z, ce, balance, z)
+
+    def hidden(self, tokens_BT: Tensor) -> FeedForwardOutput:
+        """What the head sees, with the router losses averaged over layers."""
+        length = tokens_BT.shape[1]
+        if length > self.config.sequence:
+            raise ValueError(f"{length} tokens are longer than sequence={self.config.sequence}; shorten or raise it")
+        x = self.embedding(tokens_BT) * self.embedding_multiplier
+        rotary = rotary_table(
+            length, self.config.head_dim, self.config.rope_theta, device=x.device, dtype=at_least_float32(x).dtype
+        )
+        balances, zs = [], []
+        for layer in self.layers:
+            x, balance, z = layer(x, rotary)
+            balances.append(balance)
+            zs.append(z)
+        return FeedForwardOutput(self.norm(x), torch.stack(balances).mean(), torch.stack(zs).mean())
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """Logits (B, T, V) of the next token at each position, all of them at once."""
+        return functional.linear(self.hidden(tokens_BT).x, self.embedding.weight) * self.head_multiplier
+
+    def fused_projections(self) -> dict[str, tuple[int, ...]]:
+        """Name patterns of matrices that hold several projections along their output axis, and the sizes of those."""
+        width, ff = self.config.width, self.config.ff_width
+        return {"*.attention.qkv.weight": (width, width, width), "*.gate_up": (ff, ff)}

@@ -1,0 +1,170 @@
+"""SwiGLU experts with top-k routing, dropless: tokens are sorted by expert and no token is left out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from muonsw.lab.model.config import ModelConfig
+from muonsw.lab.model.grouped import grouped_linear
+from muonsw.lab.model.init import scalings
+from muonsw.lab.model.layers import Linear
+from muonsw.lab.model.precision import at_least_float32, product_dtype, without_autocast
+
+
+class FeedForwardOutput(NamedTuple):
+    """What a feed-forward layer gives back: its output, and the two losses of its router."""
+
+    x: Tensor
+    balance: Tensor
+    z: Tensor
+
+
+class Routes(NamedTuple):
+    """Which rows go where: `order` sorts the N*K (token, choice) pairs by expert, `inverse` undoes it."""
+
+    order: Tensor
+    inverse: Tensor
+    ends: Tensor
+
+
+class MoE(nn.Module):
+    """Experts as stacked tensors, gate and up projections fused in one.
+
+    The router's logits are float32; each token takes the `top_k` experts with the largest, weighted by the softmax
+    over those alone.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Linear(config.width, config.experts)
+        self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.ff_width, config.width))
+        self.down = nn.Parameter(torch.empty(config.experts, config.width, config.ff_width))
+        self.router_multiplier = scalings(config)["router"].multiplier
+
+    def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
+        """Route the tokens, run their experts, and add up what comes back."""
+        x_ND = x_BTD.flatten(0, 1)
+        logits_NE = self.router_logits(x_ND)
+        kept_NK, chosen_NK = logits_NE.topk(self.config.top_k, dim=-1)
+        routes = plan_routes(chosen_NK, self.config.experts)
+        rows_RD = _dispatch(x_ND.to(product_dtype(x_ND)), routes, self.config.top_k)
+        rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
+        out_ND = _combine(rows_RD, routes, kept_NK.softmax(dim=-1))
+        groups = x_BTD.shape[0] if self.config.balance_over == "sequence" else 1
+        balance = balance_loss(logits_NE, chosen_NK, groups=groups)
+        return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z_loss(logits_NE))
+
+    def router_logits(self, x_ND: Tensor) -> Tensor:
+        """Logits in float32, whatever autocast says."""
+        with without_autocast(x_ND):
+            x = at_least_float32(x_ND)
+            return functional.linear(x, self.router.weight.to(x.dtype)) * self.router_multiplier
+
+
+class DenseFeedForward(nn.Module):
+    """The same layer with one expert: nothing to route, so no router and no router losses."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * config.ff_width, config.width))
+        self.down = nn.Parameter(torch.empty(config.width, config.ff_width))
+
+    def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
+        """Down projection of the gated up projection."""
+        zero = torch.zeros((), device=x_BTD.device, dtype=torch.promote_types(x_BTD.dtype, torch.float32))
+        return FeedForwardOutput(
+            functional.linear(_gated(functional.linear(x_BTD, self.gate_up)), self.down), zero, zero
+        )
+
+
+def swiglu_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """Each group of rows through its own expert."""
+    return grouped_linear(_gated(grouped_linear(rows_RD, gate_up_EFD, ends_E)), down_EDF, ends_E)
+
+
+def _gated(fused: Tensor) -> Tensor:
+    gate, up = fused.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1) -> Tensor:
+    """Load-balance loss `E * mean_e(f_e * P_e)`, averaged over equal groups of tokens.
+
+    f is the share of tokens that selected the expert (a token counts once for each of its experts), P the mean
+    probability that the router gives it; at balance the loss is K/E.
+
+    Examples:
+        >>> logits = torch.zeros(8, 8)
+        >>> chosen = torch.stack([torch.arange(8), (torch.arange(8) + 1) % 8], dim=1)
+        >>> balance_loss(logits, chosen).item()
+        0.25
+    """
+    experts = logits_NE.shape[1]
+    selected_NE = _one_hot(chosen_NK, experts).sum(dim=1).to(logits_NE.dtype)
+    share_GE = selected_NE.view(groups, -1, experts).mean(dim=1)
+    probability_GE = logits_NE.softmax(dim=-1).view(groups, -1, experts).mean(dim=1)
+    return experts * (share_GE * probability_GE).mean()
+
+
+def z_loss(logits_NE: Tensor) -> Tensor:
+    """Mean squared log-partition function of the router, which keeps its logits small."""
+    return logits_NE.logsumexp(dim=-1).square().mean()
+
+
+def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
+    """Sort the (token, choice) pairs by expert, without the host ever asking for a size."""
+    chosen_R = chosen_NK.flatten()
+    order = chosen_R.argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    ends = _one_hot(chosen_R, experts).sum(dim=0).cumsum(dim=0)
+    return Routes(order, inverse, ends.to(torch.int32))
+
+
+def _one_hot(index: Tensor, size: int) -> Tensor:
+    # a comparison, because bincount waits for the device
+    return index.unsqueeze(-1) == torch.arange(size, device=index.device)
+
+
+def _dispatch(x_ND: Tensor, routes: Routes, top_k: int) -> Tensor:
+    return cast("Tensor", cast("Any", _CopyToExperts).apply(x_ND, routes.order, routes.inverse, top_k))
+
+
+def _combine(rows_RD: Tensor, routes: Routes, weights_NK: Tensor) -> Tensor:
+    rows = cast("Tensor", cast("Any", _Permute).apply(rows_RD, routes.inverse, routes.order))
+    rows_NKD = rows.view(*weights_NK.shape, -1)
+    return (rows_NKD * weights_NK.to(rows.dtype).unsqueeze(-1)).sum(dim=1)
+
+
+class _CopyToExperts(torch.autograd.Function):
+    """Token rows copied to the sorted places of their choices; backward gathers, so it needs no atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        ctx.top_k = top_k
+        return x_ND.index_select(0, order_R // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse_R,) = ctx.saved_tensors
+        rows = grads[0].index_select(0, inverse_R)
+        return rows.view(-1, ctx.top_k, rows.shape[1]).sum(dim=1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; backward is the inverse gather instead of a scatter with atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return rows_RD.index_select(0, index_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse_R,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse_R), None, None

@@ -1,0 +1,187 @@
+"""The batch of a step is a pure function of the seed and the step."""
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muonsw.lab.data.loader import TokenLoader, ValidationLoader, Windows, prefetch
+from muonsw.lab.data.shards import open_shard, write_shard
+
+from .small import FOREIGN, make_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"), 100, 3, 41, 9, 250)
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def joined(batches):
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def starts(loader, steps):
+    """The first token of every window that the steps read; it names the window, tokens being numbered."""
+    return torch.cat([loader.batch_at(step)[0][:, 0] for step in steps]).tolist()
+
+
+@pytest.mark.parametrize("sequence", [1, 2, 8, 40])
+def test_windows_stay_inside_their_shard_and_targets_follow_inputs(shards, sequence):
+    windows = Windows(shards, sequence)
+    inputs, targets = windows.gather(np.arange(windows.count))
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.shape == targets.shape == (windows.count, sequence)
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+    assert torch.equal(targets, inputs + 1), "tokens are numbered, so a target is its input plus one"
+    ends = np.cumsum([shard.header.count for shard in shards])
+    first, last = (np.searchsorted(ends, tokens.numpy(), side="right") for tokens in (inputs[:, 0], targets[:, -1]))
+    assert np.array_equal(first, last), "no window crosses a shard's end"
+    assert len(targets.unique()) == targets.numel(), "no token is a target twice"
+    assert len(torch.cat([inputs, targets]).unique()) + windows.dropped == ends[-1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=st.integers(1, 48), seed=st.integers(0, 2**64), epochs=st.integers(1, 3))
+def test_each_epoch_visits_each_window_exactly_once(shards, batch, seed, epochs):
+    loader = TokenLoader(shards, 8, batch, seed)
+    size = loader.windows.count
+    seen = starts(loader, range(-(-epochs * size // batch)))
+    every = set(loader.windows.gather(np.arange(size))[0][:, 0].tolist())
+    orders = [seen[epoch * size : (epoch + 1) * size] for epoch in range(epochs)]
+    assert all(len(order) == size and set(order) == every for order in orders)
+    assert len({tuple(order) for order in orders}) == epochs, "another order in every epoch"
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), step=st.integers(0, 10**15))
+def test_a_batch_depends_on_seed_and_step_alone(shards, seed, step):
+    loader = TokenLoader(shards, 8, 12, seed)
+    first = loader.batch_at(step)
+    loader.batch_at(step + 1)
+    again = TokenLoader([open_shard(shard.path) for shard in shards], 8, 12, seed).batch_at(step)
+    assert same(first, loader.batch_at(step))
+    assert same(first, again)
+    assert not same(first, TokenLoader(shards, 8, 12, seed + 1).batch_at(step))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 4, 6, 12])
+def test_any_split_reassembles_to_the_batch(shards, ranks, accumulation):
+    loader = TokenLoader(shards, 2, 144, 7)
+    for step in (0, 1, 5):
+        per_rank = [
+            list(loader.micro_batches(step, ranks=ranks, rank=r, accumulation=accumulation)) for r in range(ranks)
+        ]
+        assert all(len(micro) == accumulation for micro in per_rank)
+        in_order = [per_rank[rank][micro] for micro in range(accumulation) for rank in range(ranks)]
+        assert same(joined(in_order), loader.batch_at(step))
+
+
+def test_a_split_that_is_not_even_is_refused(shards):
+    loader = TokenLoader(shards, 8, 12, 0)
+    with pytest.raises(ValueError, match="12 does not split evenly into 5 ranks x 1 micro-batches"):
+        loader.micro_batches(0, ranks=5, rank=0, accumulation=1)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} is not one of 2"):
+            loader.micro_batches(0, ranks=2, rank=rank, accumulation=1)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 4, 11])
+@pytest.mark.parametrize("ahead", [1, 2, 30])
+def test_resuming_at_any_step_equals_the_uninterrupted_sequence(shards, start, ahead):
+    loader = TokenLoader(shards, 8, 12, 3)
+    whole = [loader.batch_at(step) for step in range(12)]
+    resumed = list(loader.batches(start, 12, ahead=ahead))
+    assert len(resumed) == 12 - start
+    assert all(same(one, other) for one, other in zip(resumed, whole[start:], strict=True))
+
+
+def prefetching():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_prefetching_is_endless_reads_ahead_and_ends_its_thread():
+    read = []
+    items = prefetch(lambda step: read.append(step) or step, 5, ahead=3)
+    assert not prefetching(), "nothing runs before the first item is asked for"
+    assert [next(items) for _ in range(4)] == [5, 6, 7, 8]
+    items.close()
+    assert not prefetching()
+    assert read == list(range(5, 5 + len(read)))
+    assert len(read) <= 4 + 3
+
+
+def test_an_error_while_prefetching_is_raised_in_its_place():
+    def read(step):
+        if step == 2:
+            raise OSError("the disk is gone")
+        return step
+
+    items = prefetch(read, 0, 5)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(items)
+    assert not prefetching()
+    with pytest.raises(ValueError, match="at least 1 item ahead"):
+        prefetch(read, ahead=0)
+
+
+def test_epochs_are_told_before_the_run(shards):
+    loader = TokenLoader(shards, 8, 12, 0)
+    assert loader.windows.count == 49
+    assert loader.epochs(0) == 0.0
+    assert loader.epochs(49) == 12.0
+    assert loader.epochs(10) == pytest.approx(120 / 49)
+    assert set(Counter(starts(loader, range(49))).values()) == {12}
+
+
+def test_validation_reads_the_same_windows_whatever_the_batch(shards):
+    whole = joined(ValidationLoader(shards, 8, 1000))
+    assert len(whole[0]) == Windows(shards, 8).count
+    for batch in (1, 7, 16):
+        loader = ValidationLoader(shards, 8, batch)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        assert same(joined(batches), whole)
+        assert same(joined(loader), whole), "it can be read again"
+
+
+@pytest.mark.parametrize("windows", [1, 5, 20, 10_000])
+def test_validation_windows_are_different_and_spread(shards, windows):
+    loader = ValidationLoader(shards, 8, 4, windows)
+    assert len(loader.ids) == min(windows, loader.windows.count) == len(np.unique(loader.ids))
+    gaps = np.diff([*loader.ids, loader.windows.count])
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_a_corpus_that_is_too_short_is_refused(shards):
+    with pytest.raises(ValueError, match=r"no shard holds one window of 251 tokens \(403 tokens in 5 shards\)"):
+        TokenLoader(shards, 250, 1, 0)
+    with pytest.raises(ValueError, match="the corpus has 1 windows of 250 tokens, fewer than one batch of 2"):
+        TokenLoader(shards, 249, 2, 0)
+    assert TokenLoader(shards, 249, 1, 0).batch_at(3)[0].shape == (1, 249)
+
+
+def test_arguments_without_sense_are_refused(shards, tmp_path):
+    with pytest.raises(ValueError, match="at least 1 token, not 0"):
+        TokenLoader(shards, 0, 1, 0)
+    with pytest.raises(ValueError, match="at least 1 sequence, not 0"):
+        TokenLoader(shards, 8, 0, 0)
+    with pytest.raises(ValueError, match="counted from 0, not -1"):
+        TokenLoader(shards, 8, 1, 0).batch_at(-1)
+    with pytest.raises(ValueError, match="no shard"):
+        TokenLoader([], 8, 1, 0)
+    with pytest.raises(ValueError, match="at least 1 sequence in a batch and 1 window"):
+        ValidationLoader(shards, 8, 1, 0)
+    write_shard(tmp_path / "foreign", np.arange(50), vocab_size=50_000, tokenizer=FOREIGN)
+    with pytest.raises(ValueError, match=r"foreign and .*00000.tokens were made by different tokenizers"):
+        TokenLoader([*shards, open_shard(tmp_path / "foreign")], 8, 1, 0)

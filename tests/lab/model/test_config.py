@@ -1,0 +1,75 @@
+"""What a config derives, and what it refuses."""
+
+import dataclasses
+import math
+
+import pytest
+
+from muonsw.lab.model import PRESETS, Decoder, ModelConfig, MuP, preset
+from tests.lab.model.small import small, tokens
+
+HEADS_AND_FF = {"w128": (2, 512), "w256": (4, 768), "w512": (8, 1536), "w768": (12, 2048), "w1024": (16, 2816)}
+
+
+@pytest.mark.parametrize("name", HEADS_AND_FF)
+def test_paper_sizes(name):
+    config = PRESETS[name]
+    assert (config.heads, config.ff_width) == HEADS_AND_FF[name]
+    assert (config.layers, config.head_dim, config.experts, config.top_k) == (12, 64, 8, 2)
+    assert (config.vocab, config.sequence) == (50304, 2048)
+
+
+def test_every_preset_has_a_dense_variant_that_differs_in_the_experts_alone():
+    for name, config in PRESETS.items():
+        assert preset(name) is config
+        dense = preset(f"{name}-dense")
+        assert (dense.experts, dense.top_k) == (1, 1)
+        assert dataclasses.replace(dense, experts=config.experts, top_k=config.top_k) == config
+
+
+def test_presets_cannot_be_changed():
+    with pytest.raises(TypeError):
+        PRESETS["w128"] = ModelConfig(width=128)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PRESETS["w128"].width = 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 20}, r"width=20 must be a multiple of head_dim=8; try width=16"),
+        ({"width": 0}, r"width=0 must be a positive"),
+        ({"width": 9, "head_dim": 3}, r"head_dim=3 must be even"),
+        ({"layers": -1}, r"layers=-1 must be a positive"),
+        ({"layers": 2.5}, r"layers=2\.5 must be a whole number"),
+        ({"ff": 0}, r"ff=0 must be a positive"),
+        ({"top_k": 9}, r"top_k=9 must not exceed experts=8"),
+        ({"vocab": 0}, r"vocab=0"),
+        ({"rope_theta": math.inf}, r"rope_theta=inf"),
+        ({"norm_eps": math.nan}, r"norm_eps=nan"),
+        ({"balance_coef": -0.1}, r"balance_coef=-0.1 .* 0 switches"),
+        ({"z_coef": math.nan}, r"z_coef=nan"),
+        ({"balance_over": "epoch"}, r"balance_over='epoch' must be one of batch, sequence"),
+    ],
+)
+def test_invalid_configs_name_the_field_and_the_fix(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small(**changes)
+
+
+def test_invalid_mup_constants_are_named():
+    with pytest.raises(ValueError, match=r"mup\.init_std=0 must be a positive"):
+        MuP(init_std=0)
+    with pytest.raises(ValueError, match=r"mup\.base_width=-1"):
+        MuP(base_width=-1)
+
+
+def test_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown preset 'w99'; known are w128, w256"):
+        preset("w99")
+
+
+def test_a_sequence_that_is_too_long_is_refused():
+    config = small()
+    with pytest.raises(ValueError, match="17 tokens are longer than sequence=16"):
+        Decoder(config).logits(tokens(config, length=17))

@@ -1,0 +1,97 @@
+"""The model on a CUDA device: same results as on the CPU, no waiting, and a step that a graph can hold."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+
+from muonsw.lab.model import Decoder
+from muonsw.lab.model.grouped import choose_product, grouped_gemm, masked, slice_by_slice
+from tests.lab.model.small import small, tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIG = small(width=128, head_dim=64, ff=256, vocab=1000, sequence=128)
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Make anything that waits for the device an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def step(model, ids, autocast):
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        losses = model(ids[:, :-1], ids[:, 1:])
+    losses.total.backward()
+    return losses
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [CONFIG, CONFIG.dense()], ids=["moe", "dense"])
+def test_losses_and_gradients_are_those_of_the_cpu(config, autocast):
+    here, there = Decoder(config), Decoder(config).cuda()
+    ids = tokens(config, batch=4)
+    expected = here(ids[:, :-1], ids[:, 1:])
+    expected.total.backward()
+    got = step(there, ids.cuda(), autocast)
+    # bfloat16 keeps 8 bits, and may send a token to another expert where two logits are close
+    torch.testing.assert_close(got.total.cpu(), expected.total, rtol=2e-3 if autocast else 1e-5, atol=0)
+    for (name, a), b in zip(there.named_parameters(), here.parameters(), strict=True):
+        error = (a.grad.cpu() - b.grad).norm() / b.grad.norm()
+        assert error < (0.1 if autocast else 1e-3), f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 50, 11), (0, 0, 64, 0), (64, 0, 0, 0)])
+def test_grouped_gemm_agrees_with_the_plain_products(sizes):
+    x = torch.randn(sum(sizes), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(len(sizes), 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
+    assert choose_product(x, weight) is grouped_gemm
+    assert choose_product(x.float(), weight.float()) is masked
+    direction = torch.randn(sum(sizes), 32, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for product in (grouped_gemm, slice_by_slice, masked):
+        out = product(x, weight, ends)
+        results.append((out, *torch.autograd.grad(out, (x, weight), direction)))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+def test_a_step_never_waits_for_the_device(autocast):
+    model, ids = Decoder(CONFIG).cuda(), tokens(CONFIG, batch=4).cuda()
+    step(model, ids, autocast)
+    with no_waiting():
+        step(model, ids, autocast)
+
+
+def test_a_step_can_be_captured_and_replayed():
+    model, ids = Decoder(CONFIG).cuda(), tokens(CONFIG, batch=4).cuda()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            step(model, ids, autocast=True)
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(model, ids, autocast=True)
+    other = tokens(CONFIG, batch=4, seed=1).cuda()
+    ids.copy_(other)
+    graph.replay()
+    eager = Decoder(CONFIG).cuda()
+    torch.testing.assert_close(captured.total, step(eager, other, autocast=True).total, rtol=1e-5, atol=0)

@@ -1,0 +1,100 @@
+"""Initialisation follows the table by role, and the same seed gives the same bits."""
+
+import math
+
+import pytest
+import torch
+
+from muonsw.lab.model import Decoder, MuP, initialize, muon_lr_multiplier, role_of, scalings
+from tests.lab.model.small import small
+
+# Sampling error of an estimate of the standard deviation from n normal numbers is std/sqrt(2n), of the mean
+# std/sqrt(n); six of them are passed by chance once in 5e8 draws.
+SIGMAS = 6
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (
+            256,
+            {
+                "embedding": (0.02, 10, 1),
+                "head": (0.02, 1, 1),
+                "hidden": (0.02, 1, 1),
+                "residual": (0.02 / math.sqrt(24), 1.4 / math.sqrt(12), 1),
+                "router": (0.02, 1, 1),
+                "norm": (None, 1, 1),
+            },
+        ),
+        (
+            1024,
+            {
+                "embedding": (0.02, 10, 1),
+                "head": (0.02, 1 / 4, 1),
+                "hidden": (0.02 / 2, 1, 1 / 4),
+                "residual": (0.02 / math.sqrt(24 * 4), 1.4 / math.sqrt(12), 1 / 4),
+                "router": (0.02, 1 / 4, 1),
+                "norm": (None, 1, 1),
+            },
+        ),
+    ],
+)
+def test_table(width, expected):
+    table = scalings(small(width=width, head_dim=64, layers=12))
+    assert {role: (s.std, s.multiplier, s.lr) for role, s in table.items()} == {
+        role: pytest.approx(row) for role, row in expected.items()
+    }
+
+
+def test_standard_parametrization_has_the_base_row_at_every_width():
+    standard = small(width=1024, head_dim=64, mup=MuP(enabled=False))
+    assert scalings(standard) == scalings(small(width=256, head_dim=64))
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_statistics_by_role_match_the_table(width):
+    config = small(width=width, head_dim=32, layers=3, ff=96, vocab=500)
+    table = scalings(config)
+    for name, param in Decoder(config, seed=3).named_parameters():
+        std = table[role_of(name)].std
+        if std is None:
+            assert (param == 1).all()
+            continue
+        n = param.numel()
+        assert abs(param.std().item() / std - 1) < SIGMAS / math.sqrt(2 * n), name
+        assert abs(param.mean().item()) < SIGMAS * std / math.sqrt(n), name
+
+
+def test_every_expert_starts_differently():
+    gate_up = Decoder(small()).layers[0].moe.gate_up
+    assert len({tuple(expert.flatten().tolist()) for expert in gate_up}) == len(gate_up)
+
+
+def test_same_seed_same_bits_and_no_other_randomness():
+    torch.manual_seed(1)
+    one = Decoder(small(), seed=5).state_dict()
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    two = Decoder(small(), seed=5).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    other = Decoder(small(), seed=6).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if not name.endswith("norm.weight"))
+
+
+def test_a_model_from_the_meta_device_is_filled_with_the_same_bits():
+    config = small()
+    with torch.device("meta"):
+        model = Decoder(config, seed=None)
+    model = model.to_empty(device="cpu")
+    initialize(model, config, seed=5)
+    direct = Decoder(config, seed=5).state_dict()
+    assert all(torch.equal(value, direct[name]) for name, value in model.state_dict().items())
+
+
+def test_unknown_names_and_rules_are_refused():
+    with pytest.raises(ValueError, match=r"no muP role for parameter 'layers\.0\.bias'"):
+        role_of("layers.0.bias")
+    with pytest.raises(ValueError, match="known are adam, sqrt, none"):
+        muon_lr_multiplier(small(), "cube")

@@ -1,0 +1,108 @@
+"""The chunked cross-entropy equals the plain one, and holds one chunk's logits."""
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from muonsw.lab.model import cross_entropy
+
+
+def problem(tokens=23, width=8, vocab=31, dtype=torch.float64):
+    x = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
+    return x, weight, torch.randint(vocab, (tokens,))
+
+
+def plain(x, weight, targets, scale):
+    return functional.cross_entropy(x @ weight.T * scale, targets)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 23, 100])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_equals_the_plain_one_in_value_and_gradient(chunk, scale):
+    x, weight, targets = problem()
+    ours = cross_entropy(x, weight, targets, scale=scale, chunk=chunk)
+    expected = plain(x, weight, targets, scale)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)
+    # through something after the loss, so that the outer gradient is not one
+    for got, want in zip(
+        torch.autograd.grad((3 * ours).exp(), (x, weight)),
+        torch.autograd.grad((3 * expected).exp(), (x, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+def test_gradients_are_those_of_finite_differences():
+    x, weight, targets = problem(5, 3, 7)
+    assert torch.autograd.gradcheck(lambda a, b: cross_entropy(a, b, targets, scale=0.5, chunk=2), (x, weight))
+
+
+def test_second_derivatives_are_refused_rather_than_wrong():
+    x, weight, targets = problem()
+    (slope,) = torch.autograd.grad(cross_entropy(x, weight, targets).square(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.square().sum().backward()
+
+
+def test_large_logits_do_not_overflow():
+    x, weight, targets = problem(dtype=torch.float32)
+    loss = cross_entropy(x * 1e4, weight, targets)
+    loss.backward()
+    assert loss.isfinite()
+    assert x.grad.isfinite().all()
+
+
+def test_without_gradients_none_are_computed():
+    x, weight, targets = problem()
+    with torch.no_grad(), Largest() as seen:
+        value = cross_entropy(x, weight, targets, chunk=4)
+    assert not value.requires_grad
+    assert seen.products == 6  # one for each chunk, none for a gradient
+
+
+def test_a_frozen_head_gets_no_gradient():
+    x, weight, targets = problem()
+    weight.requires_grad_(False)
+    cross_entropy(x, weight, targets).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(x.grad, torch.autograd.grad(plain(x, weight, targets, 1.0), x)[0])
+
+
+def test_bfloat16_inputs_give_a_float32_loss_near_the_exact_one():
+    x, weight, targets = problem(64, 32, 100, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy(x, weight, targets, scale=0.1)
+    assert loss.dtype == torch.float32
+    # logits of size 0.6 are rounded at 2^-9
+    torch.testing.assert_close(loss, plain(x, weight, targets, 0.1), rtol=0, atol=0.01)
+
+
+def test_no_tensor_is_larger_than_one_chunk_of_logits():
+    x, weight, targets = problem(tokens=256, width=4, vocab=512)
+    with Largest() as seen:
+        cross_entropy(x, weight, targets, chunk=16).backward()
+    assert seen.elements == 16 * 512
+
+
+def test_impossible_inputs_are_refused():
+    x, weight, targets = problem()
+    with pytest.raises(ValueError, match="chunk=0"):
+        cross_entropy(x, weight, targets, chunk=0)
+    with pytest.raises(ValueError, match="23 rows and 22 targets"):
+        cross_entropy(x, weight, targets[1:])
+
+
+class Largest(TorchDispatchMode):
+    """Counts products, and keeps the size of the largest tensor that an operation gave."""
+
+    elements = 0
+    products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket is torch.ops.aten.mm
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out

@@ -1,0 +1,168 @@
+"""The fast mixture of experts against a readable one, its losses, and the products it is made of."""
+
+import pytest
+import torch
+
+from muonsw.lab.model import Decoder
+from muonsw.lab.model.grouped import choose_product, grouped_gemm, masked, slice_by_slice
+from muonsw.lab.model.init import initialize
+from muonsw.lab.model.moe import DenseFeedForward, MoE, balance_loss, plan_routes, z_loss
+from tests.lab.model.small import reference_moe, small
+
+# Rounding of float64 in sums of fewer than a thousand products.
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def double_moe(config, seed=0):
+    moe = MoE(config).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in moe.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) / param.shape[-1] ** 0.5)
+    return moe
+
+
+def compare_with_reference(moe, x):
+    weights = (moe.router.weight, moe.gate_up, moe.down)
+    inputs = (x.requires_grad_(), *weights)
+    fast = moe(x).x
+    slow = reference_moe(x, *weights, moe.config.top_k, moe.router_multiplier)
+    torch.testing.assert_close(fast, slow, **EXACT)
+    direction = torch.randn_like(fast)
+    for got, expected in zip(
+        torch.autograd.grad(fast, inputs, direction), torch.autograd.grad(slow, inputs, direction), strict=True
+    ):
+        torch.testing.assert_close(got, expected, **EXACT)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (4, 1), (3, 3), (1, 1)])
+def test_same_outputs_and_gradients_as_the_reference(experts, top_k):
+    moe = double_moe(small(experts=experts, top_k=top_k))
+    compare_with_reference(moe, torch.randn(2, 5, 16, dtype=torch.float64))
+
+
+def test_same_as_the_reference_when_an_expert_gets_no_token():
+    moe = double_moe(small(experts=4))
+    x = torch.randn(2, 5, 16, dtype=torch.float64).abs()
+    with torch.no_grad():
+        moe.router.weight[2] = -10.0  # all inputs are positive: never among the best two
+        moe.router.weight[0] = -9.0
+    moe(x).x.sum().backward()
+    assert moe.gate_up.grad[[0, 2]].abs().max() == 0
+    assert moe.down.grad[[1, 3]].abs().max() > 0
+    compare_with_reference(moe, x)
+
+
+def test_dense_layer_equals_a_mixture_of_one_expert():
+    config = small(experts=1, top_k=1)
+    moe, dense = double_moe(config), DenseFeedForward(config).double()
+    with torch.no_grad():
+        dense.gate_up.copy_(moe.gate_up[0])
+        dense.down.copy_(moe.down[0])
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    torch.testing.assert_close(dense(x).x, moe(x).x, **EXACT)
+    dense(x).x.square().sum().backward()
+    moe(x).x.square().sum().backward()
+    torch.testing.assert_close(dense.gate_up.grad, moe.gate_up.grad[0], **EXACT)
+    torch.testing.assert_close(dense.down.grad, moe.down.grad[0], **EXACT)
+
+
+def test_a_dense_decoder_has_no_router_and_no_router_losses():
+    config = small().dense()
+    model = Decoder(config)
+    assert not [name for name, _ in model.named_parameters() if "router" in name]
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    losses = model(ids, ids)
+    assert losses.balance == 0
+    assert losses.z == 0
+    assert losses.total == losses.cross_entropy
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (2, 3, 4, 0), (0, 1, 0, 8)])
+def test_products_agree_in_value_and_gradient(sizes):
+    x = torch.randn(sum(sizes), 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(len(sizes), 5, 6, dtype=torch.float64, requires_grad=True)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    one, other = slice_by_slice(x, weight, ends), masked(x, weight, ends)
+    torch.testing.assert_close(one, other, **EXACT)
+    direction = torch.randn_like(one)
+    for a, b in zip(
+        torch.autograd.grad(one, (x, weight), direction),
+        torch.autograd.grad(other, (x, weight), direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0)])
+def test_grouped_gemm_agrees_with_slices_where_the_cpu_has_it(sizes):
+    x = torch.randn(sum(sizes), 16, requires_grad=True)
+    weight = torch.randn(len(sizes), 8, 16, requires_grad=True)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    one, other = grouped_gemm(x, weight, ends), slice_by_slice(x, weight, ends)
+    torch.testing.assert_close(one, other)
+    direction = torch.randn(sum(sizes), 8)
+    for a, b in zip(
+        torch.autograd.grad(one, (x, weight), direction),
+        torch.autograd.grad(other, (x, weight), direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_where_sizes_cannot_be_read_the_masked_product_is_chosen():
+    assert choose_product(torch.empty(4, 8), torch.empty(2, 8, 8)) is slice_by_slice
+    assert choose_product(torch.empty(4, 8, device="meta"), torch.empty(2, 8, 8, device="meta")) is masked
+
+
+def test_routes_sort_by_expert_keep_token_order_and_invert():
+    chosen = torch.tensor([[2, 0], [0, 3], [2, 3]])
+    routes = plan_routes(chosen, 5)
+    assert chosen.flatten()[routes.order].tolist() == [0, 0, 2, 2, 3, 3]
+    assert routes.order.tolist() == [1, 2, 0, 4, 3, 5]
+    assert routes.order[routes.inverse].tolist() == list(range(6))
+    assert routes.ends.tolist() == [2, 2, 4, 6, 6]
+    assert routes.ends.dtype == torch.int32
+
+
+def test_balance_loss_is_a_quarter_at_balance_and_larger_when_all_go_to_the_same():
+    even = torch.stack([torch.arange(64) % 8, (torch.arange(64) + 3) % 8], dim=1)
+    assert balance_loss(torch.zeros(64, 8), even).item() == 0.25
+    assert balance_loss(torch.zeros(64, 8), even, groups=8).item() == 0.25
+    logits = torch.zeros(64, 8)
+    logits[:, :2] = 50.0
+    assert balance_loss(logits, logits.topk(2).indices).item() == pytest.approx(1.0)
+
+
+def test_balance_over_sequences_is_the_mean_of_the_single_ones():
+    moe = double_moe(small(balance_over="sequence"))
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    single = torch.stack([moe(x[i : i + 1]).balance for i in range(3)])
+    torch.testing.assert_close(moe(x).balance, single.mean(), **EXACT)
+    whole = double_moe(small())(x).balance
+    assert abs(whole - single.mean()) > 1e-6
+
+
+def test_z_loss_is_the_mean_squared_log_partition():
+    logits = torch.randn(10, 8, dtype=torch.float64)
+    torch.testing.assert_close(z_loss(logits), logits.exp().sum(1).log().square().mean(), **EXACT)
+
+
+def test_router_works_in_float32_under_autocast():
+    config = small()
+    moe = MoE(config)
+    initialize_alone(moe, config)
+    x = torch.randn(1, 5, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = moe.router_logits(x.flatten(0, 1))
+        out = moe(x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, x[0] @ moe.router.weight.T * moe.router_multiplier)
+    assert out.x.dtype == torch.bfloat16
+    assert out.balance.dtype == torch.float32
+
+
+def initialize_alone(moe, config):
+    holder = torch.nn.Module()
+    holder.layers = torch.nn.ModuleDict({"moe": moe})
+    initialize(holder, config)
