@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from itertools import groupby
@@ -52,7 +53,7 @@ class Tokenizer(Protocol):
         """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
 
 
-class _Base:
+class _Base(ABC):
     """What follows from the vocabulary size, the end of a document being its last id."""
 
     def __init__(self, vocab_size: int, identity: str) -> None:
@@ -76,8 +77,9 @@ class _Base:
             run = [int(token) for token in group]
             yield END_TEXT * len(run) if is_end else self._decode_text(run)
 
+    @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:
-        raise NotImplementedError
+        """The text of ids without any end of document among them."""
 
 
 class ByteTokenizer(_Base):
