@@ -1,8 +1,5 @@
 """What holds on a CUDA device: same results, no waiting, graphs. Run by `make test-gpu`."""
 
-import contextlib
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -10,6 +7,7 @@ from torch import nn
 from muonsw import AdamWSW, MuonSW, PeakLRError
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
+from tests.common.cuda import no_waiting
 from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
 
 pytestmark = [
@@ -18,18 +16,6 @@ pytestmark = [
 ]
 
 SHAPES = [(64, 64), (32, 96), (4, 48, 32), (64, 64), (96, 32)]
-
-
-@contextlib.contextmanager
-def no_waiting():
-    """Make anything that waits for the device an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def on_gpu(*shapes, dtype=torch.float32):

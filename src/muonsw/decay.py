@@ -14,14 +14,12 @@ With lambda the weight decay, eta the learning rate of the step and eta_max its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
 from muonsw.peak import PEAK_TOLERANCE
 from muonsw.registry import Registry
-
-Scalar = TypeVar("Scalar", float, Tensor)
 
 
 class DecayRule(NamedTuple):

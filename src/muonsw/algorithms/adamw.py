@@ -33,10 +33,10 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
     for parts in elementwise_parts(items, KEYS, budget.chunk_bytes):
         averages, squares = ([part.state(key) for part in parts] for key in KEYS)
         grads = clean([part.grad for part in parts], averages, group["maximize"], budget.ok)
-        yield Update(parts, _directions(group, parts_steps(parts), averages, squares, grads, budget.ok))
+        yield Update(parts, _directions(group, _steps(parts), averages, squares, grads, budget.ok))
 
 
-def parts_steps(parts: list[Part]) -> Tensor:
+def _steps(parts: list[Part]) -> Tensor:
     """How many steps each part has seen, as a float64 vector on the device: the host never asks.
 
     It is at least one: a skipped first step counts zero, and its direction must be finite to be multiplied away.

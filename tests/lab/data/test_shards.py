@@ -31,7 +31,7 @@ def shard(path):
     return path
 
 
-def refused(path, match, *, only_by_verify=False):
+def assert_refused(path, match, *, only_by_verify=False):
     for check in [verify_shard] if only_by_verify else [verify_shard, open_shard]:
         with pytest.raises(ShardError, match=match) as caught:
             check(path, tokenizer=TOKENIZER)
@@ -68,31 +68,31 @@ def test_every_truncation_is_refused(shard):
     data = shard.read_bytes()
     for size in [1, len(MAGIC) - 1, len(MAGIC), 12, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, len(data) - 1]:
         shard.write_bytes(data[:size])
-        refused(shard, "is truncated")
+        assert_refused(shard, "is truncated")
 
 
 def test_more_bytes_than_announced_are_refused(shard):
     shard.write_bytes(shard.read_bytes() + b"\0\0")
-    refused(shard, "has bytes after its end")
+    assert_refused(shard, "has bytes after its end")
 
 
 def test_an_empty_file_a_missing_file_and_a_folder_are_refused(path):
-    refused(path, "cannot be read")
+    assert_refused(path, "cannot be read")
     path.touch()
-    refused(path, "is empty")
-    refused(path.parent, "cannot be read")
+    assert_refused(path, "is empty")
+    assert_refused(path.parent, "cannot be read")
 
 
 def test_a_file_of_another_kind_is_refused(path):
     path.write_bytes(b"PK\3\4" + bytes(200))
-    refused(path, "is not a token shard")
+    assert_refused(path, "is not a token shard")
 
 
 def test_every_flipped_byte_of_the_header_is_refused_at_open(shard):
     data = shard.read_bytes()
     for place in range(HEADER_BYTES):
         shard.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        refused(shard, r"not a token shard|version|altered header|truncated|after its end|another tokenizer")
+        assert_refused(shard, r"not a token shard|version|altered header|truncated|after its end|another tokenizer")
 
 
 @pytest.mark.parametrize("place", [HEADER_BYTES, HEADER_BYTES + 999, -2])
@@ -100,12 +100,12 @@ def test_a_flipped_byte_of_the_ids_is_refused_by_verify(shard, place):
     data = bytearray(shard.read_bytes())
     data[place] ^= 2
     shard.write_bytes(data)
-    refused(shard, "was altered|outside the vocabulary", only_by_verify=True)
+    assert_refused(shard, "was altered|outside the vocabulary", only_by_verify=True)
 
 
 def test_a_shard_of_another_tokenizer_is_refused(path):
     write_shard(path, IDS, vocab_size=257, tokenizer=FOREIGN)
-    refused(path, f"another tokenizer .{FOREIGN[:12]}..., not {TOKENIZER[:12]}")
+    assert_refused(path, f"another tokenizer .{FOREIGN[:12]}..., not {TOKENIZER[:12]}")
     assert open_shard(path).header.tokenizer == FOREIGN
 
 
@@ -121,12 +121,12 @@ def with_fields(path, **changes):
 
 def test_a_shard_of_another_version_is_refused(shard):
     with_fields(shard, version=2)
-    refused(shard, "of shard version 2, and this muonsw reads version 1")
+    assert_refused(shard, "of shard version 2, and this muonsw reads version 1")
 
 
 def test_a_shard_without_tokens_is_refused(shard, path):
     with_fields(shard, count=0)
-    refused(shard, "holds no token")
+    assert_refused(shard, "holds no token")
     path.unlink()
     for nothing in [np.array([], dtype=np.int64), iter([])]:
         with pytest.raises(ShardError, match="would hold no token"):
@@ -148,7 +148,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_verify_even_with_a_right_c
     monkeypatch.setattr(module, "_check_ids", lambda *_, **__: None)
     write_shard(shard, np.array([0, 300]), vocab_size=257, tokenizer=TOKENIZER)
     monkeypatch.undo()
-    refused(shard, "token 300 at position 1 is outside the vocabulary of 257", only_by_verify=True)
+    assert_refused(shard, "token 300 at position 1 is outside the vocabulary of 257", only_by_verify=True)
 
 
 def test_verify_reads_in_pieces(shard, monkeypatch):
@@ -157,7 +157,7 @@ def test_verify_reads_in_pieces(shard, monkeypatch):
     data = bytearray(shard.read_bytes())
     data[-1] = 255
     shard.write_bytes(data)
-    refused(shard, f"token {0xFF00 + IDS[-1]} at position 999", only_by_verify=True)
+    assert_refused(shard, f"token {0xFF00 + IDS[-1]} at position 999", only_by_verify=True)
 
 
 def test_a_shorter_file_put_in_a_shards_place_is_noticed_at_open(shard):
@@ -165,7 +165,7 @@ def test_a_shorter_file_put_in_a_shards_place_is_noticed_at_open(shard):
     shorter = shard.with_name("shorter")
     shorter.write_bytes(shard.read_bytes()[: HEADER_BYTES + 100])
     shorter.replace(shard)
-    refused(shard, "is truncated")
+    assert_refused(shard, "is truncated")
     assert opened.tokens.tolist() == IDS.tolist(), "what was open stays the old file"
 
 

@@ -22,7 +22,7 @@ def double_moe(config, seed=0):
     return moe
 
 
-def compare_with_reference(moe, x):
+def assert_equals_reference(moe, x):
     weights = (moe.router.weight, moe.gate_up, moe.down)
     inputs = (x.requires_grad_(), *weights)
     fast = moe(x).x
@@ -38,7 +38,7 @@ def compare_with_reference(moe, x):
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (4, 1), (3, 3), (1, 1)])
 def test_same_outputs_and_gradients_as_the_reference(experts, top_k):
     moe = double_moe(small(experts=experts, top_k=top_k))
-    compare_with_reference(moe, torch.randn(2, 5, 16, dtype=torch.float64))
+    assert_equals_reference(moe, torch.randn(2, 5, 16, dtype=torch.float64))
 
 
 def test_same_as_the_reference_when_an_expert_gets_no_token():
@@ -50,7 +50,7 @@ def test_same_as_the_reference_when_an_expert_gets_no_token():
     moe(x).x.sum().backward()
     assert moe.gate_up.grad[[0, 2]].abs().max() == 0
     assert moe.down.grad[[1, 3]].abs().max() > 0
-    compare_with_reference(moe, x)
+    assert_equals_reference(moe, x)
 
 
 def test_dense_layer_equals_a_mixture_of_one_expert():
