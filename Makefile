@@ -15,7 +15,7 @@ install: $(INSTALLED)  ## make .venv and install the project with pinned version
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[lab,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[lab,data,tensorboard,dev]'
 	@touch $@
 
 demo: install  ## the main job on its built-in default

@@ -27,12 +27,28 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> Path:
-    """Write beside the file and rename, so that `path` is either the old or the new one."""
+    """Write beside the file, to disk, and rename, so that `path` is either the old or the new one."""
     data = content.encode() if isinstance(content, str) else content
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(data)
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
+        sync_folder(path.parent)
     finally:
         beside.unlink(missing_ok=True)
     return path
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk; a system that cannot open folders has no need to."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

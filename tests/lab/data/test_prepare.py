@@ -6,6 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from muonsw.lab.data import groups
 from muonsw.lab.data import prepare as module
 from muonsw.lab.data.loader import TokenLoader, ValidationLoader
 from muonsw.lab.data.prepare import RECORD, is_validation, open_split, prepare, read_record
@@ -91,10 +92,10 @@ def test_a_stopped_run_goes_on_without_redoing_finished_shards(folder, tmp_path,
 
 
 def test_a_finished_folder_is_left_as_it_is(folder):
-    before, counting, groups = contents(folder), Counting(), []
-    record = prepare(DOCUMENTS, counting, folder, **SETTINGS, finished=groups.append)
+    before, counting, heard = contents(folder), Counting(), []
+    record = prepare(DOCUMENTS, counting, folder, **SETTINGS, finished=heard.append)
     assert counting.encoded == 0
-    assert tuple(groups) == record.groups
+    assert tuple(heard) == record.groups
     assert contents(folder) == before
 
 
@@ -119,9 +120,9 @@ def test_changed_documents_are_encoded_again_and_leftovers_do_not_count(folder):
 def test_a_kill_between_a_shard_and_its_record_is_noticed_even_if_the_sizes_agree(folder, monkeypatch):
     before, swapped = contents(folder), [text.translate(str.maketrans("ab", "ba")) for text in DOCUMENTS]
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_save", stop)
+        patch.setattr(module, "save_record", stop)
         patch.setattr(
-            module, "is_validation", lambda text, _: is_validation(text.translate(str.maketrans("ab", "ba")), 0.1)
+            groups, "is_validation", lambda text, _: is_validation(text.translate(str.maketrans("ab", "ba")), 0.1)
         )
         with pytest.raises(KeyboardInterrupt):
             prepare(swapped, ByteTokenizer(), folder, **SETTINGS)

@@ -6,58 +6,29 @@ groups is written after each one, so a second run over the same documents only e
 
 from __future__ import annotations
 
-import hashlib
-import json
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any
 
-import numpy as np
+from filelock import FileLock, Timeout
 
-from muonsw.lab.data.shards import Shard, ShardError, Tokens, open_shard, write_shard
+from muonsw.lab.data.groups import Job, digest_of, grouped, is_validation
+from muonsw.lab.data.record import RECORD, Group, Prepared, Split, open_split, read_record, save_record, shard_path
+from muonsw.lab.data.shards import ShardError, open_shard
+from muonsw.lab.data.stored import store_tokenizer
 from muonsw.lab.data.tokenizers import Tokenizer
-from muonsw.lab.files import UsageError, prepare_folder, write_atomically
+from muonsw.lab.data.workers import write_groups
+from muonsw.lab.files import UsageError, prepare_folder
 
-Split: TypeAlias = Literal["train", "validation"]
-RECORD = "data.json"
+__all__ = ["RECORD", "Group", "Prepared", "Split", "is_validation", "open_split", "prepare", "read_record"]
 
-
-@dataclass(frozen=True)
-class Group:
-    """A finished stretch of documents.
-
-    Attributes:
-        digest: A hash of the texts that were read.
-        documents: How many there were.
-        tokens: How many tokens each split got; a split without documents has no shard and no entry.
-        checksums: What the header of each split's shard must say.
-    """
-
-    digest: str
-    documents: int
-    tokens: dict[Split, int]
-    checksums: dict[Split, str]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a folder of shards holds, and the settings that decided it."""
-
-    tokenizer: str
-    vocab_size: int
-    validation_fraction: float
-    group_characters: int
-    groups: tuple[Group, ...] = ()
-    complete: bool = False
-
-    def tokens(self, split: Split) -> int:
-        """How many tokens a split has, ends of documents included."""
-        return sum(group.tokens.get(split, 0) for group in self.groups)
-
-    def paths(self, folder: Path, split: Split) -> list[Path]:
-        """The shards of a split, in order; other files of the folder do not count."""
-        return [_shard_path(folder, split, number) for number, group in enumerate(self.groups) if split in group.tokens]
+LOCK = ".lock"
+_UNFINISHED = Group("", 0, tokens={}, checksums={})
+# what writing beside and renaming leaves behind when a process is killed: a dot, a name, and the process
+_LEFTOVER = re.compile(r"\..+\.(tokens|json|bpe)\.\d+")
 
 
 def prepare(
@@ -68,170 +39,146 @@ def prepare(
     validation_fraction: float = 0.01,
     group_characters: int = 1 << 24,
     finished: Callable[[Group], None] = lambda _: None,
+    processes: int = 1,
+    threads: int = 1,
 ) -> Prepared:
     """Encode documents into the shards of a folder, each followed by an end of document.
 
     Args:
-        documents: In a fixed order. At most one group of them is held in memory.
-        tokenizer: What encodes them.
+        documents: In a fixed order. At most one group of them for each process, and one more, is held in memory.
+        tokenizer: What encodes them; it is stored in the folder.
         folder: Made if missing; what an earlier run with the same settings finished there is kept.
         validation_fraction: The share of documents, chosen by a hash of their text, that is never trained on.
         group_characters: A group ends with the document that reaches so many.
-        finished: Called after every group, also after one that was already there.
+        finished: Called after every group, also after one that was already there, in the order in which they finish.
+        processes: How many encode; with 1, this one does. The shards are the same for any number.
+        threads: On how many threads this process encodes, when it does.
 
     Raises:
-        UsageError: If there is no document, or the folder holds data with other settings.
+        UsageError: If there is no document, the folder holds data with other settings or is being prepared by another
+            process, or something cannot be written.
     """
-    if not 0.0 <= validation_fraction < 1.0 or group_characters < 1:
-        given = f"{validation_fraction} and {group_characters}"
-        raise ValueError(f"a validation fraction is in [0, 1) and a group has at least 1 character, not {given}")
-    prepare_folder(folder)
     settings = Prepared(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters)
-    earlier = _earlier_groups(folder, settings)
-    done = settings
-    for number, texts in enumerate(_grouped(documents, group_characters)):
-        digest = _digest(texts)
-        kept = _kept_group(folder, number, digest, earlier, tokenizer)
-        group = kept or _write_group(folder, number, texts, digest, tokenizer, settings)
-        done = replace(done, groups=(*done.groups, group))
-        if kept is None:
-            # groups that come later stay on record until the documents say otherwise
-            _save(folder, replace(done, groups=(*done.groups, *earlier[number + 1 :])))
-        finished(group)
-    if not done.groups:
-        raise UsageError("the source gave no document: check its path")
-    done = replace(done, complete=True)
-    _save(folder, done)
-    return done
+    _check_settings(settings, processes, threads)
+    with locked(folder):
+        return fill(documents, tokenizer, folder, settings, finished=finished, processes=processes, threads=threads)
 
 
-def read_record(folder: Path) -> Prepared:
-    """What `prepare` recorded in a folder.
-
-    Raises:
-        UsageError: If the folder has no readable record.
-    """
-    path = folder / RECORD
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        return Prepared(**{**fields, "groups": tuple(Group(**group) for group in fields["groups"])})
-    except FileNotFoundError as error:
-        raise UsageError(f"{folder} holds no prepared data: run `muonsw data prepare` on it first") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): delete the folder and prepare the data again") from error
+def _check_settings(settings: Prepared, processes: int, threads: int) -> None:
+    fraction, characters = settings.validation_fraction, settings.group_characters
+    if not 0.0 <= fraction < 1.0 or characters < 1:
+        given = f"{fraction} and {characters}"
+        raise ValueError(f"a validation fraction is in [0, 1) and a group has at least 1 character, not {given}")
+    if processes < 1 or threads < 1:
+        raise ValueError(f"preparing needs at least 1 process and 1 thread, not {processes} and {threads}")
 
 
-def open_split(folder: Path, split: Split, *, tokenizer: str | None = None) -> list[Shard]:
-    """Open the shards of a split, in order.
+@contextmanager
+def locked(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
+    """Make the folder and keep other processes from preparing it; what killed ones left half-written is removed.
 
     Args:
-        folder: What `prepare` filled.
-        split: "train" or "validation".
-        tokenizer: The identity that every shard must have; `None` takes the record's.
+        folder: Made if missing.
+        wait: How many seconds another process gets to finish.
 
     Raises:
-        UsageError: If the folder was not prepared to the end, or the split is empty.
-        ShardError: If a shard is missing, damaged, of another tokenizer, or not the one on record.
+        UsageError: If another process holds it, or it cannot be written.
     """
-    record = read_record(folder)
-    if not record.complete:
-        raise UsageError(f"{folder} is not prepared to the end: run the same `muonsw data prepare` again, it goes on")
-    if not (paths := record.paths(folder, split)):
-        raise UsageError(f"{folder} has no {split} tokens: prepare more documents, or another validation fraction")
-    shards = [open_shard(path, tokenizer=tokenizer or record.tokenizer) for path in paths]
-    checksums = [group.checksums[split] for group in record.groups if split in group.tokens]
-    for shard, checksum in zip(shards, checksums, strict=True):
-        if shard.header.checksum != checksum:
-            raise ShardError(f"{shard.path} is not the shard on record: delete it and prepare the data again")
-    return shards
+    prepare_folder(folder)
+    lock = FileLock(folder / LOCK, timeout=wait)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        fix = "wait for it to end, or choose another folder"
+        raise UsageError(f"{folder} is being prepared by another process: {fix}") from error
+    try:
+        for path in folder.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        yield
+    finally:
+        lock.release()
 
 
-def is_validation(text: str, fraction: float) -> bool:
-    """Whether a document is held out: decided by its text alone, so copies of it are never on both sides."""
-    digest = hashlib.blake2b(_encoded(text), digest_size=8, person=b"validation").digest()
-    return int.from_bytes(digest, "little") < fraction * 2.0**64
+def fill(
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    folder: Path,
+    settings: Prepared,
+    *,
+    finished: Callable[[Group], None],
+    processes: int,
+    threads: int,
+) -> Prepared:
+    """`prepare` inside a folder that is locked."""
+    earlier = earlier_groups(folder, _settings(settings))
+    settings = replace(settings, tokenizer_description=store_tokenizer(tokenizer, folder))
+    if not earlier:
+        save_record(folder, settings)
+    done: dict[int, Group] = {}
+    jobs = _jobs(documents, folder, settings, earlier)
+    for number, group, is_new in write_groups(jobs, tokenizer, processes=processes, threads=threads):
+        done[number] = group
+        if is_new:
+            save_record(folder, replace(settings, groups=_so_far(done, earlier)))
+        finished(group)
+    if not done:
+        raise UsageError("the source gave no document: check its path")
+    record = replace(settings, groups=tuple(done[number] for number in sorted(done)), complete=True)
+    save_record(folder, record)
+    return record
 
 
-def _grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    group: list[str] = []
-    size = 0
-    for text in documents:
-        group.append(text)
-        size += len(text)
-        if size >= characters:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+def _jobs(
+    documents: Iterable[str], folder: Path, settings: Prepared, earlier: tuple[Group, ...]
+) -> Iterator[Job | tuple[int, Group]]:
+    for number, texts in enumerate(grouped(documents, settings.group_characters)):
+        digest, size = digest_of(texts)
+        kept = _kept_group(folder, number, digest, earlier, settings.tokenizer)
+        yield (number, kept) if kept else Job(folder, number, texts, digest, size, settings.validation_fraction)
 
 
-def _write_group(
-    folder: Path, number: int, texts: list[str], digest: str, tokenizer: Tokenizer, settings: Prepared
-) -> Group:
-    group = Group(digest, len(texts), tokens={}, checksums={})
-    sides: dict[Split, list[str]] = {"train": [], "validation": []}
-    for text in texts:
-        sides["validation" if is_validation(text, settings.validation_fraction) else "train"].append(text)
-    for split, chosen in sides.items():
-        path = _shard_path(folder, split, number)
-        if not chosen:
-            path.unlink(missing_ok=True)
-            continue
-        pieces = (_with_end(tokenizer, text) for text in chosen)
-        header = write_shard(path, pieces, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity)
-        group.tokens[split], group.checksums[split] = header.count, header.checksum
-    return group
+def _so_far(done: dict[int, Group], earlier: tuple[Group, ...]) -> tuple[Group, ...]:
+    """What the record says meanwhile: groups that come later stay on it until the documents say otherwise."""
+    before = dict(enumerate(earlier))
+    return tuple(
+        done.get(number) or before.get(number, _UNFINISHED) for number in range(max(max(done) + 1, len(earlier)))
+    )
 
 
-def _with_end(tokenizer: Tokenizer, text: str) -> Tokens:
-    return np.append(tokenizer.encode(text), np.uint32(tokenizer.end_of_document))
+def earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
+    """What a folder holds of these settings.
 
-
-def _earlier_groups(folder: Path, settings: Prepared) -> tuple[Group, ...]:
-    """What the folder holds of these settings; another tokenizer or split in the same folder is refused."""
-    if not (folder / RECORD).exists():
+    Raises:
+        UsageError: If it holds data with other settings.
+    """
+    if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()
-    record = read_record(folder)
-    ours, theirs = asdict(replace(settings, groups=())), asdict(replace(record, groups=(), complete=False))
-    if different := ", ".join(
-        f"{name} {theirs[name]} (now {ours[name]})" for name in ours if ours[name] != theirs[name]
-    ):
+    if different := ", ".join(_differences(_settings(record), settings)):
         raise UsageError(f"{folder} holds data with other settings: {different}; choose another folder or delete it")
     return record.groups
 
 
-def _kept_group(
-    folder: Path, number: int, digest: str, earlier: tuple[Group, ...], tokenizer: Tokenizer
-) -> Group | None:
+def _settings(record: Prepared) -> dict[str, Any]:
+    names = ("tokenizer", "vocab_size", "validation_fraction", "group_characters")
+    return {**{name: getattr(record, name) for name in names}, **(record.recipe or {})}
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
+    """Settings that both have and that differ; who prepares without a recipe answers for the documents."""
+    for name, value in ours.items():
+        if name in theirs and theirs[name] != value:
+            yield f"{name} {theirs[name]} (now {value})"
+
+
+def _kept_group(folder: Path, number: int, digest: str, earlier: tuple[Group, ...], tokenizer: str) -> Group | None:
     """The group on record, if it was made of the same texts and its shards are still the ones it made."""
     if number >= len(earlier) or earlier[number].digest != digest:
         return None
     try:
         for split, checksum in earlier[number].checksums.items():
-            shard = open_shard(_shard_path(folder, split, number), tokenizer=tokenizer.identity)
-            if shard.header.checksum != checksum:
+            if open_shard(shard_path(folder, split, number), tokenizer=tokenizer).header.checksum != checksum:
                 return None
     except ShardError:
         return None
     return earlier[number]
-
-
-def _save(folder: Path, record: Prepared) -> None:
-    write_atomically(folder / RECORD, json.dumps(asdict(record), indent=1) + "\n")
-
-
-def _shard_path(folder: Path, split: Split, number: int) -> Path:
-    return folder / f"{split}-{number:05}.tokens"
-
-
-def _digest(texts: list[str]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for text in texts:
-        data = _encoded(text)
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")

@@ -29,6 +29,7 @@ HEADER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQQ32s32s")
 _CRC = struct.Struct("<I")
 _VERIFY_IDS = 1 << 20
+_MANY_FILES = "if it is one of very many, raise `ulimit -n` or prepare larger shards"
 _PREPARE_AGAIN = "delete it and prepare the data again"
 
 
@@ -142,7 +143,10 @@ def open_shard(path: Path, *, tokenizer: str | None = None) -> Shard:
     with _opened(path) as file:
         header = _read_header(path, file, tokenizer)
         # the same open file is checked and mapped: a replacement in between cannot slip through and end in SIGBUS
-        mapped = np.memmap(file, dtype=header.dtype, mode="r", offset=HEADER_BYTES, shape=(header.count,))
+        try:
+            mapped = np.memmap(file, dtype=header.dtype, mode="r", offset=HEADER_BYTES, shape=(header.count,))
+        except OSError as error:
+            raise ShardError(f"{path} cannot be mapped ({error.strerror or error}): {_MANY_FILES}") from error
     return Shard(path, header, mapped)
 
 

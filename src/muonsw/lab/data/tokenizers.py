@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +28,18 @@ END_TEXT = "<|endoftext|>"
 BYTES = 256
 # tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304
 VOCAB_MULTIPLE = 64
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+GPT2_FILES = ("vocab.bpe", "encoder.json")
+
+
+def padded_vocab(vocab_size: int) -> int:
+    """The rows of an embedding for so many tokens.
+
+    Examples:
+        >>> padded_vocab(50_257)
+        50304
+    """
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 class Tokenizer(Protocol):
@@ -49,6 +64,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> TokenIds:
         """The ids of a text, without an end of document."""
 
+    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:
+        """`encode` of every text, on so many threads where the library can."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
 
@@ -63,7 +81,7 @@ class _Base(ABC):
     @property
     def padded_vocab_size(self) -> int:
         """The vocabulary size, rounded up to a multiple of 64."""
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return padded_vocab(self.vocab_size)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
@@ -76,6 +94,14 @@ class _Base(ABC):
         for is_end, group in groupby(ids, lambda token: token == self.end_of_document):
             run = [int(token) for token in group]
             yield END_TEXT * len(run) if is_end else self._decode_text(run)
+
+    @abstractmethod
+    def encode(self, text: str) -> TokenIds:
+        """The ids of a text, without an end of document."""
+
+    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:  # noqa: ARG002
+        """`encode` of every text, one after the other."""
+        return [self.encode(text) for text in texts]
 
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:
@@ -154,8 +180,18 @@ class BPETokenizer(_Base):
         """The ids of the text."""
         return np.array(self._bpe.encode(_without_surrogates(text), add_special_tokens=False).ids, dtype=np.uint32)
 
+    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:
+        """`encode` of every text; with more than 1 thread, on as many as the library takes."""
+        clean = [_without_surrogates(text) for text in texts]
+        with _parallelism(threads > 1):
+            encodings = self._bpe.encode_batch_fast(clean, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
     def _decode_text(self, ids: list[int]) -> str:
         return str(self._bpe.decode(ids, skip_special_tokens=False))
+
+    def __reduce__(self) -> tuple[type[BPETokenizer], tuple[str]]:
+        return type(self), (self._definition,)
 
 
 class GPT2Tokenizer(_Base):
@@ -167,6 +203,7 @@ class GPT2Tokenizer(_Base):
 
     def __init__(self, files: Path | None = None) -> None:
         tiktoken = _library("tiktoken")
+        self.files = files
         if files is None:
             self._bpe = _downloaded(tiktoken)
         else:
@@ -183,8 +220,18 @@ class GPT2Tokenizer(_Base):
         ids: TokenIds = self._bpe.encode_to_numpy(_without_surrogates(text), disallowed_special=())
         return ids
 
+    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:
+        """`encode` of every text; the library lets go of Python's lock, so that threads run side by side."""
+        if threads <= 1:
+            return [self.encode(text) for text in texts]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(self.encode, texts))
+
     def _decode_text(self, ids: list[int]) -> str:
         return str(self._bpe.decode(ids))
+
+    def __reduce__(self) -> tuple[type[GPT2Tokenizer], tuple[Path | None]]:
+        return type(self), (self.files,)
 
 
 def _downloaded(tiktoken: Any) -> Any:
@@ -196,7 +243,7 @@ def _downloaded(tiktoken: Any) -> Any:
 
 
 def _ranks(files: Path) -> dict[bytes, int]:
-    paths = files / "vocab.bpe", files / "encoder.json"
+    paths = [files / name for name in GPT2_FILES]
     try:
         # tiktoken caches by path alone; with the hash of today's file it never takes an older one of the same path
         hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
@@ -217,6 +264,19 @@ def _library(name: str) -> Any:
     except ModuleNotFoundError as error:
         package = name.partition(".")[0]
         raise UsageError(f"this tokenizer needs the package {package}: pip install 'muonsw[lab]'") from error
+
+
+@contextmanager
+def _parallelism(wanted: bool) -> Iterator[None]:
+    """Let the tokenizers library use its threads or not; it reads this variable at every call."""
+    before = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = "true" if wanted else "false"
+    try:
+        yield
+    finally:
+        del os.environ[_PARALLELISM]
+        if before is not None:
+            os.environ[_PARALLELISM] = before
 
 
 def _identity(*parts: str) -> str:

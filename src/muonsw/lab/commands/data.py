@@ -1,0 +1,177 @@
+"""`muonsw data`: documents to token shards, and what is in a folder of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
+
+from muonsw.lab.data.corpus import Corpus, Source
+from muonsw.lab.data.progress import watching
+from muonsw.lab.data.ready import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
+from muonsw.lab.data.record import SPLITS, Prepared, read_record
+from muonsw.lab.data.sources import FINEWEB
+from muonsw.lab.data.verify import verify_folder
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Encode documents into token shards that `muonsw train` reads.
+
+    The same command goes on where a killed one stopped, and does nothing where all is done.
+    """
+
+    out: Annotated[Path, Positional, arg(metavar="DIR")]
+    """Folder for the shards, their record and the tokenizer."""
+
+    source: Source = "python"
+    """Standard library of this Python, files, FineWeb from the Hugging Face hub, or a Markov chain."""
+
+    packages: FlagCreatePairsOff[bool] = False
+    """Add the installed packages to the source `python`."""
+
+    files: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
+    """Paths or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz, .zst) and .parquet."""
+
+    dataset: Annotated[str, arg(metavar="NAME")] = FINEWEB
+    """Name on the hub for the source `fineweb`, or a local folder of Parquet files with the same fields."""
+
+    sample: Annotated[str, arg(metavar="NAME")] = "sample-10BT"
+    """Part of the hub's dataset, such as `sample-100BT` or `CC-MAIN-2024-10`."""
+
+    seed: int = 0
+    """Seed of the source `synthetic`."""
+
+    tokenizer: Kind = "bpe"
+    """Bytes, a byte-level BPE trained on the first documents, or GPT-2's."""
+
+    vocab: Annotated[int, arg(metavar="N")] = DEFAULT_VOCAB
+    """Tokens of the BPE, the end of a document included."""
+
+    gpt2_files: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Folder with GPT-2's vocab.bpe and encoder.json; tiktoken downloads them unless given."""
+
+    validation_fraction: Annotated[float | None, arg(metavar="F")] = None
+    """Share of documents held out, chosen by their text; 0.05, of text files 0.01, of FineWeb 0.001 unless given."""
+
+    group_characters: Annotated[int | None, arg(metavar="N")] = None
+    """Characters in a shard; some millions, as suits the source, unless given."""
+
+    limit_documents: Annotated[int | None, arg(metavar="N")] = None
+    """Stop after so many documents."""
+
+    limit_characters: Annotated[int | None, arg(metavar="N")] = None
+    """Stop with the document that reaches so many characters."""
+
+    processes: Annotated[int | None, arg(metavar="N")] = None
+    """How many processes encode, on one thread each; all cores, by processes or threads, unless given."""
+
+    def run(self) -> int:
+        """Prepare the folder and say what it holds."""
+        console, start, settings = Console(), time.perf_counter(), self.settings()
+        with watching(console, settings.corpus.extent()) as watch:
+            record = prepare_corpus(
+                self.out, settings, processes=self.processes, finished=watch.finished, begun=watch.begun
+            )
+        _print(console, f"{_contents(record)}, in {time.perf_counter() - start:.1f} s; wrote {self.out}")
+        return 0
+
+    def settings(self) -> DataSettings:
+        """What the options ask for."""
+        corpus = Corpus(
+            source=self.source,
+            packages=self.packages,
+            files=self.files,
+            dataset=self.dataset,
+            sample=self.sample,
+            seed=self.seed,
+            limit_documents=self.limit_documents,
+            limit_characters=self.limit_characters,
+        )
+        choice = TokenizerChoice(self.tokenizer, vocab=self.vocab, gpt2_files=self.gpt2_files)
+        return DataSettings(corpus, choice, self.validation_fraction, self.group_characters)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read every shard of a folder and check its tokens against their checksums.
+
+    Exits with 0 when all is well, with 1 when a shard is bad; every bad one is named.
+    """
+
+    folder: Annotated[Path, Positional, arg(metavar="DIR")]
+    """Folder that `muonsw data prepare` filled."""
+
+    def run(self) -> int:
+        """Check all and print what is wrong."""
+        console, problems, shards, tokens = Console(), 0, 0, 0
+        for checked in verify_folder(self.folder):
+            shards, tokens = shards + (checked.path != self.folder), tokens + checked.tokens
+            if checked.problem is not None:
+                problems += 1
+                _print(console, f"bad: {checked.problem}")
+        verdict = f"{problems} problems" if problems else "all is well"
+        _print(console, f"{self.folder}: {shards} shards and {tokens:,} good tokens read, {verdict}")
+        return int(problems > 0)
+
+
+@dataclass(frozen=True)
+class Info:
+    """Say what a folder of prepared data holds, without reading its tokens."""
+
+    folder: Annotated[Path, Positional, arg(metavar="DIR")]
+    """Folder that `muonsw data prepare` filled."""
+
+    def run(self) -> int:
+        """Print the record."""
+        console, record = Console(), read_record(self.folder)
+        state = "complete" if record.complete else "not complete: run the same `muonsw data prepare` again"
+        kind = (record.tokenizer_description or {}).get("kind", "unknown")
+        recipe = (record.recipe or {}).get("corpus", {})
+        chosen = ", ".join(
+            f"{name} {value}" for name, value in recipe.items() if value is not None and value is not False
+        )
+        _print(console, f"{self.folder}: {state}")
+        _print(console, f"corpus      {chosen or 'not recorded'}")
+        _print(console, f"tokenizer   {kind}, {record.vocab_size:,} tokens, identity {record.tokenizer[:12]}")
+        for split in SPLITS:
+            paths = record.paths(self.folder, split)
+            size = sum(path.stat().st_size for path in paths if path.exists())
+            held = f"{record.tokens(split):,} tokens in {len(paths)} shards, {size:,} bytes"
+            _print(console, f"{split:<11} {held}")
+        _print(console, f"total       {_contents(record)}")
+        return 0
+
+
+DATA_COMMANDS: Mapping[str, type[Prepare | Verify | Info]] = {"prepare": Prepare, "verify": Verify, "info": Info}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prepare training data, verify it, or say what a folder of it holds."""
+
+    action: Annotated[
+        Annotated[Prepare, subcommand("prepare", prefix_name=False)]
+        | Annotated[Verify, subcommand("verify", prefix_name=False)]
+        | Annotated[Info, subcommand("info", prefix_name=False)],
+        arg(name=""),
+    ]
+
+    def run(self) -> int:
+        """Do what was asked."""
+        return self.action.run()
+
+
+def _contents(record: Prepared) -> str:
+    size = sum(group.bytes for group in record.groups)
+    tokens = " and ".join(f"{record.tokens(split):,} {split}" for split in SPLITS)
+    return f"{record.documents:,} documents, {size / 1e6:,.1f} MB of text, {tokens} tokens"
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
