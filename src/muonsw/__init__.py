@@ -17,6 +17,7 @@ from muonsw.peak import PeakLRError as PeakLRError
 from muonsw.peak import PeakLRWarning as PeakLRWarning
 from muonsw.scale import SHAPE_SCALES as SHAPE_SCALES
 from muonsw.schedule import peak_lr_for_horizon as peak_lr_for_horizon
+from muonsw.telemetry import Telemetry as Telemetry
 from muonsw.variants import SGDSW as SGDSW
 from muonsw.variants import AdamWSW as AdamWSW
 from muonsw.variants import MuonSW as MuonSW
@@ -34,6 +35,7 @@ __all__ = [
     "NonFiniteGradientError",
     "PeakLRError",
     "PeakLRWarning",
+    "Telemetry",
     "__version__",
     "convert_weight_decay",
     "decay_factor",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ class Coefficients(NamedTuple):
     eta: float | Tensor
     phi: float | Tensor
     ok: Tensor | None = None
+
+
+class Observer(Protocol):
+    """Someone who applies updates in the place of `apply_update`, to measure them; the weights must not differ."""
+
+    def apply(self, group: Group, update: Update, coefficients: Coefficients) -> None:
+        """Apply an update with `apply_update`."""
 
 
 def apply_update(group: Group, update: Update, coefficients: Coefficients) -> None:

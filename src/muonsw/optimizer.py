@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self, overload
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from muonsw import loading, peak
 from muonsw.algorithms import ALGORITHMS, Budget, Item
-from muonsw.apply import Coefficients, apply_update
+from muonsw.apply import Coefficients, Observer, apply_update
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.nonfinite import POLICIES, finite_flag, raise_if_not_finite
 from muonsw.options import (
@@ -28,6 +28,7 @@ from muonsw.peak import Group, PeakLRError
 from muonsw.precision import LOW_PRECISION
 from muonsw.route import route, routing_table
 from muonsw.state import ensure_state
+from muonsw.work import Work, work_of
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -45,6 +46,7 @@ class ScaledDecayOptimizer(Optimizer):
     _skipped_on_host: int
     _skipped_on_device: Tensor
     _excess: Tensor
+    _observer: Observer | None
 
     def __init__(self, params: Params, options: Group, *, nonfinite: str, chunk_bytes: int | None) -> None:
         if nonfinite not in POLICIES:
@@ -156,18 +158,28 @@ class ScaledDecayOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = list(self._work())
-        items = [item for _, batch in work for item in batch]
-        self._update_peaks(items[0].param.device if items else None)
-        ok = self._finite(items)
+        work = work_of(self)
+        self._update_peaks(work[0][1][0].param.device if work else None)
+        if self._observer is None:
+            self._update(work)
+        else:
+            self._update_uncompiled(work)
+        return loss
+
+    def _update(self, work: Work) -> None:
+        ok = self._finite([item for _, batch in work for item in batch])
         if ok is False:
             self._skipped_on_host += 1
-            return loss
+            return
         flag = ok if isinstance(ok, Tensor) else None
         coefficients = [self._coefficients(group, batch[0].param.device, flag) for group, batch in work]
         for (group, batch), factors in zip(work, coefficients, strict=True):
             self._step_group(group, batch, factors)
-        return loss
+
+    @_disable_dynamo  # torch.compiler.disable would import the compiler at once
+    def _update_uncompiled(self, work: Work) -> None:
+        """An update that is measured runs as it is written, whatever the step was compiled to."""
+        self._update(work)
 
     def _step_group(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
         ensure_state(group, items)
@@ -176,24 +188,9 @@ class ScaledDecayOptimizer(Optimizer):
             taken = 1 if coefficients.ok is None else [coefficients.ok.float()] * len(counters)
             torch._foreach_add_(counters, taken)
         budget = Budget(self._chunk_bytes(items[0].param.device), coefficients.ok)
+        apply = apply_update if self._observer is None else self._observer.apply
         for update in ALGORITHMS[group["algorithm"]].updates(group, items, budget):
-            apply_update(group, update, coefficients)
-
-    def _work(self) -> Iterator[tuple[Group, list[Item]]]:
-        """The parameters that have gradients, by group and device; refuses what no algorithm can use."""
-        position = 0
-        for number, group in enumerate(self.param_groups):
-            batches: dict[torch.device, list[Item]] = {}
-            names = group.get("param_names")
-            for place, param in enumerate(group["params"]):
-                if param.grad is not None:
-                    name = names[place] if names else f"parameter {place} of group {number}"
-                    if param.grad.layout != torch.strided:
-                        raise ValueError(f"the gradient of {name} is sparse; make it dense, or freeze the parameter")
-                    item = Item(position + place, name, param, param.grad, self.state[param])
-                    batches.setdefault(param.device, []).append(item)
-            position += len(group["params"])
-            yield from ((group, items) for items in batches.values())
+            apply(group, update, coefficients)
 
     def _finite(self, items: list[Item]) -> Tensor | bool:
         if self.nonfinite == "propagate" or not items:
@@ -207,7 +204,7 @@ class ScaledDecayOptimizer(Optimizer):
             self._skipped_on_device.add_(~ok)
         return ok
 
-    @_disable_dynamo  # torch.compiler.disable would import the compiler at once
+    @_disable_dynamo
     def _update_peaks(self, device: torch.device | None) -> None:
         """Resolve peaks and check learning rates, on the host and before anything changes."""
         if device is not None:
@@ -326,6 +323,7 @@ class ScaledDecayOptimizer(Optimizer):
         self._skipped_on_host = 0
         self._skipped_on_device = torch.zeros((), dtype=torch.int64)
         self._excess = torch.zeros((), dtype=torch.bool)
+        self._observer = None
 
     def _chunk_bytes(self, device: torch.device) -> int:
         return self.chunk_bytes or (CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES)

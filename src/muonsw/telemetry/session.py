@@ -1,0 +1,218 @@
+"""Telemetry: attach it to an optimizer, and it measures every so many of its updates."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.telemetry.inside import Inside
+from muonsw.telemetry.outside import Outside
+from muonsw.telemetry.places import find_places, matrices, members, model_view
+from muonsw.telemetry.record import Record, build
+from muonsw.telemetry.spectrum import Spectra, SpectralNorms, condition_numbers
+
+Sink = Callable[[Record], object]
+
+
+class Telemetry:
+    """Measures what an optimizer does to the weights: norms, update sizes, decay, alignments, at sampled updates.
+
+    It attaches to the optimizer's step hooks and works in any training loop, with our optimizers and with others.
+    Weights, gradients and random numbers are the same with and without it.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        every: sample the updates whose number is a multiple of it, and the first one.
+        model: gives names, roles and layers to parameters whose groups have none.
+        sink: a function that is called with each record, or several of them.
+        parameters: include the values of every single parameter in the records.
+        spectral_norm: measure the largest singular value of every matrix as well, by power iteration.
+        condition: estimate the condition number of every matrix as well; expensive.
+        start_step: updates that were completed before, in a run that is resumed.
+        keep: how many of the latest records stay readable in `records`; None keeps them all.
+        seed: of the start vectors of the power iteration.
+
+    Attributes:
+        step: completed updates, skipped ones included. Add to it for updates that no hook sees, such as replays
+            of a CUDA graph.
+
+    Examples:
+        >>> import torch
+        >>> from muonsw import MuonSW, Telemetry
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8), torch.nn.Linear(8, 8))
+        >>> optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
+        >>> telemetry = Telemetry(optimizer, every=2)
+        >>> for _ in range(4):
+        ...     model(torch.ones(2, 8)).square().mean().backward()
+        ...     optimizer.step(); optimizer.zero_grad()
+        >>> [record["step"] for record in telemetry.records]
+        [1, 2, 4]
+        >>> round(telemetry.last["roles"]["hidden"]["decay"], 6)
+        0.002
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        every: int = 50,
+        *,
+        model: nn.Module | None = None,
+        sink: Sink | Iterable[Sink] | None = None,
+        parameters: bool = True,
+        spectral_norm: bool = False,
+        condition: bool = False,
+        start_step: int = 0,
+        keep: int | None = 200,
+        seed: int = 0,
+    ) -> None:
+        _require_whole("every", every, 1)
+        _require_whole("start_step", start_step, 0)
+        if keep is not None:
+            _require_whole("keep", keep, 1)
+        _check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self.every = every
+        self.step = start_step
+        self.parameters = parameters
+        self.sinks = _as_sinks(sink)
+        self._records: deque[Record] = deque(maxlen=keep)
+        self._view = model_view(model)
+        self._observer: Inside | Outside = Outside(optimizer, self._view)
+        if isinstance(optimizer, ScaledDecayOptimizer):
+            self._observer = Inside(optimizer, self._view)
+        self._norms = SpectralNorms(seed=seed) if spectral_norm else None
+        self._condition = condition
+        self._spectra: Spectra = {}
+        self._sampling = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def records(self) -> list[Record]:
+        """The latest records, oldest first."""
+        return list(self._records)
+
+    @property
+    def last(self) -> Record | None:
+        """The latest record, or None before the first."""
+        return self._records[-1] if self._records else None
+
+    @property
+    def due(self) -> bool:
+        """Whether the next update will be sampled."""
+        return self.step == 0 or (self.step + 1) % self.every == 0
+
+    def detach(self) -> None:
+        """Stop measuring; records stay readable."""
+        for handle in self._handles:
+            handle.remove()
+        self._observer.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    @_disable_dynamo  # a compiled step calls hooks as they are, and its own graphs stay the same
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._observer.stop()  # a step that raised an error has left it on
+        self._sampling = self.due and not _capturing()
+        if self._sampling:
+            closure = kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:])
+            self._spectra = self._measure_spectra(optimizer, closure)
+            with torch.no_grad():
+                self._observer.begin(closure)
+
+    @_disable_dynamo
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        if not self._sampling:
+            self.step += not _capturing()
+            return
+        self.step += 1
+        self._sampling = False
+        with torch.no_grad():
+            was_skipped = self._observer.finish()
+            record = build(
+                self.step,
+                self._observer.sums,
+                find_places(optimizer, self._view),
+                self._spectra,
+                skipped=self._observer.skipped,
+                was_skipped=was_skipped,
+                parameters=self.parameters,
+            )
+        self._records.append(record)
+        for sink in self.sinks:
+            sink(record)
+        if isinstance(optimizer, ScaledDecayOptimizer):
+            optimizer.check()
+
+    @torch.no_grad()
+    def _measure_spectra(self, optimizer: Optimizer, closure: bool) -> Spectra:
+        """Singular values of the weights before the update, for those who asked."""
+        spectra: Spectra = {}
+        if self._norms is None and not self._condition:
+            return spectra
+        places = find_places(optimizer, self._view)
+        for group, _, _, param in members(optimizer):
+            batches = matrices(group, param, places[param].matrix)
+            if not batches or not (closure or param.grad is not None):
+                continue
+            if self._norms is not None:
+                spectra.setdefault("spectral_norm", {})[param] = self._norms.measure(param, batches)
+            if self._condition:
+                spectra.setdefault("condition", {})[param] = condition_numbers(batches)
+        return spectra
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being recorded, which is not an update."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _as_sinks(sink: Sink | Iterable[Sink] | None) -> list[Sink]:
+    if sink is None:
+        return []
+    sinks = [sink] if callable(sink) else list(sink)
+    for entry in sinks:
+        if not callable(entry):
+            raise TypeError(f"sink={entry!r} cannot be called; pass a function that takes a record, or several")
+    return sinks
+
+
+def _require_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: must be a whole number, at least {least}")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Refuse what cannot be measured, before anything is attached."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"Telemetry needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; of a wrapper, pass the "
+            f"optimizer inside"
+        )
+    params = [(name or words, param) for _, name, words, param in members(optimizer)]
+    if not params:
+        raise ValueError(f"this {type(optimizer).__name__} has no parameters, so there is nothing to measure")
+    for name, param in params:
+        if hasattr(param, "device_mesh"):
+            raise ValueError(f"{name} is sharded (a DTensor); telemetry of sharded parameters is not supported yet")
+        if not param.is_floating_point():
+            raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be measured")
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if isinstance(getattr(hook, "__self__", None), Telemetry):
+            raise ValueError("this optimizer has a Telemetry already; call its detach() first, or give it more sinks")

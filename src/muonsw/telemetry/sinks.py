@@ -1,0 +1,107 @@
+"""Where records can go: a JSON Lines file, a TensorBoard writer, a W&B run. Any function of a record is a sink too.
+
+Writers and runs are the user's own objects; nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from muonsw.telemetry.record import Record
+
+
+class JsonlSink:
+    r"""Appends each record to a file, one JSON object a line, flushed at once.
+
+    Args:
+        path: the file; folders that are missing are made.
+
+    Examples:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> with JsonlSink(path) as sink:
+        ...     sink({"kind": "telemetry", "step": 1, "all": {"weight_rms": 0.5}})
+        >>> path.read_text()
+        '{"kind": "telemetry", "step": 1, "all": {"weight_rms": 0.5}}\n'
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def __call__(self, record: Record) -> None:
+        """Write a record."""
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TensorBoardSink:
+    """Writes every value as a scalar, `telemetry/roles/hidden/weight_rms` and the like.
+
+    Args:
+        writer: anything with `add_scalar(tag, value, global_step)`, such as `torch.utils.tensorboard.SummaryWriter`.
+        parameters: write the values of single parameters too, which are many.
+    """
+
+    def __init__(self, writer: Any, *, parameters: bool = False) -> None:
+        self.writer = writer
+        self.parameters = parameters
+
+    def __call__(self, record: Record) -> None:
+        """Write the scalars of a record."""
+        for tag, value in scalars(record, parameters=self.parameters):
+            self.writer.add_scalar(tag, value, record["step"])
+
+
+class WandbSink:
+    """Logs every value to a W&B run, against `telemetry/step` so that it does not move the run's own step.
+
+    Args:
+        run: what `wandb.init()` returns, or anything with `log(dict)`.
+        parameters: log the values of single parameters too, which are many.
+    """
+
+    def __init__(self, run: Any, *, parameters: bool = False) -> None:
+        self.run = run
+        self.parameters = parameters
+        if hasattr(run, "define_metric"):
+            run.define_metric("telemetry/step")
+            run.define_metric("telemetry/*", step_metric="telemetry/step")
+
+    def __call__(self, record: Record) -> None:
+        """Log the scalars of a record."""
+        values = dict(scalars(record, parameters=self.parameters))
+        self.run.log({"telemetry/step": record["step"], **values})
+
+
+def scalars(record: Record, *, parameters: bool = False) -> Iterator[tuple[str, float]]:
+    """The values of a record under flat names; those that are None are left out.
+
+    Examples:
+        >>> roles = {"hidden": {"decay": None, "lr": 0.1}}
+        >>> list(scalars({"step": 1, "all": {"weight_rms": 0.5}, "roles": roles, "skipped": 0}))
+        [('telemetry/all/weight_rms', 0.5), ('telemetry/roles/hidden/lr', 0.1), ('telemetry/skipped', 0)]
+    """
+    flat = {f"telemetry/{key}": record[key] for key in ("all", "decayed") if key in record}
+    for key in ("roles", "layers", "parameters") if parameters else ("roles", "layers"):
+        flat |= {f"telemetry/{key}/{name}": values for name, values in record.get(key, {}).items()}
+    for prefix, values in flat.items():
+        yield from ((f"{prefix}/{name}", value) for name, value in values.items() if value is not None)
+    yield "telemetry/skipped", record["skipped"]

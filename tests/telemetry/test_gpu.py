@@ -1,0 +1,148 @@
+"""What holds on a CUDA device. Run by `make test-gpu`."""
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import ALGORITHMS, MuonSW, Telemetry
+from tests.common.cuda import no_waiting
+from tests.common.problems import assert_same, matrices
+from tests.telemetry.brute import Step, assert_values
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on_gpu(dtype=torch.float32):
+    return [nn.Parameter(p.detach().cuda()) for p in matrices((64, 64), (32, 96), (4, 48, 32), dtype=dtype)]
+
+
+def feed(params, step):
+    generator = torch.Generator("cuda").manual_seed(step)
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.empty_like(param)
+        param.grad.copy_(torch.randn(param.shape, generator=generator, device="cuda"))
+
+
+def ours(params, algorithm="muon", **options):
+    groups = [{"params": params[:2]}, {"params": params[2:], "matrix": "stack", "role": "experts"}]
+    groups = [{**group, "algorithm": algorithm, "momentum": 0.9} for group in groups]
+    return MuonSW(groups, lr=0.02, weight_decay=0.3, **options)
+
+
+def torchs(params):
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.3)
+
+
+@pytest.mark.parametrize("build", [ours, torchs])
+def test_the_host_never_waits_between_samples(build):
+    params = on_gpu()
+    optimizer = build(params)
+    telemetry = Telemetry(optimizer, every=5)
+    feed(params, 0)
+    optimizer.step()
+    with no_waiting():
+        for _ in range(3):
+            optimizer.step()
+    optimizer.step()
+    with no_waiting():
+        optimizer.step()
+    assert [record["step"] for record in telemetry.records] == [1, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_values_and_weights_on_the_device(algorithm, dtype):
+    def trained(every):
+        params = on_gpu(dtype)
+        optimizer = ours(params, algorithm)
+        telemetry = Telemetry(optimizer, every=every)
+        for number in range(4):
+            feed(params, number)
+            step = Step(optimizer, params)
+        return params, telemetry.last, step
+
+    params, record, step = trained(2)
+    assert_same(params, trained(1000)[0])
+    if dtype == torch.float32:
+        assert_values(record["all"], step.expected([0.006] * 3), rel=1e-4)
+    updates = {"alignment_gradient_mean": step.grads, "alignment_momentum_mean": step.momenta}
+    for name, others in updates.items():
+        assert record["all"][name] == pytest.approx(step.mean_cosine(others), abs=1e-5)
+
+
+def test_an_update_that_the_device_skips_is_told():
+    params = on_gpu()
+    optimizer = ours(params)
+    telemetry = Telemetry(optimizer, every=1)
+    for number in range(3):
+        feed(params, number)
+        if number == 1:
+            params[0].grad[0, 0] = float("nan")
+        optimizer.step()
+    assert [record["was_skipped"] for record in telemetry.records] == [False, True, False]
+    assert [record["skipped"] for record in telemetry.records] == [0, 1, 1]
+    assert telemetry.records[1]["all"]["update_rms"] is None
+    assert telemetry.records[1]["all"]["weight_rms"] == telemetry.records[2]["all"]["weight_rms"]
+
+
+def test_replays_of_a_graph_are_counted_by_hand():
+    params = on_gpu()
+    optimizer = ours(params, capturable=True)
+    telemetry = Telemetry(optimizer, every=4)
+    feed(params, 0)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert telemetry.step == 1  # a capture is no update
+    for number in range(1, 9):
+        feed(params, number)
+        if telemetry.due:
+            step = Step(optimizer, params)
+        else:
+            graph.replay()
+            telemetry.step += 1
+    assert [record["step"] for record in telemetry.records] == [1, 4, 8]
+    assert telemetry.step == 9
+    assert_values(telemetry.last["all"], step.expected([0.006] * 3), rel=1e-4)
+
+
+def test_a_compiled_step_is_watched():
+    """Needs a C compiler for Triton, and half a minute."""
+    torch._dynamo.reset()
+    params = on_gpu()
+    optimizer = MuonSW(params[:2], lr=torch.tensor(0.02, device="cuda"), weight_decay=0.3)
+    telemetry = Telemetry(optimizer, every=3)
+    step = torch.compile(optimizer.step)
+    for number in range(6):
+        feed(params, number)
+        taken = Step(optimizer, params[:2], step)
+    assert [record["step"] for record in telemetry.records] == [1, 3, 6]
+    assert_values(telemetry.last["all"], taken.expected([0.006] * 2), rel=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_sampled_step_holds_a_few_chunks_and_no_copy_of_all_weights(algorithm):
+    chunk = 8 * 2**20
+    params = [nn.Parameter(0.02 * torch.randn(1024, 1024, device="cuda")) for _ in range(32)]
+    group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
+    optimizer = MuonSW([group], lr=0.02, chunk_bytes=chunk)
+    telemetry = Telemetry(optimizer, every=2)
+
+    def extra():
+        feed(params, 0)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        return torch.cuda.max_memory_allocated() - before
+
+    optimizer.step()  # nothing has a gradient yet: makes no state
+    extra()
+    unsampled, sampled = extra(), extra()
+    assert telemetry.last["step"] == 4
+    assert sampled - unsampled < 6 * chunk  # weights before, copies of four tensors, and a product

@@ -1,0 +1,82 @@
+"""Values that theory or linear algebra knows beforehand."""
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import SGDSW, MuonSW, Telemetry
+from muonsw.orthogonalize import newton_schulz_schedule
+from muonsw.orthogonalize.polynomial import singular_value_map
+from tests.common.problems import matrices, set_gradients
+from tests.telemetry.brute import Step
+
+
+def test_newton_schulz_leaves_the_defect_that_its_polynomial_says():
+    """Singular values of a Gaussian matrix go through the quintic: defect^2 is the mean of p(sigma)^2."""
+    (param,) = matrices((96, 160))
+    optimizer = MuonSW([param], lr=0.02, momentum=0.0, nesterov=False, ns_dtype="float32")
+    telemetry = Telemetry(optimizer, every=1)
+    set_gradients([param], 3)
+    optimizer.step()
+    singular = torch.linalg.svdvals(param.grad.double())
+    mapped = singular_value_map(newton_schulz_schedule(5))(singular / singular.norm())
+    expected = mapped.square().mean().sqrt().item()
+    assert telemetry.last["all"]["defect"] == pytest.approx(expected, rel=1e-4)
+    assert 0.8 < expected < 0.95
+
+
+class Normed(nn.Module):
+    """A linear layer whose output is normed, or the same within a pre-norm residual block."""
+
+    def __init__(self, residual):
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False, dtype=torch.float64)
+        self.residual = residual
+
+    def forward(self, x):
+        norm = lambda y: y / y.square().mean(-1, keepdim=True).sqrt()  # noqa: E731
+        return norm(x + self.linear(norm(x))) if self.residual else norm(self.linear(x))
+
+
+def test_a_scale_invariant_layer_has_no_gradient_along_its_weight():
+    """Norm after the layer: exactly none. Before it, with a residual stream: some, but little."""
+    found = {}
+    for residual in (False, True):
+        torch.manual_seed(1)
+        model = Normed(residual)
+        optimizer = SGDSW(model.parameters(), lr=0.01, weight_decay=0.0)
+        telemetry = Telemetry(optimizer, every=1)
+        x, y = torch.randn(64, 16, dtype=torch.float64), torch.randn(64, 16, dtype=torch.float64)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        found[residual] = abs(telemetry.last["all"]["alignment_gradient"])
+    assert found[False] < 1e-12
+    assert 1e-6 < found[True] < 0.3
+
+
+@pytest.mark.parametrize("build", [MuonSW, torch.optim.AdamW])
+def test_spectral_norms_and_condition_numbers(build):
+    params = matrices((40, 24), (30, 30), (24, 64))
+    optimizer = build(params, lr=0.02)
+    telemetry = Telemetry(optimizer, every=1, spectral_norm=True, condition=True)
+    for number in range(2):
+        set_gradients(params, number)
+        step = Step(optimizer, params)
+    for values, weight in zip(telemetry.last["parameters"].values(), step.before, strict=True):
+        assert values["spectral_norm"] == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-3)
+        assert values["condition"] == pytest.approx(torch.linalg.cond(weight).item(), rel=1e-3)
+    norms = [torch.linalg.matrix_norm(weight, ord=2).item() for weight in step.before]
+    assert telemetry.last["all"]["spectral_norm"] == pytest.approx(sum(norms) / 3, rel=1e-3)
+
+
+def test_spectral_norms_of_stacks_and_splits_and_none_of_vectors():
+    params = matrices((3, 8, 6), (5,))
+    groups = [{"params": params[:1], "matrix": "stack", "split_sizes": (2, 6)}]
+    optimizer = MuonSW([*groups, {"params": params[1:], "algorithm": "adamw"}], lr=0.02)
+    telemetry = Telemetry(optimizer, every=1, spectral_norm=True)
+    set_gradients(params, 0)
+    step = Step(optimizer, params)
+    parts = [part for expert in step.before[0] for part in expert.split((2, 6))]
+    expected = sum(torch.linalg.matrix_norm(part, ord=2).item() for part in parts) / 6
+    assert telemetry.last["parameters"]["parameter 0 of group 0"]["spectral_norm"] == pytest.approx(expected, rel=1e-4)
+    assert "spectral_norm" not in telemetry.last["parameters"]["parameter 0 of group 1"]

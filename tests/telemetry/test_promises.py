@@ -1,0 +1,297 @@
+"""What telemetry leaves alone, when it samples, and what it refuses."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import ALGORITHMS, AdamWSW, MuonSW, NonFiniteGradientError, PeakLRError, Telemetry
+from tests.common.problems import assert_same, matrices, run, set_gradients
+from tests.telemetry.brute import Step, assert_values
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_weights_and_state_are_the_same_with_and_without(algorithm, dtype, cautious):
+    def trained(watched):
+        params = matrices((12, 8), (8, 8), (3, 6, 4), dtype=dtype)
+        groups = [{"params": params[:2]}, {"params": params[2:], "matrix": "stack", "rounding": "kahan"}]
+        groups = [{**group, "algorithm": algorithm, "momentum": 0.9} for group in groups]
+        optimizer = MuonSW(groups, lr=0.02, weight_decay=0.3, cautious=cautious)
+        if watched:
+            Telemetry(optimizer, every=2, spectral_norm=True, condition=True)
+        run(optimizer, params, 5)
+        return params + [value for p in params for value in optimizer.state[p].values()], [p.grad for p in params]
+
+    (left, grads), (right, untouched) = trained(True), trained(False)
+    assert_same(left, right)
+    assert_same(grads, untouched)
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Muon, torch.optim.SGD])
+def test_torchs_own_weights_are_the_same_with_and_without(build):
+    def trained(watched):
+        params = matrices((12, 8), (8, 8))
+        optimizer = build(params, lr=0.02, weight_decay=0.3)
+        if watched:
+            Telemetry(optimizer, every=2, spectral_norm=True)
+        run(optimizer, params, 5)
+        return params
+
+    assert_same(trained(True), trained(False))
+
+
+def test_no_random_number_of_the_training_is_used_up():
+    params = matrices((12, 8))
+    optimizer = MuonSW(params, lr=0.02)
+    before = torch.get_rng_state()
+    Telemetry(optimizer, every=1, spectral_norm=True, condition=True)
+    run(optimizer, params, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_when_it_samples():
+    params = matrices((4, 4))
+    optimizer = MuonSW(params, lr=0.02)
+    with Telemetry(optimizer, every=3) as telemetry:
+        due = []
+        for number in range(7):
+            due.append(telemetry.due)
+            run(optimizer, params, 1, start=number)
+    run(optimizer, params, 3)
+    assert [record["step"] for record in telemetry.records] == [1, 3, 6]
+    assert due == [True, False, True, False, False, True, False]
+    assert telemetry.step == 7
+    assert not optimizer._optimizer_step_pre_hooks
+    assert optimizer._observer is None
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped():
+    def records(stop):
+        params = matrices((6, 4), (3, 4, 4))
+        groups = [{"params": params[:1]}, {"params": params[1:], "matrix": "stack"}]
+        optimizer = MuonSW(groups, lr=0.02, ns_dtype="float32")
+        telemetry = Telemetry(optimizer, every=2)
+        run(optimizer, params, stop)
+        found = telemetry.records
+        if stop < 9:
+            other = MuonSW(copy.deepcopy(groups), lr=0.02, ns_dtype="float32")
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            resumed = [p for group in other.param_groups for p in group["params"]]
+            telemetry = Telemetry(other, every=2, start_step=stop)
+            run(other, resumed, 9 - stop, start=stop)
+            found += telemetry.records
+        return found
+
+    assert records(9) == records(5) == records(4)
+
+
+def test_only_the_latest_records_are_kept():
+    params = matrices((4, 4))
+    optimizer = MuonSW(params, lr=0.02)
+    seen = []
+    telemetry = Telemetry(optimizer, every=1, keep=2, sink=seen.append, parameters=False)
+    assert telemetry.last is None
+    run(optimizer, params, 5)
+    assert [record["step"] for record in telemetry.records] == [4, 5]
+    assert [record["step"] for record in seen] == [1, 2, 3, 4, 5]
+    assert all("parameters" not in record for record in seen)
+
+
+def test_a_skipped_update_is_told_apart_from_one_of_size_zero():
+    params = matrices((6, 4), (5,))
+    optimizer = MuonSW([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}], lr=0.02)
+    telemetry = Telemetry(optimizer, every=1)
+    run(optimizer, params, 2)
+    before = telemetry.last
+    set_gradients(params, 2)
+    params[0].grad[0, 0] = math.nan
+    weights = torch.cat([p.detach().flatten() for p in params]).double()
+    optimizer.step()
+    record = telemetry.last
+    assert (before["skipped"], before["was_skipped"]) == (0, False)
+    assert (record["skipped"], record["was_skipped"], record["step"]) == (1, True, 3)
+    assert record["all"]["weight_rms"] == pytest.approx(weights.square().mean().sqrt().item())
+    unknown = {"update_rms", "relative_update", "applied_rms", "decay", "alignment_update", "alignment_gradient"}
+    assert all(values[name] is None for values in (record["all"], record["decayed"]) for name in unknown)
+    assert record["all"].keys() >= before["all"].keys() - {"defect"}
+    set_gradients(params, 3)
+    optimizer.step()
+    assert telemetry.last["skipped"] == 1
+    assert telemetry.last["all"]["update_rms"] > 0
+
+
+def test_an_update_of_size_zero_is_no_skip():
+    params = matrices((6, 4))
+    optimizer = MuonSW(params, lr=0.02, weight_decay=0.5)
+    telemetry = Telemetry(optimizer, every=1)
+    params[0].grad = torch.zeros_like(params[0])
+    optimizer.step()
+    values = telemetry.last["all"]
+    assert values["update_rms"] == 0
+    assert values["decay"] == pytest.approx(0.01)
+    assert values["applied_rms"] == pytest.approx(0.01 * values["weight_rms"], rel=1e-5)
+    assert values["alignment_update"] is None
+    assert values["alignment_update_mean"] is None
+    assert not telemetry.last["was_skipped"]
+
+
+def test_a_grad_scaler_that_skips_leaves_no_trace():
+    """Such a step never reaches the optimizer, so it is no update and is not counted."""
+    model = nn.Linear(4, 4)
+    optimizer = MuonSW.for_model(model, lr=0.02)
+    telemetry = Telemetry(optimizer, every=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for bad in (False, True, False):
+        loss = model(torch.ones(2, 4)).square().mean() * (math.inf if bad else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [(record["step"], record["skipped"]) for record in telemetry.records] == [(1, 0), (2, 0)]
+
+
+def test_a_fused_kernel_that_skips_is_seen():
+    """With a GradScaler torch's fused optimizers are called all the same, and skip by themselves."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+    telemetry = Telemetry(optimizer, every=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for bad in (False, True, False):
+        loss = model(torch.ones(2, 4)).square().mean() * (math.inf if bad else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [record["was_skipped"] for record in telemetry.records] == [False, True, False]
+    assert [record["skipped"] for record in telemetry.records] == [0, 1, 1]
+    assert telemetry.records[1]["all"]["update_rms"] is None
+
+
+@pytest.mark.parametrize("build", [AdamWSW, torch.optim.AdamW])
+def test_accumulation_and_clipping(build):
+    """What counts is the gradient that the step sees."""
+    model = nn.Linear(6, 4)
+    optimizer = build(model.parameters(), lr=0.02)
+    telemetry = Telemetry(optimizer, every=1)
+    params = list(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(4):
+            (model(torch.randn(8, 6)).square().mean() / 4).backward()
+        nn.utils.clip_grad_norm_(params, 0.01)
+        step = Step(optimizer, params)
+    phi = telemetry.last["all"]["decay"]
+    assert_values(telemetry.last["all"], step.expected([phi, phi]))
+    assert len(telemetry.records) == 3
+
+
+@pytest.mark.parametrize("build", [AdamWSW, torch.optim.AdamW])
+def test_a_closure_computes_the_gradients_inside_the_step(build):
+    params = matrices((6, 4))
+    optimizer = build(params, lr=0.02)
+    telemetry = Telemetry(optimizer, every=1)
+
+    def closure():
+        set_gradients(params, 5)
+        return 0.0
+
+    before = params[0].detach().double().clone()
+    optimizer.step(closure)
+    expected = torch.cosine_similarity(before.flatten(), params[0].grad.double().flatten(), dim=0).item()
+    assert telemetry.last["all"]["alignment_gradient"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_parameters_without_a_gradient_are_left_out():
+    params = matrices((6, 4), (4, 4))
+    for optimizer in (MuonSW(params, lr=0.02), torch.optim.AdamW(params, lr=0.02)):
+        telemetry = Telemetry(optimizer, every=1)
+        params[1].grad = None
+        params[0].grad = torch.randn(6, 4)
+        optimizer.step()
+        assert list(telemetry.last["parameters"]) == ["parameter 0 of group 0"]
+        params[0].grad = None
+        optimizer.step()
+        assert telemetry.last["parameters"] == {}
+        assert telemetry.last["all"]["numel"] == 0
+        assert telemetry.last["all"]["weight_rms"] is None
+
+
+def test_an_error_in_the_step_is_no_update():
+    params = matrices((6, 4))
+    optimizer = MuonSW(params, lr=0.02, nonfinite="raise")
+    telemetry = Telemetry(optimizer, every=2)
+    params[0].grad = torch.full((6, 4), math.nan)
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    run(optimizer, params, 2)
+    assert [record["step"] for record in telemetry.records] == [1, 2]
+
+
+def test_a_tensor_learning_rate_above_its_peak_is_raised_at_the_sample():
+    params = matrices((6, 4))
+    lr = torch.tensor(0.1)
+    optimizer = MuonSW(params, lr=lr)
+    telemetry = Telemetry(optimizer, every=2)
+    run(optimizer, params, 2)
+    assert telemetry.last["all"]["lr"] == pytest.approx(0.1)
+    assert telemetry.last["all"]["decay"] == pytest.approx(0.01)
+    lr.fill_(0.2)
+    set_gradients(params, 0)
+    optimizer.step()
+    with pytest.raises(PeakLRError):
+        optimizer.step()
+
+
+def test_names_roles_and_layers():
+    model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 12, bias=False))
+    roles = {"embedding", "hidden", "bias", "norm", "head"}
+    numbered = {"0", "1", "2", "3"}
+    builds = {
+        "ours": (MuonSW.for_model(model, lr=0.02), None),
+        "named": (torch.optim.AdamW(model.named_parameters(), lr=0.02), None),
+        "model": (torch.optim.AdamW(model.parameters(), lr=0.02), model),
+        "neither": (torch.optim.AdamW(model.parameters(), lr=0.02), None),
+    }
+    for case, (optimizer, given) in builds.items():
+        telemetry = Telemetry(optimizer, every=1, model=given)
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).square().mean().backward()
+        optimizer.step()
+        record = telemetry.last
+        assert set(record["roles"]) == (roles if case in ("ours", "model") else set()), case
+        assert set(record["layers"]) == (numbered if case != "neither" else set()), case
+        names = {name for name, _ in model.named_parameters()}
+        assert (set(record["parameters"]) == names) == (case != "neither"), case
+        assert sum(v["numel"] for v in record["parameters"].values()) == record["all"]["numel"]
+    assert list(record["parameters"])[1] == "parameter 1 of group 0"
+
+
+def test_mistakes_are_refused():
+    params = matrices((4, 4))
+    optimizer = MuonSW(params, lr=0.02)
+    with pytest.raises(ValueError, match="every=0: must be a whole number, at least 1"):
+        Telemetry(optimizer, every=0)
+    with pytest.raises(ValueError, match=r"every=2\.5"):
+        Telemetry(optimizer, every=2.5)
+    with pytest.raises(ValueError, match="start_step=-1"):
+        Telemetry(optimizer, start_step=-1)
+    with pytest.raises(ValueError, match="keep=0"):
+        Telemetry(optimizer, keep=0)
+    with pytest.raises(TypeError, match="cannot be called"):
+        Telemetry(optimizer, sink=["metrics.jsonl"])
+    with pytest.raises(TypeError, match=r"not a list.*pass the optimizer inside"):
+        Telemetry(params)
+    assert not optimizer._optimizer_step_pre_hooks
+    telemetry = Telemetry(optimizer)
+    with pytest.raises(ValueError, match="has a Telemetry already"):
+        Telemetry(optimizer)
+    telemetry.detach()
+    telemetry.detach()
+    Telemetry(optimizer)
+    empty = torch.optim.SGD([{"params": []}], lr=0.1)
+    with pytest.raises(ValueError, match="this SGD has no parameters"):
+        Telemetry(empty)

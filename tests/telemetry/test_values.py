@@ -1,0 +1,234 @@
+"""Every value of a record against the same value computed in float64 from saved weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import ALGORITHMS, DECAY_RULES, MuonSW, Telemetry, drive_weight_decay
+from muonsw.theory.steady_state import next_norm
+from tests.common.problems import matrices, set_gradients
+from tests.telemetry.brute import Step, assert_values, defects, directions
+
+LAMBDA = {"squared": 3.0, "independent": 0.02}
+PEAK, LR = 0.05, 0.02
+
+
+def decay_of(rule, lam, lr, peak):
+    return {
+        "constant": lam * lr,
+        "scaled": lam * lr**2 / peak,
+        "squared": lam * lr**2,
+        "independent": lam * lr / peak,
+        "none": 0.0,
+    }[rule]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", DECAY_RULES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_values_of_our_optimizers(algorithm, decay, dtype):
+    params = matrices((12, 8), (8, 8), (3, 6, 4), dtype=dtype)
+    lam = LAMBDA.get(decay, 0.3)
+    groups = [
+        {"params": params[:2], "role": "hidden"},
+        {"params": params[2:], "role": "experts", "matrix": "stack", "weight_decay": 0.0},
+    ]
+    groups = [{**group, "algorithm": algorithm, "momentum": 0.9} for group in groups]
+    optimizer = MuonSW(groups, lr=PEAK, weight_decay=lam, decay=decay, ns_dtype=dtype)
+    telemetry = Telemetry(optimizer, every=2)
+    for number in range(4):
+        for group in optimizer.param_groups:
+            group["lr"] = LR if number else PEAK
+        set_gradients(params, number)
+        step = Step(optimizer, params)
+    record = telemetry.last
+    phi = decay_of(decay, lam, LR, PEAK)
+    phis = [phi, phi, 0.0]
+    assert record["step"] == 4
+    assert_values(record["all"], {**step.expected(phis), "lr": LR})
+    assert_values(record["decayed"], step.expected(phis, [0, 1]))
+    assert_values(record["roles"]["experts"], step.expected(phis, [2]))
+    for number, name in enumerate(("parameter 0 of group 0", "parameter 1 of group 0", "parameter 0 of group 1")):
+        assert_values(record["parameters"][name], step.expected(phis, [number]))
+    for name, others in (("update", step.updates(phis)), ("gradient", step.grads), ("momentum", step.momenta)):
+        assert record["all"][f"alignment_{name}_mean"] == pytest.approx(step.mean_cosine(others), abs=1e-6)
+    uses_peak = DECAY_RULES[decay].uses_peak
+    assert record["decayed"]["peak_lr"] == (pytest.approx(PEAK) if uses_peak else None)
+    assert record["roles"]["experts"]["peak_lr"] is None
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_norm_follows_the_recursion_that_the_record_describes(algorithm):
+    """r'^2 = (1-phi)^2 r^2 - 2 (1-phi) s a r + s^2, with the values of one record and the norm in the next."""
+    params = matrices((16, 8), (8, 8), dtype=torch.float64)
+    optimizer = MuonSW([{"params": params, "algorithm": algorithm}], lr=0.05, weight_decay=2.0)
+    telemetry = Telemetry(optimizer, every=1)
+    for number in range(6):
+        set_gradients(params, number)
+        optimizer.step()
+    for now, later in zip(telemetry.records, telemetry.records[1:], strict=False):
+        for name in now["parameters"]:
+            v, after = now["parameters"][name], later["parameters"][name]["weight_rms"]
+            predicted = next_norm(v["weight_rms"], s=v["update_rms"], phi=v["decay"], a=v["alignment_update"])
+            assert predicted == pytest.approx(after, rel=1e-12)
+
+
+FOREIGN = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.3),
+    "Muon": lambda p: torch.optim.Muon(p, lr=0.02, weight_decay=0.3),
+    "Adam, decoupled": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.3, decoupled_weight_decay=True),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_values_of_torchs_decoupled_optimizers(name):
+    params = matrices((12, 8), (8, 8))
+    optimizer = FOREIGN[name](params)
+    telemetry = Telemetry(optimizer, every=1)
+    for number in range(3):
+        set_gradients(params, number)
+        step = Step(optimizer, params)
+        assert_values(telemetry.last["all"], {**step.expected([0.006, 0.006]), "lr": 0.02})
+    # decay really is lr * weight_decay: an optimizer without it differs by that much of the weight
+    decayed, free = matrices((8, 8), dtype=torch.float64), matrices((8, 8), dtype=torch.float64)
+    start = decayed[0].detach().clone()
+    for weights, lam in ((decayed, 0.3), (free, 0.0)):
+        optimizer = FOREIGN[name](weights)
+        optimizer.param_groups[0]["weight_decay"] = lam
+        telemetry = Telemetry(optimizer, every=1)
+        set_gradients(weights, 0)
+        optimizer.step()
+        assert telemetry.last["all"]["decay"] == pytest.approx(0.02 * lam)
+    torch.testing.assert_close(free[0] - decayed[0], 0.006 * start)
+
+
+def test_an_optimizer_that_does_not_tell_its_decay():
+    """torch's SGD adds decay to the gradient: the update is the whole change, and decay is not known."""
+    params = matrices((12, 8))
+    optimizer = torch.optim.SGD(params, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.3)
+    telemetry = Telemetry(optimizer, every=1)
+    for number in range(2):
+        set_gradients(params, number)
+        step = Step(optimizer, params)
+    expected = step.expected([0.0])
+    del expected["decay"]
+    assert_values(telemetry.last["all"], expected)
+    assert telemetry.last["all"]["decay"] is None
+    assert telemetry.last["all"]["peak_lr"] is None
+    assert telemetry.last["decayed"]["numel"] == 96
+
+
+def test_gradients_that_the_optimizer_overwrites_were_measured_before():
+    """torch's SGD looks ahead into the gradients themselves when several tensors are stepped at once."""
+    params = matrices((12, 8), (8, 8))
+    optimizer = torch.optim.SGD(params, lr=0.02, momentum=0.9, nesterov=True, foreach=True)
+    telemetry = Telemetry(optimizer, every=1)
+    for number in range(2):
+        set_gradients(params, number)
+        step = Step(optimizer, params)
+    assert any(not torch.equal(p.grad.double(), g) for p, g in zip(params, step.grads, strict=True))
+    assert_values(telemetry.last["all"], step.expected([0.0, 0.0]))
+
+
+def test_a_driven_optimizer_shows_the_rules_decay_and_its_peak():
+    params = matrices((12, 8))
+    optimizer = torch.optim.AdamW(params, lr=0.05, weight_decay=0.3)
+    telemetry = Telemetry(optimizer, every=1)
+    drive_weight_decay(optimizer, "scaled")
+    for lr in (0.05, 0.02):
+        optimizer.param_groups[0]["lr"] = lr
+        set_gradients(params, 0)
+        step = Step(optimizer, params)
+    assert_values(telemetry.last["all"], {**step.expected([0.3 * 0.02**2 / 0.05]), "peak_lr": 0.05})
+
+
+def test_stacked_experts_equal_separate_matrices():
+    """Pooled values are the same; the mean over experts equals the mean over parameters; split parts count too."""
+    (stack,) = matrices((4, 6, 8))
+    separate = [nn.Parameter(part.detach().clone()) for expert in stack for part in expert.split((2, 4))]
+    ours = MuonSW([stack], lr=0.02, matrix="stack", split_sizes=(2, 4), ns_dtype="float32")
+    theirs = MuonSW(separate, lr=0.02, ns_dtype="float32")
+    telemetries = Telemetry(ours, every=1), Telemetry(theirs, every=1)
+    for number in range(3):
+        set_gradients([stack], number)
+        parts = [part for expert in stack.grad for part in expert.split((2, 4))]
+        for param, grad in zip(separate, parts, strict=True):
+            param.grad = grad.clone()
+        ours.step()
+        theirs.step()
+    left, right = (telemetry.last["all"] for telemetry in telemetries)
+    assert left.keys() == right.keys()
+    assert all(left[name] == pytest.approx(right[name], rel=1e-5, abs=1e-6) for name in left if left[name] is not None)
+    single = telemetries[0].last["parameters"]["parameter 0 of group 0"]
+    assert single["alignment_update_mean"] == left["alignment_update_mean"] != left["alignment_update"]
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 64, 4 * 17])
+def test_large_stacks_are_measured_in_pieces(chunk_bytes):
+    """Elementwise rules cut tensors anywhere; experts are put together again."""
+
+    def measured(limit):
+        params = matrices((5, 4, 6), (7, 3), (40,))
+        groups = [{"params": params[:1], "matrix": "stack", "role": "experts"}, {"params": params[1:]}]
+        groups = [{**group, "algorithm": "adamw"} for group in groups]
+        optimizer = MuonSW(groups, lr=0.02, weight_decay=0.1, chunk_bytes=limit)
+        telemetry = Telemetry(optimizer, every=1)
+        for number in range(2):
+            set_gradients(params, number)
+            step = Step(optimizer, params)
+        return telemetry.last, step
+
+    record, step = measured(chunk_bytes)
+    phis = [0.002] * 3
+    assert_values(record["all"], step.expected(phis))
+    assert record["all"]["alignment_update_mean"] == pytest.approx(step.mean_cosine(step.updates(phis)), abs=1e-6)
+
+
+def test_the_defect_is_that_of_the_direction_before_its_scale():
+    params = matrices((12, 8), (8, 8), (3, 6, 4), (8, 2, 3))
+    groups = [{"params": params[:2]}, {"params": params[2:3], "matrix": "stack"}]
+    groups.append({"params": params[3:], "matrix": "flatten", "scale": "spectral"})
+    optimizer = MuonSW(groups, lr=0.02, ns_dtype="float32")
+    telemetry = Telemetry(optimizer, every=1)
+    for number in range(2):
+        set_gradients(params, number)
+        found = directions(optimizer, params)
+        optimizer.step()
+    views = [None, None, "stack", "flatten"]
+    expected = [defects(d, view) for d, view in zip(found, views, strict=True)]
+    for values, own in zip(telemetry.last["parameters"].values(), expected, strict=True):
+        assert values["defect"] == pytest.approx(sum(own) / len(own), rel=1e-5)
+    every = [value for own in expected for value in own]
+    assert telemetry.last["all"]["defect"] == pytest.approx(sum(every) / len(every), rel=1e-5)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_intended_and_applied_differ_in_low_precision(rounding):
+    (param,) = matrices((32, 48), dtype=torch.bfloat16)
+    optimizer = MuonSW([param], lr=0.001, weight_decay=0.1, rounding=rounding, ns_dtype="float32")
+    telemetry = Telemetry(optimizer, every=1)
+    for number in range(3):
+        set_gradients([param], number)
+        (direction,) = directions(optimizer, [param])
+        step = Step(optimizer, [param])
+    values = telemetry.last["all"]
+    intended = (0.001 * 0.2 * 48**0.5 * direction).square().mean().sqrt().item()
+    assert values["update_rms"] == pytest.approx(intended, rel=0.01)  # the twin's weights are rounded as well
+    assert values["applied_rms"] == pytest.approx((step.after[0] - step.before[0]).square().mean().sqrt().item())
+    assert values["applied_rms"] > 1.2 * values["update_rms"]
+
+
+def test_cautious_decay_is_what_it_takes_along_the_weight():
+    params = matrices((16, 8), dtype=torch.float64)
+    optimizer = MuonSW(params, lr=0.02, weight_decay=0.5, cautious=True)
+    telemetry = Telemetry(optimizer, every=1)
+    set_gradients(params, 1)
+    (direction,) = directions(optimizer, params)
+    step = Step(optimizer, params)
+    w = step.before[0]
+    inward = torch.where(w * direction >= 0, w, 0)
+    expected = 0.01 * inward.square().sum() / w.square().sum()
+    assert 0.002 < expected < 0.008
+    assert telemetry.last["all"]["decay"] == pytest.approx(expected.item(), rel=1e-9)
+    update = 0.02 * 0.2 * 16**0.5 * direction
+    assert telemetry.last["all"]["update_rms"] == pytest.approx(update.square().mean().sqrt().item(), rel=1e-9)
