@@ -78,7 +78,7 @@ def test_branches_are_added_with_1_4_over_root_depth():
     block.attention.register_forward_hook(lambda _module, _inputs, output: branches.append(output))
     block.moe.register_forward_hook(lambda _module, _inputs, output: branches.append(output.x))
     x = torch.randn(1, 4, 16, dtype=torch.float64)
-    rotary = rotary_table(4, 8, 10000.0, dtype=torch.float64)
+    rotary = rotary_table(4, 8, 10000.0)
     torch.testing.assert_close(block(x, rotary).x, x + 0.7 * branches[0] + 0.7 * branches[1])
 
 

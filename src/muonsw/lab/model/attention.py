@@ -33,19 +33,11 @@ class Attention(nn.Module):
         return out
 
 
-def rotary_table(
-    length: int,
-    head_dim: int,
-    theta: float,
-    *,
-    start: int = 0,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Rotary:
-    """Cosines and sines (T, C/2) of positions `start` to `start + length`; angles are float64, large ones matter."""
-    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
-    angle_TC = torch.arange(start, start + length, dtype=torch.float64, device=device)[:, None] * frequency
-    return angle_TC.cos().to(dtype), angle_TC.sin().to(dtype)
+def rotary_table(length: int, head_dim: int, theta: float, *, start: int = 0) -> Rotary:
+    """Cosines and sines (T, C/2) of positions `start` to `start + length`, in float64: large angles matter."""
+    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle_TC = torch.arange(start, start + length, dtype=torch.float64)[:, None] * frequency
+    return angle_TC.cos(), angle_TC.sin()
 
 
 def rotate(x_BHTC: Tensor, rotary: Rotary) -> Tensor:

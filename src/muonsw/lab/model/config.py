@@ -148,7 +148,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
         # Minutes on one GPU.
         "mini": ModelConfig(width=256, layers=6, vocab=4096, sequence=1024),
         # Minutes on two CPU cores.
-        "demo": ModelConfig(width=64, layers=4, head_dim=32, vocab=4096, sequence=256),
+        "demo": ModelConfig(width=64, layers=4, head_dim=32, vocab=1024, sequence=256),
     }
 )
 

@@ -18,12 +18,16 @@ from muonsw.lab.model.precision import at_least_float32
 
 
 class Losses(NamedTuple):
-    """What is minimised (`total`) and its parts; the router's are means over layers, before their coefficients."""
+    """What is minimised (`total`) and its parts; the router's are means over layers, before their coefficients.
+
+    `load` is what is not minimised: the share of rows that each expert of each layer got, (layers, experts).
+    """
 
     total: Tensor
     cross_entropy: Tensor
     balance: Tensor
     z: Tensor
+    load: Tensor
 
 
 class Block(nn.Module):
@@ -63,20 +67,24 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
         super().__init__()
         self.config = config
+        self.rotary: Tensor
         table = scalings(config)
         self.embedding_multiplier, self.head_multiplier = table["embedding"].multiplier, table["head"].multiplier
         # The token matrix gets its values below; nn.Embedding's own would be drawn for nothing.
         self.embedding = nn.Embedding(config.vocab, config.width, _weight=torch.empty(config.vocab, config.width))
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
+        # Float64 and kept: a compiler would else fuse the powers and cosines into every kernel that rotates.
+        table_2TC = torch.stack(rotary_table(config.sequence, config.head_dim, config.rope_theta))
+        self.register_buffer("rotary", table_2TC, persistent=False)
         if seed is not None:
             initialize(self, config, seed)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Losses:
         """Losses of predicting the targets."""
-        x_BTD, balance, z = self.hidden(tokens_BT)
+        x_BTD, balance, z, load = self.hidden(tokens_BT)
         ce = cross_entropy(x_BTD.flatten(0, 1), self.embedding.weight, targets_BT.flatten(), scale=self.head_multiplier)
-        return Losses(ce + self.config.balance_coef * balance + self.config.z_coef * z, ce, balance, z)
+        return Losses(ce + self.config.balance_coef * balance + self.config.z_coef * z, ce, balance, z, load)
 
     def hidden(self, tokens_BT: Tensor) -> FeedForwardOutput:
         """What the head sees, with the router losses averaged over layers."""
@@ -84,15 +92,13 @@ class Decoder(nn.Module):
         if length > self.config.sequence:
             raise ValueError(f"{length} tokens are longer than sequence={self.config.sequence}; shorten or raise it")
         x = self.embedding(tokens_BT) * self.embedding_multiplier
-        rotary = rotary_table(
-            length, self.config.head_dim, self.config.rope_theta, device=x.device, dtype=at_least_float32(x).dtype
-        )
-        balances, zs = [], []
+        cos_TC, sin_TC = self.rotary[:, :length].to(at_least_float32(x).dtype)
+        routers = []
         for layer in self.layers:
-            x, balance, z = layer(x, rotary)
-            balances.append(balance)
-            zs.append(z)
-        return FeedForwardOutput(self.norm(x), torch.stack(balances).mean(), torch.stack(zs).mean())
+            x, *router = layer(x, (cos_TC, sin_TC))
+            routers.append(router)
+        balances, zs, loads = (torch.stack(values) for values in zip(*routers, strict=True))
+        return FeedForwardOutput(self.norm(x), balances.mean(), zs.mean(), loads)
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Logits (B, T, V) of the next token at each position, all of them at once."""

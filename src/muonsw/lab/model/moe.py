@@ -16,11 +16,12 @@ from muonsw.lab.model.precision import at_least_float32, product_dtype, without_
 
 
 class FeedForwardOutput(NamedTuple):
-    """What a feed-forward layer gives back: its output, and the two losses of its router."""
+    """What a feed-forward layer gives back: output, the two losses of its router, and each expert's share of rows."""
 
     x: Tensor
     balance: Tensor
     z: Tensor
+    load: Tensor
 
 
 class Routes(NamedTuple):
@@ -57,7 +58,8 @@ class MoE(nn.Module):
         out_ND = _combine(rows_RD, routes, kept_NK.softmax(dim=-1))
         groups = x_BTD.shape[0] if self.config.balance_over == "sequence" else 1
         balance = balance_loss(logits_NE, chosen_NK, groups=groups)
-        return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z_loss(logits_NE))
+        load_E = torch.diff(routes.ends, prepend=routes.ends.new_zeros(1)) / chosen_NK.numel()
+        return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z_loss(logits_NE), load_E)
 
     def router_logits(self, x_ND: Tensor) -> Tensor:
         """Logits in float32, whatever autocast says."""
@@ -77,9 +79,8 @@ class DenseFeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
         """Down projection of the gated up projection."""
         zero = torch.zeros((), device=x_BTD.device, dtype=torch.promote_types(x_BTD.dtype, torch.float32))
-        return FeedForwardOutput(
-            functional.linear(_gated(functional.linear(x_BTD, self.gate_up)), self.down), zero, zero
-        )
+        out_BTD = functional.linear(_gated(functional.linear(x_BTD, self.gate_up)), self.down)
+        return FeedForwardOutput(out_BTD, zero, zero, torch.ones_like(zero)[None])
 
 
 def swiglu_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:

@@ -1,0 +1,77 @@
+"""`muonsw export` and `muonsw sample`: a trained model as files, and as text."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from muonsw.lab.export import export, load_model
+from muonsw.lab.files import UsageError
+from muonsw.lab.sample import sample
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the model of a run as safetensors, a config and its tokenizer."""
+
+    run_folder: Annotated[Path, Positional, arg(metavar="RUN")]
+    """A folder that `muonsw train` filled."""
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Where to; RUN/export unless given."""
+    best: FlagCreatePairsOff[bool] = False
+    """Take the checkpoint with the lowest validation loss instead of the newest."""
+
+    def run(self) -> int:
+        """Write, and say where."""
+        folder = export(self.run_folder, self.out or self.run_folder / "export", best=self.best)
+        print(f"wrote {folder}; see what it learned with: muonsw sample {folder}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Let a model continue a text."""
+
+    model: Annotated[Path, Positional, arg(metavar="FOLDER")]
+    """A run, or what `muonsw export` wrote."""
+    prompt: str = ""
+    """The text to continue; empty starts a document."""
+    tokens: int = 200
+    """At most so many."""
+    temperature: float = 0.8
+    """0 always takes the likeliest token."""
+    top_k: int = 50
+    """Draw among so many likeliest tokens; 0 among all."""
+    seed: int = 0
+    """Of the draws."""
+
+    def run(self) -> int:
+        """Print the prompt and what follows, as it is drawn."""
+        if self.tokens < 1 or self.temperature < 0 or self.top_k < 0:
+            raise UsageError("--tokens must be at least 1, --temperature and --top-k not negative")
+        model, tokenizer = load_model(self.model)
+        drawn = sample(
+            model,
+            tokenizer,
+            self.prompt,
+            tokens=self.tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            seed=self.seed,
+        )
+        ids: list[int] = []
+        shown = self.prompt
+        sys.stdout.write(shown)
+        for token in drawn:
+            ids.append(token)
+            text = self.prompt + tokenizer.decode(ids)
+            if not text.endswith("\ufffd"):  # half a character: wait for the rest
+                sys.stdout.write(text[len(shown) :])
+                sys.stdout.flush()
+                shown = text
+        print()
+        return 0

@@ -1,0 +1,81 @@
+"""`muonsw train`: train a preset, or a config file, and go on where an earlier run stopped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import arg
+
+from muonsw.lab.files import UsageError
+from muonsw.lab.run import read_config_file, run
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.presets import run_on
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Settings of the optimizer that differ from the preset's."""
+
+    algorithm: str | None = None
+    """muon (with AdamW for what is no hidden matrix) or adamw."""
+    lr: float | None = None
+    """Peak learning rate before muP multiplies it."""
+    weight_decay: float | None = None
+    """Lambda."""
+    decay: str | None = None
+    """scaled, constant, squared, independent or none."""
+    muon_lr: str | None = None
+    """How muP scales Muon's learning rate with the width: adam, sqrt or none."""
+    peak: str | None = None
+    """Whether scaled decay divides by the group's own peak or by the base peak."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model; the same command again goes on where it stopped.
+
+    Exits with 0 when the run is complete, 1 when it diverged, 130 or 143 when it was stopped and saved.
+    """
+
+    preset: str = "demo"
+    """Model and recipe: demo, mini, w128, w256, w512, w768, w1024, each also with -dense."""
+    data: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Prepared tokens; without it the Python standard library is prepared in out/data."""
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """The run's folder; out/train/PRESET unless given."""
+    config: Annotated[Path | None, arg(metavar="FILE")] = None
+    """A complete config file, such as a run's config.json, instead of all other settings."""
+    steps: int | None = None
+    """Updates, instead of the preset's."""
+    batch: int | None = None
+    """Sequences in an update, instead of the preset's."""
+    accumulation: int | None = None
+    """Micro-batches an update is cut into, for less memory."""
+    seed: int = 0
+    """Of the initial weights and the data order."""
+    device: str = "auto"
+    """cpu, cuda or auto."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run's folder."""
+    wandb: str = ""
+    """Also log to this Weights & Biases project."""
+    optimizer: Changes = field(default_factory=Changes)
+
+    def run(self) -> int:
+        """Train, with progress on the terminal."""
+        folder = self.out or Path("out/train") / (self.config.stem if self.config else self.preset)
+        config = read_config_file(self.config) if self.config else self._config()
+        return run(config, folder)
+
+    def _config(self) -> RunConfig:
+        try:
+            config = run_on(self.preset, self.data, seed=self.seed)
+            given = {"steps": self.steps, "batch": self.batch, "accumulation": self.accumulation}
+            changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+            optimizer = {name: value for name, value in vars(self.optimizer).items() if value is not None}
+            extras: dict[str, Any] = {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}
+            return replace(config, optimizer=replace(config.optimizer, **optimizer), **changes, **extras)
+        except ValueError as error:
+            raise UsageError(str(error)) from error

@@ -1,0 +1,112 @@
+"""Settings as frozen dataclasses: to JSON and back, strictly, and what differs between two of them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def as_data(settings: Any) -> dict[str, Any]:
+    """A dataclass as plain JSON data, nested ones included.
+
+    Examples:
+        >>> from muonsw.lab.model import MuP
+        >>> as_data(MuP(base_width=128))["base_width"]
+        128
+    """
+    return {field.name: _plain(getattr(settings, field.name)) for field in fields(settings)}
+
+
+def from_data(kind: type[T], data: Any, where: str = "") -> T:
+    """The dataclass that JSON data describes; what is missing takes its default.
+
+    Args:
+        kind: A dataclass whose fields are numbers, strings, booleans, tuples, None or dataclasses.
+        data: Parsed JSON.
+        where: What to call this part in error messages.
+
+    Raises:
+        ValueError: If a key is unknown, a needed one is missing, or a value is of the wrong kind, with its name.
+
+    Examples:
+        >>> from muonsw.lab.model import MuP
+        >>> from_data(MuP, {"base_widht": 128})
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown setting base_widht; known are enabled, base_width, init_std, embedding, residual
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where or 'the settings'}: expected an object with settings, not {data!r}")
+    hints, known = get_type_hints(kind), {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    for key in data:
+        if key not in known:
+            raise ValueError(f"unknown setting {_dotted(where, key)}; known are {', '.join(known)}")
+    for name, field in known.items():
+        if name not in data and _is_required(field):
+            raise ValueError(f"setting {_dotted(where, name)} is missing")
+    return kind(**{key: _typed(hints[key], value, _dotted(where, key)) for key, value in data.items()})
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings, by dotted name, in which two nested mappings differ; None where one has none.
+
+    Examples:
+        >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
+        {'a.b': (1, 3)}
+    """
+    one, other = dict(flatten(first)), dict(flatten(second))
+    names = dict.fromkeys((*one, *other))
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+
+
+def flatten(data: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings with their dotted names.
+
+    Examples:
+        >>> dict(flatten({"a": {"b": 1}, "c": 2}))
+        {'a.b': 1, 'c': 2}
+    """
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, _dotted(where, key))
+        else:
+            yield _dotted(where, key), value
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _dotted(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return as_data(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _typed(hint: Any, value: Any, name: str) -> Any:
+    """The value as the field wants it: JSON has no tuples, and writes whole floats as integers."""
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in choices:
+            return None
+        hint = next(choice for choice in choices if choice is not type(None))
+        return _typed(hint, value, name)
+    if is_dataclass(hint):
+        return from_data(hint, value, name)  # type: ignore[arg-type]
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name}={value!r} must be a list")
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):
+        raise ValueError(f"{name}={value!r} must be of type {hint.__name__}")
+    return value

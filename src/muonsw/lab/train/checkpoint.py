@@ -1,0 +1,188 @@
+"""Checkpoints: tensors in safetensors, the rest in JSON, each whole or not there, and checked when read.
+
+A checkpoint is a folder `step-00000500`. It is written under another name, flushed to disk and renamed; its
+`state.json` holds the checksums of the tensor files and one of itself, so that a flipped bit is found. Optimizer state
+is stored under the names of the parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from muonsw.lab.files import UsageError, sync_folder
+
+STATE = "state.json"
+PREFIX = "step-"
+Tensors = dict[str, Tensor]
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used, with its name and the reason."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a run needs to go on as if it had never stopped.
+
+    Attributes:
+        step: Completed updates.
+        tensors: Files by name (`model`, `optimizer`, `random`), each a mapping of tensors.
+        state: Plain data: learning-rate groups, schedule, evaluation so far.
+    """
+
+    step: int
+    tensors: Mapping[str, Tensors]
+    state: Mapping[str, Any]
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint below a folder; what is already there is not touched.
+
+    Raises:
+        UsageError: If it cannot be written, for example because the disk is full.
+    """
+    final = folder / f"{PREFIX}{checkpoint.step:08d}"
+    beside = folder / f".{final.name}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        checksums = {name: _write_tensors(beside, name, tensors) for name, tensors in checkpoint.tensors.items()}
+        content = {"step": checkpoint.step, "checksums": checksums, "state": dict(checkpoint.state)}
+        _write(beside / STATE, json.dumps({**content, "checksum": _digest(content)}).encode())
+        if final.exists():  # a damaged one: a good one of this step would have been resumed from
+            shutil.rmtree(final)
+        beside.rename(final)
+        sync_folder(folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"checkpoint {final} cannot be written ({reason}); earlier checkpoints are intact") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return final
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint and check every byte of it.
+
+    Raises:
+        CheckpointError: If a part is missing, unreadable or altered.
+    """
+    content = read_state(path)
+    tensors = {}
+    for name, checksum in content["checksums"].items():
+        file = path / f"{name}.safetensors"
+        try:
+            with file.open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != checksum:
+                    raise CheckpointError(f"{file} does not match its checksum")
+            tensors[name] = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return Checkpoint(content["step"], tensors, content["state"])
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON half of a checkpoint, checked.
+
+    Raises:
+        CheckpointError: If it is missing, unreadable or altered.
+    """
+    try:
+        content: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+        checksum = content.pop("checksum")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
+    if checksum != _digest(content):
+        raise CheckpointError(f"{path / STATE} does not match its checksum")
+    return content
+
+
+def newest_first(folder: Path) -> Iterator[Path]:
+    """The checkpoints below a folder by step, whatever their file times say."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit() and path.is_dir()]
+    yield from sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says.
+
+    Examples:
+        >>> step_of(Path("checkpoints/step-00000500"))
+        500
+    """
+    return int(path.name.removeprefix(PREFIX))
+
+
+def prune(folder: Path, *, keep: int, best_step: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one, and what killed processes left behind."""
+    for path in list(newest_first(folder))[keep:]:
+        if step_of(path) != best_step:
+            shutil.rmtree(path)
+    for path in folder.glob(f".{PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_tensors(folder: Path, name: str, tensors: Tensors) -> str:
+    path = folder / f"{name}.safetensors"
+    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[Tensors, list[dict[str, Any]]]:
+    """An optimizer's state as tensors by `parameter//key`, and its groups as plain data."""
+    saved = optimizer.state_dict()
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    tensors = {
+        f"{names[number]}//{key}": value for number, state in saved["state"].items() for key, value in state.items()
+    }
+    groups = [{key: _plain(value) for key, value in group.items()} for group in saved["param_groups"]]
+    return tensors, groups
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors, groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer the state that `optimizer_tensors` took from one like it."""
+    numbers = {
+        name: number for group in groups for name, number in zip(group["param_names"], group["params"], strict=True)
+    }
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, entry = key.partition("//")
+        state.setdefault(numbers[name], {})[entry] = tensor
+    restored = [
+        {key: tuple(value) if key in _TUPLES and value is not None else value for key, value in group.items()}
+        for group in groups
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+_TUPLES = ("betas", "split_sizes")
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

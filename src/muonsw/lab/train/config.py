@@ -1,0 +1,207 @@
+"""Everything that decides a run, in one frozen tree; the command line, the saved file and the tests read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from muonsw.decay import DECAY_RULES
+from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
+from muonsw.lab.settings import as_data, from_data
+from muonsw.orthogonalize import ORTHOGONALIZERS
+from muonsw.schedule import warmup_steps_for_horizon
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which tokens are trained on and which are validated on.
+
+    Attributes:
+        path: A folder that `muonsw data prepare` filled.
+        fingerprint: A hash of all its tokens; None takes the folder's, and a run writes it down and insists on it.
+        eval_windows: Validation windows, the same for every run; None reads all.
+    """
+
+    path: str
+    fingerprint: str | None = None
+    eval_windows: int | None = 256
+
+    def __post_init__(self) -> None:
+        _require(self.eval_windows is None or self.eval_windows >= 1, "eval_windows", self.eval_windows, "at least 1")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How weights move and decay.
+
+    Attributes:
+        algorithm: "muon" for hidden and expert matrices with AdamW for the rest, or "adamw" for all.
+        lr: Peak learning rate before muP multiplies it.
+        weight_decay: Lambda of hidden and expert matrices; embedding and norms have none.
+        decay: Decay rule.
+        momentum: Muon's beta.
+        nesterov: Whether Muon looks ahead along its momentum.
+        betas: AdamW's averages.
+        adam_lr: Peak learning rate of what AdamW owns beside Muon; None is `lr`.
+        orthogonalizer: What makes Muon's direction.
+        ns_dtype: Precision of its products; "auto" is bfloat16 where the hardware multiplies it.
+        muon_lr: How muP scales Muon's learning rate with the width: "adam" as 1/width (the paper's), "sqrt", "none".
+        peak: Whether scaled decay divides by the "group"'s own peak or by the undivided "base" peak.
+        router: "adamw" without decay, or "muon" at the base learning rate with decay (the paper's codebase).
+        qkv: Whether Muon sees queries, keys and values "split" or "fused" in one matrix.
+        clip: Largest global gradient norm; 0 does not clip.
+    """
+
+    algorithm: str = "muon"
+    lr: float = 0.02
+    weight_decay: float = 0.1
+    decay: str = "scaled"
+    momentum: float = 0.95
+    nesterov: bool = True
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_lr: float | None = None
+    orthogonalizer: str = "newton_schulz"
+    ns_dtype: str = "auto"
+    muon_lr: str = "none"
+    peak: str = "group"
+    router: str = "adamw"
+    qkv: str = "split"
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_one_of("optimizer.algorithm", self.algorithm, ("muon", "adamw"))
+        _require_one_of("optimizer.decay", self.decay, tuple(DECAY_RULES))
+        _require_one_of("optimizer.orthogonalizer", self.orthogonalizer, tuple(ORTHOGONALIZERS))
+        _require_one_of("optimizer.muon_lr", self.muon_lr, tuple(MUON_LR_POWERS))
+        _require_one_of("optimizer.peak", self.peak, ("group", "base"))
+        _require_one_of("optimizer.router", self.router, ("adamw", "muon"))
+        _require_one_of("optimizer.qkv", self.qkv, ("split", "fused"))
+        for name in ("lr", "weight_decay", "clip"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
+        _require(len(self.betas) == 2, "optimizer.betas", self.betas, "two numbers")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the run, as a multiple of the peak.
+
+    Attributes:
+        shape: "cosine", "wsd" (warmup, stable, decay) or "constant" (after warmup).
+        warmup_steps: None is the paper's rule, cut to a tenth of the run.
+        warmup_shape: "linear" or "cosine".
+        final_fraction: What is left of the peak at the end.
+        decay_fraction: The share of the run that decays under "wsd".
+    """
+
+    shape: str = "cosine"
+    warmup_steps: int | None = None
+    warmup_shape: str = "linear"
+    final_fraction: float = 0.1
+    decay_fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        _require_one_of("schedule.shape", self.shape, ("cosine", "wsd", "constant"))
+        _require_one_of("schedule.warmup_shape", self.warmup_shape, ("linear", "cosine"))
+
+    def warmup(self, steps: int) -> int:
+        """Warmup steps of a run of so many steps."""
+        return warmup_steps_for_horizon(steps) if self.warmup_steps is None else self.warmup_steps
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    Attributes:
+        model: Shape and constants of the decoder.
+        data: Tokens.
+        optimizer: How weights move.
+        schedule: Learning rate over the run.
+        steps: Updates.
+        batch: Sequences in an update.
+        accumulation: Micro-batches an update is cut into.
+        seed: Of the initial weights and of the data order.
+        arm: What a comparison calls this run; runs that differ in the seed alone share it.
+        eval_every: Updates between evaluations; the end is always evaluated.
+        checkpoint_every: Updates between checkpoints; the end is always saved.
+        keep: Checkpoints to keep besides the best.
+        log_every: Updates between training records.
+        telemetry_every: Updates between telemetry samples; 0 takes none.
+        device: "cpu", "cuda", or "auto" for a GPU where there is one.
+        precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
+        compile: "on", "off", or "auto" for compiling on a GPU.
+        threads: CPU threads; 0 leaves torch's choice.
+        diverged: Stop when the training loss exceeds its best by so many nats.
+        tensorboard: Also write TensorBoard events into the run folder.
+        wandb: Also log to this Weights & Biases project.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    steps: int = 1000
+    batch: int = 8
+    accumulation: int = 1
+    seed: int = 0
+    arm: str = ""
+    eval_every: int = 100
+    checkpoint_every: int = 500
+    keep: int = 2
+    log_every: int = 1
+    telemetry_every: int = 10
+    device: str = "auto"
+    precision: str = "auto"
+    compile: str = "auto"
+    threads: int = 0
+    diverged: float = 5.0
+    tensorboard: bool = False
+    wandb: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep", "log_every"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("seed", "telemetry_every", "threads"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        _require(self.diverged > 0, "diverged", self.diverged, "positive")
+        _require_one_of("precision", self.precision, ("auto", "float32", "bfloat16"))
+        _require_one_of("compile", self.compile, ("auto", "on", "off"))
+        if self.batch % self.accumulation:
+            raise ValueError(f"batch={self.batch} does not split into accumulation={self.accumulation} equal parts")
+        if self.schedule.warmup(self.steps) >= self.steps > 1:
+            raise ValueError(f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={self.steps}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in an update."""
+        return self.batch * self.model.sequence
+
+    def as_data(self) -> dict[str, Any]:
+        """The run as JSON data, with the version of this format."""
+        return {"version": VERSION, **as_data(self)}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> RunConfig:
+        """The run that JSON data describes.
+
+        Raises:
+            ValueError: If the data is of another version, or a setting is unknown, missing or wrong.
+        """
+        if data.get("version") != VERSION:
+            raise ValueError(f"this file has settings of version {data.get('version')!r}, not {VERSION}")
+        return from_data(cls, {key: value for key, value in data.items() if key != "version"})
+
+
+def _require(holds: bool, name: str, value: Any, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value} must be {what}")
+
+
+def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")

@@ -1,0 +1,118 @@
+"""A run's folder: one process at a time, one config for ever, and what was measured where."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from muonsw.lab.files import UsageError, prepare_folder, write_atomically
+from muonsw.lab.settings import differences
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.metrics import FILE as METRICS
+from muonsw.version import __version__
+
+CONFIG, ENVIRONMENT, RESULT, LOCK, CHECKPOINTS = (
+    "config.json",
+    "environment.json",
+    "result.json",
+    ".lock",
+    "checkpoints",
+)
+
+# Settings that change what is kept or shown, and never a number of the run.
+HARMLESS = ("keep", "tensorboard", "wandb")
+
+
+@contextmanager
+def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
+    """Hold a run's folder while the block runs, for this config alone.
+
+    The lock is the system's, so a process that is killed leaves none behind.
+
+    Raises:
+        UsageError: If another process holds it, or it belongs to a run with another config.
+    """
+    prepare_folder(folder)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UsageError(f"another process is training in {folder}: wait for it, or choose another folder") from error
+    try:
+        _agree(folder, config)
+        yield
+    finally:
+        lock.release()
+
+
+def _agree(folder: Path, config: RunConfig) -> None:
+    path = folder / CONFIG
+    data = config.as_data()
+    begun = (folder / CHECKPOINTS).exists() or (folder / METRICS).exists()
+    if path.exists() and begun:
+        changed = differences(read_json(path), data)
+        unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
+        if unwelcome:
+            lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
+            fix = "resume with the settings it has, or start in another folder"
+            raise UsageError(f"{folder} holds a run with other settings; {fix}:\n{lines}")
+    write_atomically(path, json.dumps(data, indent=1))
+    write_atomically(folder / ENVIRONMENT, json.dumps(environment(), indent=1))
+
+
+def read_config(folder: Path) -> RunConfig:
+    """The config of the run in a folder.
+
+    Raises:
+        UsageError: If there is none, or it is not one.
+    """
+    path = folder / CONFIG
+    try:
+        return RunConfig.from_data(read_json(path))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        UsageError: If there is no such file, or it holds something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist: check the path") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} does not hold a JSON object")
+    return data
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Say that the run is complete, and how it ended."""
+    write_atomically(folder / RESULT, json.dumps(result, indent=1))
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what this process runs."""
+    return {
+        "muonsw": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "command": sys.argv,
+    }

@@ -1,0 +1,71 @@
+"""The optimizer for a decoder: which parameter moves by which rule, at which multiple of the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from muonsw import AdamWSW, MuonSW
+from muonsw.lab.model import Decoder, muon_lr_multiplier, role_of, scalings
+from muonsw.lab.train.config import OptimizerConfig
+
+Options = dict[str, Any]
+
+
+def build_optimizer(model: Decoder, config: OptimizerConfig) -> MuonSW | AdamWSW:
+    """One optimizer for the whole decoder, its learning rates multiplied as muP says.
+
+    Examples:
+        >>> from muonsw.lab.model import ModelConfig
+        >>> model = Decoder(ModelConfig(width=64, layers=1, head_dim=32, vocab=64, sequence=8))
+        >>> optimizer = build_optimizer(model, OptimizerConfig(lr=0.01, muon_lr="sqrt"))
+        >>> sorted({(g["role"], g["algorithm"], g["lr"]) for g in optimizer.param_groups})[:2]
+        [('embedding', 'adamw', 0.01), ('experts', 'muon', 0.02)]
+    """
+    shared: Options = {"decay": config.decay, "peak": config.peak, "capturable": _on_accelerator(model)}
+    patterns = {name: _options(model, name, config) for name, _ in model.named_parameters()}
+    if config.algorithm == "adamw":
+        return AdamWSW.for_model(
+            model, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, patterns=patterns, **shared
+        )
+    return MuonSW.for_model(
+        model,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        orthogonalizer=config.orthogonalizer,
+        ns_dtype=config.ns_dtype,
+        adamw={"betas": config.betas},
+        patterns=patterns,
+        **shared,
+    )
+
+
+def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
+    """What the routing by role leaves open for one parameter."""
+    role = role_of(name)
+    if config.algorithm == "adamw":
+        return {"lr_multiplier": scalings(model.config)[role].lr}
+    if role in ("hidden", "residual"):
+        multiplier = muon_lr_multiplier(model.config, config.muon_lr)
+        return {"lr_multiplier": multiplier, **_split(model, name, config)}
+    if role == "router" and config.router == "muon":
+        return {"algorithm": "muon", "weight_decay": config.weight_decay}
+    return {} if config.adam_lr is None else {"lr": config.adam_lr}
+
+
+def _split(model: Decoder, name: str, config: OptimizerConfig) -> Options:
+    """The projections that a fused matrix holds; queries, keys and values may count as one."""
+    if name.endswith("qkv.weight") and config.qkv == "fused":
+        return {}
+    matching = (sizes for pattern, sizes in model.fused_projections().items() if name.endswith(pattern.lstrip("*")))
+    sizes = next(matching, None)
+    return {} if sizes is None else {"split_sizes": sizes}
+
+
+def _on_accelerator(model: nn.Module) -> bool:
+    parameter: torch.Tensor = next(model.parameters())
+    return parameter.device.type != "cpu"

@@ -1,0 +1,171 @@
+"""The training loop: batch, forward, backward, clip, step, schedule, telemetry, evaluate, checkpoint, log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from muonsw import Telemetry
+from muonsw.lab.files import UsageError
+from muonsw.lab.train import checkpoint
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_result
+from muonsw.lab.train.guard import Diverged
+from muonsw.lab.train.interrupt import Interrupted, StopRequest, stop_requests
+from muonsw.lab.train.journal import Journal
+from muonsw.lab.train.metrics import MetricsFile, Sink, tensorboard_sink, wandb_sink
+from muonsw.lab.train.state import Training, with_fingerprint
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told what happens during a run.
+
+    Attributes:
+        started: The run, before its first update; `step` says where it resumes.
+        record: Every record, as it is written.
+        note: A sentence about something unusual.
+    """
+
+    started: Callable[[Training], None] = lambda _training: None
+    record: Sink = lambda _record: None
+    note: Callable[[str], None] = lambda _text: None
+
+
+def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[str, Any]:
+    """Run to the end, from the newest good checkpoint in the folder if there is one.
+
+    Returns:
+        What `result.json` holds.
+
+    Raises:
+        UsageError: If the run cannot start, or something cannot be written.
+        Diverged: If the loss explodes; checkpoints are from before.
+        Interrupted: If the process was asked to stop; the run was saved.
+    """
+    watch = watch or Watch()
+    config = with_fingerprint(config)
+    with claimed(folder, config), stop_requests() as request:
+        training = _usable(config)
+        resume(training, folder / CHECKPOINTS, watch)
+        metrics = MetricsFile(folder, after=training.step)
+        journal = Journal(training, _sinks(metrics, config, folder, watch))
+        watch.started(training)
+        try:
+            _updates(training, journal, metrics, folder, request)
+        except Diverged as error:
+            saved = next(checkpoint.newest_first(folder / CHECKPOINTS), None)
+            kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
+            raise Diverged(f"{error}; {kept}") from error
+        finally:
+            metrics.close()
+        result = _result(training)
+        write_result(folder, result)
+        return result
+
+
+def _updates(training: Training, journal: Journal, metrics: MetricsFile, folder: Path, request: StopRequest) -> None:
+    """Every update that is left."""
+    config, optimizer = training.config, training.optimizer
+    if training.step == 0:
+        evaluate(training, journal)
+    with _telemetry(training, journal):
+        for batches in training.batches():
+            losses = training.forward_backward(batches)
+            norm = training.clip()
+            lr = training.base_lr()
+            optimizer.step()
+            training.scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+            training.step += 1
+            journal.note_update(lr, losses, norm)
+
+            last = training.step == config.steps
+            saving = last or training.step % config.checkpoint_every == 0
+            if saving or training.step % config.eval_every == 0:
+                evaluate(training, journal)
+            if saving or request.signal is not None:
+                save(training, journal, metrics, folder / CHECKPOINTS)
+            if request.signal is not None and not last:
+                message = f"stopped after {training.step} of {config.steps} updates, saved; "
+                raise Interrupted(f"{message}run the same command again to go on in {folder}", request.signal)
+
+
+def evaluate(training: Training, journal: Journal) -> None:
+    """Measure and record the validation loss."""
+    journal.catch_up()
+    step, loss = training.evaluate()
+    journal.write({"kind": "eval", "step": step, "loss": loss})
+    journal.restart_clock()
+
+
+def save(training: Training, journal: Journal, metrics: MetricsFile, folder: Path) -> None:
+    """Write a checkpoint, once everything before it is known to be well and on disk."""
+    journal.catch_up()
+    metrics.sync()
+    training.seconds += journal.elapsed()
+    checkpoint.save(folder, training.checkpoint())
+    checkpoint.prune(folder, keep=training.config.keep, best_step=best_saved(folder))
+    journal.restart_clock()
+
+
+def best_saved(folder: Path) -> int | None:
+    """The step of the checkpoint with the lowest validation loss."""
+    measured = []
+    for path in checkpoint.newest_first(folder):
+        with suppress(checkpoint.CheckpointError):
+            content = checkpoint.read_state(path)
+            step, loss = content["state"]["latest"]
+            if step == content["step"]:  # a run that was stopped saves without evaluating
+                measured.append((loss, step))
+    return min(measured)[1] if measured else None
+
+
+def resume(training: Training, folder: Path, watch: Watch) -> None:
+    """Load the newest checkpoint that is whole; a damaged one is reported and the one before it tried."""
+    for path in checkpoint.newest_first(folder):
+        try:
+            training.load(checkpoint.load(path))
+            watch.note(f"going on after update {training.step}, from {path}")
+            return
+        except checkpoint.CheckpointError as error:
+            watch.note(f"damaged checkpoint left out: {error}")
+
+
+def _usable(config: RunConfig) -> Training:
+    try:
+        return Training(config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[object]:
+    every = training.config.telemetry_every
+    if not every:
+        return nullcontext()
+    return Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write)
+
+
+def _sinks(metrics: MetricsFile, config: RunConfig, folder: Path, watch: Watch) -> list[Sink]:
+    sinks: list[Sink] = [metrics, watch.record]
+    if config.tensorboard:
+        sinks.append(tensorboard_sink(folder))
+    if config.wandb:
+        sinks.append(wandb_sink(config.wandb, folder, config.as_data()))
+    return sinks
+
+
+def _result(training: Training) -> dict[str, Any]:
+    assert training.best is not None
+    assert training.latest is not None
+    return {
+        "steps": training.step,
+        "final_loss": training.latest.loss,
+        "best_loss": training.best.loss,
+        "best_step": training.best.step,
+        "tokens": training.step * training.config.tokens_per_step,
+        "seconds": training.seconds,
+    }

@@ -1,0 +1,126 @@
+"""Records of a run: appended to a JSON Lines file, cut back on resume, and passed on to other sinks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from muonsw.lab.files import UsageError, write_atomically
+
+Record = dict[str, Any]
+Sink = Callable[[Record], None]
+FILE = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Appends records to `metrics.jsonl`, each flushed, so that a killed run has all but perhaps half a line.
+
+    Args:
+        folder: The run's folder.
+        after: Records of updates after this one are cut off: the run resumes there and will write them again.
+    """
+
+    def __init__(self, folder: Path, *, after: int) -> None:
+        self.path = folder / FILE
+        kept = [line for line, record in _readable(self.path) if record["step"] <= after] if after > 0 else []
+        write_atomically(self.path, "".join(kept))
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def __call__(self, record: Record) -> None:
+        """Append one record."""
+        try:
+            self._file.write(json.dumps(finite(record), separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be written: {error.strerror or error}") from error
+
+    def sync(self) -> None:
+        """Wait until all records are on disk, so that a checkpoint never knows more than its metrics."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _readable(path: Path) -> Iterator[tuple[str, Record]]:
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield line, json.loads(line)
+            except ValueError:  # a killed process leaves half a line, and nothing after it
+                return
+
+
+def finite(value: Any) -> Any:
+    """Data with every number that JSON does not know replaced by None.
+
+    Examples:
+        >>> finite({"loss": float("nan"), "parts": [1.0, float("inf")]})
+        {'loss': None, 'parts': [1.0, None]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """The numbers in a record with slashed names, as TensorBoard and W&B want them; parameters are left out.
+
+    Examples:
+        >>> list(scalars({"kind": "train", "step": 3, "loss": 2.0, "roles": {"norm": {"lr": 0.1}}}))
+        [('train/loss', 2.0), ('train/roles/norm/lr', 0.1)]
+    """
+    for key, value in record.items():
+        if key not in ("kind", "step", "parameters"):
+            yield from _leaves(f"{record['kind']}/{key}", value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{name}/{key}", item)
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _leaves(f"{name}/{place}", item)
+    elif isinstance(value, int | float) and math.isfinite(value):
+        yield name, float(value)
+
+
+def tensorboard_sink(folder: Path) -> Sink:
+    """A sink that writes TensorBoard events into the run's folder."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError("TensorBoard is not installed: pip install 'muonsw[tensorboard]'") from error
+    writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(record: Record) -> None:
+        for name, value in scalars(record):
+            writer.add_scalar(name, value, record["step"])
+        writer.flush()
+
+    return write
+
+
+def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
+    """A sink that logs to a Weights & Biases project; a resumed run goes on under its folder's name."""
+    try:
+        wandb = import_module("wandb")
+    except ImportError as error:
+        raise UsageError("Weights & Biases is not installed: pip install 'muonsw[wandb]'") from error
+    run = wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", config=dict(config))
+
+    def write(record: Record) -> None:
+        run.log({"step": record["step"], **dict(scalars(record))})
+
+    return write

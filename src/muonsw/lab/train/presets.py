@@ -1,0 +1,140 @@
+"""Named runs: how each model size is trained unless told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from muonsw.lab.data.ready import prepare_default
+from muonsw.lab.data.record import read_record
+from muonsw.lab.data.tokenizers import padded_vocab
+from muonsw.lab.files import UsageError
+from muonsw.lab.model import ModelConfig, preset
+from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
+
+# The settings that most likely made the paper's numbers: see docs/reproducing.md.
+PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
+PAPER_BATCH = 256
+DEFAULT_DATA = Path("out/data")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a preset is trained.
+
+    Attributes:
+        steps: Updates.
+        batch: Sequences in an update.
+        optimizer: How weights move.
+        accumulation: Micro-batches, chosen for the memory of one large GPU, or of a laptop.
+        eval_every: Updates between evaluations.
+        checkpoint_every: Updates between checkpoints.
+        telemetry_every: Updates between telemetry samples.
+        eval_windows: Validation windows.
+    """
+
+    steps: int
+    batch: int
+    optimizer: OptimizerConfig
+    accumulation: int = 1
+    eval_every: int = 250
+    checkpoint_every: int = 1000
+    telemetry_every: int = 50
+    eval_windows: int = 512
+
+
+def _paper(steps: int, lr: float) -> Recipe:
+    return Recipe(steps, PAPER_BATCH, replace(PAPER_OPTIMIZER, lr=lr), accumulation=8)
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        # The paper's widths with the steps and peaks that it prints; it has no row for width 128.
+        "w128": _paper(5_000, 2.0e-2),
+        "w256": _paper(35_000, 1.0e-2),
+        "w512": _paper(110_000, 7.0e-3),
+        "w768": _paper(223_000, 5.6e-3),
+        "w1024": _paper(376_000, 4.8e-3),
+        # lambda * lr * steps = 35, the paper's row at width 256, with the decay of a step at its cap of 0.01.
+        "mini": Recipe(3_500, 32, OptimizerConfig(weight_decay=0.5), eval_every=50, eval_windows=256),
+        # The decay of a step is at its cap of 0.02, which lambda * lr * steps = 9.4 needs in so few steps. Float32
+        # products, so that the result does not depend on what the machine multiplies.
+        "demo": Recipe(
+            470,
+            8,
+            OptimizerConfig(weight_decay=1.0, ns_dtype="float32"),
+            eval_every=47,
+            checkpoint_every=470,
+            telemetry_every=10,
+            eval_windows=64,
+        ),
+    }
+)
+
+
+def recipe(name: str) -> Recipe:
+    """How a preset is trained; a dense variant like its mixture.
+
+    Examples:
+        >>> recipe("w1024-dense").steps
+        376000
+    """
+    preset(name)
+    return RECIPES[name.removesuffix("-dense")]
+
+
+def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: int = 0) -> RunConfig:
+    """The run of a preset on prepared tokens.
+
+    Args:
+        name: A model preset, perhaps with `-dense`.
+        data: A folder that `muonsw data prepare` filled.
+        model: The model instead of the preset's.
+        seed: Of weights and data order.
+
+    Examples:
+        >>> preset_run("w256", "tokens").optimizer.lr
+        0.01
+    """
+    chosen = recipe(name)
+    return RunConfig(
+        model=model or preset(name),
+        data=DataConfig(data, eval_windows=chosen.eval_windows),
+        optimizer=chosen.optimizer,
+        steps=chosen.steps,
+        batch=chosen.batch,
+        accumulation=chosen.accumulation,
+        seed=seed,
+        eval_every=chosen.eval_every,
+        checkpoint_every=chosen.checkpoint_every,
+        telemetry_every=chosen.telemetry_every,
+    )
+
+
+def run_on(name: str, data: Path | None, *, seed: int = 0) -> RunConfig:
+    """The run of a preset on a folder of tokens, with the vocabulary that those have.
+
+    Args:
+        name: A model preset, perhaps with `-dense`.
+        data: Prepared tokens; None prepares the Python standard library with a BPE of the preset's size.
+        seed: Of weights and data order.
+
+    Raises:
+        UsageError: If there is no such preset, or no such data.
+    """
+    try:
+        model = preset(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    folder = default_data(model.vocab) if data is None else data
+    fitting = replace(model, vocab=padded_vocab(read_record(folder).vocab_size))
+    return preset_run(name, str(folder), model=fitting, seed=seed)
+
+
+def default_data(vocab: int) -> Path:
+    """The Python standard library as tokens of a BPE of this size, prepared once."""
+    folder = DEFAULT_DATA / f"python-bpe{vocab}"
+    prepare_default(folder, vocab=vocab)
+    return folder

@@ -1,0 +1,206 @@
+"""What a run consists of while it runs: model, optimizer, schedule, batches; and its way in and out of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetch
+from muonsw.lab.data.prepare import open_split, read_record
+from muonsw.lab.files import UsageError
+from muonsw.lab.model import Decoder, Losses
+from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.groups import build_optimizer
+from muonsw.lab.train.guard import LossGuard
+from muonsw.schedule import lr_scheduler, warmup_cosine, warmup_stable_decay
+
+
+class Evaluation(NamedTuple):
+    """A validation loss, and the updates after which it was measured."""
+
+    step: int
+    loss: float
+
+
+class Training:
+    """A run in memory, ready to take its next update.
+
+    Args:
+        config: A config with `data.fingerprint` filled in, as `with_fingerprint` does.
+
+    Attributes:
+        step: Completed updates.
+        best: The best evaluation so far.
+        latest: The latest one.
+        seconds: How long earlier processes have trained this run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.step = config, 0
+        self.best: Evaluation | None = None
+        self.latest: Evaluation | None = None
+        self.seconds = 0.0
+        self.guard = LossGuard(config.diverged)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.device = resolve_device(config.device)
+        folder = Path(config.data.path)
+        sequence, micro = config.model.sequence, config.batch // config.accumulation
+        self.loader = TokenLoader(open_split(folder, "train"), sequence, config.batch, config.seed)
+        held_out = open_split(folder, "validation")
+        self.validation = ValidationLoader(held_out, sequence, micro, config.data.eval_windows)
+        self.model = Decoder(config.model, seed=config.seed).to(self.device)
+        self.forward = self._compiled()
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
+
+    def batches(self) -> Iterator[list[Batch]]:
+        """The micro-batches of each update that is left, on the device, read in the background."""
+        return prefetch(self._micro_batches, self.step, self.config.steps)
+
+    def _micro_batches(self, step: int) -> list[Batch]:
+        parts = self.loader.micro_batches(step, ranks=1, rank=0, accumulation=self.config.accumulation)
+        return [self._to_device(batch) for batch in parts]
+
+    def _to_device(self, batch: Batch) -> Batch:
+        if self.device.type != "cuda":
+            return batch
+        inputs, targets = (part.pin_memory().to(self.device, non_blocking=True) for part in batch)
+        return inputs, targets
+
+    def forward_backward(self, batches: list[Batch]) -> Losses:
+        """Add up the gradients of an update; its losses, means over the micro-batches, stay on the device."""
+        parts = []
+        for inputs, targets in batches:
+            with self.autocast():
+                losses: Losses = self.forward(inputs, targets)
+            (losses.total / len(batches)).backward()  # type: ignore[no-untyped-call]
+            parts.append(losses)
+        return Losses(
+            *(torch.stack([value.detach() for value in values]).mean(0) for values in zip(*parts, strict=True))
+        )
+
+    def clip(self) -> Tensor:
+        """Scale the gradients down to the largest norm allowed; returns the norm before, on the device."""
+        limit = self.config.optimizer.clip or float("inf")
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """Mean cross-entropy over the validation windows, the same for every run on this data."""
+        total, rows = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        for inputs, targets in map(self._to_device, self.validation):
+            with self.autocast():
+                total += self.model(inputs, targets).cross_entropy.double() * len(inputs)
+            rows += len(inputs)
+        self.latest = Evaluation(self.step, float(total) / rows)
+        if self.best is None or self.latest.loss < self.best.loss:
+            self.best = self.latest
+        return self.latest
+
+    def base_lr(self) -> float:
+        """The learning rate of the next update before muP multiplies it."""
+        multiple: float = self.scheduler.lr_lambdas[0](self.step)
+        return self.config.optimizer.lr * multiple
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Bfloat16 products where the precision says so; weights stay float32."""
+        chosen = self.config.precision
+        wanted = chosen == "bfloat16" or (chosen == "auto" and self.device.type == "cuda")
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted else nullcontext()
+
+    def _compiled(self) -> Callable[..., Losses]:
+        wanted = self.config.compile == "on" or (self.config.compile == "auto" and self.device.type == "cuda")
+        if not wanted:
+            return self.model
+        # Compiled code belongs to one model; after a few models in one process the compiler would give up silently.
+        torch.compiler.reset()
+        compiled: Callable[..., Losses] = torch.compile(self.model)
+        return compiled
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything needed to go on from here."""
+        optimizer, groups = optimizer_tensors(self.optimizer)
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        state = {
+            "groups": groups,
+            "schedule": self.scheduler.state_dict(),
+            "guard": self.guard.state(),
+            "best": self.best,
+            "latest": self.latest,
+            "seconds": self.seconds,
+            "fingerprint": self.config.data.fingerprint,
+        }
+        tensors = {"model": dict(self.model.state_dict()), "optimizer": optimizer, "random": random}
+        return Checkpoint(self.step, tensors, state)
+
+    def load(self, saved: Checkpoint) -> None:
+        """Go on from a checkpoint, as if the run had never stopped."""
+        self.model.load_state_dict(saved.tensors["model"])
+        load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
+        self.scheduler.load_state_dict(dict(saved.state["schedule"]))
+        self.guard.load(saved.state["guard"])
+        self.best, self.latest = (Evaluation(*saved.state[key]) for key in ("best", "latest"))
+        self.step, self.seconds = saved.step, saved.state["seconds"]
+        torch.set_rng_state(saved.tensors["random"]["cpu"])
+        if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
+            torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
+
+
+def schedule_multiple(config: RunConfig) -> Callable[[int], float]:
+    """The multiple of the peak learning rate at each step of a run."""
+    chosen = config.schedule
+    shared: dict[str, Any] = {
+        "total_steps": config.steps,
+        "warmup_steps": chosen.warmup(config.steps),
+        "warmup_shape": chosen.warmup_shape,
+        "final_fraction": 1.0 if chosen.shape == "constant" else chosen.final_fraction,
+    }
+    if chosen.shape == "wsd":
+        return partial(warmup_stable_decay, decay_fraction=chosen.decay_fraction, **shared)
+    return partial(warmup_cosine, **shared)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that a config names.
+
+    Raises:
+        UsageError: If this machine does not have it.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {name!r} cannot be used here: choose cpu, cuda or auto") from error
+    return device
+
+
+def with_fingerprint(config: RunConfig) -> RunConfig:
+    """The config with the hash of its tokens, after checking that model and data fit together.
+
+    Raises:
+        UsageError: If the folder holds other tokens than the config says, or more kinds than the model has.
+    """
+    record = read_record(Path(config.data.path))
+    if record.vocab_size > config.model.vocab:
+        size = f"{config.data.path} has a vocabulary of {record.vocab_size} tokens"
+        raise UsageError(f"{size}, more than model.vocab={config.model.vocab}: raise model.vocab")
+    parts = [record.tokenizer, *(f"{key}:{value}" for group in record.groups for key, value in group.checksums.items())]
+    found = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    wanted = config.data.fingerprint
+    if wanted not in (None, found):
+        raise UsageError(f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})")
+    return replace(config, data=replace(config.data, fingerprint=found))

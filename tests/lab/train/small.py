@@ -1,0 +1,45 @@
+"""A run that takes a second: tiny tokens, a tiny model."""
+
+import functools
+import tempfile
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from muonsw.lab.data.prepare import prepare
+from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.data.tokenizers import ByteTokenizer
+from muonsw.lab.model import ModelConfig
+from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
+
+MODEL = ModelConfig(width=32, layers=2, head_dim=16, experts=4, ff=64, vocab=320, sequence=32)
+
+
+@functools.cache
+def tokens():
+    """A folder of prepared tokens, shared by all tests of a process."""
+    folder = Path(tempfile.mkdtemp())
+    prepare(islice(MarkovSource(seed=0), 60), ByteTokenizer(), folder, validation_fraction=0.2)
+    return str(folder)
+
+
+def small_run(*, model=None, optimizer=None, **settings):
+    defaults = {"steps": 12, "batch": 4, "eval_every": 4, "checkpoint_every": 4, "telemetry_every": 2, "threads": 1}
+    return RunConfig(
+        model=replace(MODEL, **(model or {})),
+        data=DataConfig(tokens(), eval_windows=8),
+        optimizer=OptimizerConfig(**(optimizer or {})),
+        **{**defaults, **settings},
+    )
+
+
+def losses(folder):
+    """Every number of a run that must not depend on how it was interrupted."""
+    import json
+
+    kept = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        record.pop("tokens_per_second", None)
+        kept.append(record)
+    return kept

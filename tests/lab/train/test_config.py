@@ -1,0 +1,57 @@
+"""Settings: strict, and the same after a round trip through JSON."""
+
+import json
+
+import pytest
+
+from muonsw.lab.settings import differences
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.presets import RECIPES, preset_run
+from tests.lab.train.small import small_run
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "w256-dense"])
+def test_every_preset_survives_json(name):
+    config = preset_run(name, "tokens", seed=3)
+    assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config
+
+
+def test_paper_presets_are_the_printed_rows():
+    rows = {"w256": (35_000, 1.0e-2), "w512": (110_000, 7.0e-3), "w768": (223_000, 5.6e-3), "w1024": (376_000, 4.8e-3)}
+    for name, (steps, lr) in rows.items():
+        config = preset_run(name, "tokens")
+        assert (config.steps, config.optimizer.lr, config.tokens_per_step) == (steps, lr, 524_288)
+        assert (config.optimizer.weight_decay, config.schedule.final_fraction) == (0.1, 0.1)
+
+
+def test_small_presets_keep_the_decay_of_a_step_under_its_cap():
+    for name, cap in (("mini", 0.01), ("demo", 0.02)):
+        optimizer = preset_run(name, "tokens").optimizer
+        assert optimizer.lr * optimizer.weight_decay <= cap * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stesp": 3}, "unknown setting stesp"),
+        ({"optimizer": {"learning_rate": 1}}, "unknown setting optimizer.learning_rate"),
+        ({"optimizer": {"decay": "scalled"}}, "optimizer.decay='scalled' must be one of"),
+        ({"steps": "many"}, "steps='many' must be of type int"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"batch": 6, "accumulation": 4}, "does not split"),
+        ({"version": 2}, "settings of version 2"),
+        ({"schedule": {"warmup_steps": 50}, "steps": 50}, "must be less than steps"),
+        ({"model": {"width": 30}}, "must be a multiple of head_dim"),
+    ],
+)
+def test_wrong_settings_are_named(change, message):
+    data = small_run().as_data()
+    for key, value in change.items():
+        data[key] = {**data[key], **value} if isinstance(value, dict) else value
+    with pytest.raises(ValueError, match=message):
+        RunConfig.from_data(data)
+
+
+def test_differences_are_named_by_their_path():
+    one, other = small_run().as_data(), small_run(seed=1, optimizer={"lr": 0.5}).as_data()
+    assert differences(one, other) == {"optimizer.lr": (0.02, 0.5), "seed": (0, 1)}

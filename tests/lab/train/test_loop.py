@@ -1,0 +1,257 @@
+"""What a run promises: the right gradients, the same bits after any interruption, nothing lost."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.files import UsageError
+from muonsw.lab.train import checkpoint
+from muonsw.lab.train.guard import Diverged
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.state import Training, with_fingerprint
+from tests.lab.train.small import losses, small_run
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def weights(folder, step):
+    return load_file(folder / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def assert_same_run(one, other, step):
+    assert losses(one) == losses(other)
+    for name, value in weights(one, step).items():
+        assert torch.equal(value, weights(other, step)[name]), name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    train(small_run(), folder)
+    return folder
+
+
+def test_a_run_learns_and_says_so(tmp_path):
+    config = small_run(steps=120, eval_every=60, checkpoint_every=120, telemetry_every=0)
+    result = train(config, tmp_path)
+    evaluations = [record for record in losses(tmp_path) if record["kind"] == "eval"]
+    assert [record["step"] for record in evaluations] == [0, 60, 120]
+    floor = MarkovSource(seed=0).entropy_rate()
+    assert floor < result["final_loss"] < floor + 0.6 < evaluations[0]["loss"]
+    assert result["best_loss"] == min(record["loss"] for record in evaluations)
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+
+
+def test_the_same_seed_gives_the_same_bits(uninterrupted, tmp_path):
+    train(small_run(), tmp_path)
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
+def test_another_seed_gives_another_run(uninterrupted, tmp_path):
+    train(small_run(seed=1), tmp_path)
+    assert losses(tmp_path)[0] != losses(uninterrupted)[0]
+
+
+@pytest.mark.parametrize("kill_at", [1, 5, 9])
+def test_a_killed_run_ends_as_if_it_had_never_stopped(uninterrupted, tmp_path, kill_at):
+    """SIGKILL at an update: no handler runs, so what is on disk is whatever happened to be there."""
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps(small_run().as_data()))
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from muonsw.lab.run import read_config_file
+from muonsw.lab.train.loop import Watch, train
+def die(record):
+    if record["kind"] == "train" and record["step"] == {kill_at}:
+        os.kill(os.getpid(), signal.SIGKILL)
+train(read_config_file(Path(sys.argv[1])), Path(sys.argv[2]), Watch(record=die))
+"""
+    run = tmp_path / "run"
+    killed = subprocess.run([sys.executable, "-c", code, config_file, run], env=ONE_THREAD, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    notes = []
+    train(small_run(), run, Watch(note=notes.append))
+    assert bool(notes) == (kill_at > 4), "there is a checkpoint to go on from once update 4 is done"
+    assert_same_run(uninterrupted, run, 12)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, number, code):
+    config = small_run(steps=4000, checkpoint_every=4000, eval_every=4000)
+    config_file, run = tmp_path / "config.json", tmp_path / "run"
+    config_file.write_text(json.dumps(config.as_data()))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "muonsw.lab.run", config_file, run],
+        env=ONE_THREAD,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("train") < 3:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "run the same command again" in errors
+    saved = next(checkpoint.newest_first(run / "checkpoints"))
+    last = max(record["step"] for record in losses(run))
+    assert checkpoint.load(saved).step == last
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(uninterrupted, tmp_path):
+    stop_at(8, small_run(), tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000008" / "model.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    notes = []
+    train(small_run(), tmp_path, Watch(note=notes.append))
+    assert "model.safetensors does not match its checksum" in notes[0]
+    assert "after update 4" in notes[1]
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stop_at(step, config, folder):
+    """Run until the records of an update after `step` appear, and leave it there."""
+
+    def look(record):
+        if record["step"] > step:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(config, folder, Watch(record=look))
+
+
+def test_only_the_last_checkpoints_and_the_best_are_kept(tmp_path):
+    # the learning rate grows until the loss does, so that the best evaluation is not the last
+    schedule = replace(small_run().schedule, warmup_steps=31)
+    config = small_run(steps=32, keep=2, optimizer={"lr": 1.0}, schedule=schedule, diverged=1e9)
+    train(config, tmp_path)
+    evaluations = {record["step"]: record["loss"] for record in losses(tmp_path) if record["kind"] == "eval"}
+    best = min((step for step in evaluations if step), key=evaluations.get)
+    assert best < 28, "the test needs a best evaluation before the last two"
+    kept = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "checkpoints")}
+    assert kept == {best, 28, 32}
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path):
+    def start_another(_training):
+        with pytest.raises(UsageError, match="another process is training in"):
+            train(small_run(), tmp_path)
+
+    train(small_run(steps=2), tmp_path, Watch(started=start_another))
+
+
+def test_a_changed_config_is_refused_with_the_differences(tmp_path):
+    train(small_run(steps=2), tmp_path)
+    before = losses(tmp_path)
+    with pytest.raises(UsageError, match=r"optimizer\.lr: 0\.02 there, 0\.01 now"):
+        train(small_run(steps=2, optimizer={"lr": 0.01}), tmp_path)
+    assert losses(tmp_path) == before
+    train(small_run(steps=2, keep=5), tmp_path)
+
+
+def test_settings_can_be_mended_before_anything_was_trained(tmp_path):
+    with pytest.raises(UsageError, match="fewer than one batch"):
+        train(small_run(batch=4096), tmp_path)
+    train(small_run(steps=2), tmp_path)
+
+
+def test_other_tokens_under_the_same_path_are_refused(tmp_path):
+    config = with_fingerprint(small_run())
+    with pytest.raises(UsageError, match="holds other tokens"):
+        train(replace(config, data=replace(config.data, fingerprint="0" * 16)), tmp_path)
+
+
+def test_a_model_without_room_for_the_vocabulary_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"vocabulary of 257 tokens, more than model\.vocab=128"):
+        train(small_run(model={"vocab": 128}), tmp_path)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(tmp_path):
+    def poison(training):
+        saved = training.forward
+
+        def forward(inputs, targets):
+            values = saved(inputs, targets)
+            return values._replace(total=values.total * (math.nan if training.step == 6 else 1.0))
+
+        training.forward = forward
+
+    with pytest.raises(Diverged, match=r"loss of update 7 is nan; .*last good checkpoint is .*step-00000004"):
+        train(small_run(), tmp_path, Watch(started=poison))
+    saved = checkpoint.load(tmp_path / "checkpoints" / "step-00000004")
+    assert all(value.isfinite().all() for value in saved.tensors["model"].values())
+
+
+def test_a_diverging_loss_stops_the_run(tmp_path):
+    with pytest.raises(Diverged, match="at best"):
+        train(small_run(steps=200, diverged=0.5, optimizer={"lr": 3.0, "weight_decay": 0.0}), tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_accumulation_equals_one_large_batch(algorithm):
+    """Balanced over sequences, so that the router's loss does not depend on how the batch is cut."""
+    changes = {"model": {"balance_over": "sequence"}, "optimizer": {"algorithm": algorithm}}
+    grads = []
+    for accumulation in (1, 2, 4):
+        run = Training(with_fingerprint(small_run(accumulation=accumulation, **changes)))
+        run.model.double()
+        losses = run.forward_backward(next(iter(run.batches())))
+        grads.append(([p.grad for p in run.model.parameters()], losses))
+    for other, their_losses in grads[1:]:
+        torch.testing.assert_close(their_losses.total, grads[0][1].total, rtol=1e-12, atol=0)
+        for a, b in zip(other, grads[0][0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-14)
+
+
+def test_the_schedule_is_the_paper_s(tmp_path):
+    train(small_run(steps=40, telemetry_every=1, eval_every=40, checkpoint_every=40), tmp_path)
+    rates = [record["lr"] for record in losses(tmp_path) if record["kind"] == "train"]
+    assert rates[:4] == pytest.approx([0.005, 0.01, 0.015, 0.02])
+    assert max(rates) == 0.02
+    assert rates[-1] == pytest.approx(0.002)
+    samples = [record for record in losses(tmp_path) if record["kind"] == "telemetry"]
+    assert [record["step"] for record in samples] == list(range(1, 41))
+    for rate, sample in zip(rates, samples, strict=True):
+        assert sample["decayed"]["decay"] == pytest.approx(0.1 * rate**2 / 0.02)
+
+
+def test_a_full_disk_is_reported_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
+    import errno
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stop_at(4, small_run(), tmp_path)
+    monkeypatch.setattr("muonsw.lab.train.checkpoint.save_file", full)
+    with pytest.raises(UsageError, match=r"No space left on device.*earlier checkpoints are intact"):
+        train(small_run(), tmp_path)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+    checkpoint.load(tmp_path / "checkpoints" / "step-00000004")
+
+
+def test_tensorboard_gets_every_scalar(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(small_run(steps=2, tensorboard=True), tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    expected = [record["loss"] for record in losses(tmp_path) if record["kind"] == "train"]
+    assert [point.value for point in events.Scalars("train/loss")] == pytest.approx(expected)
+    assert "telemetry/roles/experts/weight_rms" in events.Tags()["scalars"]
