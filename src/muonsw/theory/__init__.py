@@ -40,3 +40,12 @@ from muonsw.theory.steady_state import relaxation_time as relaxation_time
 from muonsw.theory.steady_state import relaxation_time_fixed_alignment as relaxation_time_fixed_alignment
 from muonsw.theory.steady_state import scaled_decay_norm_limit as scaled_decay_norm_limit
 from muonsw.theory.steady_state import steady_state_norm as steady_state_norm
+from muonsw.theory.tracking import NormHistory as NormHistory
+from muonsw.theory.tracking import Tracking as Tracking
+from muonsw.theory.tracking import alignment_memory as alignment_memory
+from muonsw.theory.tracking import predict_norms as predict_norms
+from muonsw.theory.tracking import relaxation_times as relaxation_times
+from muonsw.theory.tracking import steady_state_norm_with_memory as steady_state_norm_with_memory
+from muonsw.theory.tracking import target_norms as target_norms
+from muonsw.theory.tracking import track as track
+from muonsw.theory.tracking import tracking_break as tracking_break

@@ -1,0 +1,212 @@
+"""What one run recorded of one part of its weights, with theory beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muonsw.lab.files import UsageError
+from muonsw.lab.runs import Run
+from muonsw.theory import (
+    HypothesisError,
+    NormHistory,
+    Tracking,
+    steady_state_norm_with_memory,
+    track,
+)
+
+Array = NDArray[np.float64]
+NORM_KEYS = ("weight_rms", "update_rms", "decay", "alignment_update")
+# The paper fits the alignment over the last 50,000 of 376,000 steps.
+LATE = 0.133
+# Rules whose decay factor falls with the learning rate, and with its square.
+LINEAR, QUADRATIC = ("constant", "independent"), ("scaled", "squared")
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """The telemetry of one scope of a run.
+
+    Attributes:
+        run: The run.
+        scope: `decayed`, `all`, `role:NAME`, `layer:NUMBER` or `parameter:NAME`.
+    """
+
+    run: Run
+    scope: str = "decayed"
+
+    @cached_property
+    def steps(self) -> NDArray[np.int64]:
+        """The sampled updates."""
+        return self.run.telemetry.scope(self.scope).step
+
+    def column(self, key: str) -> Array:
+        """One number for each sampled update, not a number where it is missing."""
+        if key in self.run.telemetry.keys(self.scope):
+            return self.run.telemetry.column(self.scope, key)
+        return np.full(len(self.steps), np.nan)
+
+    def last(self, key: str) -> float:
+        """The last known value of a column; not a number where there is none."""
+        known = _known(self.column(key))
+        return float(known[-1]) if len(known) else float("nan")
+
+    def highest(self, key: str) -> float:
+        """The largest known value of a column; not a number where there is none."""
+        known = _known(self.column(key))
+        return float(known.max()) if len(known) else float("nan")
+
+    def setting(self, name: str) -> Any:
+        """A setting of the optimizer, None where the configuration does not say."""
+        return (self.run.config.get("optimizer") or {}).get(name)
+
+    @property
+    def momentum(self) -> float:
+        """Muon's beta, or AdamW's first one."""
+        beta = (self.setting("betas") or [None])[0] if self.setting("algorithm") == "adamw" else None
+        return float(beta or self.setting("momentum") or 0.0)
+
+    @property
+    def planned_steps(self) -> int:
+        """How many updates the run was to take, or those seen where the configuration does not say."""
+        return int(self.run.config.get("steps") or (self.steps[-1] if len(self.steps) else 0))
+
+    @cached_property
+    def complete(self) -> NDArray[np.bool_]:
+        """Which samples have everything that the recursion needs."""
+        known: NDArray[np.bool_] = np.all([np.isfinite(self.column(key)) for key in NORM_KEYS], axis=0)
+        return known & (self.column("weight_rms") > 0)
+
+    @cached_property
+    def norm(self) -> NormHistory | None:
+        """The complete samples, for theory; None where there are none."""
+        if not self.complete.any():
+            return None
+        r, s, phi, a = (self.column(key)[self.complete].tolist() for key in NORM_KEYS)
+        # A cosine in float32 may exceed 1 by rounding.
+        return NormHistory.of(self.steps[self.complete].tolist(), r=r, s=s, phi=phi, a=np.clip(a, -1.0, 1.0).tolist())
+
+    @cached_property
+    def tracking(self) -> Tracking | None:
+        """Target, lag and prediction at the complete samples; None where theory does not apply."""
+        if self.norm is None:
+            return None
+        try:
+            return track(self.norm)
+        except HypothesisError:
+            return None
+
+    @cached_property
+    def peak_at(self) -> int:
+        """Index of the last sample at which the learning rate was at its peak."""
+        at_peak = np.flatnonzero(self.column("lr") >= self.highest("lr") * (1.0 - 1e-9))
+        return int(at_peak[-1]) if len(at_peak) else 0
+
+    @property
+    def lr_left(self) -> float:
+        """The last learning rate as a share of its peak."""
+        peak = self.highest("lr")
+        return self.last("lr") / peak if peak > 0 else float("nan")
+
+    @property
+    def after_peak(self) -> NDArray[np.bool_]:
+        """Samples from the peak of the learning rate on, all of them where it still rises."""
+        places = np.arange(len(self.steps))
+        still_rising = self.peak_at == len(places) - 1
+        return (places >= self.peak_at) | still_rising
+
+    def late(self, share: float = LATE) -> NDArray[np.bool_]:
+        """Samples in the last share of the steps."""
+        if not len(self.steps):
+            return np.zeros(0, dtype=np.bool_)
+        chosen: NDArray[np.bool_] = self.steps > self.steps[-1] - share * (self.steps[-1] - self.steps[0])
+        return chosen
+
+    def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
+        """The median of the known values, from the peak on unless said otherwise."""
+        known = _known(values[self.after_peak if where is None else where])
+        return float(np.median(known)) if len(known) else float("nan")
+
+    @cached_property
+    def relaxations_so_far(self) -> Array:
+        """`N = 2 sum(phi)` over all updates from the first sample to each; nothing adds up where decay is unknown."""
+        known = np.isfinite(self.column("decay"))
+        if not known.any():
+            return np.full(len(self.steps), np.nan)
+        steps, phi = self.steps[known], self.column("decay")[known]
+        every = np.arange(self.steps[0], self.steps[-1] + 1)
+        total = 2.0 * np.cumsum(np.interp(every, steps, phi, left=0.0, right=0.0))
+        chosen: Array = total[self.steps - self.steps[0]]
+        return chosen
+
+    @property
+    def relaxations(self) -> float:
+        """How many relaxation times the run lasts, from the first sample to the last."""
+        return float(self.relaxations_so_far[-1]) if len(self.steps) else float("nan")
+
+    @cached_property
+    def memory(self) -> float:
+        """How many times its own square an update adds to the squared norm; see `alignment_memory`."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            r, s, a = (self.column(key) for key in ("weight_rms", "update_rms", "alignment_update"))
+            return self.typical(1.0 - 2.0 * a * r / s)
+
+    @cached_property
+    def update(self) -> float:
+        """RMS of an update at learning rate 1."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.typical(self.column("update_rms") / self.column("lr"))
+
+    @cached_property
+    def peak_lr(self) -> float:
+        """The peak that scaled decay divides by, or the highest learning rate seen."""
+        recorded = self.highest("peak_lr")
+        return recorded if np.isfinite(recorded) else self.highest("lr")
+
+    @cached_property
+    def lam(self) -> float:
+        """Lambda as it acted on these weights: from phi and the learning rate, under the run's rule."""
+        lr, phi = self.column("lr"), self.column("decay")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.typical(phi * self.peak_lr / lr**2 if self.run.rule in QUADRATIC else phi / lr)
+
+    def held_norm(self) -> float:
+        """Where scaled decay would hold the norm at this lambda and peak; not a number where that is unknown."""
+        peak = self.highest("lr")
+        if not (self.lam > 0 and peak > 0 and self.memory >= 0 and self.update > 0):
+            return float("nan")
+        return steady_state_norm_with_memory(s=self.update * peak, phi=self.lam * peak, memory=self.memory)
+
+
+def open_history(run: Run, scope: str = "decayed") -> History:
+    """The telemetry of a scope.
+
+    Raises:
+        UsageError: If the run recorded none, or not of this scope.
+    """
+    if not run.telemetry.records:
+        state = "so far" if not run.complete else "at all"
+        raise UsageError(
+            f"{run.path} holds no telemetry {state}, so there is nothing to diagnose; train with "
+            "telemetry_every at 1 or more"
+        )
+    known = run.telemetry.scopes()
+    if scope not in known:
+        offered = [name for name in known if not name.startswith("parameter:")]
+        raise UsageError(f"{run.path} has no telemetry of {scope!r}; --scope can be {', '.join(offered)}")
+    return History(run, scope)
+
+
+def parts(run: Run, kind: str) -> list[History]:
+    """The histories of all roles (`role`) or all layers (`layer`) of a run, layers in order."""
+    names = [scope for scope in run.telemetry.scopes() if scope.startswith(f"{kind}:")]
+    names.sort(key=lambda scope: (int(scope[len(kind) + 1 :]) if scope[len(kind) + 1 :].isdigit() else -1, scope))
+    return [History(run, scope) for scope in names]
+
+
+def _known(values: Array) -> Array:
+    return values[np.isfinite(values)]

@@ -1,0 +1,183 @@
+"""`muonsw diagnose`: what it writes and prints, and how it says no."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from muonsw.lab.commands.diagnose import Diagnose
+from muonsw.lab.diagnose import diagnose, figures
+from muonsw.lab.diagnose.diagnosis import as_data
+from muonsw.lab.diagnose.drawing import arms
+from muonsw.lab.diagnose.figures import FIGURES
+from muonsw.lab.diagnose.terminal import print_diagnosis
+from muonsw.lab.files import UsageError
+from muonsw.lab.report.theme import LIGHT
+from muonsw.lab.runs import load_run
+from tests.lab.diagnose.runs import make_run, simulate
+
+SHORT = {"lam": 2.0, "steps": 1000, "every": 10, "layers": 1}
+FEW = {"lam": 2.0, "steps": 60, "every": 10, "warmup": 10}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Both rules diagnosed together: the folder, and what was printed."""
+    folder = tmp_path_factory.mktemp("diagnose")
+    runs = tuple(make_run(folder / rule, rule=rule, **SHORT) for rule in ("constant", "scaled"))
+    assert Diagnose(runs=runs, out=folder / "out").run() == 0
+    return folder
+
+
+@pytest.fixture
+def one_figure(monkeypatch):
+    """Draw what depends on most, and leave the rest to the test that draws all."""
+    monkeypatch.setattr(figures, "FIGURES", {"alignment-and-prediction": figures.draw_alignment})
+
+
+def test_every_figure_is_written_twice(written):
+    for name in FIGURES:
+        png, svg = (written / "out" / f"{name}.{suffix}" for suffix in ("png", "svg"))
+        assert png.read_bytes().startswith(b"\x89PNG")
+        assert b"<svg" in svg.read_bytes()[:1000]
+    assert not [path for path in (written / "out").iterdir() if path.name.startswith(".")]
+
+
+def test_the_numbers_are_those_of_the_run(written):
+    data = json.loads((written / "out" / "diagnose.json").read_text())
+    assert [run["rule"] for run in data["runs"]] == ["constant", "scaled"]
+    for run in data["runs"]:
+        rows = simulate(rule=run["rule"], lam=2.0, steps=1000)[::10]
+        assert run["series"]["step"] == [row["step"] for row in rows]
+        assert run["series"]["weight_rms"] == pytest.approx([row["r"] for row in rows])
+        assert run["tracking"]["predicted"][-1] == pytest.approx(rows[-1]["r"], rel=0.02)
+        assert run["norm"]["last_norm"] == rows[-1]["r"]
+        assert run["norm"]["lambda"] == pytest.approx(2.0)
+        assert run["norm"]["relaxations"] == pytest.approx(
+            2.0 * sum(row["phi"] for row in simulate(rule=run["rule"], lam=2.0, steps=1000)[:991]), rel=1e-3
+        )
+        assert set(run["roles"]) == {"experts", "hidden"}
+        assert set(run["layers"]) == {"0"}
+        assert run["late_fits"]["origin"]["k"] > 0
+        assert {"rule", "severity", "scope", "text", "numbers", "also"} == set(run["findings"][0])
+
+
+@pytest.mark.usefixtures("one_figure")
+def test_one_run_is_written_beside_it_and_printed_plainly(tmp_path, capsys):
+    run = make_run(tmp_path / "$走", rule="constant", **FEW)
+    assert Diagnose(runs=(run,)).run() == 0
+    printed = capsys.readouterr().out
+    assert (run / "diagnose" / "diagnose.json").exists()
+    assert f"wrote {run / 'diagnose' / 'diagnose.json'}" in printed
+    assert "$走 (constant)" in printed
+    assert "Only 6 telemetry samples" in " ".join(printed.split())
+    assert "role:experts" in printed
+    assert "\x1b" not in printed
+
+
+def test_a_terminal_gets_the_same_numbers_in_a_table(tmp_path):
+    diagnosis = diagnose(load_run(make_run(tmp_path / "run[1]", rule="constant", **SHORT)))
+    buffer = io.StringIO()
+    print_diagnosis(Console(file=buffer, force_terminal=True, width=200), [diagnosis])
+    for text in ("run[1]", "lost", "decayed", f"{diagnosis.history.last('weight_rms'):.3g}"):
+        assert text in buffer.getvalue()
+
+
+def test_a_scope_can_be_chosen(tmp_path):
+    def change(role, record):
+        return record | {"weight_rms": 2.0 * record["weight_rms"]} if role == "experts" else record
+
+    run = load_run(make_run(tmp_path / "run", change=change, **FEW))
+    whole, experts = (as_data(diagnose(run, scope=scope)) for scope in ("decayed", "role:experts"))
+    assert experts["norm"]["last_norm"] == pytest.approx(2.0 * whole["norm"]["last_norm"])
+    assert all(finding["scope"] == "role:experts" for finding in experts["findings"])
+
+
+def test_a_run_in_progress_is_read_as_far_as_it_has_got(tmp_path):
+    folder = make_run(tmp_path / "run", complete=False, **SHORT)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    half = len(lines) // 2
+    (folder / "metrics.jsonl").write_text("".join(lines[:half]) + lines[half][:20])
+    diagnosis = diagnose(load_run(folder))
+    assert 0 < len(diagnosis.history.steps) < 100
+    finding = next(finding for finding in diagnosis.findings if finding.rule == "unfinished")
+    assert "of 1,000" in finding.text
+
+
+def test_numbers_that_are_missing_or_null_do_not_stop_it(tmp_path):
+    def change(_role, record):
+        gone = record["lr"] < 0.01
+        return record | {"alignment_update": None if gone else record["alignment_update"], "defect": None}
+
+    run = load_run(make_run(tmp_path / "run", change=change, **SHORT))
+    data = as_data(diagnose(run))
+    assert json.dumps(data, allow_nan=False)
+    assert data["series"]["alignment_update"][-1] is None
+    assert data["samples"] < len(data["series"]["step"])
+    named = arms([diagnose(run)])
+    assert figures.draw_defect(named, tmp_path) == []
+    for draw in (figures.draw_alignment, figures.draw_tracking, figures.draw_late_alignment):
+        assert all(path.exists() for path in draw(named, tmp_path))
+
+
+def test_telemetry_of_the_norm_alone_is_drawn(tmp_path):
+    run = make_run(tmp_path / "run", change=lambda _, r: {"weight_rms": r["weight_rms"]}, evals=False, **FEW)
+    assert Diagnose(runs=(run,), out=tmp_path / "out").run() == 0
+    drawn = {path.stem for path in (tmp_path / "out").glob("*.png")}
+    assert drawn == {"loss-and-norm", "roles"}
+
+
+def test_runs_have_the_colour_of_their_rule_and_a_name_that_tells_them_apart(tmp_path):
+    rules = ("constant", "scaled", "constant", "squared")
+    runs = [load_run(make_run(tmp_path / str(n), rule=rule, **FEW)) for n, rule in enumerate(rules)]
+    diagnoses = [diagnose(run) for run in runs]
+    both = arms(diagnoses[:2])
+    assert [arm.colour for arm in both] == [LIGHT.constant, LIGHT.scaled]
+    assert "constant" in both[0].label
+    four = arms(diagnoses)
+    assert [arm.colour for arm in four] == [LIGHT.constant, LIGHT.scaled, *LIGHT.extra[:2]]
+    assert [arm.label for arm in four] == ["0", "1", "2", "3"]
+
+
+def refused(*runs: Path, **options) -> str:
+    with pytest.raises(UsageError) as error:
+        Diagnose(runs=runs, **options).run()
+    return str(error.value)
+
+
+def test_what_cannot_be_diagnosed_is_refused_before_anything_is_written(tmp_path):
+    run = make_run(tmp_path / "run", **FEW)
+    assert "say which run" in refused()
+    assert "does not exist" in refused(tmp_path / "nowhere")
+    assert "no config.json" in refused(tmp_path)
+    assert "role:experts, role:hidden" in refused(run, scope="role:nobody")
+    assert "--late" in refused(run, late=0.0)
+    assert "at most 1, got 1.5" in refused(run, late=1.5)
+    silent = make_run(tmp_path / "silent", telemetry=False, **FEW)
+    assert "no telemetry at all" in refused(silent)
+    (silent / "metrics.jsonl").write_text("")
+    (silent / "result.json").unlink()
+    assert "no telemetry so far" in refused(silent)
+    (silent / "metrics.jsonl").write_text('{"kind": "train"\n{"kind": "train", "step": 1}\n')
+    assert "line 1" in refused(silent)
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in refused(run, out=tmp_path / "file" / "out")
+    assert not (run / "diagnose").exists()
+
+
+@pytest.mark.usefixtures("one_figure")
+def test_a_zero_start_and_a_single_sample_are_harmless(tmp_path):
+    def change(_role, record):
+        first = math.isclose(record["lr"], 0.002)
+        return record | ({"weight_rms": 0.0, "alignment_update": None, "relative_update": None} if first else {})
+
+    run = load_run(make_run(tmp_path / "run", change=change, **FEW))
+    data = as_data(diagnose(run))
+    assert data["series"]["weight_rms"][0] == 0.0
+    assert data["samples"] == 5
+    single = load_run(make_run(tmp_path / "single", every=1000, **{k: v for k, v in FEW.items() if k != "every"}))
+    assert as_data(diagnose(single))["samples"] == 1
+    assert Diagnose(runs=(run.path, single.path), out=tmp_path / "out").run() == 0

@@ -1,0 +1,240 @@
+"""Each rule on a run where it must speak, and on runs where it must not."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from muonsw.lab.diagnose import RULES, History, Severity, diagnose, examine
+from muonsw.lab.diagnose.findings import Finding, ordered
+from muonsw.lab.runs import load_run
+from muonsw.theory import steady_state_norm_with_memory
+from tests.lab.diagnose.runs import MEMORY, make_history, make_run
+
+# Relaxation-matched to the paper: lambda * peak * steps = 40.
+LONG = {"lam": 0.5, "lr": 0.02, "steps": 4000}
+CHECKS = {rule.name: rule.check for rule in RULES}
+
+
+def with_values(**values):
+    return lambda _role, record: record | values
+
+
+def times(key, factor):
+    return lambda _role, record: record | {key: factor * record[key]}
+
+
+def losses(steps, *, rise=0.0, last=None):
+    curve = [3.0 + 7.0 * math.exp(-10.0 * n / steps) for n in range(steps)]
+    curve = [loss + (rise * (n - 0.7 * steps) / steps if n > 0.7 * steps else 0.0) for n, loss in enumerate(curve)]
+    return curve if last is None else [*curve[:-5], *[last] * 5]
+
+
+CONSTANT, SCALED = LONG | {"rule": "constant"}, LONG | {"rule": "scaled"}
+FIRES = {
+    "unfinished": {"complete": False},
+    "too-few-samples": {"every": 300},
+    "skipped": {"skipped": 3},
+    "diverging": {"losses": losses(4000, rise=4.0)},
+    "collapsing": CONSTANT,
+    "norm-held": SCALED,
+    "decay-idle": {"lam": 0.002},
+    "partly-relaxed": {"lam": 0.02},
+    "peak-not-reached": {"peak": 0.05},
+    "tracking-broke": CONSTANT,
+    "unexplained-norm": {"change": times("update_rms", 1.2)},
+    "large-updates": {"change": with_values(relative_update=0.08)},
+    "fast-decay": {"lam": 0.6},
+    "defect": {"change": with_values(defect=0.5)},
+    "rounding": {"change": times("applied_rms", 0.8)},
+    "radial-gradient": {"change": with_values(alignment_gradient=-0.1)},
+}
+SILENT = {
+    "unfinished": SCALED,
+    "too-few-samples": SCALED,
+    "skipped": SCALED,
+    "diverging": {"losses": losses(4000, rise=0.5)},
+    "collapsing": SCALED,
+    "norm-held": CONSTANT,
+    "decay-idle": SCALED,
+    "partly-relaxed": SCALED,
+    "peak-not-reached": SCALED,
+    "tracking-broke": SCALED,
+    "unexplained-norm": CONSTANT,
+    "large-updates": CONSTANT,
+    "fast-decay": LONG | {"lam": 0.4},
+    "defect": {"change": with_values(defect=0.9)},
+    "rounding": {"change": times("applied_rms", 1.02)},
+    "radial-gradient": SCALED,
+}
+
+
+@pytest.mark.parametrize("rule", FIRES)
+def test_a_rule_speaks_where_it_must(tmp_path, rule):
+    history = make_history(tmp_path / "run", **LONG | FIRES[rule])
+    finding = CHECKS[rule](history)
+    assert finding is not None
+    assert finding.rule == rule
+    assert finding.scope == "decayed"
+    assert finding.text.endswith(".")
+    assert finding.numbers
+
+
+@pytest.mark.parametrize("rule", SILENT)
+def test_a_rule_is_silent_where_it_should_be(tmp_path, rule):
+    assert CHECKS[rule](make_history(tmp_path / "run", **LONG | SILENT[rule])) is None
+
+
+def test_every_rule_has_both_tests_and_a_paragraph_in_the_guide():
+    names = [rule.name for rule in RULES]
+    assert set(FIRES) == set(SILENT) == set(names)
+    assert len(set(names)) == len(names)
+    guide = (Path(__file__).parents[3] / "docs" / "guide" / "diagnose.md").read_text()
+    for name in names:
+        assert f"**{name}**" in guide
+
+
+def test_a_healthy_run_has_nothing_to_worry_about(tmp_path):
+    findings = examine(make_history(tmp_path / "run", **SCALED | {"lam": 0.4}))
+    assert [finding.rule for finding in findings] == ["norm-held"]
+
+
+def test_what_scaled_decay_would_hold_is_what_it_holds(tmp_path):
+    constant, scaled = (make_history(tmp_path / s["rule"], **s) for s in (CONSTANT, SCALED))
+    finding = CHECKS["collapsing"](constant)
+    assert finding is not None
+    expected = steady_state_norm_with_memory(s=0.176 * 0.02, phi=0.5 * 0.02, memory=MEMORY)
+    assert finding.numbers["held_norm"] == pytest.approx(expected, rel=0.01)
+    # The simulation drops nothing, the formula drops phi against 1.
+    assert scaled.last("weight_rms") == pytest.approx(finding.numbers["held_norm"], rel=0.02)
+    lost = 1.0 - constant.last("weight_rms") / constant.highest("weight_rms")
+    assert finding.numbers["lost"] == pytest.approx(lost)
+    assert f"lost {100 * lost:.0f}% of their peak norm" in finding.text
+    assert "learning rate is at 10% of its peak" in finding.text
+
+
+def test_a_norm_that_falls_from_a_large_start_is_no_collapse(tmp_path):
+    """The fall is the initial norm being forgotten, at a constant learning rate or until too late to tell."""
+    for name, settings in {"steady": {"final": 1.0}, "slow": {"lam": 0.03}}.items():
+        history = make_history(tmp_path / name, **CONSTANT | {"start": 2.0} | settings)
+        assert history.last("weight_rms") < 0.5 * history.highest("weight_rms")
+        assert CHECKS["collapsing"](history) is None
+
+
+def test_a_collapse_is_counted_from_where_the_start_is_forgotten(tmp_path):
+    small, large = (make_history(tmp_path / str(start), **CONSTANT | {"start": start}) for start in (0.05, 0.5))
+    found = [CHECKS["collapsing"](history) for history in (small, large)]
+    assert large.highest("weight_rms") == pytest.approx(0.5)
+    # After 3 relaxation times exp(-3) of the initial square is left, so the top is at most this much higher.
+    top = found[0].numbers["peak_norm"]
+    assert top <= found[1].numbers["peak_norm"] <= (top**2 + math.exp(-3.0) * 0.5**2) ** 0.5
+    assert found[1].numbers["peak_step"] > 100
+
+
+def test_decay_that_is_off_is_a_note_not_a_warning(tmp_path):
+    finding = CHECKS["decay-idle"](make_history(tmp_path / "run", lam=0.0, steps=400, rule="constant"))
+    assert finding is not None
+    assert finding.severity is Severity.NOTE
+    assert "lambda is 0" in finding.text
+
+
+def test_idle_decay_says_how_much_there_is(tmp_path):
+    history = make_history(tmp_path / "run", rule="constant", lam=0.008, steps=1000, every=1)
+    finding = CHECKS["decay-idle"](history)
+    assert finding is not None
+    total = 0.008 * float(np.sum(history.column("lr")))
+    assert finding.numbers["decay_total"] == pytest.approx(total, rel=1e-9)
+    assert f"is {total:.2g}" in finding.text
+
+
+def test_a_peak_ahead_or_divided_on_purpose_is_no_mistake(tmp_path):
+    base = make_history(tmp_path / "base", **SCALED | {"peak": 0.08, "optimizer": {"peak": "base"}})
+    assert CHECKS["peak-not-reached"](base) is None
+    early = make_history(tmp_path / "early", steps=100, warmup=200, every=5, complete=False)
+    assert CHECKS["peak-not-reached"](early) is None
+    assert CHECKS["decay-idle"](early) is None
+
+
+def test_a_loss_that_is_not_a_number_is_the_worst(tmp_path):
+    curve = losses(4000)
+    history = make_history(tmp_path / "run", **SCALED | {"losses": [*curve[:3900], *[None] * 100]})
+    findings = examine(history)
+    assert findings[0].rule == "diverging"
+    assert findings[0].severity is Severity.PROBLEM
+    assert "since step 3,901" in findings[0].text
+
+
+def test_the_share_of_skipped_steps_decides_how_bad_it_is(tmp_path):
+    few, many = (make_history(tmp_path / str(n), steps=400, every=20, skipped=n) for n in (1, 40))
+    found = [CHECKS["skipped"](history) for history in (few, many)]
+    assert [finding.severity for finding in found if finding] == [Severity.NOTE, Severity.WARNING]
+    assert found[1].numbers["share"] == pytest.approx(40 / 381)
+
+
+def test_fast_decay_has_two_degrees(tmp_path):
+    # phi_peak = lambda * 0.02 against 1 - beta = 0.05
+    found = [CHECKS["fast-decay"](make_history(tmp_path / str(lam), lam=lam, steps=400)) for lam in (0.7, 1.5)]
+    assert [finding.severity for finding in found if finding] == [Severity.NOTE, Severity.WARNING]
+    assert found[0].numbers["ratio"] == pytest.approx(0.7 * 0.02 / 0.05, rel=1e-3)
+
+
+@pytest.mark.parametrize(("defect", "word"), [(0.5, "dead experts"), (1.4, "overshoots")])
+def test_a_defect_names_its_likely_cause(tmp_path, defect, word):
+    finding = CHECKS["defect"](make_history(tmp_path / "run", steps=400, change=with_values(defect=defect)))
+    assert finding is not None
+    assert word in finding.text
+
+
+def test_a_run_that_never_settles_is_told_from_one_that_stops_following(tmp_path):
+    leaves = CHECKS["tracking-broke"](make_history(tmp_path / "leaves", **CONSTANT))
+    never = CHECKS["tracking-broke"](make_history(tmp_path / "never", lam=0.01, steps=1000))
+    assert leaves is not None
+    assert never is not None
+    assert f"until step {leaves.numbers['broke_at']:,.0f}" in leaves.text
+    # The paper, with the same amount of decay, puts its boundary at 300 of 376 thousand steps.
+    assert leaves.numbers["broke_at"] / 4000 == pytest.approx(300 / 376, abs=0.05)
+    assert "never came within a fifth" in never.text
+
+
+def test_what_holds_for_the_whole_is_said_once(tmp_path):
+    run = load_run(make_run(tmp_path / "run", **CONSTANT))
+    finding = next(found for found in diagnose(run).findings if found.rule == "collapsing")
+    assert finding.scope == "decayed"
+    assert finding.also == ("role:experts", "role:hidden")
+
+
+def test_what_holds_for_one_role_is_said_of_that_role(tmp_path):
+    def change(role, record):
+        return record | {"defect": 0.4} if role == "experts" else record
+
+    run = load_run(make_run(tmp_path / "run", **SCALED | {"change": change}))
+    findings = [found for found in diagnose(run).findings if found.rule == "defect"]
+    assert [(found.scope, found.also) for found in findings] == [("role:experts", ())]
+    assert findings[0].text.startswith("Muon's direction for the weights of role experts")
+
+
+def test_roles_without_decay_are_no_part_of_the_decayed_weights(tmp_path):
+    def change(role, record):
+        return record | ({"decay": 0.0, "defect": 0.4} if role == "hidden" else {})
+
+    run = load_run(make_run(tmp_path / "run", **SCALED | {"change": change}))
+    assert not [found for found in diagnose(run).findings if found.rule == "defect"]
+    assert [found.scope for found in diagnose(run, scope="all").findings if found.rule == "defect"] == ["role:hidden"]
+
+
+def test_the_worst_comes_first():
+    found = [Finding(str(n), severity, "all", "") for n, severity in enumerate(reversed(Severity))]
+    assert [finding.severity for finding in ordered(found)] == list(Severity)
+
+
+def test_missing_columns_silence_rules_and_break_none(tmp_path):
+    kept = ("weight_rms", "lr", "numel")
+    run = load_run(make_run(tmp_path / "run", **SCALED | {"change": lambda _, r: {key: r[key] for key in kept}}))
+    rules = [finding.rule for finding in diagnose(run).findings]
+    assert rules == ["too-few-samples"]
+    history = History(run, "decayed")
+    assert history.tracking is None
+    assert math.isnan(history.held_norm())
+    assert examine(replace(history, scope="nowhere"))[0].rule == "too-few-samples"
