@@ -4,8 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import plotly.graph_objects
@@ -15,8 +13,9 @@ import torch
 from muonsw.lab.experiments.claims import Claim, Comparison, Outcome
 from muonsw.lab.report import convergence
 from muonsw.lab.report.downsample import log_extremes
-from muonsw.lab.report.page import Figure, page
-from muonsw.lab.report.theme import DARK, LIGHT, PALETTES, matplotlib_style, plotly_axis, plotly_layout
+from muonsw.lab.report.page import page
+from muonsw.lab.report.sections import Document, Figure, claims_table
+from muonsw.lab.report.theme import LIGHT, PALETTES, matplotlib_style, plotly_axis, plotly_layout
 from tests.lab.small import SMALL
 
 
@@ -109,34 +108,11 @@ def test_the_page_holds_valid_figures_in_both_themes(written):
         assert {trace["meta"] for trace in figure["data"]} <= set(theme["colours"])
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_the_script_of_the_page_draws_and_switches_theme(written, tmp_path):
-    tags = parse(written[".html"].read_text())
-    data = next(script for attrs, script in tags.scripts if attrs.get("type") == "application/json")
-    stage = """
-        const drawn = []; let click;
-        const button = { setAttribute() {}, addEventListener: (_, f) => { click = f; } };
-        const root = { style: { setProperty() {} } };
-        globalThis.document = { documentElement: root,
-          getElementById: (id) => (id === "data" ? { textContent: DATA } : button) };
-        globalThis.window = { matchMedia: () => ({ matches: false }) };
-        globalThis.Plotly = {
-          react: (name, data, layout) => drawn.push([name, data[0].line.color, layout.paper_bgcolor]) };
-    """.replace("DATA", json.dumps(data))
-    script = tmp_path / "stage.js"
-    script.write_text(stage + tags.scripts[-1][1] + "\nclick(); console.log(JSON.stringify(drawn));")
-    out = subprocess.run(["node", str(script)], capture_output=True, text=True, check=True).stdout
-    assert json.loads(out) == [
-        ["convergence", LIGHT.constant, LIGHT.background],
-        ["convergence", DARK.constant, DARK.background],
-    ]
-
-
 def test_hostile_text_stays_text():
     evil = "</script><img src=x onerror=alert(1)>"
     bad = Claim(evil, evil, evil, evil, 1.0, 2.0, Comparison.ABSOLUTE, 0.0, evil, limits=evil)
     figure = Figure("plot", evil, {"data": [{"name": evil, "meta": "bound"}], "layout": {}})
-    tags = parse(page(evil, [figure], {evil: [bad]}))
+    tags = parse(page(Document(evil, [figure, claims_table({evil: [bad]})], verdict=evil)))
     assert "img" not in [tag for tag, _ in tags.found]
     assert len(tags.scripts) == 3
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muonsw.lab.experiments.claims import Outcome, Series
-from muonsw.lab.report.page import Figure, write_page
+from muonsw.lab.report.page import write_page
+from muonsw.lab.report.sections import Document, Figure, any_failed, claims_table
 from muonsw.lab.report.static import write_panels
 from muonsw.lab.report.traces import panel_figure
 
@@ -55,4 +56,6 @@ def draw(outcomes: Mapping[str, Outcome], folder: Path) -> list[Path]:
     paths = write_panels(parts, TITLE, folder / "convergence")
     claims = {name: outcome.claims for name, outcome in outcomes.items()}
     figure = Figure("convergence", NOTE, panel_figure(parts))
-    return [*paths, write_page(folder / "convergence.html", TITLE, [figure], claims)]
+    table = claims_table(claims, headings=("predicted", "measured"))
+    document = Document(TITLE, [figure, table], failed=any_failed(claims))
+    return [*paths, write_page(folder / "convergence.html", document)]

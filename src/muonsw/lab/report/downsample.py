@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -34,3 +36,26 @@ def log_extremes(values: Tensor, bins: int) -> tuple[list[int], list[list[float]
         kept |= {start, start + int(low[inside].argmin()), start + int(high[inside].argmax())}
     steps = sorted(kept)
     return steps, values[:, torch.tensor(steps) - 1].tolist()
+
+
+def extremes(values: NDArray[np.float64], points: int) -> NDArray[np.int64]:
+    """The places to keep of a curve: its ends, and the smallest and the largest value of each of equally long bins.
+
+    Args:
+        values: The curve; all finite.
+        points: How many places are kept at most; a curve that is no longer stays whole.
+
+    Examples:
+        >>> extremes(np.array([5.0, 4.0, 9.0, 4.0, 1.0, 2.0, 3.0]), points=6).tolist()
+        [0, 1, 2, 4, 6]
+    """
+    count = len(values)
+    if count <= max(points, 4):
+        return np.arange(count)
+    bins = max(1, (points - 2) // 2)
+    width = -(-count // bins)
+    # The last bin is filled up with the last value, which is kept anyway.
+    grid = np.pad(values, (0, -count % width), mode="edge").reshape(-1, width)
+    starts = np.arange(len(grid)) * width
+    found = np.concatenate([starts + grid.argmin(1), starts + grid.argmax(1), [0, count - 1]])
+    return np.unique(np.minimum(found, count - 1))

@@ -1,64 +1,42 @@
-"""A self-contained interactive page: figures, claims, light and dark; it asks the network for nothing."""
+"""A self-contained interactive page: figures, tables, light and dark; it asks the network for nothing."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+from muonsw.lab.files import UsageError, write_atomically
+from muonsw.lab.report.markup import anchor, body, escape
+from muonsw.lab.report.sections import Arm, Chart, Curve, Document, Figure
+from muonsw.lab.report.theme import PALETTES, arm_styles, plotly_axis, plotly_layout
 
-from muonsw.lab.experiments.claims import Claim, failed_first, verdict
-from muonsw.lab.files import write_atomically
-from muonsw.lab.report.terminal import measured_text, predicted_text
-from muonsw.lab.report.theme import PALETTES, plotly_axis, plotly_layout
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure of a page.
-
-    Attributes:
-        name: Its id on the page.
-        note: A caption, as plain text.
-        plot: Plotly data and layout. A trace's `meta` names the colour of the theme that it gets.
-    """
-
-    name: str
-    note: str
-    plot: dict[str, Any]
+DIGITS = 6  # significant digits of a value on the page
 
 
-def write_page(path: Path, title: str, figures: Sequence[Figure], claims: Mapping[str, Sequence[Claim]]) -> Path:
-    """Write figures and a table of claims as one HTML file that works offline."""
-    return write_atomically(path, page(title, figures, claims))
+def write_page(path: Path, document: Document) -> Path:
+    """Write a document as one HTML file that works offline."""
+    return write_atomically(path, page(document))
 
 
-def page(title: str, figures: Sequence[Figure], claims: Mapping[str, Sequence[Claim]]) -> str:
-    """The page as text; everything that is not ours to write is escaped."""
-    library, code = get_plotlyjs(), _resource("page.js")
-    themes = {
-        name: {"colours": palette.as_data(), "layout": plotly_layout(palette), "axis": plotly_axis(palette)}
-        for name, palette in PALETTES.items()
-    }
-    data = {"figures": [{"name": figure.name, **figure.plot} for figure in figures], "themes": themes}
+def page(document: Document) -> str:
+    """The document as text; everything that is not ours to write is escaped."""
+    library, code = _library(), _resource("page.js")
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(code)}; style-src 'unsafe-inline'; img-src data: blob:"
     )
     # In an attribute the quotes of the policy are data; "<" inside JSON could end the script element.
     parts = {
-        "POLICY": html.escape(policy, quote=True).replace("&#x27;", "'"),
-        "TITLE": html.escape(title),
+        "POLICY": escape(policy).replace("&#x27;", "'"),
+        "TITLE": escape(document.title),
         "STYLE": _resource("page.css"),
-        "FIGURES": "\n".join(_figure(figure) for figure in figures),
-        "CLAIMS": _claims(claims),
-        "DATA": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "BODY": body(document),
+        "DATA": json.dumps(_data(document), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "LIBRARY": library,
         "CODE": code,
     }
@@ -66,31 +44,68 @@ def page(title: str, figures: Sequence[Figure], claims: Mapping[str, Sequence[Cl
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 
-def _figure(figure: Figure) -> str:
-    note = html.escape(figure.note)
-    name = html.escape(figure.name, quote=True)
-    plot = f'<div id="{name}" class="plot" role="group" aria-label="{note}"></div>'
-    return f"<figure>{plot}<figcaption>{note}</figcaption></figure>"
+def _data(document: Document) -> dict[str, Any]:
+    charts = [section for section in document.sections if isinstance(section, Chart)]
+    figures = [section for section in document.sections if isinstance(section, Figure)]
+    arms = list(document.arms) or [Arm(name) for name in _arm_names(charts)]
+    labels = list(dict.fromkeys(curve.label for chart in charts for curve in chart.curves))
+    places = ({arm.name: place for place, arm in enumerate(arms)}, {label: place for place, label in enumerate(labels)})
+    return {
+        "figures": [{"name": anchor(figure.name), **figure.plot} for figure in figures],
+        "charts": [_chart(chart, *places) for chart in charts],
+        "arms": [{"name": arm.name, "runs": arm.runs, **style} for arm, style in zip(arms, _looks(arms), strict=True)],
+        "labels": labels,
+        "themes": {
+            name: {"colours": palette.as_data(), "layout": plotly_layout(palette), "axis": plotly_axis(palette)}
+            for name, palette in PALETTES.items()
+        },
+    }
 
 
-def _claims(claims: Mapping[str, Sequence[Claim]]) -> str:
-    owners = {id(claim): name for name, those in claims.items() for claim in those}
-    ordered = failed_first(claim for those in claims.values() for claim in those)
-    return "\n".join(_row(owners[id(claim)], claim) for claim in ordered)
+def _looks(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    styles = {name: arm_styles([arm.rule for arm in arms], palette) for name, palette in PALETTES.items()}
+    return [
+        {"colours": {name: style[place].colour for name, style in styles.items()}, "dash": styles["light"][place].dash}
+        for place in range(len(arms))
+    ]
 
 
-def _row(owner: str, claim: Claim) -> str:
-    details = f"{claim.reference}. Assumes {claim.hypothesis}. Tolerance {claim.tolerance:.2g}: {claim.because}."
-    if claim.interval is not None:
-        details += f" Interval: {claim.interval.method}."
-    if claim.limits:
-        details += f" {claim.limits[0].upper()}{claim.limits[1:]}."
-    cells = (predicted_text(claim), measured_text(claim))
-    numbers = "".join(f"<td class='number'>{html.escape(cell)}</td>" for cell in cells)
-    word = verdict(claim.holds)
-    small = html.escape(f"{owner}/{claim.id} · {details}")
-    text = f"{html.escape(claim.statement)}<small>{small}</small>"
-    return f"<tr><td>{text}</td>{numbers}<td class='{word}'>{word}</td></tr>"
+def _arm_names(charts: Sequence[Chart]) -> list[str]:
+    return list(dict.fromkeys(curve.arm for chart in charts for curve in chart.curves))
+
+
+def _chart(chart: Chart, arms: dict[str, int], labels: dict[str, int]) -> dict[str, Any]:
+    return {
+        "name": anchor(chart.name),
+        "x": {"title": chart.x_label, "log": chart.log_x},
+        "y": {"title": chart.y_label, "log": chart.log_y, "window": chart.window},
+        "points": chart.points,
+        "curves": [_curve(curve, arms[curve.arm], labels[curve.label]) for curve in chart.curves],
+    }
+
+
+def _curve(curve: Curve, arm: int, label: int) -> dict[str, Any]:
+    flags = {name: True for name in ("dashed", "middle") if getattr(curve, name)}
+    x = [_number(value) for value in curve.x]
+    return {"arm": arm, "label": label, "x": x, "y": [_number(value) for value in curve.y], **flags}
+
+
+def _number(value: float) -> float | int | None:
+    """A number in as few characters as its digits need; steps stay whole."""
+    if not math.isfinite(value):
+        return None
+    if value == int(value) and abs(value) < 1e15:
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _library() -> str:
+    """Plotly's script. It is imported here, so that everything else of a report works where plotly is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise UsageError("an interactive page needs plotly; install it with: pip install 'muonsw[lab]'") from error
+    return str(get_plotlyjs())
 
 
 def _resource(name: str) -> str:

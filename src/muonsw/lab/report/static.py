@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from muonsw.lab.experiments.claims import Series
 from muonsw.lab.files import write_atomically
-from muonsw.lab.report.theme import LIGHT, RULE_MATH, Palette, matplotlib_style
+from muonsw.lab.report.sections import Arm, Chart, Curve
+from muonsw.lab.report.theme import LIGHT, RULE_MATH, ArmStyle, Palette, arm_styles, matplotlib_style
 
 WIDTH, HEIGHT, DPI = 11.0, 4.8, 160
+# Plotly's words for dashes.
+DASHES: Mapping[str, Any] = {
+    "solid": "-",
+    "dashdot": (0, (5, 2, 1, 2)),
+    "dot": (0, (1, 1.5)),
+    "longdashdot": (0, (8, 2, 1, 2)),
+}
+MARGINS = {"left": 0.12, "right": 0.97, "top": 0.92, "bottom": 0.13}
 BOUND = "lower bound for constant"
 PanelData = tuple[str, Sequence[Series]]
 
@@ -63,9 +75,57 @@ def draw_panel(axis: Axes, heading: str, series: Sequence[Series], palette: Pale
     axis.set_ylim(10 ** math.floor(math.log10(low)), high * 1.2)
 
 
+def write_chart(chart: Chart, arms: Sequence[Arm], folder: Path, palette: Palette = LIGHT) -> list[Path]:
+    """Draw a chart of a report and write it as PNG and SVG under its name."""
+    styles = dict(zip((arm.name for arm in arms), arm_styles([arm.rule for arm in arms], palette), strict=True))
+    with matplotlib.rc_context(cast(Any, matplotlib_style(palette))):
+        # Fixed margins: finding them takes longer than drawing, and charts are many.
+        figure = Figure(figsize=(8.0, 4.8))
+        axis = figure.subplots(gridspec_kw=MARGINS)
+        for arm in {curve.arm: None for curve in chart.curves}:
+            _draw_arm(axis, [curve for curve in chart.curves if curve.arm == arm], styles[arm], marked=chart.points)
+        axis.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
+        axis.set_xscale("log" if chart.log_x else "linear")
+        axis.set_yscale("log" if chart.log_y else "linear")
+        axis.margins(x=0.02)
+        if chart.window:
+            axis.set_ylim(*chart.window)
+        if len(styles) > 1:
+            axis.legend(handlelength=2.4, fontsize=10, ncols=1 + len(styles) // 9)
+        stem = folder / chart.name
+        return [_write(figure, stem.with_suffix(".png")), _write(figure, stem.with_suffix(".svg"))]
+
+
+def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, *, marked: bool) -> None:
+    """Single runs as one collection, which draws hundreds at once; thin where there is a middle."""
+    middle = any(curve.middle for curve in curves)
+    dash = DASHES[style.dash]
+    looks = {
+        "single": {"linewidths": 0.8, "alpha": 0.4} if middle else {"linewidths": 1.6, "linestyles": [dash]},
+        "predicted": {"linewidths": 1.6, "linestyles": [(0, (4, 2.5))]},
+        "middle": {"linewidths": 2.4, "linestyles": [dash]},
+    }
+    for kind, look in looks.items():
+        lines = [np.column_stack([curve.x, curve.y]) for curve in curves if _kind(curve) == kind]
+        if lines:
+            axis.add_collection(LineCollection(lines, colors=style.colour, **cast(Any, look)))
+    if marked:
+        for curve in curves:
+            axis.plot(curve.x, curve.y, "o", color=style.colour, markersize=4)
+    axis.autoscale_view()
+    axis.plot([], [], color=style.colour, linestyle=dash, label=curves[0].arm.replace("$", r"\$"))
+
+
+def _kind(curve: Curve) -> str:
+    return "middle" if curve.middle else "predicted" if curve.dashed else "single"
+
+
 def _write(figure: Figure, path: Path) -> Path:
     buffer = io.BytesIO()
     # Without a date two equal runs give equal files.
     metadata = {"Date": None} if path.suffix == ".svg" else None
-    figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=metadata)
+    with warnings.catch_warnings():
+        # A name may hold letters that the font lacks; they show as boxes.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=metadata)
     return write_atomically(path, buffer.getvalue())

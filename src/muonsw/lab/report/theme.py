@@ -6,7 +6,7 @@ and Ito, which readers with any common colour blindness can tell apart; in the d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
@@ -73,7 +73,51 @@ DARK = Palette(
     bound="#E8EBEE",
     extra=("#2FC79B", "#E29BC4", "#F0C24B", "#8CCBF2"),
 )
+RULES = ("constant", "scaled")
 PALETTES: Mapping[str, Palette] = MappingProxyType({"light": LIGHT, "dark": DARK})
+
+# How arms of one rule are told apart: how far the hue is moved towards the text, and the dashes of its line.
+SHADES = ((0.0, "solid"), (0.45, "dashdot"), (0.2, "dot"), (0.65, "longdashdot"))
+
+
+@dataclass(frozen=True)
+class ArmStyle:
+    """How one arm of a comparison is drawn: its colour, and its dashes in plotly's words."""
+
+    colour: str
+    dash: str
+
+
+def arm_styles(rules: Sequence[str], palette: Palette = LIGHT) -> list[ArmStyle]:
+    """A style for each arm: the rule fixes the hue, further arms of the same rule are shaded and dashed.
+
+    Args:
+        rules: The decay rule of each arm; a rule without a colour of its own gets one of the further ones.
+        palette: The variant of the theme.
+
+    Examples:
+        >>> [style.colour for style in arm_styles(["constant", "scaled", "none"])]
+        ['#0072B2', '#D55E00', '#009E73']
+        >>> arm_styles(["scaled", "scaled"])[1]
+        ArmStyle(colour='#814210', dash='dashdot')
+    """
+    others = list(dict.fromkeys(rule for rule in rules if rule not in RULES))
+    seen: dict[str, int] = {}
+    styles = []
+    for rule in rules:
+        hue = palette.colour(rule) if rule in RULES else palette.extra[others.index(rule) % len(palette.extra)]
+        share, dash = SHADES[seen.get(rule, 0) % len(SHADES)]
+        seen[rule] = seen.get(rule, 0) + 1
+        styles.append(ArmStyle(_mix(hue, palette.text, share), dash))
+    return styles
+
+
+def _mix(one: str, other: str, share: float) -> str:
+    if not share:
+        return one
+    pairs = [(int(one[k : k + 2], 16), int(other[k : k + 2], 16)) for k in (1, 3, 5)]
+    return "#" + "".join(f"{round((1.0 - share) * a + share * b):02X}" for a, b in pairs)
+
 
 # The rules' names as matplotlib and as HTML set them.
 RULE_MATH = MappingProxyType(

@@ -1,0 +1,59 @@
+"""`muonsw report`: show runs beside each other on one page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from rich.markup import escape
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from muonsw.lab.files import UsageError
+from muonsw.lab.report.report import check_target, write_report
+from muonsw.lab.runs import load_runs
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one self-contained interactive page about runs, and its figures as PNG and SVG beside it.
+
+    A run that is still in progress is shown as far as it has got.
+    """
+
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUNS")] = ()
+    """Run folders, or folders that hold run folders."""
+
+    out: Annotated[Path, arg(aliases=("-o",), metavar="FILE")] = Path("report.html")
+    """The page; its figures go into a folder of the same name beside it."""
+
+    title: str = ""
+    """Heading of the page; made from the runs' names unless given."""
+
+    no_images: FlagCreatePairsOff[bool] = False
+    """Write the page alone, without PNG and SVG."""
+
+    def run(self) -> int:
+        """Load, write, and say where."""
+        if not self.runs:
+            raise UsageError("say which runs to show: muonsw report RUN [RUN ...] -o report.html")
+        check_target(self.out)
+        loaded = load_runs(find_runs(self.runs))
+        title = self.title or (f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs")
+        console = Console()
+        written = write_report(self.out, title, loaded, images=not self.no_images)
+        console.print(f"wrote {escape(str(written[0]))}", highlight=False, soft_wrap=True)
+        if len(written) > 1:
+            folder = escape(str(written[1].parent))
+            console.print(f"wrote {len(written) - 1} figures into {folder}", highlight=False, soft_wrap=True)
+        return 0
+
+
+def find_runs(paths: tuple[Path, ...]) -> list[Path]:
+    """The run folders among paths; a folder that is none itself stands for those inside it."""
+    found: list[Path] = []
+    for path in paths:
+        inside = [] if (path / "config.json").is_file() else sorted(path.glob("*/config.json"))
+        found += [config.parent for config in inside] or [path]
+    return list(dict.fromkeys(found))
