@@ -1,0 +1,264 @@
+"""`muonsw plan`: what a run will cost, which learning rates it gets, and what decay will do, before it is started."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tyro.conf import FlagCreatePairsOff, arg
+
+from muonsw.lab.files import UsageError
+from muonsw.lab.model import preset
+from muonsw.lab.plan import Group, RecipePlan, parse_amount, plan, plan_recipe
+from muonsw.lab.plan import Plan as RunPlan
+from muonsw.lab.recipes import PAPER_BATCH_TOKENS, find_recipe
+from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
+
+GIB = 2**30
+Row = tuple[str, str, str]
+GROUP_HEADINGS = (
+    "matrices under", "peak lr", "λ·Ση", "N constant", "N scaled", "N scaled, base",
+    "φ peak", "φ/(1-β)", "φ peak, base",
+)  # fmt: skip
+LARGE_NOTE = (
+    "decay is then fast beside momentum's memory, unlike in a long run; lower --weight-decay or take more steps."
+)
+GROUP_NOTE = (
+    "N = 2·Σφ counts relaxation times. Scaled decay divides by the group's own peak, or by the undivided base peak "
+    "(base).\nφ peak is the same for constant and scaled decay with the group's peak."
+)
+
+
+# A step at the peak should take less than momentum remembers; above this, runs are not like long ones.
+LARGE_PHI = 0.01
+# What may be given beside a recipe; it prints the rest.
+WITH_RECIPE = ("recipe", "batch_tokens", "shape", "decay_fraction", "warmup_steps", "json")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Compute a run without running it: size, cost, learning rates, and what decay will do.
+
+    Give a preset with tokens or steps, or the name of a recipe that the paper prints.
+    """
+
+    preset: str = ""
+    """The model: w128, w256, w512, w768, w1024, mini, demo, or one of them with -dense appended."""
+
+    tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
+    """Tokens to train on, such as 197B, 300M or 1.5e9."""
+
+    steps: Annotated[int | None, arg(metavar="N")] = None
+    """Updates, instead of tokens."""
+
+    batch_tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
+    """Tokens in an update; 524288 unless given."""
+
+    recipe: str = ""
+    """A recipe instead of a preset: glm-4.5, kimi-k2, deepseek-v4-pro, paper-w256 to paper-w1024."""
+
+    tflops: float = 400.0
+    """Rate of all hardware together, in 1e12 FLOP a second: what is sustained, not what a data sheet says."""
+
+    peak_lr: float | None = None
+    """Base peak learning rate; from the horizon rule unless given."""
+
+    weight_decay: float = 0.1
+    """Lambda of hidden and expert matrices."""
+
+    momentum: float = 0.95
+    """Muon's beta."""
+
+    shape: str = "cosine"
+    """Schedule: cosine, wsd or constant."""
+
+    final_fraction: float = 0.1
+    """What is left of the peak at the end."""
+
+    decay_fraction: float = 0.2
+    """The share of the run that decays under wsd."""
+
+    warmup_steps: int | None = None
+    """Updates of warmup; the paper's rule unless given, none for a recipe that prints none."""
+
+    micro_batch: int = 8
+    """Sequences whose activations are held at once."""
+
+    json: FlagCreatePairsOff[bool] = False
+    """Print JSON instead of tables."""
+
+    def run(self) -> int:
+        """Compute and print."""
+        try:
+            result = self._recipe() if self.recipe else self._plan()
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if self.json:
+            print(json.dumps(asdict(result), indent=2, allow_nan=False))
+        else:
+            print_plan(Console(), result)
+        return 0
+
+    def _plan(self) -> RunPlan:
+        if not self.preset:
+            raise UsageError("say what to plan: --preset w1024 with --tokens 197B or --steps 376000, or --recipe NAME")
+        if bool(self.tokens) == (self.steps is not None):
+            raise UsageError("give either --tokens or --steps, such as --tokens 197B")
+        batch = parse_amount(self.batch_tokens) if self.batch_tokens else PAPER_BATCH_TOKENS
+        steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
+        return plan(
+            preset(self.preset),
+            steps,
+            batch_tokens=batch,
+            peak_lr=self.peak_lr,
+            optimizer=OptimizerConfig(weight_decay=self.weight_decay, momentum=self.momentum),
+            schedule=self._schedule(self.warmup_steps),
+            micro_batch=self.micro_batch,
+            tflops=self.tflops,
+        )
+
+    def _recipe(self) -> RecipePlan:
+        for field in fields(self):
+            if field.name not in WITH_RECIPE and getattr(self, field.name) != field.default:
+                option = f"--{field.name.replace('_', '-')}"
+                raise UsageError(f"{option} does not go with --recipe, which has its own; leave one of them out")
+        recipe = find_recipe(self.recipe)
+        batch = parse_amount(self.batch_tokens) if self.batch_tokens else None
+        warmup = 0 if recipe.steps is None and self.warmup_steps is None else self.warmup_steps
+        return plan_recipe(recipe, batch_tokens=batch, schedule=self._schedule(warmup))
+
+    def _schedule(self, warmup_steps: int | None) -> ScheduleConfig:
+        return ScheduleConfig(
+            shape=self.shape,
+            warmup_steps=warmup_steps,
+            final_fraction=self.final_fraction,
+            decay_fraction=self.decay_fraction,
+        )
+
+
+def print_plan(console: Console, result: RunPlan | RecipePlan) -> None:
+    """Tables in a terminal, aligned plain text elsewhere."""
+    rows = plan_rows(result) if isinstance(result, RunPlan) else recipe_rows(result)
+    _print_table(console, ("", "", ""), rows)
+    if result.groups is not None:
+        _print_table(console, GROUP_HEADINGS, [group_row(group) for group in result.groups])
+        _print_text(console, GROUP_NOTE)
+        large = [group.name for group in result.groups if group.decays[0].phi_peak > LARGE_PHI]
+        if large:
+            _print_text(console, f"φ peak is above {LARGE_PHI:g} ({'; '.join(large)}): {LARGE_NOTE}")
+    if isinstance(result, RecipePlan):
+        _print_text(console, "\n".join(("Not in the paper:", *(f"  - {item}" for item in result.recipe.unknown))))
+
+
+def plan_rows(result: RunPlan) -> list[Row]:
+    """What is printed about a run: name, value, and where the value comes from."""
+    memory = result.memory
+    return [
+        ("parameters", f"{result.parameters:,}", "exact"),
+        ("active parameters", f"{result.active:,}", "exact; all but the experts a token is not sent to"),
+        ("steps", f"{result.steps:,}", f"of {result.batch_tokens:,} tokens, {result.warmup_steps:,} of them warmup"),
+        ("tokens", amount(result.tokens), f"{result.tokens_per_active:.0f} for each active parameter"),
+        ("peak learning rate", f"{result.peak_lr:.3g}", result.peak_lr_from),
+        ("FLOP a token", amount(result.flops_per_token), "forward and backward, causal attention at full length"),
+        ("FLOP", f"{result.flops:.3g}", f"Newton-Schulz adds {100 * result.orthogonalizer_share:.1f}%"),
+        ("hours", f"{result.hours:,.1f}", f"at {result.tflops:g} TFLOP/s sustained"),
+        ("weights", gib(memory.weights), "float32"),
+        ("gradients", gib(memory.gradients), "float32"),
+        ("Muon state", gib(memory.muon_state), "momentum of hidden and expert matrices"),
+        ("AdamW state", gib(memory.adamw_state), f"two averages of the rest; {gib(memory.adamw_only_state)} for all"),
+        (
+            "activations",
+            gib(memory.activations),
+            f"estimate: bfloat16 autocast, {result.micro_batch} sequences at once",
+        ),
+        ("memory", gib(memory.total), "sum with Muon; the estimate leaves out temporaries and fragmentation"),
+    ]
+
+
+def recipe_rows(result: RecipePlan) -> list[Row]:
+    """What is printed about a recipe."""
+    recipe = result.recipe
+    sums = f"{result.decay_tokens / 1e6:,.4g} / batch in millions of tokens"
+    if result.batch_tokens is not None:
+        sums = f"{result.decay_tokens / result.batch_tokens:.4g}"
+    steps = "unknown" if result.steps is None else f"{result.steps:,}"
+    batch = (
+        "batch not printed; give --batch-tokens" if result.batch_tokens is None else f"{result.batch_tokens:,} tokens"
+    )
+    return [
+        ("recipe", recipe.title, recipe.reference),
+        ("parameters", f"{amount(recipe.total)}, {amount(recipe.active)} active", "as printed"),
+        ("tokens", amount(recipe.tokens), f"{recipe.tokens / recipe.active:.0f} for each active parameter"),
+        ("steps", steps, batch),
+        ("learning rate", f"{recipe.peak_lr:g} to {recipe.final_lr:g}", "as printed"),
+        ("weight decay λ", f"{recipe.weight_decay:g}", "as printed"),
+        ("λ·Ση", sums, "constant decay in total, at the printed learning rate"),
+        ("scaled / constant, total", f"{result.scaled_over_constant:.3f}", "of the decay over the whole run"),
+        ("scaled / constant, at the end", f"{result.final_ratio:.3g}", "of the decay in the last step"),
+        ("λ for an equal total", f"{result.equal_total_weight_decay:.3g}", "under scaled decay"),
+    ]
+
+
+def group_row(group: Group) -> tuple[str, ...]:
+    """One line of the table of learning rates and decay."""
+    constant, scaled, base = group.decays
+    return (
+        group.name,
+        f"{group.peak_lr:.3g}",
+        f"{constant.total:.3g}",
+        f"{constant.relaxation:.3g}",
+        f"{scaled.relaxation:.3g}",
+        f"{base.relaxation:.3g}",
+        f"{scaled.phi_peak:.2e}",
+        f"{scaled.phi_peak_over_memory:.3g}",
+        f"{base.phi_peak:.2e}",
+    )
+
+
+def amount(number: float) -> str:
+    """A large number with the letter that `--tokens` understands.
+
+    Examples:
+        >>> amount(197_132_288_000), amount(2_009_000_000), amount(512)
+        ('197.1B', '2.009B', '512')
+    """
+    for letter, unit in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= unit:
+            return f"{number / unit:.4g}{letter}"
+    return f"{number:g}"
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB.
+
+    Examples:
+        >>> gib(3 * 2**29)
+        '1.50 GiB'
+    """
+    return f"{size / GIB:.2f} GiB"
+
+
+def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not console.is_terminal:
+        lines = [headings, *rows] if any(headings) else rows
+        widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+        text = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+        _print_text(console, "\n".join(line.rstrip() for line in text) + "\n")
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(headings))
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if any(headings) and place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def _print_text(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
