@@ -10,7 +10,10 @@ OK, CLAIM_FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 all well, 1 a claim failed, 2 it was not usable."""
+    """Run one command and return its exit code: 0 all well, 1 a claim failed, 2 it was not usable.
+
+    A command that was stopped by a signal and has saved its work returns 128 plus the signal, as shells do.
+    """
     try:
         commands = importlib.import_module("muonsw.lab.commands")
     except ModuleNotFoundError as error:
@@ -23,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except commands.UsageError as error:
         print(f"muonsw: {error}", file=sys.stderr)
         return USAGE
+    except commands.Interrupted as error:
+        print(f"muonsw: {error}", file=sys.stderr)
+        return 128 + int(error.signal)
     except KeyboardInterrupt:
         print("muonsw: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -10,8 +10,16 @@ from typing import Protocol
 
 import tyro
 
+from muonsw.lab.commands.compare import Compare
+from muonsw.lab.commands.data import Data
+from muonsw.lab.commands.diagnose import Diagnose
+from muonsw.lab.commands.export import Export, Sample
+from muonsw.lab.commands.plan import Plan
+from muonsw.lab.commands.report import Report
 from muonsw.lab.commands.reproduce import Reproduce
+from muonsw.lab.commands.train import Train
 from muonsw.lab.files import UsageError as UsageError
+from muonsw.lab.train.interrupt import Interrupted as Interrupted
 
 
 class Command(Protocol):
@@ -22,7 +30,17 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: Mapping[str, type[Command]] = {"reproduce": Reproduce}
+COMMANDS: Mapping[str, type[Command]] = {
+    "compare": Compare,
+    "reproduce": Reproduce,
+    "plan": Plan,
+    "data": Data,
+    "train": Train,
+    "report": Report,
+    "diagnose": Diagnose,
+    "export": Export,
+    "sample": Sample,
+}
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +48,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         dict(COMMANDS),
         prog="muonsw",
-        description="Muon-SW and its paper: experiments whose claims are checked.",
+        description="Muon-SW and its paper: train, compare, measure, and reproduce with claims that are checked.",
         args=arguments,
     )
     return command.run()

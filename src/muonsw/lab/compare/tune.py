@@ -1,0 +1,85 @@
+"""The best lambda of each decay rule, found on a seed that the comparison itself does not use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from muonsw.lab.compare.arms import Arm
+from muonsw.lab.compare.conduct import Bench
+from muonsw.lab.report.run_tables import final_loss
+from muonsw.lab.report.sections import Cell, Column, Table
+from muonsw.lab.runs import Run
+from muonsw.lab.train.config import RunConfig
+
+FACTORS = (0.1, 0.25, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search over lambda found for one arm.
+
+    Attributes:
+        arm: The arm at its best lambda.
+        losses: Final loss by lambda.
+        at_edge: Whether the best is the smallest or the largest that was tried, so that a better one may lie beyond.
+    """
+
+    arm: Arm
+    losses: Mapping[float, float]
+    at_edge: bool
+
+
+def tune(
+    bench: Bench, base: RunConfig, arms: Sequence[Arm], *, seed: int, factors: Sequence[float] = FACTORS
+) -> list[Tuned]:
+    """Try multiples of each arm's lambda on one seed and keep the best of each arm.
+
+    Args:
+        bench: Where the runs are made.
+        base: The run that is varied.
+        arms: What is tuned, each for itself.
+        seed: For the search alone: a comparison on the same seed would be biased to whoever was luckier.
+        factors: Multiples of the arm's lambda.
+    """
+    grid = {arm.name: [_at(arm, factor) for factor in factors] for arm in arms}
+    runs = bench.run(base, [candidate for candidates in grid.values() for candidate in candidates], [seed])
+    return [_best(arm, grid[arm.name], runs) for arm in arms]
+
+
+def _at(arm: Arm, factor: float) -> Arm:
+    weight_decay = float(f"{arm.optimizer.weight_decay * factor:.4g}")
+    return Arm(f"{arm.name}, lambda={weight_decay:g}", replace(arm.optimizer, weight_decay=weight_decay))
+
+
+def _best(arm: Arm, candidates: Sequence[Arm], runs: Mapping[str, Sequence[Run]]) -> Tuned:
+    losses = {}
+    for candidate in candidates:
+        loss = final_loss(runs[candidate.name][0])
+        losses[candidate.optimizer.weight_decay] = math.inf if loss is None else loss
+    best = min(losses, key=losses.__getitem__)
+    chosen = Arm(f"{arm.name}, best lambda", replace(arm.optimizer, weight_decay=best))
+    return Tuned(chosen, losses, at_edge=best in (min(losses), max(losses)))
+
+
+def sweep_table(found: Sequence[Tuned]) -> Table:
+    """Final loss by lambda and arm."""
+    lambdas = sorted({lam for tuned in found for lam in tuned.losses})
+    headings = [tuned.arm.name.removesuffix(", best lambda") for tuned in found]
+    columns = [Column("lambda"), *(Column(heading, number=True) for heading in headings)]
+    rows = [(f"{lam:g}", *(_cell(tuned, lam) for tuned in found)) for lam in lambdas]
+    edges = [tuned.arm.name for tuned in found if tuned.at_edge]
+    note = "Final validation loss on one seed that is used for nothing else; the best of each column stands out."
+    if edges:
+        note += (
+            f" The best lambda of {' and '.join(edges)} is at the edge of what was tried; a better one may lie beyond."
+        )
+    return Table("sweep", "Search over lambda", columns, rows, note)
+
+
+def _cell(tuned: Tuned, lam: float) -> Cell | None:
+    loss = tuned.losses.get(lam)
+    if loss is None:
+        return None
+    return Cell(f"{loss:.4f}", tone="holds" if lam == tuned.arm.optimizer.weight_decay else "")
