@@ -102,9 +102,12 @@ def test_list_shows_every_experiment(capsys):
     assert main(["reproduce", "--list"]) == 0
     printed = capsys.readouterr().out
     for study in STUDIES.values():
-        for experiment in study.experiments:
+        assert f"{study.name}: {study.title}" in printed
+        for experiment in getattr(study, "experiments", ()):
             assert f"{study.name}/{experiment.name}" in printed
             assert experiment.title in printed
+    assert {"theory", "coordinates", "main-table", "width-transfer"} <= set(STUDIES)
+    assert all(f"scale {scale}: " in printed for scale in ("cpu", "mini", "paper"))
 
 
 @pytest.mark.parametrize(

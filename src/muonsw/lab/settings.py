@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -58,23 +58,23 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
         >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
         {'a.b': (1, 3)}
     """
-    one, other = dict(flatten(first)), dict(flatten(second))
+    one, other = flatten(first), flatten(second)
     names = dict.fromkeys((*one, *other))
     return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
 
 
-def flatten(data: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings with their dotted names.
+def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Nested mappings under dotted names.
 
     Examples:
-        >>> dict(flatten({"a": {"b": 1}, "c": 2}))
-        {'a.b': 1, 'c': 2}
+        >>> flatten({"steps": 10, "optimizer": {"lr": 0.01}})
+        {'steps': 10, 'optimizer.lr': 0.01}
     """
+    flat: dict[str, Any] = {}
     for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, _dotted(where, key))
-        else:
-            yield _dotted(where, key), value
+        name = _dotted(where, key)
+        flat |= flatten(value, name) if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def _is_required(field: Field[Any]) -> bool:

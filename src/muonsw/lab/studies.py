@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from muonsw.lab.experiments import theory
+from typing import TypeAlias
+
+from muonsw.lab.experiments import mup, theory
 from muonsw.lab.experiments.experiment import Study
-from muonsw.lab.report import convergence
+from muonsw.lab.experiments.training import TRAINING_STUDIES, TrainingStudy
+from muonsw.lab.report import convergence, coordinates
 from muonsw.registry import Registry
 
-STUDIES: Registry[Study] = Registry("study")
+AnyStudy: TypeAlias = Study | TrainingStudy
+
+STUDIES: Registry[AnyStudy] = Registry("study")
 STUDIES.register(
     "theory",
     Study(
@@ -17,10 +22,21 @@ STUDIES.register(
         draw=convergence.draw,
     ),
 )
+STUDIES.register(
+    "coordinates",
+    Study(
+        name="coordinates",
+        title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
+        experiments=mup.EXPERIMENTS,
+        draw=coordinates.draw,
+    ),
+)
+for _study in TRAINING_STUDIES:
+    STUDIES.register(_study.name, _study)
 
 
-def find_study(name: str) -> Study:
-    """The study of that name, or `STUDY/EXPERIMENT` for one of its experiments.
+def find_study(name: str) -> AnyStudy:
+    """The study of that name, or `STUDY/EXPERIMENT` for one experiment of a study that has several.
 
     Raises:
         ValueError: If there is none, with what there is.
@@ -30,4 +46,9 @@ def find_study(name: str) -> Study:
         ['matrix']
     """
     study, _, experiment = name.partition("/")
-    return STUDIES[study].select(experiment) if experiment else STUDIES[study]
+    found = STUDIES[study]
+    if not experiment:
+        return found
+    if isinstance(found, TrainingStudy):
+        raise ValueError(f"{study} is one experiment and has no part {experiment!r}; leave it out")
+    return found.select(experiment)

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 from muonsw.telemetry.record import Record
 
+KIND = "telemetry"
+
 
 class JsonlSink:
     r"""Appends each record to a file, one JSON object a line, flushed at once.
@@ -81,27 +83,38 @@ class WandbSink:
     def __init__(self, run: Any, *, parameters: bool = False) -> None:
         self.run = run
         self.parameters = parameters
-        if hasattr(run, "define_metric"):
-            run.define_metric("telemetry/step")
-            run.define_metric("telemetry/*", step_metric="telemetry/step")
+        self._kinds: set[str] = set()
 
     def __call__(self, record: Record) -> None:
         """Log the scalars of a record."""
-        values = dict(scalars(record, parameters=self.parameters))
-        self.run.log({"telemetry/step": record["step"], **values})
+        kind = record.get("kind", KIND)
+        if kind not in self._kinds and hasattr(self.run, "define_metric"):
+            self.run.define_metric(f"{kind}/step")
+            self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        self._kinds.add(kind)
+        self.run.log({f"{kind}/step": record["step"], **dict(scalars(record, parameters=self.parameters))})
 
 
 def scalars(record: Record, *, parameters: bool = False) -> Iterator[tuple[str, float]]:
-    """The values of a record under flat names; those that are None are left out.
+    """The numbers of a record under flat names that start with its kind; those that are None are left out.
 
     Examples:
         >>> roles = {"hidden": {"decay": None, "lr": 0.1}}
         >>> list(scalars({"step": 1, "all": {"weight_rms": 0.5}, "roles": roles, "skipped": 0}))
         [('telemetry/all/weight_rms', 0.5), ('telemetry/roles/hidden/lr', 0.1), ('telemetry/skipped', 0)]
     """
-    flat = {f"telemetry/{key}": record[key] for key in ("all", "decayed") if key in record}
-    for key in ("roles", "layers", "parameters") if parameters else ("roles", "layers"):
-        flat |= {f"telemetry/{key}/{name}": values for name, values in record.get(key, {}).items()}
-    for prefix, values in flat.items():
-        yield from ((f"{prefix}/{name}", value) for name, value in values.items() if value is not None)
-    yield "telemetry/skipped", record["skipped"]
+    kind = record.get("kind", KIND)
+    for key, value in record.items():
+        if key not in ("kind", "step") and (parameters or key != "parameters"):
+            yield from _leaves(f"{kind}/{key}", value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(f"{name}/{key}", item)
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _leaves(f"{name}/{place}", item)
+    elif isinstance(value, int | float):
+        yield name, value

@@ -147,8 +147,8 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
         "w1024": ModelConfig(width=1024),
         # Minutes on one GPU.
         "mini": ModelConfig(width=256, layers=6, vocab=4096, sequence=1024),
-        # Minutes on two CPU cores.
-        "demo": ModelConfig(width=64, layers=4, head_dim=32, vocab=1024, sequence=256),
+        # Minutes on two CPU cores; 8/3 of the width is rounded up to a multiple of 16 only.
+        "demo": ModelConfig(width=64, layers=4, head_dim=32, ff=176, vocab=1024, sequence=128),
     }
 )
 

@@ -6,9 +6,12 @@ Nothing here makes a GPU wait: group sizes stay on the device as offsets.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from muonsw.lab.model.precision import product_dtype
@@ -48,11 +51,36 @@ def grouped_gemm(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
 
 def slice_by_slice(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """One product for each group, on contiguous slices; reads the sizes, which would make a GPU wait."""
-    ends = ends_E.tolist()
-    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    # unbind, not indexing: the backward of indexing writes a zero tensor as large as all experts for each of them
-    pairs = zip(torch.split_with_sizes(x_RD, sizes), weight_EFD.unbind(0), strict=True)
-    return torch.cat([functional.linear(rows, matrix) for rows, matrix in pairs])
+    ends: list[int] = ends_E.tolist()
+    return cast("Tensor", cast("Any", _SliceBySlice).apply(x_RD, weight_EFD, tuple(pairwise([0, *ends]))))
+
+
+class _SliceBySlice(torch.autograd.Function):
+    """Products that are written where they belong: joining and splitting them would take longer than some of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, weight_EFD: Tensor, bounds: tuple[tuple[int, int], ...]) -> Tensor:
+        ctx.save_for_backward(x_RD, weight_EFD)
+        ctx.bounds = bounds
+        out_RF = x_RD.new_empty(x_RD.shape[0], weight_EFD.shape[1])
+        for (start, end), weight in zip(bounds, weight_EFD, strict=True):
+            torch.mm(x_RD[start:end], weight.T, out=out_RF[start:end])
+        return out_RF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, weight_EFD = ctx.saved_tensors
+        grad_RF = grads[0]
+        grad_x = torch.empty_like(x_RD) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight_EFD) if ctx.needs_input_grad[1] else None
+        for expert, (start, end) in enumerate(ctx.bounds):
+            rows = grad_RF[start:end]
+            if grad_x is not None:
+                torch.mm(rows, weight_EFD[expert], out=grad_x[start:end])
+            if grad_weight is not None:
+                torch.mm(rows.T, x_RD[start:end], out=grad_weight[expert])
+        return grad_x, grad_weight, None
 
 
 def masked(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:

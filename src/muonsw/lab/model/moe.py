@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from muonsw.lab.model.config import ModelConfig
+from muonsw.lab.model.experts_on_cpu import expert_by_expert
 from muonsw.lab.model.grouped import grouped_linear
 from muonsw.lab.model.init import scalings
 from muonsw.lab.model.layers import Linear
@@ -85,6 +86,8 @@ class DenseFeedForward(nn.Module):
 
 def swiglu_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
     """Each group of rows through its own expert."""
+    if rows_RD.device.type == "cpu" and not torch.compiler.is_compiling():
+        return expert_by_expert(rows_RD, gate_up_EFD, down_EDF, ends_E)
     return grouped_linear(_gated(grouped_linear(rows_RD, gate_up_EFD, ends_E)), down_EDF, ends_E)
 
 

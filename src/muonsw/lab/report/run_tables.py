@@ -11,7 +11,8 @@ import numpy as np
 
 from muonsw.lab.report.charts import Charts, weight_norm
 from muonsw.lab.report.sections import MISSING, Cell, Column, Table, Value
-from muonsw.lab.runs import Run, differences, flatten
+from muonsw.lab.runs import Run, differences
+from muonsw.lab.settings import flatten
 
 
 def runs_table(charts: Charts) -> Table:

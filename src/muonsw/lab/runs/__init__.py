@@ -15,7 +15,7 @@ Examples:
     ('first', 'scaled', [2.5], [], False)
 """
 
-from muonsw.lab.runs.arms import by_arm, differences, flatten, name_arms, unique_names
+from muonsw.lab.runs.arms import by_arm, differences, name_arms, unique_names
 from muonsw.lab.runs.load import keep_columns, load_run, load_runs
 from muonsw.lab.runs.run import Columns, Run, Telemetry
 
@@ -25,7 +25,6 @@ __all__ = [
     "Telemetry",
     "by_arm",
     "differences",
-    "flatten",
     "keep_columns",
     "load_run",
     "load_runs",

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from muonsw.lab.settings import flatten
+
 if TYPE_CHECKING:
     from muonsw.lab.runs import Run
 
@@ -15,22 +17,6 @@ WITHIN_ARM = frozenset(
 )
 SYMBOLS = {"optimizer.weight_decay": "λ", "optimizer.lr": "η", "steps": "T", "model.width": "d"}
 FIRST = ("optimizer.algorithm", "optimizer.decay", "optimizer.weight_decay", "optimizer.lr")
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration under dotted keys.
-
-    Examples:
-        >>> flatten({"steps": 10, "optimizer": {"lr": 0.01}})
-        {'steps': 10, 'optimizer.lr': 0.01}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

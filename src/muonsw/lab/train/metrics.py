@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.lab.files import UsageError, write_atomically
+from muonsw.telemetry import TensorBoardSink, WandbSink
 
 Record = dict[str, Any]
 Sink = Callable[[Record], None]
@@ -73,43 +74,13 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers in a record with slashed names, as TensorBoard and W&B want them; parameters are left out.
-
-    Examples:
-        >>> list(scalars({"kind": "train", "step": 3, "loss": 2.0, "roles": {"norm": {"lr": 0.1}}}))
-        [('train/loss', 2.0), ('train/roles/norm/lr', 0.1)]
-    """
-    for key, value in record.items():
-        if key not in ("kind", "step", "parameters"):
-            yield from _leaves(f"{record['kind']}/{key}", value)
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(f"{name}/{key}", item)
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _leaves(f"{name}/{place}", item)
-    elif isinstance(value, int | float) and math.isfinite(value):
-        yield name, float(value)
-
-
 def tensorboard_sink(folder: Path) -> Sink:
     """A sink that writes TensorBoard events into the run's folder."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UsageError("TensorBoard is not installed: pip install 'muonsw[tensorboard]'") from error
-    writer: Any = SummaryWriter(str(folder / "tensorboard"))
-
-    def write(record: Record) -> None:
-        for name, value in scalars(record):
-            writer.add_scalar(name, value, record["step"])
-        writer.flush()
-
-    return write
+    return TensorBoardSink(SummaryWriter(str(folder / "tensorboard")))
 
 
 def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
@@ -118,9 +89,4 @@ def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
         wandb = import_module("wandb")
     except ImportError as error:
         raise UsageError("Weights & Biases is not installed: pip install 'muonsw[wandb]'") from error
-    run = wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", config=dict(config))
-
-    def write(record: Record) -> None:
-        run.log({"step": record["step"], **dict(scalars(record))})
-
-    return write
+    return WandbSink(wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", config=dict(config)))

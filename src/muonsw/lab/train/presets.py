@@ -59,16 +59,16 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "w1024": _paper(376_000, 4.8e-3),
         # lambda * lr * steps = 35, the paper's row at width 256, with the decay of a step at its cap of 0.01.
         "mini": Recipe(3_500, 32, OptimizerConfig(weight_decay=0.5), eval_every=50, eval_windows=256),
-        # The decay of a step is at its cap of 0.02, which lambda * lr * steps = 9.4 needs in so few steps. Float32
+        # The decay of a step is at its cap of 0.02, which gives lambda * lr * steps = 8.4 in minutes. Float32
         # products, so that the result does not depend on what the machine multiplies.
         "demo": Recipe(
-            470,
-            8,
+            420,
+            12,
             OptimizerConfig(weight_decay=1.0, ns_dtype="float32"),
-            eval_every=47,
-            checkpoint_every=470,
+            eval_every=42,
+            checkpoint_every=420,
             telemetry_every=10,
-            eval_windows=64,
+            eval_windows=128,
         ),
     }
 )
