@@ -69,6 +69,7 @@ class Compare:
         if self.tune_lambda:
             found = tune(bench, base, arms, seed=self.seeds)
             arms, tables = [tuned.arm for tuned in found], [sweep_table(found)]
+        arms += self._control(base, arms)
         runs = bench.run(base, arms, range(self.seeds))
         title = f"Decay rules on the {self.preset} preset"
         outcome, sentence, claims, paths = write_outcome(self.out, title, runs, tuned=self.tune_lambda, tables=tables)
@@ -98,12 +99,14 @@ class Compare:
         arms = [parse_arm(text, base.optimizer) for text in self.arms]
         if len({arm.name for arm in arms}) < max(len(arms), 2):
             raise UsageError(f"--arms must name at least two different arms, got {', '.join(self.arms)}")
-        if self.control == "total":
-            scaled = [arm for arm in arms if arm.optimizer.decay == "scaled"]
-            if not scaled:
-                raise UsageError("--control total needs a scaled arm, whose total it takes")
-            arms.append(same_total(base, scaled[0]))
+        if self.control == "total" and not any(arm.optimizer.decay == "scaled" for arm in arms):
+            raise UsageError("--control total needs a scaled arm, whose total it takes")
         return arms
+
+    def _control(self, base: RunConfig, arms: list[Arm]) -> list[Arm]:
+        """Constant decay of the total of the scaled arm as it is after tuning."""
+        scaled = [arm for arm in arms if arm.optimizer.decay == "scaled"]
+        return [same_total(base, scaled[0])] if self.control == "total" else []
 
     def _workers(self, base: RunConfig) -> int:
         if self.workers is not None:

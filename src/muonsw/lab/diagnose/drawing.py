@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +18,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from muonsw.lab.diagnose.diagnosis import Diagnosis
 from muonsw.lab.diagnose.history import Array
-from muonsw.lab.files import write_atomically
+from muonsw.lab.report.static import save_figure
 from muonsw.lab.report.theme import LIGHT, RULE_MATH, Palette, matplotlib_style
 from muonsw.lab.runs import unique_names
 from muonsw.theory.sampled import window_in_steps, windowed_line
 
-DPI = 160
 PANEL = (5.6, 4.3)
 SMALL_PANEL = (3.3, 2.5)
 # From so many samples on a curve is smoothed, over this share of the run.
@@ -132,23 +129,4 @@ def legend(axis: Axes, **options: Any) -> None:
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write `name.png` and `name.svg`."""
-    # Laid out once for both files.
-    with _any_letter():
-        figure.draw_without_rendering()
-    figure.set_layout_engine(None)
-    paths = []
-    for suffix in ("png", "svg"):
-        buffer = io.BytesIO()
-        # Without a date two equal runs give equal files.
-        with _any_letter():
-            figure.savefig(buffer, format=suffix, dpi=DPI, metadata={"Date": None} if suffix == "svg" else None)
-        paths.append(write_atomically(folder / f"{name}.{suffix}", buffer.getvalue()))
-    return paths
-
-
-@contextmanager
-def _any_letter() -> Iterator[None]:
-    """Let a run's name hold letters that the font lacks; they show as boxes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        yield
+    return save_figure(figure, folder / name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from muonsw.lab.experiments.claims import Outcome
-from muonsw.lab.files import write_atomically
+from muonsw.lab.report.static import save_figure
 from muonsw.lab.report.theme import LIGHT, Palette, matplotlib_style
 
-WIDTH, HEIGHT, DPI = 13.0, 7.6, 160
+WIDTH, HEIGHT = 13.0, 7.6
 TITLE = "muP keeps sizes nearly equal at all widths; for that Muon needs its learning rate over √width"
 ROWS: Mapping[str, Mapping[str, str]] = {
     "change": {
@@ -85,7 +84,7 @@ def write_coordinates(outcomes: Mapping[str, Outcome], stem: Path, palette: Pale
                 axis.set_xlabel("width" if kind == "update" else "")
         handles, labels = grid[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), handlelength=2.4)
-        return [_write(figure, stem.with_suffix(suffix)) for suffix in (".png", ".svg")]
+        return save_figure(figure, stem)
 
 
 def draw_panel(axis: Axes, name: str, outcomes: Mapping[str, Outcome], palette: Palette) -> None:
@@ -124,11 +123,3 @@ def power_of_two(value: float) -> str:
     """
     exponent = round(math.log2(value))
     return f"{2**exponent}" if exponent >= 0 else f"1/{2**-exponent}"
-
-
-def _write(figure: Figure, path: Path) -> Path:
-    buffer = io.BytesIO()
-    # Without a date two equal runs give equal files.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=metadata)
-    return write_atomically(path, buffer.getvalue())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -24,6 +25,7 @@ from muonsw.lab.report.sections import Arm, Chart, Curve
 from muonsw.lab.report.theme import LIGHT, RULE_MATH, ArmStyle, Palette, arm_styles, matplotlib_style
 
 WIDTH, HEIGHT, DPI = 11.0, 4.8, 160
+MOST_IN_A_LINE = 4
 # Plotly's words for dashes.
 DASHES: Mapping[str, Any] = {
     "solid": "-",
@@ -50,7 +52,7 @@ def write_panels(parts: Sequence[PanelData], title: str, stem: Path, palette: Pa
         handles, labels = axes[0].get_legend_handles_labels()
         order = sorted(range(len(labels)), key=lambda place: labels[place] == BOUND)
         axes[0].legend([handles[k] for k in order], [labels[k] for k in order], loc="lower left", handlelength=2.2)
-        return [_write(figure, stem.with_suffix(".png")), _write(figure, stem.with_suffix(".svg"))]
+        return save_figure(figure, stem)
 
 
 def draw_panel(axis: Axes, heading: str, series: Sequence[Series], palette: Palette) -> None:
@@ -91,9 +93,8 @@ def write_chart(chart: Chart, arms: Sequence[Arm], folder: Path, palette: Palett
         if chart.window:
             axis.set_ylim(*chart.window)
         if len(styles) > 1:
-            axis.legend(handlelength=2.4, fontsize=10, ncols=1 + len(styles) // 9)
-        stem = folder / chart.name
-        return [_write(figure, stem.with_suffix(".png")), _write(figure, stem.with_suffix(".svg"))]
+            _legend(axis, len(styles))
+        return save_figure(figure, folder / chart.name)
 
 
 def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, *, marked: bool) -> None:
@@ -116,16 +117,39 @@ def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, *, marked: b
     axis.plot([], [], color=style.colour, linestyle=dash, label=curves[0].arm.replace("$", r"\$"))
 
 
+def _legend(axis: Axes, entries: int) -> None:
+    """In the line of the title, where no curve is; many entries go where most room is."""
+    if entries <= MOST_IN_A_LINE:
+        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": entries, "borderaxespad": 0.3}
+    else:
+        place = {"ncols": 1 + entries // 9}
+    axis.legend(handlelength=2.0, columnspacing=1.4, fontsize=10, **cast(Any, place))
+
+
 def _kind(curve: Curve) -> str:
     return "middle" if curve.middle else "predicted" if curve.dashed else "single"
+
+
+def save_figure(figure: Figure, stem: Path) -> list[Path]:
+    """Write a figure as PNG and SVG; two equal figures give equal files."""
+    with _any_letter():
+        if figure.get_layout_engine() is not None:
+            figure.draw_without_rendering()
+            figure.set_layout_engine(None)  # laid out once for both files
+        return [_write(figure, stem.with_suffix(suffix)) for suffix in (".png", ".svg")]
 
 
 def _write(figure: Figure, path: Path) -> Path:
     buffer = io.BytesIO()
     # Without a date two equal runs give equal files.
     metadata = {"Date": None} if path.suffix == ".svg" else None
-    with warnings.catch_warnings():
-        # A name may hold letters that the font lacks; they show as boxes.
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=metadata)
+    figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=metadata)
     return write_atomically(path, buffer.getvalue())
+
+
+@contextmanager
+def _any_letter() -> Iterator[None]:
+    """A name may hold letters that the font lacks; they show as boxes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        yield
