@@ -18,8 +18,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[lab,data,tensorboard,dev]'
 	@touch $@
 
-demo: install  ## the main job on its built-in default
-	$(BIN)/muonsw reproduce theory
+demo: install  ## the main job on its built-in default: constant against scaled decay on a small model, 5 minutes
+	$(BIN)/muonsw compare
 
 test: lint types pytest  ## everything that CI checks
 
@@ -42,8 +42,9 @@ test-slow: install  ## the tests that take minutes
 test-gpu:  ## the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
 
-bench: install  ## time our step against torch's, on this machine
+bench: install  ## time our step and the demo model against torch's, on this machine
 	$(BIN)/python bench/step_time.py
+	$(BIN)/python bench/demo_speed.py
 
 docs: install  ## build the documentation into site/
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'

@@ -15,6 +15,7 @@ from muonsw.lab.compare.arms import Arm, parse_arm, same_total
 from muonsw.lab.compare.conduct import Bench, write_outcome
 from muonsw.lab.compare.tables import arms_table, pairs_table
 from muonsw.lab.compare.tune import sweep_table, tune
+from muonsw.lab.data.record import read_record
 from muonsw.lab.files import UsageError, prepare_folder
 from muonsw.lab.report.sections import Table
 from muonsw.lab.report.terminal_table import print_claims, print_table
@@ -61,10 +62,13 @@ class Compare:
         if self.seeds < 1:
             raise UsageError(f"--seeds must be at least 1, got {self.seeds}")
         console, start = Console(), time.perf_counter()
+        if self.data is None:
+            console.print("tokens: the Python standard library, prepared once in out/data", highlight=False)
         base = self._base()
         arms = self._arms(base)
         prepare_folder(self.out)
         bench = Bench(self.out, console, self._workers(base))
+        console.print(self._plan(base, arms, bench.workers), highlight=False, markup=False, soft_wrap=True)
         tables: list[Table] = []
         if self.tune_lambda:
             found = tune(bench, base, arms, seed=self.seeds)
@@ -82,6 +86,13 @@ class Compare:
             if path.suffix in (".html", ".json"):
                 console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
         return 0
+
+    def _plan(self, base: RunConfig, arms: list[Arm], workers: int) -> str:
+        """What is about to happen, in a sentence."""
+        names = " and ".join(arm.name for arm in arms)
+        epochs = base.steps * base.tokens_per_step / read_record(Path(base.data.path)).tokens("train")
+        length = f"{base.steps:,} updates of {base.tokens_per_step:,} tokens ({epochs:.2f} epochs of {base.data.path})"
+        return f"{names}, {self.seeds} seeds each: {length}, {workers} at a time, in {self.out}"
 
     def _base(self) -> RunConfig:
         base = replace(run_on(self.preset, self.data), device=self.device)
