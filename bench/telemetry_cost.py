@@ -22,7 +22,7 @@ import torch
 from muonsw import MuonSW, Telemetry
 from muonsw.lab.model import Decoder, preset
 
-VOCAB, LENGTH = 1024, 256
+VOCAB, LONGEST = 1024, 256
 TARGETS = {1: 0.05, 50: 0.002}
 
 
@@ -58,10 +58,10 @@ def measure(size: str, device: str, batch: int, rounds: int) -> dict[str, dict[s
         "sampled": Training(size, device, 1),
         "sampled, spectral norms": Training(size, device, 1, spectral_norm=True),
     }
-    generator = torch.Generator().manual_seed(0)
+    generator, length = torch.Generator().manual_seed(0), min(LONGEST, preset(size).sequence)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(rounds + 2):
-        tokens = torch.randint(0, VOCAB, (batch, LENGTH + 1), generator=generator).to(device)
+        tokens = torch.randint(0, VOCAB, (batch, length + 1), generator=generator).to(device)
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             taken = ways[name].step(tokens)
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="demo", help="size of the lab's model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--batch", type=int, default=8, help=f"sequences of {LENGTH} tokens")
+    parser.add_argument("--batch", type=int, default=12, help=f"sequences, of at most {LONGEST} tokens")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", type=Path, default=None, help="write the numbers to this file")
     args = parser.parse_args()
