@@ -18,7 +18,8 @@ from muonsw.lab.files import UsageError
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.guard import Diverged
 from muonsw.lab.train.loop import Watch, train
-from muonsw.lab.train.state import Training, with_fingerprint
+from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
+from muonsw.schedule import lr_scheduler
 from tests.lab.train.small import losses, small_run
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -255,3 +256,36 @@ def test_tensorboard_gets_every_scalar(tmp_path):
     expected = [record["loss"] for record in losses(tmp_path) if record["kind"] == "train"]
     assert [point.value for point in events.Scalars("train/loss")] == pytest.approx(expected)
     assert "telemetry/roles/experts/weight_rms" in events.Tags()["scalars"]
+
+
+def test_learning_rates_on_a_device_go_through_a_checkpoint(tmp_path):
+    """On an accelerator they are tensors, which JSON does not know and whose rounding must survive."""
+
+    def capturable():
+        training = Training(with_fingerprint(small_run()))
+        for group in training.optimizer.param_groups:
+            group["capturable"] = True
+            group["lr"] = torch.tensor(group["lr"])
+            group["initial_lr"] = torch.tensor(group["initial_lr"])
+        training.scheduler = lr_scheduler(training.optimizer, schedule_multiple(training.config))
+        return training
+
+    def updates(training, count):
+        for _, batches in zip(range(count), training.batches(), strict=False):
+            training.forward_backward(batches)
+            training.optimizer.step()
+            training.scheduler.step()
+            training.optimizer.zero_grad()
+            training.step += 1
+
+    whole = capturable()
+    whole.evaluate()
+    updates(whole, 3)
+    path = checkpoint.save(tmp_path, whole.checkpoint())
+    resumed = capturable()
+    resumed.load(checkpoint.load(path))
+    for training in (whole, resumed):
+        updates(training, 3)
+    assert all(isinstance(group["lr"], torch.Tensor) for group in resumed.optimizer.param_groups)
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)

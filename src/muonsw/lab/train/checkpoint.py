@@ -161,8 +161,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[Tensors, list[d
     tensors = {
         f"{names[number]}//{key}": value for number, state in saved["state"].items() for key, value in state.items()
     }
-    groups = [{key: _plain(value) for key, value in group.items()} for group in saved["param_groups"]]
-    return tensors, groups
+    return tensors, _plain(saved["param_groups"])
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors, groups: list[dict[str, Any]]) -> None:
@@ -185,4 +184,9 @@ _TUPLES = ("betas", "split_sizes")
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+    """State as JSON data: a learning rate on a device is a number like any other."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

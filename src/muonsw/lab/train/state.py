@@ -109,8 +109,10 @@ class Training:
 
     def base_lr(self) -> float:
         """The learning rate of the next update before muP multiplies it."""
-        multiple: float = self.scheduler.lr_lambdas[0](self.step)
-        return self.config.optimizer.lr * multiple
+        return self.config.optimizer.lr * self._multiple()
+
+    def _multiple(self) -> float:
+        return float(self.scheduler.lr_lambdas[0](self.step))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Bfloat16 products where the precision says so; weights stay float32."""
@@ -135,7 +137,7 @@ class Training:
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         state = {
             "groups": groups,
-            "schedule": self.scheduler.state_dict(),
+            "schedule": {"last_epoch": self.scheduler.last_epoch, "multiple": self._multiple()},
             "guard": self.guard.state(),
             "best": self.best,
             "latest": self.latest,
@@ -149,7 +151,9 @@ class Training:
         """Go on from a checkpoint, as if the run had never stopped."""
         self.model.load_state_dict(saved.tensors["model"])
         load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
-        self.scheduler.load_state_dict(dict(saved.state["schedule"]))
+        # The schedule is a function of the step; the learning rates themselves came with the groups.
+        self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
+        self.scheduler._step_count = self.scheduler.last_epoch + 1
         self.guard.load(saved.state["guard"])
         self.best, self.latest = (Evaluation(*saved.state[key]) for key in ("best", "latest"))
         self.step, self.seconds = saved.step, saved.state["seconds"]
