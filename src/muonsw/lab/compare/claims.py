@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,8 @@ def effects(outcome: Outcome) -> list[Claim]:
     found = []
     for pair in outcome.pairs:
         one, other = arms[pair.baseline], arms[pair.arm]
-        if (one.rule, other.rule) == ("constant", "scaled") and pair.interval is not None:
+        rules = (one.rule, other.rule) == ("constant", "scaled")
+        if rules and math.isclose(one.weight_decay, other.weight_decay) and pair.interval is not None:
             found += [lower_loss(pair, pair.interval), kept_norm(one, other)]
     return found
 

@@ -14,6 +14,7 @@ from muonsw.lab.runs import Run
 from muonsw.lab.train.config import RunConfig
 
 FACTORS = (0.1, 0.25, 0.5, 1.0, 2.0)
+MOST_EXTENSIONS = 3
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ def tune(
 ) -> list[Tuned]:
     """Try multiples of each arm's lambda on one seed and keep the best of each arm.
 
+    Where the best is the smallest or the largest that was tried, the search goes on beyond it, a few times.
+
     Args:
         bench: Where the runs are made.
         base: The run that is varied.
@@ -43,9 +46,26 @@ def tune(
         seed: For the search alone: a comparison on the same seed would be biased to whoever was luckier.
         factors: Multiples of the arm's lambda.
     """
-    grid = {arm.name: [_at(arm, factor) for factor in factors] for arm in arms}
-    runs = bench.run(base, [candidate for candidates in grid.values() for candidate in candidates], [seed])
-    return [_best(arm, grid[arm.name], runs) for arm in arms]
+    grids = {arm.name: sorted(factors) for arm in arms}
+    for extensions in range(MOST_EXTENSIONS + 1):
+        candidates = {arm.name: [_at(arm, factor) for factor in grids[arm.name]] for arm in arms}
+        runs = bench.run(base, [candidate for those in candidates.values() for candidate in those], [seed])
+        found = [_best(arm, candidates[arm.name], runs) for arm in arms]
+        at_edge = [arm for arm, tuned in zip(arms, found, strict=True) if tuned.at_edge]
+        if not at_edge or extensions == MOST_EXTENSIONS:
+            break
+        for arm, tuned in zip(arms, found, strict=True):
+            grids[arm.name] = _extended(grids[arm.name], tuned)
+    return found
+
+
+def _extended(grid: list[float], tuned: Tuned) -> list[float]:
+    """The grid with one more point beyond the edge that was best, as far from it as its neighbour."""
+    if not tuned.at_edge or len(grid) < 2:
+        return grid
+    if tuned.arm.optimizer.weight_decay == min(tuned.losses):
+        return [grid[0] * grid[0] / grid[1], *grid]
+    return [*grid, grid[-1] * grid[-1] / grid[-2]]
 
 
 def _at(arm: Arm, factor: float) -> Arm:
