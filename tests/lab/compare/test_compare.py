@@ -77,6 +77,13 @@ def test_a_finished_comparison_is_not_run_again(conducted):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")} == before
 
 
+def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(conducted):
+    folder, _ = conducted
+    other = [ARMS[0], Arm("scaled", replace(ARMS[1].optimizer, weight_decay=0.5))]
+    with pytest.raises(UsageError, match=r"optimizer\.weight_decay: 1\.0 there, 0\.5 now"):
+        Bench(folder, Console(quiet=True), workers=2).run(small_run(), other, range(3))
+
+
 def test_the_outcome_is_written_with_its_verdict_and_claims(conducted):
     folder, runs = conducted
     _, sentence, claims, paths = write_outcome(folder, "a title", runs)

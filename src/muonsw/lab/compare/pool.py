@@ -13,11 +13,12 @@ from typing import Any
 
 from muonsw.lab.compare.arms import Job
 from muonsw.lab.files import UsageError
-from muonsw.lab.train.folder import RESULT
+from muonsw.lab.train.folder import RESULT, refuse_other_settings
 from muonsw.lab.train.guard import Diverged
 from muonsw.lab.train.interrupt import Interrupted, stop_requests
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.metrics import Record
+from muonsw.lab.train.state import with_fingerprint
 
 POLL_SECONDS = 0.2
 
@@ -43,13 +44,14 @@ def run_all(jobs: Sequence[Job], *, workers: int, audience: Audience | None = No
     The number of workers changes nothing but the time: threads are a setting of each run.
 
     Raises:
-        UsageError: If a run cannot start or diverges, with its name; the others are saved.
+        UsageError: If a run cannot start or diverges, with its name (the others are saved), or a folder holds another.
         Interrupted: If the process was asked to stop; all runs were saved.
     """
     audience = audience or Audience()
     todo = []
     for job in jobs:
         if (job.folder / RESULT).exists():
+            refuse_other_settings(job.folder, with_fingerprint(job.config))
             audience.finished(job.name)
         else:
             todo.append(job)

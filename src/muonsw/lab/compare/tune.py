@@ -79,14 +79,14 @@ def _best(arm: Arm, candidates: Sequence[Arm], runs: Mapping[str, Sequence[Run]]
         loss = final_loss(runs[candidate.name][0])
         losses[candidate.optimizer.weight_decay] = math.inf if loss is None else loss
     best = min(losses, key=losses.__getitem__)
-    chosen = Arm(f"{arm.name}, best lambda", replace(arm.optimizer, weight_decay=best))
+    chosen = Arm(f"{arm.name}, best lambda={best:g}", replace(arm.optimizer, weight_decay=best))
     return Tuned(chosen, losses, at_edge=best in (min(losses), max(losses)))
 
 
 def sweep_table(found: Sequence[Tuned]) -> Table:
     """Final loss by lambda and arm."""
     lambdas = sorted({lam for tuned in found for lam in tuned.losses})
-    headings = [tuned.arm.name.removesuffix(", best lambda") for tuned in found]
+    headings = [tuned.arm.name.partition(", best lambda")[0] for tuned in found]
     columns = [Column("lambda"), *(Column(heading, number=True) for heading in headings)]
     rows = [(f"{lam:g}", *(_cell(tuned, lam) for tuned in found)) for lam in lambdas]
     edges = [tuned.arm.name for tuned in found if tuned.at_edge]

@@ -55,18 +55,25 @@ def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
 
 
 def _agree(folder: Path, config: RunConfig) -> None:
-    path = folder / CONFIG
-    data = config.as_data()
     begun = (folder / CHECKPOINTS).exists() or (folder / METRICS).exists()
-    if path.exists() and begun:
-        changed = differences(read_json(path), data)
-        unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
-        if unwelcome:
-            lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
-            fix = "resume with the settings it has, or start in another folder"
-            raise UsageError(f"{folder} holds a run with other settings; {fix}:\n{lines}")
-    write_atomically(path, json.dumps(data, indent=1))
+    if (folder / CONFIG).exists() and begun:
+        refuse_other_settings(folder, config)
+    write_atomically(folder / CONFIG, json.dumps(config.as_data(), indent=1))
     write_atomically(folder / ENVIRONMENT, json.dumps(environment(), indent=1))
+
+
+def refuse_other_settings(folder: Path, config: RunConfig) -> None:
+    """Make sure that the run in a folder is the one that a config describes.
+
+    Raises:
+        UsageError: If it is not, with the differences.
+    """
+    changed = differences(read_json(folder / CONFIG), config.as_data())
+    unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
+    if unwelcome:
+        lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
+        fix = "resume with the settings it has, or start in another folder"
+        raise UsageError(f"{folder} holds a run with other settings; {fix}:\n{lines}")
 
 
 def read_config(folder: Path) -> RunConfig:
