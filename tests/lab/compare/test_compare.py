@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from muonsw.lab.cli import main
 from muonsw.lab.compare.arms import Arm, decay_factors, jobs, parse_arm, same_total
 from muonsw.lab.compare.claims import effects
 from muonsw.lab.compare.conduct import Bench, write_outcome
+from muonsw.lab.compare.display import displaying
 from muonsw.lab.compare.outcome import ArmOutcome, Outcome, PairOutcome, compare, first_crossing, steps_to_match
 from muonsw.lab.compare.pool import run_all
 from muonsw.lab.compare.tune import sweep_table, tune
@@ -120,6 +123,26 @@ def test_a_stopped_comparison_saves_all_its_runs(tmp_path, number):
     assert "all runs saved" in errors
     for file in files:
         assert list((file.parent / "checkpoints").iterdir()), "a run was not saved"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_all_runs_are_shown_while_they_train(terminal):
+    """A live table in a terminal, one line for each end elsewhere."""
+    shown = StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=120)
+    todo = jobs(small_run(steps=100), ARMS, [0], Path("nowhere"))
+    with displaying(console, todo, workers=2) as audience:
+        for step in (1, 50):
+            audience.record("scaled, seed 0", {"kind": "train", "step": step, "loss": 3.25})
+        audience.record("scaled, seed 0", {"kind": "telemetry", "step": 50, "decayed": {"weight_rms": 0.125}})
+        audience.record("scaled, seed 0", {"kind": "eval", "step": 50, "loss": 3.5})
+        audience.finished("constant, seed 0")
+        audience.note("scaled, seed 0", "going on after update 4")
+    text = shown.getvalue()
+    assert "constant, seed 0" in text
+    assert "going on after update 4" in text
+    if terminal:
+        assert all(part in text for part in ("50/100", "3.2500", "3.5000", "0.1250", "1 of 2 runs complete"))
 
 
 def test_total_decay_of_the_control_is_that_of_the_scaled_arm():

@@ -20,7 +20,7 @@ from muonsw.lab.files import UsageError, prepare_folder
 from muonsw.lab.report.sections import Table
 from muonsw.lab.report.terminal_table import print_claims, print_table
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import run_on
+from muonsw.lab.train.presets import run_on, with_steps
 from muonsw.lab.train.state import resolve_device
 
 
@@ -47,7 +47,7 @@ class Compare:
     weight_decay: float | None = None
     """Lambda of every arm that has none of its own, instead of the preset's."""
     steps: int | None = None
-    """Updates, instead of the preset's."""
+    """Updates, instead of the preset's; the peak learning rate then follows the horizon rule unless it is given."""
     control: Literal["none", "total"] = "none"
     """With total: one more arm, constant decay that adds up to what scaled decay does."""
     tune_lambda: FlagCreatePairsOff[bool] = False
@@ -102,11 +102,11 @@ class Compare:
         base = replace(run_on(self.preset, self.data), device=self.device)
         changes = {"lr": self.lr, "weight_decay": self.weight_decay}
         given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-        steps = base.steps if self.steps is None else self.steps
         try:
+            base = base if self.steps is None else with_steps(base, self.steps)
             # One thread for each run: the number of workers then changes nothing but the time.
             threads = 1 if on_cpu(base) else base.threads
-            return replace(base, optimizer=replace(base.optimizer, **given), steps=steps, threads=threads)
+            return replace(base, optimizer=replace(base.optimizer, **given), threads=threads)
         except ValueError as error:
             raise UsageError(str(error)) from error
 

@@ -11,7 +11,7 @@ from tyro.conf import arg
 from muonsw.lab.files import UsageError
 from muonsw.lab.run import read_config_file, run
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import run_on
+from muonsw.lab.train.presets import run_on, with_steps
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Train:
     config: Annotated[Path | None, arg(metavar="FILE")] = None
     """A complete config file, such as a run's config.json, instead of all other settings."""
     steps: int | None = None
-    """Updates, instead of the preset's."""
+    """Updates, instead of the preset's; the peak learning rate then follows the horizon rule unless it is given."""
     batch: int | None = None
     """Sequences in an update, instead of the preset's."""
     accumulation: int | None = None
@@ -72,10 +72,12 @@ class Train:
     def _config(self) -> RunConfig:
         try:
             config = run_on(self.preset, self.data, seed=self.seed)
-            given = {"steps": self.steps, "batch": self.batch, "accumulation": self.accumulation}
+            given = {"batch": self.batch, "accumulation": self.accumulation}
             changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
             optimizer = {name: value for name, value in vars(self.optimizer).items() if value is not None}
             extras: dict[str, Any] = {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}
-            return replace(config, optimizer=replace(config.optimizer, **optimizer), **changes, **extras)
+            config = replace(config, **changes)
+            config = config if self.steps is None else with_steps(config, self.steps)
+            return replace(config, optimizer=replace(config.optimizer, **optimizer), **extras)
         except ValueError as error:
             raise UsageError(str(error)) from error

@@ -13,10 +13,12 @@ from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.files import UsageError
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
+from muonsw.schedule import peak_lr_for_horizon
 
 # The settings that most likely made the paper's numbers: see docs/reproducing.md.
 PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
 PAPER_BATCH = 256
+PAPER_UPDATE_TOKENS = 524_288
 DEFAULT_DATA = Path("out/data")
 
 
@@ -131,6 +133,21 @@ def run_on(name: str, data: Path | None, *, seed: int = 0) -> RunConfig:
     folder = default_data(model.vocab) if data is None else data
     fitting = replace(model, vocab=padded_vocab(read_record(folder).vocab_size))
     return preset_run(name, str(folder), model=fitting, seed=seed)
+
+
+def with_steps(run: RunConfig, steps: int) -> RunConfig:
+    """A run of another length, its peak learning rate by the horizon rule.
+
+    The rule counts updates of 524,288 tokens, whatever the run's own are, and gives 0.02 below 5,000 of them.
+
+    Examples:
+        >>> with_steps(preset_run("w256", "tokens"), 5_000).optimizer.lr
+        0.02
+        >>> round(with_steps(preset_run("w256", "tokens"), 40_000).optimizer.lr, 6)
+        0.01
+    """
+    horizon = max(1, round(steps * run.tokens_per_step / PAPER_UPDATE_TOKENS))
+    return replace(run, steps=steps, optimizer=replace(run.optimizer, lr=peak_lr_for_horizon(horizon)))
 
 
 def default_data(vocab: int) -> Path:
