@@ -23,7 +23,7 @@ def prepare_folder(folder: Path) -> None:
             pass
     except OSError as error:
         reason = error.strerror or error
-        raise UsageError(f"cannot write to the folder {folder}: {reason}; choose another with --out") from error
+        raise UsageError(f"cannot write to the folder {folder}: {reason}; choose another") from error
 
 
 def write_atomically(path: Path, content: str | bytes) -> Path:

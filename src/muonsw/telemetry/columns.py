@@ -71,9 +71,12 @@ def _matrix_columns(sums: Sums, index: dict[Tensor, int]) -> tuple[Tensor, Rows]
     factors = to_floats([piece.lr for piece in pieces] + [0.0 if piece.phi is None else piece.phi for piece in pieces])
     lrs, phis = factors[: len(pieces)], factors[len(pieces) :]
     rows = _additive(sums.to_host(), spread([lr * piece.scale for lr, piece in zip(lrs, pieces, strict=True)]))
+    phi = spread(phis)
+    both = phi.square() * rows["ww"] + 2 * phi * rows["wu"] + rows["uu"]  # the square of phi W + u
+    rows["dd"] = torch.where(spread([piece.change_follows for piece in pieces]) > 0, both.clamp(min=0), rows["dd"])
     rows["numel"] = spread([piece.area for piece in pieces])
     rows["ww_momentum"] = torch.where(spread([piece.has_momentum for piece in pieces]) > 0, rows["ww"], 0.0)
-    rows["phi_numel"] = spread(phis) * rows["numel"]
+    rows["phi_numel"] = phi * rows["numel"]
     rows["count_decay"] = spread([piece.phi is not None for piece in pieces]) * rows["numel"]
 
     keys = [index[piece.param] * _STRIDE + piece.first + i for piece in pieces for i in range(piece.matrices)]

@@ -13,6 +13,7 @@ from muonsw.algorithms.base import WHOLE, Group, Part, Update
 from muonsw.algorithms.muon import STACK, matrix_shape
 from muonsw.apply import Coefficients, apply_update
 from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.precision import LOW_PRECISION
 from muonsw.telemetry.places import ModelView, matrix_view
 from muonsw.telemetry.sums import Piece, Sums, compute_dtype, inner, norm
 from muonsw.work import work_of
@@ -100,16 +101,21 @@ class Inside:
         return self.optimizer.skipped_steps
 
     def apply(self, group: Group, update: Update, coefficients: Coefficients) -> None:
-        """Apply an update exactly as without telemetry, and measure the weights before and after it."""
+        """Apply an update exactly as without telemetry, and measure it.
+
+        Weights whose change does not follow from decay and direction are measured before and after.
+        """
         self._ok = coefficients.ok
-        dtype = compute_dtype(update.parts[0].item.param)
+        weight = update.parts[0].item.param
+        dtype, follows = compute_dtype(weight), change_follows(group, weight)
         measured = []
         for bundle in self._bundles(group, update):
-            before = bundle.weights_before(dtype)
+            before = bundle.weights(dtype) if follows else bundle.weights_before(dtype)
             measured.append((bundle, before, self._measure(group, bundle, before)))
         apply_update(group, update, coefficients)
         for bundle, before, rows in measured:
-            rows["change"] = norm(torch.sub(bundle.weights(dtype), before, out=before))
+            if not follows:
+                rows["change"] = norm(torch.sub(bundle.weights(dtype), before, out=before))
             self.sums.add(self._pieces(group, bundle, update.scale, coefficients), rows)
 
     def _measure(self, group: Group, bundle: Bundle, w: Tensor) -> dict[str, Tensor]:
@@ -130,7 +136,8 @@ class Inside:
         if group["algorithm"] == "muon":
             part = bundle.parts[0]
             side = min(matrix_shape(part.region.of(part.item.param).shape, group["matrix"]))
-        factors = (side, with_momentum, coefficients.eta, scale, coefficients.phi)
+        follows = change_follows(group, bundle.parts[0].item.param)
+        factors = (side, with_momentum, coefficients.eta, scale, coefficients.phi, follows)
         return [
             Piece(part.item.param, block.first, block.rows, block.area, *factors)
             for part, block in zip(bundle.parts, bundle.blocks, strict=True)
@@ -180,6 +187,11 @@ class Inside:
                 area = self._area(group, item.param)
                 w = item.param.detach().reshape(-1, area).to(compute_dtype(item.param))
                 self.sums.add([Piece(item.param, 0, w.shape[0], area)], {"weight": norm(w)})
+
+
+def change_follows(group: Group, weight: Tensor) -> bool:
+    """Whether the stored change is `-(phi W + lr scale direction)` to rounding, so that nobody need look."""
+    return weight.dtype not in LOW_PRECISION and not group["cautious"]
 
 
 def _momentum_key(part: Part) -> str | None:

@@ -27,7 +27,8 @@ class Piece(NamedTuple):
     """Which matrices of a parameter one block of columns describes, and how many of their entries.
 
     `side` is min(m, n) where the direction was orthogonalized, else 0. The update is `lr * scale * direction`, and
-    `phi` the decay factor, None where it is not known.
+    `phi` the decay factor, None where it is not known. Where `change_follows`, the change of the weight was not
+    measured: it is decay and update together.
     """
 
     param: Tensor
@@ -39,6 +40,7 @@ class Piece(NamedTuple):
     lr: float | Tensor = 1.0
     scale: float = 1.0
     phi: float | Tensor | None = 0.0
+    change_follows: bool = False
 
 
 class Sums:
