@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from muonsw.lab.compare.claims import effects
 from muonsw.lab.compare.conduct import Bench, write_outcome
 from muonsw.lab.compare.display import displaying
 from muonsw.lab.compare.outcome import ArmOutcome, Outcome, PairOutcome, compare, first_crossing, steps_to_match
-from muonsw.lab.compare.pool import run_all
+from muonsw.lab.compare.pool import Audience, run_all
 from muonsw.lab.compare.tune import sweep_table, tune
 from muonsw.lab.compare.verdict import verdict
 from muonsw.lab.experiments.claims import Interval
@@ -101,6 +102,23 @@ def test_a_run_that_fails_is_named(tmp_path):
     wild = Arm("scaled", OptimizerConfig(lr=50.0, weight_decay=0.0))
     with pytest.raises(UsageError, match=r"scaled, seed 0: the loss of update"):
         run_all(jobs(small_run(steps=60, diverged=1.0), [ARMS[0], wild], [0], tmp_path), workers=2)
+
+
+def test_a_process_that_is_killed_is_reported_and_the_others_are_saved(tmp_path):
+    """As the system does when memory runs out: no handler runs, and no message says so."""
+    killed = []
+
+    def kill(name, record):
+        if not killed and record["kind"] == "train" and record["step"] > 5 and name.startswith("scaled"):
+            killed.append(max(multiprocessing.active_children(), key=lambda child: child.name))
+            os.kill(killed[0].pid, signal.SIGKILL)
+
+    todo = jobs(small_run(steps=4000, checkpoint_every=4000, eval_every=4000), ARMS, [0], tmp_path)
+    with pytest.raises(UsageError, match="died without a word"):
+        run_all(todo, workers=2, audience=Audience(record=kill))
+    saved = [job.name for job in todo if list((job.folder / "checkpoints").glob("step-*"))]
+    assert len(saved) == 1
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import queue
-import signal
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 from muonsw.lab.compare.arms import Job
 from muonsw.lab.files import UsageError
@@ -81,80 +81,104 @@ def _run_here(jobs: Sequence[Job], audience: Audience) -> None:
 
 
 class _Pool:
-    """Worker processes that take one job after another, and send back what happens."""
+    """Worker processes that are given one job after another, and send back what happens.
+
+    Each has a pipe of its own: a process that dies in the middle of a message can hold no lock that another needs.
+    """
 
     def __init__(self, jobs: Sequence[Job], workers: int, audience: Audience) -> None:
-        # A forked child would inherit torch's thread pool in whatever state it is in.
-        spawn: Any = multiprocessing.get_context("spawn")
-        self.tasks, self.news = spawn.Queue(), spawn.Queue()
-        for job in jobs:
-            self.tasks.put(job)
-        for _ in range(workers):
-            self.tasks.put(None)
-        self.left, self.audience = len(jobs), audience
-        self.processes: list[BaseProcess] = [
-            spawn.Process(target=_work, args=(self.tasks, self.news), daemon=True) for _ in range(workers)
-        ]
+        self.todo, self.audience = deque(jobs), audience
+        self.busy: set[Connection] = set()
+        self.processes: dict[Connection, BaseProcess] = {}
+        self.number = workers
 
     def run(self) -> None:
         with stop_requests() as request:
-            for process in self.processes:
-                process.start()
             try:
-                while self.left:
-                    self._listen()
+                for _ in range(self.number):
+                    self._assign(self._hire())
+                while self.busy:
+                    for connection in wait(list(self.busy), timeout=POLL_SECONDS):
+                        self._listen(cast("Connection", connection))
                     if request.signal is not None:
                         number = request.signal
                         raise Interrupted("stopped, all runs saved; the same command again goes on", number)
             finally:
                 self._end()
 
-    def _listen(self) -> None:
+    def _hire(self) -> Connection:
+        # A forked child would inherit torch's thread pool in whatever state it is in.
+        spawn: Any = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        self.processes[ours] = spawn.Process(target=_work, args=(theirs,), daemon=True)
+        self.processes[ours].start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        return cast("Connection", ours)
+
+    def _assign(self, connection: Connection) -> None:
+        job = self.todo.popleft() if self.todo else None
+        connection.send(job)
+        (self.busy.discard if job is None else self.busy.add)(connection)
+
+    def _listen(self, connection: Connection) -> None:
         try:
-            kind, name, content = self.news.get(timeout=POLL_SECONDS)
-        except queue.Empty:
-            if self.left and not any(process.is_alive() for process in self.processes):
-                raise UsageError("a training process died without a word: is there enough memory?") from None
-            return
+            kind, name, content = connection.recv()
+        except (EOFError, OSError) as error:
+            self.busy.discard(connection)
+            raise UsageError("a training process died without a word: is there enough memory?") from error
         if kind == "record":
             self.audience.record(name, content)
         elif kind == "note":
             self.audience.note(name, content)
         elif kind == "finished":
-            self.left -= 1
             self.audience.finished(name)
+            self._assign(connection)
         else:
             raise UsageError(f"{name}: {content}")
 
     def _end(self) -> None:
-        """Ask workers that are still training to save and stop, and wait for them."""
-        for process in self.processes:
-            if process.is_alive() and self.left:
-                process.terminate()
-        while any(process.is_alive() for process in self.processes):
-            with suppress(queue.Empty):  # a full pipe would keep a worker from ending
-                self.news.get(timeout=POLL_SECONDS)
-        for process in self.processes:
-            process.join()
+        """Ask workers that are still training to save and stop, and read on until they have."""
+        for connection in self.busy:
+            self.processes[connection].terminate()
+            with suppress(OSError):
+                connection.send(None)
+        listening = dict(self.processes)
+        while listening:
+            for ready in wait(list(listening)):
+                waiting = cast("Connection", ready)
+                try:
+                    waiting.recv()
+                except (EOFError, OSError):
+                    listening.pop(waiting).join()
 
 
-def _work(tasks: Any, news: Any) -> None:
-    # Ctrl-C reaches every process of the terminal; the parent decides, and asks with SIGTERM.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for job in iter(tasks.get, None):
-        watch = Watch(
-            record=lambda record, name=job.name: news.put(("record", name, _slim(record))),  # type: ignore[misc]
-            note=lambda text, name=job.name: news.put(("note", name, text)),  # type: ignore[misc]
-        )
-        try:
-            train(job.config, job.folder, watch)
-        except Interrupted:
-            return
-        except Exception as error:  # whatever it is, the user must hear of it from the parent
-            expected = isinstance(error, UsageError | Diverged)
-            news.put(("failed", job.name, str(error) if expected else f"{type(error).__name__}: {error}"))
-            return
-        news.put(("finished", job.name, None))
+def _work(connection: Connection) -> None:
+    """Train what the parent sends, until it sends None; SIGTERM saves the run at hand and ends it."""
+    with stop_requests() as request, suppress(BrokenPipeError):
+        while request.signal is None and (job := connection.recv()) is not None:
+            if not _train(job, connection):
+                return
+
+
+def _train(job: Job, connection: Connection) -> bool:
+    """Bring a job to its end and report on it; False where the worker should stop."""
+
+    def record(record: Record) -> None:
+        connection.send(("record", job.name, _slim(record)))
+
+    def note(text: str) -> None:
+        connection.send(("note", job.name, text))
+
+    try:
+        train(job.config, job.folder, Watch(record=record, note=note))
+    except Interrupted:
+        return False
+    except Exception as error:  # whatever it is, the user must hear of it from the parent
+        expected = isinstance(error, UsageError | Diverged)
+        connection.send(("failed", job.name, str(error) if expected else f"{type(error).__name__}: {error}"))
+        return False
+    connection.send(("finished", job.name, None))
+    return True
 
 
 def _slim(record: Record) -> Record:
