@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from muonsw.lab.experiments.claims import Claim, Comparison, Interval, failed_first, plain
+from muonsw.lab.experiments.claims import Claim, Comparison, Interval, failed_first
 from muonsw.lab.experiments.statistics import log_log_slope, student_t_cdf, student_t_quantile, t_interval
+from muonsw.lab.plain import plain
 
 
 def claim(comparison, predicted, measured, tolerance=0.0, interval=None):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from muonsw.lab.console import say
 from muonsw.lab.files import UsageError
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_json
@@ -60,7 +61,7 @@ def run(config: RunConfig, folder: Path) -> int:
         return 128 + (error.signal or signal.SIGINT)
     best = f"best {result['best_loss']:.4f} after {result['best_step']:,}"
     ended = f"validation loss {result['final_loss']:.4f} after {result['steps']:,} updates ({best})"
-    console.print(f"{ended}, {result['seconds']:.0f} s, in {folder}", highlight=False, markup=False, soft_wrap=True)
+    say(console, f"{ended}, {result['seconds']:.0f} s, in {folder}")
     return OK
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +14,10 @@ from muonsw.lab.compare.arms import Arm, parse_arm, same_total
 from muonsw.lab.compare.conduct import Bench, write_outcome
 from muonsw.lab.compare.tables import arms_table, pairs_table
 from muonsw.lab.compare.tune import sweep_table, tune
+from muonsw.lab.console import say
 from muonsw.lab.data.record import read_record
 from muonsw.lab.files import UsageError, prepare_folder
+from muonsw.lab.machine import cores
 from muonsw.lab.report.sections import Table
 from muonsw.lab.report.terminal_table import print_claims, print_table
 from muonsw.lab.train.config import RunConfig
@@ -63,12 +64,12 @@ class Compare:
             raise UsageError(f"--seeds must be at least 1, got {self.seeds}")
         console, start = Console(), time.perf_counter()
         if self.data is None:
-            console.print("tokens: the Python standard library, prepared once in out/data", highlight=False)
+            say(console, "tokens: the Python standard library, prepared once in out/data")
         base = self._base()
         arms = self._arms(base)
         prepare_folder(self.out)
         bench = Bench(self.out, console, self._workers(base))
-        console.print(self._plan(base, arms, bench.workers), highlight=False, markup=False, soft_wrap=True)
+        say(console, self._plan(base, arms, bench.workers))
         tables: list[Table] = []
         if self.tune_lambda:
             found = tune(bench, base, arms, seed=self.seeds)
@@ -85,10 +86,10 @@ class Compare:
             print_table(console, table)
         print_claims(console, judged)
         seconds = time.perf_counter() - start
-        console.print(f"\n{sentence}\n({seconds:.0f} s)", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"\n{sentence}\n({seconds:.0f} s)")
         for path in paths:
             if path.suffix in (".html", ".json"):
-                console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+                say(console, f"wrote {path}")
         return 0
 
     def _plan(self, base: RunConfig, arms: list[Arm], workers: int) -> str:
@@ -134,8 +135,3 @@ class Compare:
 def on_cpu(config: RunConfig) -> bool:
     """Whether a run would be on the CPU here."""
     return resolve_device(config.device).type == "cpu"
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,6 +11,7 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
+from muonsw.lab.console import say
 from muonsw.lab.data.corpus import Corpus, Source
 from muonsw.lab.data.progress import watching
 from muonsw.lab.data.ready import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
@@ -78,7 +79,7 @@ class Prepare:
             record = prepare_corpus(
                 self.out, settings, processes=self.processes, finished=watch.finished, begun=watch.begun
             )
-        _print(console, f"{_contents(record)}, in {time.perf_counter() - start:.1f} s; wrote {self.out}")
+        say(console, f"{_contents(record)}, in {time.perf_counter() - start:.1f} s; wrote {self.out}")
         return 0
 
     def settings(self) -> DataSettings:
@@ -114,9 +115,9 @@ class Verify:
             shards, tokens = shards + (checked.path != self.folder), tokens + checked.tokens
             if checked.problem is not None:
                 problems += 1
-                _print(console, f"bad: {checked.problem}")
+                say(console, f"bad: {checked.problem}")
         verdict = f"{problems} problems" if problems else "all is well"
-        _print(console, f"{self.folder}: {shards} shards and {tokens:,} good tokens read, {verdict}")
+        say(console, f"{self.folder}: {shards} shards and {tokens:,} good tokens read, {verdict}")
         return int(problems > 0)
 
 
@@ -136,15 +137,15 @@ class Info:
         chosen = ", ".join(
             f"{name} {value}" for name, value in recipe.items() if value is not None and value is not False
         )
-        _print(console, f"{self.folder}: {state}")
-        _print(console, f"corpus      {chosen or 'not recorded'}")
-        _print(console, f"tokenizer   {kind}, {record.vocab_size:,} tokens, identity {record.tokenizer[:12]}")
+        say(console, f"{self.folder}: {state}")
+        say(console, f"corpus      {chosen or 'not recorded'}")
+        say(console, f"tokenizer   {kind}, {record.vocab_size:,} tokens, identity {record.tokenizer[:12]}")
         for split in SPLITS:
             paths = record.paths(self.folder, split)
             size = sum(path.stat().st_size for path in paths if path.exists())
             held = f"{record.tokens(split):,} tokens in {len(paths)} shards, {size:,} bytes"
-            _print(console, f"{split:<11} {held}")
-        _print(console, f"total       {_contents(record)}")
+            say(console, f"{split:<11} {held}")
+        say(console, f"total       {_contents(record)}")
         return 0
 
 
@@ -171,7 +172,3 @@ def _contents(record: Prepared) -> str:
     size = sum(group.bytes for group in record.groups)
     tokens = " and ".join(f"{record.tokens(split):,} {split}" for split in SPLITS)
     return f"{record.documents:,} documents, {size / 1e6:,.1f} MB of text, {tokens} tokens"
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, arg
 
+from muonsw.lab.console import say
 from muonsw.lab.files import UsageError
 from muonsw.lab.model import preset
 from muonsw.lab.plan import Group, RecipePlan, parse_amount, plan, plan_recipe
@@ -149,12 +150,12 @@ def print_plan(console: Console, result: RunPlan | RecipePlan) -> None:
     _print_table(console, ("", "", ""), rows)
     if result.groups is not None:
         _print_table(console, GROUP_HEADINGS, [group_row(group) for group in result.groups])
-        _print_text(console, GROUP_NOTE)
+        say(console, GROUP_NOTE)
         large = [group.name for group in result.groups if group.decays[0].phi_peak > LARGE_PHI]
         if large:
-            _print_text(console, f"φ peak is above {LARGE_PHI:g} ({'; '.join(large)}): {LARGE_NOTE}")
+            say(console, f"φ peak is above {LARGE_PHI:g} ({'; '.join(large)}): {LARGE_NOTE}")
     if isinstance(result, RecipePlan):
-        _print_text(console, "\n".join(("Not in the paper:", *(f"  - {item}" for item in result.recipe.unknown))))
+        say(console, "\n".join(("Not in the paper:", *(f"  - {item}" for item in result.recipe.unknown))))
 
 
 def plan_rows(result: RunPlan) -> list[Row]:
@@ -250,7 +251,7 @@ def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Seque
         lines = [headings, *rows] if any(headings) else rows
         widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
         text = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-        _print_text(console, "\n".join(line.rstrip() for line in text) + "\n")
+        say(console, "\n".join(line.rstrip() for line in text) + "\n")
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(headings))
     for place, heading in enumerate(headings):
@@ -258,7 +259,3 @@ def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Seque
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
-
-
-def _print_text(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

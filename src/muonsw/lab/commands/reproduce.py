@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.commands.compare import cores
+from muonsw.lab.console import say
 from muonsw.lab.experiments.experiment import Study
 from muonsw.lab.experiments.runner import run_all
 from muonsw.lab.experiments.store import write_results
@@ -19,6 +19,7 @@ from muonsw.lab.experiments.training import SCALES, Scale, TrainingStudy
 from muonsw.lab.experiments.training.conduct import Workshop, conduct, find_data, find_device
 from muonsw.lab.experiments.training.costs import cost_table
 from muonsw.lab.files import UsageError, prepare_folder
+from muonsw.lab.machine import cores
 from muonsw.lab.report.progress import watching
 from muonsw.lab.report.terminal import print_list, print_results
 from muonsw.lab.report.terminal_table import print_claims, print_table
@@ -89,11 +90,11 @@ class Reproduce:
         """A study that needs no training runs."""
         processes = _at_least_one("--processes", self.processes) or cores()
         if self.scale is not None:
-            _say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
+            say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
         if self.dry_run:
             seconds = sum(experiment.cost for experiment in study.experiments)
             count = len(study.experiments)
-            _say(console, f"{study.name}: {count} experiments, about {seconds:.0f} s on one core; no training runs")
+            say(console, f"{study.name}: {count} experiments, about {seconds:.0f} s on one core; no training runs")
             return 0
         folder = self.out or Path("out") / study.name
         prepare_folder(folder)
@@ -126,11 +127,11 @@ class Reproduce:
         for table in report.tables:
             print_table(console, table)
         print_claims(console, report.claims)
-        _say(console, f"\n{report.verdict} ({time.perf_counter() - start:.0f} s)")
+        say(console, f"\n{report.verdict} ({time.perf_counter() - start:.0f} s)")
         kept = [path for path in report.paths if path.suffix in (".html", ".json")]
         for path in kept:
-            _say(console, f"wrote {path}")
-        _say(console, f"wrote {len(report.paths) - len(kept)} figures below {folder}; runs are in {workshop.runs}")
+            say(console, f"wrote {path}")
+        say(console, f"wrote {len(report.paths) - len(kept)} figures below {folder}; runs are in {workshop.runs}")
         return int(report.failed)
 
     def _study(self) -> AnyStudy:
@@ -146,18 +147,18 @@ def print_studies(console: Console, studies: Iterable[AnyStudy]) -> None:
     """What can be reproduced, with the scales of each study that trains."""
     for study in studies:
         if isinstance(study, TrainingStudy):
-            _say(console, f"{study.name}: {study.title} (--scale {', '.join(study.scaled)})")
+            say(console, f"{study.name}: {study.title} (--scale {', '.join(study.scaled)})")
         else:
             print_list(console, [study])
     for scale in SCALES.values():
-        _say(console, f"scale {scale.name}: {scale.title}")
-    _say(console, "what a study takes at a scale: muonsw reproduce NAME --scale SCALE --dry-run")
+        say(console, f"scale {scale.name}: {scale.title}")
+    say(console, "what a study takes at a scale: muonsw reproduce NAME --scale SCALE --dry-run")
 
 
 def print_cost(console: Console, study: TrainingStudy, scale: Scale, tflops: float, workers: int) -> None:
     """What a study would take, and how it was scaled."""
-    _say(console, f"{study.name}, scale {scale.name} ({scale.title}); {study.reference}")
-    _say(console, study.scaled[scale.name])
+    say(console, f"{study.name}, scale {scale.name} ({scale.title}); {study.reference}")
+    say(console, study.scaled[scale.name])
     print_table(console, cost_table(study, scale, tflops, workers))
 
 
@@ -165,7 +166,3 @@ def _at_least_one(option: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise UsageError(f"{option} must be at least 1, got {value}")
     return value
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from muonsw.lab.compare.arms import Job
 from muonsw.lab.compare.pool import Audience
+from muonsw.lab.console import say
 from muonsw.lab.train.metrics import Record
 
 SECONDS_BETWEEN_LINES = 20.0
@@ -109,19 +110,16 @@ def displaying(console: Console, jobs: Sequence[Job], workers: int) -> Iterator[
         board.states[name].update(record)
         if live is None and time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            say(f"{board.line()}; {_running(board)}")
+            say(console, f"{board.line()}; {_running(board)}")
 
     def finished(name: str) -> None:
         state = board.states[name]
         state.done = True
         if live is None:
             ended = "" if state.validation is None else f", validation loss {state.validation:.4f}"
-            say(f"{name}: complete{ended}")
+            say(console, f"{name}: complete{ended}")
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    audience = Audience(record=record, finished=finished, note=lambda name, text: say(f"{name}: {text}"))
+    audience = Audience(record=record, finished=finished, note=lambda name, text: say(console, f"{name}: {text}"))
     if live is None:
         yield audience
     else:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from muonsw.lab.compare.arms import decay_factors
-from muonsw.lab.experiments.claims import Interval, plain
+from muonsw.lab.experiments.claims import Interval
 from muonsw.lab.experiments.statistics import t_interval
+from muonsw.lab.plain import plain
 from muonsw.lab.report.run_tables import best_loss, final_loss, norm_change
 from muonsw.lab.runs import Run
 from muonsw.lab.train.config import RunConfig

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from muonsw.lab.console import say
 from muonsw.lab.data.corpus import Extent
 from muonsw.lab.data.record import Group
 
@@ -80,6 +81,6 @@ def _lines(console: Console) -> Callable[[str, str, float | None], None]:
         if said:
             following = time.monotonic() + _SECONDS_BETWEEN_LINES
         share = "" if fraction is None else f" ({fraction:.0%})"
-        console.print(f"{stage}: {said}{share}" if said else stage, highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{stage}: {said}{share}" if said else stage)
 
     return write

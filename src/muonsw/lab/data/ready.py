@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from muonsw.lab.data.shards import ShardError
 from muonsw.lab.data.stored import load_tokenizer
 from muonsw.lab.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
 from muonsw.lab.files import UsageError
+from muonsw.lab.machine import cores
 
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
@@ -232,8 +232,8 @@ def _trained_before(folder: Path, settings: DataSettings, digest: str) -> Tokeni
 
 def _workforce(corpus: Corpus, processes: int | None) -> tuple[int, int]:
     """How many processes encode, and on how many threads if it is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if processes is not None:
         return processes, 1
     size = corpus.extent().bytes
-    return (1, cores) if cores <= _FEW_CORES or (size is not None and size < _SMALL_BYTES) else (cores, 1)
+    few = cores() <= _FEW_CORES or (size is not None and size < _SMALL_BYTES)
+    return (1, cores()) if few else (cores(), 1)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from muonsw.lab.diagnose.findings import Finding
 from muonsw.lab.diagnose.fits import LateFits, late_fits
 from muonsw.lab.diagnose.history import LATE, History, open_history, parts
 from muonsw.lab.diagnose.rules import examine
+from muonsw.lab.plain import plain
 from muonsw.lab.runs import Run
 from muonsw.theory import target_norms
 
@@ -120,21 +119,3 @@ def _tracking(history: History) -> dict[str, Any] | None:
     if history.tracking is None or history.norm is None:
         return None
     return {"step": history.norm.steps, **vars(history.tracking)}
-
-
-def plain(value: Any) -> Any:
-    """Numbers, lists and dictionaries only, for JSON.
-
-    Examples:
-        >>> plain({"x": np.array([1.0, np.nan]), "n": (1, None)})
-        {'x': [1.0, None], 'n': [1, None]}
-    """
-    if isinstance(value, np.ndarray | Tensor):
-        return plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(item) for item in value]
-    if isinstance(value, float | np.floating):
-        return float(value) if math.isfinite(value) else None
-    return int(value) if isinstance(value, np.integer) else value

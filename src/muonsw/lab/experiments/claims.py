@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from muonsw.lab.plain import plain
 
 
 class Comparison(StrEnum):
@@ -131,19 +132,3 @@ def verdict(holds: bool) -> str:
 def failed_first(claims: Iterable[Claim]) -> list[Claim]:
     """The same claims, those that failed on top."""
     return sorted(claims, key=lambda claim: claim.holds)
-
-
-def plain(value: Any) -> Any:
-    """Data that every JSON reader accepts: no infinities, no NaN, strings for enumerations.
-
-    Examples:
-        >>> plain({"a": (1.0, float("nan"))})
-        {'a': [1.0, None]}
-    """
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return str(value) if isinstance(value, StrEnum) else value

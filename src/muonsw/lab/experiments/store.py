@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from muonsw.lab.experiments.claims import failed_first, plain
+from muonsw.lab.experiments.claims import failed_first
 from muonsw.lab.experiments.experiment import Study
 from muonsw.lab.experiments.runner import Finished
 from muonsw.lab.files import write_atomically
-from muonsw.version import __version__
-
-PACKAGES = ("torch", "numpy", "matplotlib", "plotly")
-
-
-def environment() -> dict[str, Any]:
-    """Versions and the class of machine; nothing that identifies it or its user."""
-    packages = {name: _version(name) for name in PACKAGES}
-    return {
-        "muonsw": __version__,
-        "python": platform.python_version(),
-        **packages,
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+from muonsw.lab.machine import environment
+from muonsw.lab.plain import plain
 
 
 def report_data(study: Study, results: Mapping[str, Finished], *, seed: int, seconds: float) -> dict[str, Any]:

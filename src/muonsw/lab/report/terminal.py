@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from muonsw.lab.console import say
 from muonsw.lab.experiments.claims import Claim, Comparison, failed_first, verdict
 from muonsw.lab.experiments.experiment import Study
 from muonsw.lab.experiments.runner import Finished
@@ -70,7 +71,7 @@ def print_results(console: Console, results: Mapping[str, Finished], paths: Sequ
     if console.is_terminal:
         console.print(_table(claims, names))
     else:
-        console.print(_plain_table(claims, names), highlight=False, markup=False, soft_wrap=True)
+        say(console, _plain_table(claims, names))
     console.print(summary(results, seconds), highlight=False, soft_wrap=True)
     for path in paths:
         console.print(f"wrote {escape(str(path))}", highlight=False, soft_wrap=True)
@@ -102,7 +103,7 @@ def _plain_table(claims: Sequence[Claim], names: Sequence[str]) -> str:
 def print_list(console: Console, studies: Iterable[Study]) -> None:
     """What can be reproduced."""
     for study in studies:
-        console.print(f"{study.name}: {study.title}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{study.name}: {study.title}")
         for experiment in study.experiments:
             name = f"{study.name}/{experiment.name}"
-            console.print(f"  {name:<28} {experiment.title}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"  {name:<28} {experiment.title}")

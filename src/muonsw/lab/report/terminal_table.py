@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from muonsw.lab.console import say
 from muonsw.lab.experiments.claims import Claim, failed_first, verdict
 from muonsw.lab.report.sections import Cell, Column, Table, Value, show
 from muonsw.lab.report.terminal import measured_text, predicted_text
@@ -27,7 +28,7 @@ def print_table(console: Console, table: Table) -> None:
         console.print(drawn)
     else:
         heading = [column.title for column in columns]
-        _print(console, f"\n{table.title}\n{aligned([heading, *rows], columns)}")
+        say(console, f"\n{table.title}\n{aligned([heading, *rows], columns)}")
     if table.note:
         console.print(table.note, style="dim", highlight=False, markup=False)
 
@@ -64,7 +65,3 @@ def print_claims(console: Console, claims: Sequence[Claim]) -> None:
 
 def _text(column: Column, value: Value | Cell) -> str:
     return value.text if isinstance(value, Cell) else show(value, column.digits)
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.lab.files import UsageError
+from muonsw.lab.machine import cores
 from muonsw.lab.runs import tabulate
 from muonsw.lab.runs.run import Run
 from muonsw.lab.runs.tabulate import Stamp, Table, is_fresh, restore, save
@@ -57,7 +58,7 @@ def load_runs(paths: Iterable[str | Path], *, processes: int | None = None) -> l
     for folder in folders:
         _require_run(folder)
     sources = [_metrics(folder) for folder in folders]
-    _share(sources, processes or _cores())
+    _share(sources, processes or cores())
     return [_assemble(folder, source) for folder, source in zip(folders, sources, strict=True)]
 
 
@@ -161,10 +162,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(data, dict):
         raise UsageError(f"{path} should hold a JSON object, and holds {type(data).__name__}")
     return data
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _assemble(folder: Path, source: Metrics | None) -> Run:

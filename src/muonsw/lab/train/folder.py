@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +13,10 @@ import torch
 from filelock import FileLock, Timeout
 
 from muonsw.lab.files import UsageError, prepare_folder, write_atomically
+from muonsw.lab.machine import environment
 from muonsw.lab.settings import differences
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.metrics import FILE as METRICS
-from muonsw.version import __version__
 
 CONFIG, ENVIRONMENT, RESULT, LOCK, CHECKPOINTS = (
     "config.json",
@@ -59,7 +57,7 @@ def _agree(folder: Path, config: RunConfig) -> None:
     if (folder / CONFIG).exists() and begun:
         refuse_other_settings(folder, config)
     write_atomically(folder / CONFIG, json.dumps(config.as_data(), indent=1))
-    write_atomically(folder / ENVIRONMENT, json.dumps(environment(), indent=1))
+    write_atomically(folder / ENVIRONMENT, json.dumps(_environment(), indent=1))
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:
@@ -111,15 +109,6 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     write_atomically(folder / RESULT, json.dumps(result, indent=1))
 
 
-def environment() -> dict[str, Any]:
-    """Where and with what this process runs."""
-    return {
-        "muonsw": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "command": sys.argv,
-    }
+def _environment() -> dict[str, Any]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {**environment(), "device": device, "threads": torch.get_num_threads(), "command": sys.argv}

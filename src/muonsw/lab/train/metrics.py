@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.lab.files import UsageError, write_atomically
+from muonsw.lab.plain import plain
 from muonsw.telemetry import TensorBoardSink, WandbSink
 
 Record = dict[str, Any]
@@ -35,7 +35,7 @@ class MetricsFile:
     def __call__(self, record: Record) -> None:
         """Append one record."""
         try:
-            self._file.write(json.dumps(finite(record), separators=(",", ":")) + "\n")
+            self._file.write(json.dumps(plain(record), separators=(",", ":")) + "\n")
             self._file.flush()
         except OSError as error:
             raise UsageError(f"{self.path} cannot be written: {error.strerror or error}") from error
@@ -58,20 +58,6 @@ def _readable(path: Path) -> Iterator[tuple[str, Record]]:
                 yield line, json.loads(line)
             except ValueError:  # a killed process leaves half a line, and nothing after it
                 return
-
-
-def finite(value: Any) -> Any:
-    """Data with every number that JSON does not know replaced by None.
-
-    Examples:
-        >>> finite({"loss": float("nan"), "parts": [1.0, float("inf")]})
-        {'loss': None, 'parts': [1.0, None]}
-    """
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tensorboard_sink(folder: Path) -> Sink:

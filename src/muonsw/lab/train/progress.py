@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from muonsw.lab.console import say
 from muonsw.lab.model import count
 from muonsw.lab.train.loop import Watch
 from muonsw.lab.train.metrics import Record
@@ -79,7 +80,7 @@ class _Display:
             self._print(f"update {record['step']:,} of {self.steps:,}: {numbers}")
 
     def _print(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, text)
 
 
 def _share_of_peak(training: Training) -> float:

@@ -19,11 +19,11 @@ from muonsw.lab.compare.tables import arms_table, pairs_table
 from muonsw.lab.data.record import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.experiments.claims import Claim, failed_first
-from muonsw.lab.experiments.store import environment
 from muonsw.lab.experiments.training.evidence import relabelled
 from muonsw.lab.experiments.training.scales import Scale
 from muonsw.lab.experiments.training.study import Comparison, Results, TrainingStudy
 from muonsw.lab.files import UsageError, write_atomically
+from muonsw.lab.machine import environment
 from muonsw.lab.report.report import write_report
 from muonsw.lab.report.sections import Table
 from muonsw.lab.runs import load_runs
