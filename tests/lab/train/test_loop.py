@@ -196,6 +196,7 @@ def test_a_model_without_room_for_the_vocabulary_is_refused(tmp_path):
         train(small_run(model={"vocab": 128}), tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(tmp_path):
     def poison(training):
         saved = training.forward
