@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning
-from muonsw.peak import scheduler_peaks
+from muonsw.peak import resolve_before_capture, scheduler_peaks
 
 LAMBDA = 0.5
 
@@ -550,3 +550,14 @@ def test_a_scheduler_that_does_not_know_lr_scale_is_found_out():
     param = weight()
     optimizer = SGDSW([{"params": [param], "lr_scale": 0.25}], lr=0.2, weight_decay=LAMBDA)
     assert_scaled_by(decay_only(optimizer, CosineAnnealingLR(optimizer, 10), 8), 0.2)
+
+
+def test_a_graph_takes_its_peak_from_what_the_host_knows():
+    """While a graph is captured nothing can be read from the device; a peak left open would be no decay for ever."""
+    group = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA).param_groups[0]
+    for known, expected in (({}, 0.1), ({"peak_record": 0.4}, 0.4), ({"peak_record": 0.4, "peak_lr": 0.7}, 0.7)):
+        asked = {**group, **known}
+        resolve_before_capture(asked, "param group 0")
+        assert asked["resolved_peak_lr"] == expected
+    with pytest.raises(RuntimeError, match="the peak learning rate of param group 0 is not known"):
+        resolve_before_capture({**group, "constructor_lr": 0.0}, "param group 0")
