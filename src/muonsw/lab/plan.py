@@ -10,7 +10,7 @@ from typing import cast
 from muonsw.decay import decay_factor
 from muonsw.lab.costs import Memory, estimate_memory, orthogonalizer_flops
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, count, muon_lr_multiplier, preset, scalings
-from muonsw.lab.recipes import PAPER_BATCH_TOKENS, Recipe
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, Recipe
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.schedule import WarmupShape, peak_lr_for_horizon, warmup_cosine, warmup_stable_decay
 from muonsw.theory.steady_state import relaxation_number
@@ -231,7 +231,7 @@ def plan_recipe(
         schedule: Its shape and warmup; its final fraction is not read, the recipe prints one.
 
     Examples:
-        >>> from muonsw.lab.recipes import RECIPES
+        >>> from muonsw.lab.paper import RECIPES
         >>> result = plan_recipe(RECIPES["kimi-k2"])
         >>> result.steps, round(result.scaled_over_constant, 2), round(result.final_ratio, 2)
         (None, 0.73, 0.1)

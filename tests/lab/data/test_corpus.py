@@ -9,7 +9,7 @@ import pytest
 from muonsw.lab.data.corpus import Corpus, Extent
 from muonsw.lab.data.sources import fineweb_documents, python_documents
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from tests.lab.data.test_formats import write_parquet
 
 

@@ -16,7 +16,7 @@ from muonsw.lab.data.prepare import LOCK, locked, open_split
 from muonsw.lab.data.ready import DataSettings, TokenizerChoice, prepare_corpus, prepare_default
 from muonsw.lab.data.stored import load_tokenizer
 from muonsw.lab.data.tokenizers import BPETokenizer
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 SMALL = {"source": "synthetic", "vocab": 300, "limit_characters": 100_000}
 

@@ -12,7 +12,7 @@ import pytest
 
 from muonsw.lab.data.sources import python_documents, source_files, text_documents
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 
 def write(root, files):

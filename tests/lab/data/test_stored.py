@@ -10,7 +10,7 @@ import pytest
 from muonsw.lab.data.prepare import open_split, prepare, read_record
 from muonsw.lab.data.stored import BPE_FILE, load_tokenizer
 from muonsw.lab.data.tokenizers import GPT2_FILES, BPETokenizer, ByteTokenizer, GPT2Tokenizer
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from tests.lab.data.test_tokenizers import CORPUS, gpt2_files
 
 GPT2 = os.environ.get("MUONSW_GPT2_FILES")

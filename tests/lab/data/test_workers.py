@@ -17,7 +17,7 @@ from muonsw.lab.data.prepare import LOCK, RECORD, locked, open_split, prepare, r
 from muonsw.lab.data.shards import ShardError, open_shard
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import BPETokenizer, ByteTokenizer
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from tests.lab.data.test_prepare import Counting
 
 DOCUMENTS = list(islice(MarkovSource(seed=5, mean_length=300.0), 300))

@@ -14,7 +14,7 @@ from muonsw.lab.diagnose.diagnosis import as_data
 from muonsw.lab.diagnose.drawing import arms
 from muonsw.lab.diagnose.figures import FIGURES
 from muonsw.lab.diagnose.terminal import print_diagnosis
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.theme import LIGHT
 from muonsw.lab.runs import load_run
 from tests.lab.diagnose.runs import make_run, simulate

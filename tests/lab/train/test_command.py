@@ -1,11 +1,11 @@
-"""`muonsw train` and `python -m muonsw.lab.run`: settings from options or a file, and exit codes."""
+"""`muonsw train` and `python -m muonsw.lab.train.__main__`: settings from options or a file, and exit codes."""
 
 import json
 
 import pytest
 
-from muonsw.lab import run as entry
 from muonsw.lab.cli import main
+from muonsw.lab.train import __main__ as entry
 from tests.lab.train.small import losses, small_run, tokens
 
 

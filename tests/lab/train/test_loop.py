@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.guard import Diverged
 from muonsw.lab.train.loop import Watch, train
@@ -71,7 +71,7 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(uninterrupted, tmp_path, k
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from muonsw.lab.run import read_config_file
+from muonsw.lab.train.__main__ import read_config_file
 from muonsw.lab.train.loop import Watch, train
 def die(record):
     if record["kind"] == "train" and record["step"] == {kill_at}:
@@ -93,7 +93,7 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, numb
     config_file, run = tmp_path / "config.json", tmp_path / "run"
     config_file.write_text(json.dumps(config.as_data()))
     process = subprocess.Popen(
-        [sys.executable, "-m", "muonsw.lab.run", config_file, run],
+        [sys.executable, "-m", "muonsw.lab.train.__main__", config_file, run],
         env=ONE_THREAD,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

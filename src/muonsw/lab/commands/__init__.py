@@ -18,7 +18,7 @@ from muonsw.lab.commands.plan import Plan
 from muonsw.lab.commands.report import Report
 from muonsw.lab.commands.reproduce import Reproduce
 from muonsw.lab.commands.train import Train
-from muonsw.lab.files import UsageError as UsageError
+from muonsw.lab.errors import UsageError as UsageError
 from muonsw.lab.train.interrupt import Interrupted as Interrupted
 
 

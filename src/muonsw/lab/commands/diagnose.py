@@ -15,8 +15,9 @@ from muonsw.lab.diagnose.diagnosis import as_data, diagnose
 from muonsw.lab.diagnose.figures import draw_all
 from muonsw.lab.diagnose.history import LATE
 from muonsw.lab.diagnose.terminal import print_diagnosis
-from muonsw.lab.files import UsageError, prepare_folder, write_atomically
+from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_runs
+from muonsw.lab.storage import prepare_folder, write_atomically
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, arg
 
-from muonsw.lab.console import say
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import preset
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
 from muonsw.lab.plan import Group, RecipePlan, parse_amount, plan, plan_recipe
 from muonsw.lab.plan import Plan as RunPlan
-from muonsw.lab.recipes import PAPER_BATCH_TOKENS, find_recipe
+from muonsw.lab.terminal import say
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 
 GIB = 2**30

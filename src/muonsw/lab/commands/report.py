@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.report import check_target, write_report
 from muonsw.lab.runs import load_runs
 

@@ -11,19 +11,20 @@ from typing import Annotated, Literal
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.console import say
-from muonsw.lab.experiments.experiment import Study
-from muonsw.lab.experiments.runner import run_all
-from muonsw.lab.experiments.store import write_results
-from muonsw.lab.experiments.training import SCALES, Scale, TrainingStudy
-from muonsw.lab.experiments.training.conduct import Workshop, conduct, find_data, find_device
-from muonsw.lab.experiments.training.costs import cost_table
-from muonsw.lab.files import UsageError, prepare_folder
-from muonsw.lab.machine import cores
-from muonsw.lab.report.progress import watching
-from muonsw.lab.report.terminal import print_list, print_results
+from muonsw.lab.errors import UsageError
+from muonsw.lab.processes import cores
 from muonsw.lab.report.terminal_table import print_claims, print_table
-from muonsw.lab.studies import STUDIES, AnyStudy, find_study
+from muonsw.lab.storage import prepare_folder
+from muonsw.lab.studies.catalogue import STUDIES, AnyStudy, find_study
+from muonsw.lab.studies.experiment import Study
+from muonsw.lab.studies.progress import watching
+from muonsw.lab.studies.runner import run_all
+from muonsw.lab.studies.store import write_results
+from muonsw.lab.studies.terminal import print_list, print_results
+from muonsw.lab.studies.training import SCALES, Scale, TrainingStudy
+from muonsw.lab.studies.training.conduct import Workshop, conduct, find_data, find_device
+from muonsw.lab.studies.training.costs import cost_table
+from muonsw.lab.terminal import say
 
 DEFAULT_SCALE = "cpu"
 

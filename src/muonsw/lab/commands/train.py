@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from tyro.conf import arg
 
-from muonsw.lab.files import UsageError
-from muonsw.lab.run import read_config_file, run
+from muonsw.lab.errors import UsageError
+from muonsw.lab.train.__main__ import read_config_file, run
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import run_on, with_steps
 

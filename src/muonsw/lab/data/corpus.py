@@ -19,7 +19,7 @@ from muonsw.lab.data.sources import (
     text_documents,
 )
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 _PLAIN = {".txt", ".md"}
@@ -46,7 +46,7 @@ class Corpus:
         (3, True)
         >>> Corpus("synthetic")
         Traceback (most recent call last):
-        muonsw.lab.files.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
+        muonsw.lab.errors.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
     """
 
     source: Source = "python"

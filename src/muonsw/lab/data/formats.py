@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 _READ_BYTES = 1 << 16
 _PARQUET_ROWS = 256
@@ -33,7 +33,7 @@ def check_kind(path: Path) -> None:
         >>> check_kind(Path("notes.txt.gz"))
         >>> check_kind(Path("notes.pdf"))
         Traceback (most recent call last):
-        muonsw.lab.files.UsageError: notes.pdf is of no known kind: give .txt, .md, .jsonl, .parquet files...
+        muonsw.lab.errors.UsageError: notes.pdf is of no known kind: give .txt, .md, .jsonl, .parquet files...
     """
     kind = _kind(path)
     if kind not in _READERS or (kind == ".parquet" and path.suffix != kind):

@@ -21,7 +21,8 @@ from muonsw.lab.data.shards import ShardError, open_shard
 from muonsw.lab.data.stored import store_tokenizer
 from muonsw.lab.data.tokenizers import Tokenizer
 from muonsw.lab.data.workers import write_groups
-from muonsw.lab.files import UsageError, prepare_folder
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import prepare_folder
 
 __all__ = ["RECORD", "Group", "Prepared", "Split", "is_validation", "open_split", "prepare", "read_record"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from muonsw.lab.console import say
 from muonsw.lab.data.corpus import Extent
 from muonsw.lab.data.record import Group
+from muonsw.lab.terminal import say
 
 _SECONDS_BETWEEN_LINES = 5.0
 _STAGES = {"tokenizer": "making the tokenizer", "documents": "encoding"}

@@ -14,8 +14,8 @@ from muonsw.lab.data.record import RECORD, SPLITS, Group, Prepared, open_split, 
 from muonsw.lab.data.shards import ShardError
 from muonsw.lab.data.stored import load_tokenizer
 from muonsw.lab.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
-from muonsw.lab.files import UsageError
-from muonsw.lab.machine import cores
+from muonsw.lab.errors import UsageError
+from muonsw.lab.processes import cores
 
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from muonsw.lab.data.shards import Shard, ShardError, open_shard
-from muonsw.lab.files import UsageError, write_atomically
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import write_atomically
 
 Split: TypeAlias = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")

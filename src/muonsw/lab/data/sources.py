@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.lab.data.formats import check_kind, file_documents
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 FINEWEB = "HuggingFaceFW/fineweb"
 # folders of the standard library that hold tests, installed packages, or caches

@@ -8,7 +8,8 @@ from typing import Any
 
 from muonsw.lab.data.record import cannot_write, read_record
 from muonsw.lab.data.tokenizers import GPT2_FILES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
-from muonsw.lab.files import UsageError, write_atomically
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import write_atomically
 
 BPE_FILE = "tokenizer.json"
 _LOADERS: dict[str, Callable[[Path, bool], Tokenizer]] = {

@@ -20,7 +20,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from muonsw.lab.files import UsageError, write_atomically
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import write_atomically
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 

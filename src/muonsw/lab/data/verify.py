@@ -9,7 +9,7 @@ from typing import NamedTuple
 from muonsw.lab.data.record import SPLITS, check_on_record, read_record
 from muonsw.lab.data.shards import ShardError, verify_shard
 from muonsw.lab.data.stored import load_tokenizer
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 
 class Checked(NamedTuple):

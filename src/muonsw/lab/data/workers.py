@@ -14,7 +14,7 @@ from multiprocessing.connection import wait as wait_for_end
 from muonsw.lab.data.groups import Job
 from muonsw.lab.data.record import Group
 from muonsw.lab.data.tokenizers import Tokenizer
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 

@@ -12,8 +12,8 @@ from muonsw.lab.diagnose.findings import Finding
 from muonsw.lab.diagnose.fits import LateFits, late_fits
 from muonsw.lab.diagnose.history import LATE, History, open_history, parts
 from muonsw.lab.diagnose.rules import examine
-from muonsw.lab.plain import plain
 from muonsw.lab.runs import Run
+from muonsw.lab.storage import plain
 from muonsw.theory import target_norms
 
 SERIES = (

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from muonsw.lab.claims.claim import Interval
 from muonsw.lab.diagnose.diagnosis import Diagnosis, norm_numbers
 from muonsw.lab.diagnose.findings import Finding, Severity
 from muonsw.lab.diagnose.fits import AlignmentFit
 from muonsw.lab.diagnose.history import History
-from muonsw.lab.experiments.claims import Interval
 from muonsw.lab.report.sections import Column, Table
 from muonsw.lab.report.terminal_table import print_table
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from muonsw.lab.experiments.claims import Outcome, Series
+from muonsw.lab.claims.claim import Outcome, Series
 from muonsw.lab.report.page import write_page
 from muonsw.lab.report.sections import Document, Figure, any_failed, claims_table
 from muonsw.lab.report.static import write_panels

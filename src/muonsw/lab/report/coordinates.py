@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from muonsw.lab.experiments.claims import Outcome
+from muonsw.lab.claims.claim import Outcome
 from muonsw.lab.report.static import save_figure
 from muonsw.lab.report.theme import LIGHT, Palette, matplotlib_style
 

@@ -11,10 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from muonsw.lab.files import UsageError, write_atomically
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.markup import anchor, body, escape
 from muonsw.lab.report.sections import Arm, Chart, Curve, Document, Figure
 from muonsw.lab.report.theme import PALETTES, arm_styles, plotly_axis, plotly_layout
+from muonsw.lab.storage import write_atomically
 
 DIGITS = 6  # significant digits of a value on the page
 

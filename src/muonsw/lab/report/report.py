@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from muonsw.lab.files import UsageError, prepare_folder
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import Charts
 from muonsw.lab.report.page import write_page
 from muonsw.lab.report.run_tables import (
@@ -18,6 +18,7 @@ from muonsw.lab.report.run_tables import (
 from muonsw.lab.report.sections import Arm, Chart, Claims, Document, Section, Table, any_failed, claims_table
 from muonsw.lab.report.static import write_chart
 from muonsw.lab.runs import Run
+from muonsw.lab.storage import prepare_folder
 
 
 def write_report(

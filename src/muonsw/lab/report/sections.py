@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from muonsw.lab.experiments.claims import Claim, failed_first, verdict
-from muonsw.lab.report.terminal import measured_text, predicted_text
+from muonsw.lab.claims.claim import Claim, failed_first, verdict
+from muonsw.lab.claims.text import measured_text, predicted_text
 
 Value = str | float | int | bool | None
 MISSING = "\N{EN DASH}"

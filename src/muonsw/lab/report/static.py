@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from muonsw.lab.experiments.claims import Series
-from muonsw.lab.files import write_atomically
+from muonsw.lab.claims.claim import Series
 from muonsw.lab.report.sections import Arm, Chart, Curve
 from muonsw.lab.report.theme import LIGHT, RULE_MATH, ArmStyle, Palette, arm_styles, matplotlib_style
+from muonsw.lab.storage import write_atomically
 
 WIDTH, HEIGHT, DPI = 11.0, 4.8, 160
 MOST_IN_A_LINE = 4

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from muonsw.lab.console import say
-from muonsw.lab.experiments.claims import Claim, failed_first, verdict
+from muonsw.lab.claims.claim import Claim, failed_first, verdict
+from muonsw.lab.claims.text import measured_text, predicted_text
 from muonsw.lab.report.sections import Cell, Column, Table, Value, show
-from muonsw.lab.report.terminal import measured_text, predicted_text
+from muonsw.lab.terminal import say
 
 
 def print_table(console: Console, table: Table) -> None:

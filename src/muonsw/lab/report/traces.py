@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from muonsw.lab.experiments.claims import Series
+from muonsw.lab.claims.claim import Series
 from muonsw.lab.report.theme import RULE_HTML
 
 PanelData = tuple[str, Sequence[Series]]

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from muonsw.lab.files import UsageError
-from muonsw.lab.machine import cores
+from muonsw.lab.errors import UsageError
+from muonsw.lab.processes import cores
 from muonsw.lab.runs import tabulate
 from muonsw.lab.runs.run import Run
 from muonsw.lab.runs.tabulate import Stamp, Table, is_fresh, restore, save

@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from muonsw.lab.files import UsageError, sync_folder
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import sync_folder
 
 STATE = "state.json"
 PREFIX = "step-"

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from muonsw.lab.files import UsageError, prepare_folder, write_atomically
-from muonsw.lab.machine import environment
+from muonsw.lab.errors import UsageError
+from muonsw.lab.processes import environment
 from muonsw.lab.settings import differences
+from muonsw.lab.storage import prepare_folder, write_atomically
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.metrics import FILE as METRICS
 

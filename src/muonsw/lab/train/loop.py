@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsw import Telemetry
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_result

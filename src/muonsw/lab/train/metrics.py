@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from muonsw.lab.files import UsageError, write_atomically
-from muonsw.lab.plain import plain
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import plain, write_atomically
 from muonsw.telemetry import TensorBoardSink, WandbSink
 
 Record = dict[str, Any]

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from muonsw.lab.data.ready import prepare_default
 from muonsw.lab.data.record import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from muonsw.schedule import peak_lr_for_horizon

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from muonsw.lab.console import say
 from muonsw.lab.model import count
+from muonsw.lab.terminal import say
 from muonsw.lab.train.loop import Watch
 from muonsw.lab.train.metrics import Record
 from muonsw.lab.train.state import Training

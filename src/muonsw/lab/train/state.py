@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetch
 from muonsw.lab.data.prepare import open_split, read_record
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, Losses
 from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig

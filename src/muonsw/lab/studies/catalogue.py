@@ -1,0 +1,54 @@
+"""The studies that `muonsw reproduce` knows: one entry each."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from muonsw.lab.report import convergence, coordinates
+from muonsw.lab.studies import mup, theory
+from muonsw.lab.studies.experiment import Study
+from muonsw.lab.studies.training import TRAINING_STUDIES, TrainingStudy
+from muonsw.registry import Registry
+
+AnyStudy: TypeAlias = Study | TrainingStudy
+
+STUDIES: Registry[AnyStudy] = Registry("study")
+STUDIES.register(
+    "theory",
+    Study(
+        name="theory",
+        title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
+        experiments=theory.EXPERIMENTS,
+        draw=convergence.draw,
+    ),
+)
+STUDIES.register(
+    "coordinates",
+    Study(
+        name="coordinates",
+        title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
+        experiments=mup.EXPERIMENTS,
+        draw=coordinates.draw,
+    ),
+)
+for _study in TRAINING_STUDIES:
+    STUDIES.register(_study.name, _study)
+
+
+def find_study(name: str) -> AnyStudy:
+    """The study of that name, or `STUDY/EXPERIMENT` for one experiment of a study that has several.
+
+    Raises:
+        ValueError: If there is none, with what there is.
+
+    Examples:
+        >>> [experiment.name for experiment in find_study("theory/matrix").experiments]
+        ['matrix']
+    """
+    study, _, experiment = name.partition("/")
+    found = STUDIES[study]
+    if not experiment:
+        return found
+    if isinstance(found, TrainingStudy):
+        raise ValueError(f"{study} is one experiment and has no part {experiment!r}; leave it out")
+    return found.select(experiment)
