@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from muonsw.lab.errors import Diverged as Diverged
+from muonsw.lab.errors import Diverged
+
+__all__ = ["Diverged", "LossGuard"]
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
