@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from muonsw.lab.errors import Diverged
+
+__all__ = ["Diverged", "LossGuard"]
+
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
-
-
-class Diverged(Exception):  # noqa: N818 (an outcome of training that the caller reports, not a fault of the program)
-    """The loss is not finite, or far above where it was."""
 
 
 class LossGuard:
@@ -25,7 +25,7 @@ class LossGuard:
         >>> guard.watch(2, math.nan)
         Traceback (most recent call last):
         ...
-        muonsw.lab.train.guard.Diverged: the loss of update 2 is nan; ...
+        muonsw.lab.errors.Diverged: the loss of update 2 is nan; ...
     """
 
     def __init__(self, excess: float) -> None:
