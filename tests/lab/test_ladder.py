@@ -12,6 +12,7 @@ LADDER = (
     "storage",
     "settings",
     "terminal",
+    "tables",
     "processes",
     "paper",
     "data",

@@ -2,73 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from muonsw.lab.claims.claim import Claim, failed_first, verdict
-from muonsw.lab.claims.text import measured_text, predicted_text
+from muonsw.lab.claims.table import Claims, any_failed, claims_table
+from muonsw.lab.tables import MISSING, Cell, Column, Table, Value, show
 
-Value = str | float | int | bool | None
-MISSING = "\N{EN DASH}"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell that says more than its text.
-
-    Attributes:
-        text: What it shows.
-        note: A smaller second line.
-        tone: `"fails"` and `"holds"` stand out.
-        code: Whether it is something to type.
-    """
-
-    text: str
-    note: str = ""
-    tone: str = ""
-    code: bool = False
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    Attributes:
-        title: Its heading.
-        number: Whether it holds numbers, which are set to the right.
-        digits: Significant digits of floats.
-    """
-
-    title: str
-    number: bool = False
-    digits: int = 5
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table.
-
-    Attributes:
-        name: Its id on the page: letters, digits, hyphens.
-        title: Its heading.
-        columns: The headings of its columns; a plain string is a column of text.
-        rows: As many values in each as there are columns; None shows as a dash.
-        note: A sentence below it.
-        folded: Whether it starts closed.
-    """
-
-    name: str
-    title: str
-    columns: Sequence[Column | str]
-    rows: Sequence[Sequence[Value | Cell]]
-    note: str = ""
-    folded: bool = False
-
-    def headings(self) -> list[Column]:
-        """The columns, all in full."""
-        return [column if isinstance(column, Column) else Column(column) for column in self.columns]
+__all__ = [
+    "MISSING",
+    "Arm",
+    "Cell",
+    "Chart",
+    "Claims",
+    "Column",
+    "Curve",
+    "Document",
+    "Figure",
+    "Section",
+    "Table",
+    "Text",
+    "Value",
+    "any_failed",
+    "claims_table",
+    "show",
+]
 
 
 @dataclass(frozen=True)
@@ -161,7 +119,6 @@ class Arm:
 
 
 Section = Text | Table | Figure | Chart
-Claims = Mapping[str, Sequence[Claim]]
 
 
 @dataclass(frozen=True)
@@ -181,45 +138,3 @@ class Document:
     verdict: str = ""
     failed: bool = False
     arms: Sequence[Arm] = field(default=())
-
-
-def show(value: Value, digits: int = 5) -> str:
-    """A value as a table shows it.
-
-    Examples:
-        >>> show(0.123456789), show(True), show(12345678), show(float("nan"))
-        ('0.12346', 'yes', '12,345,678', 'not finite')
-    """
-    if value is None:
-        return MISSING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.{digits}g}" if math.isfinite(value) else "not finite"
-    return value
-
-
-def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours")) -> Table:
-    """Claims with what was said and what was found; those that failed come first."""
-    owners = {id(claim): name for name, those in claims.items() for claim in those}
-    ordered = failed_first(claim for those in claims.values() for claim in those)
-    columns = ("claim", Column(headings[0], number=True), Column(headings[1], number=True), "verdict")
-    return Table("claims", "Claims", columns, [_claim_row(owners[id(claim)], claim) for claim in ordered])
-
-
-def any_failed(claims: Claims) -> bool:
-    """Whether one of the claims does not hold."""
-    return any(not claim.holds for those in claims.values() for claim in those)
-
-
-def _claim_row(owner: str, claim: Claim) -> tuple[Cell, ...]:
-    details = f"{claim.reference}. Assumes {claim.hypothesis}. Tolerance {claim.tolerance:.2g}: {claim.because}."
-    if claim.interval is not None:
-        details += f" Interval: {claim.interval.method}."
-    if claim.limits:
-        details += f" {claim.limits[0].upper()}{claim.limits[1:]}."
-    word = verdict(claim.holds)
-    statement = Cell(claim.statement, note=f"{owner}/{claim.id} · {details}")
-    return statement, Cell(predicted_text(claim)), Cell(measured_text(claim)), Cell(word, tone=word)

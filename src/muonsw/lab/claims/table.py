@@ -1,0 +1,40 @@
+"""Claims as a table, for the terminal and for a page; those that failed come first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from muonsw.lab.claims.claim import Claim, failed_first, verdict
+from muonsw.lab.claims.text import measured_text, predicted_text
+from muonsw.lab.tables import Cell, Column, Table
+
+Claims = Mapping[str, Sequence[Claim]]
+
+
+def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours")) -> Table:
+    """Claims, by who makes them, with what was said and what was found."""
+    owners = {id(claim): name for name, those in claims.items() for claim in those}
+    ordered = failed_first(claim for those in claims.values() for claim in those)
+    columns = (
+        "claim",
+        Column(headings[0], number=True, rank=1),
+        Column(headings[1], number=True, rank=0),
+        Column("verdict", rank=0),
+    )
+    return Table("claims", "Claims", columns, [_row(owners[id(claim)], claim) for claim in ordered])
+
+
+def any_failed(claims: Claims) -> bool:
+    """Whether one of the claims does not hold."""
+    return any(not claim.holds for those in claims.values() for claim in those)
+
+
+def _row(owner: str, claim: Claim) -> tuple[Cell, ...]:
+    details = f"{claim.reference}. Assumes {claim.hypothesis}. Tolerance {claim.tolerance:.2g}: {claim.because}."
+    if claim.interval is not None:
+        details += f" Interval: {claim.interval.method}."
+    if claim.limits:
+        details += f" {claim.limits[0].upper()}{claim.limits[1:]}."
+    word = verdict(claim.holds)
+    statement = Cell(claim.statement, note=f"{owner}/{claim.id} · {details}")
+    return statement, Cell(predicted_text(claim)), Cell(measured_text(claim)), Cell(word, tone=word)
