@@ -12,6 +12,7 @@ LADDER = (
     "storage",
     "settings",
     "terminal",
+    "progress",
     "processes",
     "paper",
     "data",
