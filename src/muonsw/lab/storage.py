@@ -1,16 +1,40 @@
-"""Writing results so that a reader never sees half a file."""
+"""Files: written so that a reader never sees half of one, read so that no content can do more than be refused.
+
+Every file of the lab is written through this module. What the disk or the system refuses becomes a `MachineError` that
+names the file and says what to do.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.errors import MachineError, UsageError
+
+# No JSON file of the lab comes near these; a file beyond them is not one of ours.
+JSON_BYTES = 1 << 28
+JSON_DIGITS = 40
+MAKE_ROOM = "make room on the disk, or choose another folder"
+
+
+@contextmanager
+def reported(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
+    """Turn the system's refusal to write inside the block into an error that names the file and the remedy.
+
+    Raises:
+        MachineError: If writing failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from error
 
 
 def prepare_folder(folder: Path) -> None:
@@ -28,20 +52,42 @@ def prepare_folder(folder: Path) -> None:
         raise UsageError(f"cannot write to the folder {folder}: {reason}; choose another") from error
 
 
-def write_atomically(path: Path, content: str | bytes) -> Path:
-    """Write beside the file, to disk, and rename, so that `path` is either the old or the new one."""
-    data = content.encode() if isinstance(content, str) else content
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        sync_folder(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)
+def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
+    """Replace a file by one with this content; a reader sees the old or the new one, never a part.
+
+    Raises:
+        MachineError: If it cannot be written; the old file is then still there.
+    """
+    with replacing(path, remedy=remedy) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     return path
+
+
+def write_json(path: Path, data: Any, *, indent: int | None = 1) -> Path:
+    """Replace a file by plain data in JSON, with None for what JSON has no number for."""
+    return write_atomically(path, json.dumps(plain(data), indent=indent, allow_nan=False) + "\n")
+
+
+@contextmanager
+def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
+    """A file beside `path` that takes its name, once it is on disk, when the block ends without an error."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with reported(path, remedy):
+        try:
+            with beside.open("wb") as file:
+                yield file
+                flush(file)
+            beside.replace(path)
+            sync_folder(path.parent)
+        finally:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+
+def flush(file: BinaryIO) -> None:
+    """Wait until what was written to a file is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -54,6 +100,71 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_json(path: Path, *, remedy: str = "check the file, or delete it") -> Any:
+    """The data of a JSON file, whatever it holds.
+
+    Raises:
+        UsageError: If it cannot be read, is larger than any file of ours, or is not JSON as the lab writes it.
+    """
+    try:
+        with path.open("rb") as file:
+            small = os.fstat(file.fileno()).st_size <= JSON_BYTES
+            text = file.read(JSON_BYTES + 1) if small else b""
+        if not small or len(text) > JSON_BYTES:
+            raise ValueError(f"it is larger than {JSON_BYTES >> 20} MiB")
+        return parse_json(text)
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist: check the path") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+
+
+def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UsageError: As `read_json`, and if the file holds another kind of data.
+    """
+    data = read_json(path, remedy=remedy)
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} does not hold a JSON object; {remedy}")
+    return data
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Data from JSON text.
+
+    Raises:
+        ValueError: If it is not JSON, or nested or with numbers such as the lab never writes.
+
+    Examples:
+        >>> parse_json('{"loss": 2.5}')
+        {'loss': 2.5}
+        >>> parse_json("[" * 100_000)
+        Traceback (most recent call last):
+        ...
+        ValueError: it is nested too deeply
+        >>> parse_json("9" * 400)
+        Traceback (most recent call last):
+        ...
+        ValueError: it has a whole number of 400 digits
+    """
+    try:
+        return json.loads(text, parse_int=_whole_number, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > JSON_DIGITS:
+        raise ValueError(f"it has a whole number of {len(digits)} digits")
+    return int(digits)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def plain(value: Any) -> Any:
