@@ -10,7 +10,6 @@ from muonsw.lab.claims.claim import Claim
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.tables import print_table
 
-
 __all__ = ["print_claims", "print_table"]
 
 

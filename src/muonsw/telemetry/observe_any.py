@@ -1,4 +1,4 @@
-"""Measuring optimizers that are not ours: from the weights before and after a step, and what their groups tell."""
+"""Measuring any torch optimizer: from the weights before and after a step, and from the settings in its groups."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch.optim import Optimizer
 
 from muonsw.algorithms.base import Group
 from muonsw.algorithms.muon import STACK
-from muonsw.telemetry.inside import MOMENTUM_KEYS
-from muonsw.telemetry.places import ModelView, matrix_view, members
-from muonsw.telemetry.sums import Piece, Sums, compute_dtype, inner, norm
+from muonsw.telemetry.measurements import Measurements, Piece, compute_dtype, inner, norm
+from muonsw.telemetry.observe_ours import MOMENTUM_KEYS
+from muonsw.telemetry.parameters import ModelView, matrix_view, members
 
 # torch optimizers that shrink weights by lr * weight_decay before they move them.
 _DECOUPLED = (torch.optim.AdamW, torch.optim.Muon)
 
 
-class Outside:
+class AnyOptimizerObserver:
     """The observer of any torch optimizer; it copies the weights before a sampled step."""
 
     def __init__(self, optimizer: Optimizer, view: ModelView) -> None:
         self.optimizer = optimizer
         self.view = view
-        self.sums = Sums()
+        self.measured = Measurements()
         self.skipped = 0
         self._before: dict[Tensor, Tensor] = {}
         self._gradients: dict[Tensor, dict[str, Tensor]] = {}
@@ -32,7 +32,7 @@ class Outside:
 
         With a closure there are no gradients yet, so they are measured after the step.
         """
-        self.sums = Sums()
+        self.measured = Measurements()
         self._before, self._gradients = {}, {}
         for group, _, _, param in members(self.optimizer):
             if param.numel() and param.requires_grad and (closure or param.grad is not None):
@@ -69,7 +69,7 @@ class Outside:
         rows["change"] = norm(change)
         u = change.neg_() if not isinstance(phi, Tensor) and not phi else change.neg_().sub_(w * phi)
         rows |= {"direction": norm(u), "weight_direction": inner(w, u)}
-        self.sums.add([Piece(param, 0, w.shape[0], w.shape[1], has_momentum=momentum is not None, phi=phi)], rows)
+        self.measured.add([Piece(param, 0, w.shape[0], w.shape[1], has_momentum=momentum is not None, phi=phi)], rows)
 
     def _gradient_rows(self, group: Group, param: Tensor) -> dict[str, Tensor]:
         grad = param.grad
@@ -93,7 +93,7 @@ class Outside:
 
 
 def known_decay(optimizer: Optimizer, group: Group) -> float | Tensor | None:
-    """The fraction of a weight that this group's step takes away, or None where the group does not tell.
+    """The fraction of a weight that this group's step takes away, or None where the group does not say.
 
     Known are groups without decay, torch's decoupled optimizers, and groups under `drive_weight_decay`.
     """

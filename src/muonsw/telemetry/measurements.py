@@ -43,8 +43,8 @@ class Piece(NamedTuple):
     change_follows: bool = False
 
 
-class Sums:
-    """Collects columns during one update and brings them to the host at once."""
+class Measurements:
+    """Collects columns during one update and brings them to the host together."""
 
     def __init__(self) -> None:
         self._found: dict[torch.device, list[tuple[list[Piece], dict[str, Tensor]]]] = {}

@@ -1,4 +1,4 @@
-"""What is known of a parameter besides its numbers: its name, role and layer, and how it is seen as matrices."""
+"""What is known of each parameter besides its values: name, role, layer, settings, and how it is seen as matrices."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from muonsw.route import classify
 ModelView = dict[Tensor, tuple[str, str, str | None]]
 
 
-class Place(NamedTuple):
-    """Where a parameter belongs, and the settings of its group at this update."""
+class ParameterInfo(NamedTuple):
+    """Name, role and layer of a parameter, and the settings of its group at this update."""
 
     name: str
     role: str | None
@@ -36,22 +36,22 @@ def model_view(model: nn.Module | None) -> ModelView:
 
 
 def members(optimizer: Optimizer) -> Iterator[tuple[Group, str | None, str, Tensor]]:
-    """Every parameter of an optimizer: its group, its name or None, its place in words, and itself."""
+    """Every parameter of an optimizer: its group, its name or None, its position in words, and itself."""
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
         for index, param in enumerate(group["params"]):
             yield group, names[index] if names else None, f"parameter {index} of group {number}", param
 
 
-def find_places(optimizer: Optimizer, view: ModelView) -> dict[Tensor, Place]:
-    """The place of every parameter; reads learning rates that are held in tensors."""
+def parameter_infos(optimizer: Optimizer, view: ModelView) -> dict[Tensor, ParameterInfo]:
+    """What is known of every parameter; reads learning rates that are held in tensors."""
     settings = {id(group): _settings(group) for group in optimizer.param_groups}
-    places = {}
+    infos = {}
     for group, given, words, param in members(optimizer):
         known, role, matrix = view.get(param, (None, None, None))
         name = given or known
         lr, peak_lr, decayed = settings[id(group)]
-        places[param] = Place(
+        infos[param] = ParameterInfo(
             name or words,
             group.get("role") or role,
             layer_of(name) if name else None,
@@ -60,7 +60,7 @@ def find_places(optimizer: Optimizer, view: ModelView) -> dict[Tensor, Place]:
             peak_lr,
             matrix_view(group, param, matrix),
         )
-    return places
+    return infos
 
 
 def layer_of(name: str) -> str | None:
@@ -82,7 +82,7 @@ def matrix_view(group: Group, param: Tensor, of_model: str | None) -> str | None
 
 
 def matrices(group: Group, param: Tensor, view: str | None) -> list[Tensor]:
-    """The matrices of a parameter as batches (count, m, n); none for vectors and for axes that nobody explained."""
+    """The matrices of a parameter as batches (count, m, n); none for vectors and for axes of unknown meaning."""
     if param.dim() < 2 or (param.dim() > 2 and view is None) or param.numel() == 0:
         return []
     parts: Sequence[Tensor] = (param,)

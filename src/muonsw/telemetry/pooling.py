@@ -1,4 +1,8 @@
-"""Sums of one update as rows that add up: over pieces of a matrix, matrices of a parameter, parameters of a model."""
+"""Adding measurements up: from the pieces of a matrix to matrices, to parameters, and to roles, layers and all.
+
+Rows hold sums (squares, inner products, values times the number of entries), so that the row of a larger part is the
+sum of the rows of its smaller parts. `muonsw.telemetry.record` turns them into means and cosines at the end.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from muonsw.telemetry.places import Place
+from muonsw.telemetry.measurements import Measurements, to_floats
+from muonsw.telemetry.parameters import ParameterInfo
 from muonsw.telemetry.spectrum import Spectra
-from muonsw.telemetry.sums import Sums, to_floats
 
 Rows = dict[str, Tensor]
 
@@ -27,11 +31,13 @@ PER_MATRIX = ("defect", "spectral_norm", "condition")
 _STRIDE = 2**40
 
 
-def parameter_columns(sums: Sums, places: Mapping[Tensor, Place], spectra: Spectra) -> tuple[Rows, list[Place]]:
-    """One column for each parameter that was measured, in the order of the optimizer, and their places."""
-    measured = {piece.param for piece in sums.pieces}
-    params = [param for param in places if param in measured]
-    owners, matrices = _matrix_columns(sums, {param: number for number, param in enumerate(params)})
+def parameter_columns(
+    measured: Measurements, infos: Mapping[Tensor, ParameterInfo], spectra: Spectra
+) -> tuple[Rows, list[ParameterInfo]]:
+    """One column for each parameter that was measured, in the order of the optimizer, and what is known of each."""
+    seen = {piece.param for piece in measured.pieces}
+    params = [param for param in infos if param in seen]
+    owners, matrices = _matrix_columns(measured, {param: number for number, param in enumerate(params)})
     matrices["matrices"] = torch.ones_like(matrices["numel"])
     for name, terms in ALIGNMENTS.items():
         matrices[name], matrices[f"count_{name}"] = _cosine(matrices, terms)
@@ -40,14 +46,14 @@ def parameter_columns(sums: Sums, places: Mapping[Tensor, Place], spectra: Spect
         cosines, count = rows.pop(name), rows.pop(f"count_{name}")
         rows[f"{name}_mean"] = torch.where(count > 0, cosines / count, 0.0)
         rows[f"count_{name}_mean"] = (count > 0).double()
-    found = [places[param] for param in params]
+    found = [infos[param] for param in params]
     _add_settings(rows, found)
     _add_spectra(rows, params, spectra)
     return rows, found
 
 
-def together(rows: Rows, members: Sequence[list[int]]) -> Rows:
-    """The rows summed over each list of columns."""
+def pooled(rows: Rows, members: Sequence[list[int]]) -> Rows:
+    """One column for each list of columns: their sum."""
     chosen = torch.tensor([column for columns in members for column in columns], dtype=torch.long)
     target = torch.tensor([i for i, columns in enumerate(members) for _ in columns], dtype=torch.long)
     return _summed(rows, target, len(members), chosen)
@@ -60,9 +66,9 @@ def _summed(rows: Rows, target: Tensor, size: int, chosen: Tensor | None = None)
     return dict(zip(rows, table.new_zeros(len(rows), size).index_add(1, target, table), strict=True))
 
 
-def _matrix_columns(sums: Sums, index: dict[Tensor, int]) -> tuple[Tensor, Rows]:
+def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[Tensor, Rows]:
     """One column for each matrix: which parameter it belongs to, and its rows."""
-    pieces = sums.pieces
+    pieces = measured.pieces
     piece_of = torch.repeat_interleave(torch.tensor([piece.matrices for piece in pieces], dtype=torch.long))
 
     def spread(values: Sequence[float]) -> Tensor:
@@ -70,7 +76,7 @@ def _matrix_columns(sums: Sums, index: dict[Tensor, int]) -> tuple[Tensor, Rows]
 
     factors = to_floats([piece.lr for piece in pieces] + [0.0 if piece.phi is None else piece.phi for piece in pieces])
     lrs, phis = factors[: len(pieces)], factors[len(pieces) :]
-    rows = _additive(sums.to_host(), spread([lr * piece.scale for lr, piece in zip(lrs, pieces, strict=True)]))
+    rows = _additive(measured.to_host(), spread([lr * piece.scale for lr, piece in zip(lrs, pieces, strict=True)]))
     phi = spread(phis)
     both = phi.square() * rows["ww"] + 2 * phi * rows["wu"] + rows["uu"]  # the square of phi W + u
     rows["dd"] = torch.where(spread([piece.change_follows for piece in pieces]) > 0, both.clamp(min=0), rows["dd"])
@@ -117,7 +123,7 @@ def _cosine(matrices: Rows, terms: tuple[str, str, str]) -> tuple[Tensor, Tensor
     return torch.where(defined, product / size, 0.0), defined.double()
 
 
-def _add_settings(rows: Rows, places: list[Place]) -> None:
+def _add_settings(rows: Rows, infos: list[ParameterInfo]) -> None:
     """Decay, learning rate and peak, each times the number of entries that have one."""
 
     def column(values: list[float]) -> Tensor:
@@ -125,9 +131,9 @@ def _add_settings(rows: Rows, places: list[Place]) -> None:
 
     acted_on = torch.where(rows["ww"] == 0, 1.0, rows["decayed"] / rows["ww"])
     rows["decay"] = torch.where(rows["count_decay"] > 0, rows["phi_numel"] * acted_on, 0.0)
-    rows["lr"], rows["count_lr"] = column([place.lr for place in places]) * rows["numel"], rows["numel"]
-    rows["peak_lr"] = column([place.peak_lr or 0.0 for place in places]) * rows["numel"]
-    rows["count_peak_lr"] = column([place.peak_lr is not None for place in places]) * rows["numel"]
+    rows["lr"], rows["count_lr"] = column([info.lr for info in infos]) * rows["numel"], rows["numel"]
+    rows["peak_lr"] = column([info.peak_lr or 0.0 for info in infos]) * rows["numel"]
+    rows["count_peak_lr"] = column([info.peak_lr is not None for info in infos]) * rows["numel"]
 
 
 def _add_spectra(rows: Rows, params: list[Tensor], spectra: Spectra) -> None:

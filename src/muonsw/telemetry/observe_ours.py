@@ -1,4 +1,4 @@
-"""Measuring our own optimizers: in the place where weights change, chunk by chunk, with the true coefficients."""
+"""Measuring the optimizers of this package, at the moment they change the weights, with the coefficients they use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from muonsw.algorithms.muon import STACK, matrix_shape
 from muonsw.apply import Coefficients, apply_update
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION
-from muonsw.telemetry.places import ModelView, matrix_view
-from muonsw.telemetry.sums import Piece, Sums, compute_dtype, inner, norm
+from muonsw.telemetry.measurements import Measurements, Piece, compute_dtype, inner, norm
+from muonsw.telemetry.parameters import ModelView, matrix_view
 from muonsw.work import work_of
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
@@ -66,32 +66,32 @@ class Bundle(NamedTuple):
         return rows.clone() if is_view else rows
 
 
-class Inside:
+class OurOptimizerObserver:
     """The observer of a `ScaledDecayOptimizer`; it applies updates as the optimizer would, and measures them."""
 
     def __init__(self, optimizer: ScaledDecayOptimizer, view: ModelView) -> None:
         self.optimizer = optimizer
         self.view = view
-        self.sums = Sums()
+        self.measured = Measurements()
         self._matrices: Counter[Tensor] = Counter()
         self._ok: Tensor | None = None
         self._skipped_before = 0
 
     def begin(self, closure: bool) -> None:  # noqa: ARG002
-        """Watch the next update."""
-        self.sums, self._matrices, self._ok = Sums(), Counter(), None
+        """Measure the next update: from now on the optimizer hands its updates to `apply`."""
+        self.measured, self._matrices, self._ok = Measurements(), Counter(), None
         self._skipped_before = self.optimizer._skipped_on_host
         self.optimizer._observer = self
 
     def stop(self) -> None:
-        """Look away again."""
+        """Stop measuring: the optimizer applies its updates itself again."""
         self.optimizer._observer = None
 
     def finish(self) -> bool:
-        """Look away; say whether the update was skipped. What was measured of a skipped one are its weights."""
+        """Stop measuring, and say whether the update was skipped; of a skipped update only the weights are measured."""
         self.stop()
         if self.optimizer._skipped_on_host > self._skipped_before:
-            self._weigh()
+            self._measure_weights()
             return True
         return self._ok is not None and not bool(self._ok)
 
@@ -116,7 +116,7 @@ class Inside:
         for bundle, before, rows in measured:
             if not follows:
                 rows["change"] = norm(torch.sub(bundle.weights(dtype), before, out=before))
-            self.sums.add(self._pieces(group, bundle, update.scale, coefficients), rows)
+            self.measured.add(self._pieces(group, bundle, update.scale, coefficients), rows)
 
     def _measure(self, group: Group, bundle: Bundle, w: Tensor) -> dict[str, Tensor]:
         """What is known before the weights change."""
@@ -180,17 +180,17 @@ class Inside:
         stacked = matrix_view(group, param, known) == STACK
         return param.shape[-1] * param.shape[-2] if stacked else param.numel()
 
-    def _weigh(self) -> None:
-        """Weights alone, where the host skipped the update before anything was computed."""
+    def _measure_weights(self) -> None:
+        """Measure the weights alone: the update was skipped on the host before anything was computed."""
         for group, items in work_of(self.optimizer):
             for item in (item for item in items if item.param.numel()):
                 area = self._area(group, item.param)
                 w = item.param.detach().reshape(-1, area).to(compute_dtype(item.param))
-                self.sums.add([Piece(item.param, 0, w.shape[0], area)], {"weight": norm(w)})
+                self.measured.add([Piece(item.param, 0, w.shape[0], area)], {"weight": norm(w)})
 
 
 def change_follows(group: Group, weight: Tensor) -> bool:
-    """Whether the stored change is `-(phi W + lr scale direction)` to rounding, so that nobody need look."""
+    """Whether the stored change equals `-(phi W + lr scale direction)` up to rounding, and need not be measured."""
     return weight.dtype not in LOW_PRECISION and not group["cautious"]
 
 
