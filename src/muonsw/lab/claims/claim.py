@@ -71,7 +71,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Source:
+class Stated:
     """Where the paper makes a statement, and under which condition; the run satisfies it."""
 
     reference: str
@@ -115,7 +115,7 @@ class Claim:
         A measurement without interval is judged as it stands. One that is not a number agrees with nothing: it fails.
 
         Examples:
-            >>> bound = Source("", "")
+            >>> bound = Stated("", "")
             >>> close = Measured(0.9, Interval(0.7, 1.1, "95% t, n=3"))
             >>> str(at_most("gap", "", bound, close, 1.0, Tolerance(0.0, "")).verdict)
             'undecided'
@@ -174,7 +174,7 @@ def make_claim(
     criterion: Criterion,
     id: str,
     statement: str,
-    source: Source,
+    source: Stated,
     measured: float | Measured,
     predicted: float,
     tolerance: Tolerance,
@@ -244,7 +244,7 @@ def count_verdicts(claims: Sequence[Claim]) -> str:
     """How the claims came out, in one sentence.
 
     Examples:
-        >>> claim = at_most("x", "", Source("", ""), 2.0, 1.0, Tolerance(0.0, ""))
+        >>> claim = at_most("x", "", Stated("", ""), 2.0, 1.0, Tolerance(0.0, ""))
         >>> count_verdicts([claim, claim])
         '2 of 2 claims FAILED their stated tolerance; they are shown first.'
         >>> count_verdicts([])

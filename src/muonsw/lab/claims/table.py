@@ -11,17 +11,42 @@ Claims = Mapping[str, Sequence[Claim]]
 SIGNS = {Criterion.AT_MOST: "≤ ", Criterion.AT_LEAST: "≥ ", Criterion.ABOVE: "> ", Criterion.BELOW: "< "}
 
 
-def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours")) -> Table:
-    """Claims, by who makes them, with what was said and what was found."""
+def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours"), *, named: bool = False) -> Table:
+    """Claims, by who makes them, with what was said and what was found.
+
+    Args:
+        claims: By owner.
+        headings: What the columns of predictions and measurements are called.
+        named: Whether the short names of claims have a column of their own.
+    """
     owners = {id(claim): name for name, those in claims.items() for claim in those}
     ordered = failed_first(claim for those in claims.values() for claim in those)
-    columns = (
-        "claim",
+    columns = [
+        Column("claim"),
+        *([Column("name", rank=3)] if named else []),
         Column(headings[0], number=True, rank=1),
         Column(headings[1], number=True, rank=0),
         Column("verdict", rank=0),
-    )
-    return Table("claims", "Claims", columns, [_row(owners[id(claim)], claim) for claim in ordered])
+    ]
+    rows = []
+    for claim in ordered:
+        name, word = f"{owners[id(claim)]}/{claim.id}", str(claim.verdict)
+        statement = Cell(claim.statement, note=f"{name} · {details(claim)}")
+        numbers = Cell(predicted_text(claim)), Cell(measured_text(claim)), Cell(word, tone=word)
+        rows.append((statement, *([Cell(name)] if named else []), *numbers))
+    return Table("claims", "Claims", columns, rows)
+
+
+def details(claim: Claim) -> str:
+    """Where a claim is made, what it assumes, how it is judged and what it cannot show, in sentences."""
+    sentences = [
+        claim.reference,
+        f"assumes {claim.hypothesis}" if claim.hypothesis else "",
+        f"tolerance {claim.tolerance:.2g}{f': {claim.because}' if claim.because else ''}",
+        f"interval: {claim.interval.method}" if claim.interval is not None else "",
+        claim.limits,
+    ]
+    return " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
 
 
 def any_failed(claims: Claims) -> bool:
@@ -62,14 +87,3 @@ def measured_text(claim: Claim) -> str:
     if claim.interval is None:
         return f"{claim.measured:.6g}"
     return f"{claim.measured:.4g} [{claim.interval.low:.4g}, {claim.interval.high:.4g}]"
-
-
-def _row(owner: str, claim: Claim) -> tuple[Cell, ...]:
-    details = f"{claim.reference}. Assumes {claim.hypothesis}. Tolerance {claim.tolerance:.2g}: {claim.because}."
-    if claim.interval is not None:
-        details += f" Interval: {claim.interval.method}."
-    if claim.limits:
-        details += f" {claim.limits[0].upper()}{claim.limits[1:]}."
-    word = str(claim.verdict)
-    statement = Cell(claim.statement, note=f"{owner}/{claim.id} · {details}")
-    return statement, Cell(predicted_text(claim)), Cell(measured_text(claim)), Cell(word, tone=word)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from muonsw.lab.claims.claim import Outcome, Series
+from muonsw.lab.claims.claim import Evidence, Series
 from muonsw.lab.report.page import write_page
 from muonsw.lab.report.sections import Document, Figure, any_failed, claims_table
 from muonsw.lab.report.static import write_panels
@@ -33,7 +33,7 @@ class Panel:
     series: Sequence[Series]
 
 
-def panels(outcomes: Mapping[str, Outcome]) -> list[Panel]:
+def panels(outcomes: Mapping[str, Evidence]) -> list[Panel]:
     """Collect the panels for which there are curves."""
     wanted = {
         "scalar-figure": "SGD on ½a(w \N{MINUS SIGN} c)²",
@@ -47,7 +47,7 @@ def panels(outcomes: Mapping[str, Outcome]) -> list[Panel]:
     return found
 
 
-def draw(outcomes: Mapping[str, Outcome], folder: Path) -> list[Path]:
+def draw(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
     """Write the figure as PNG, SVG and interactive page; nothing where no curves were run."""
     shown = panels(outcomes)
     if not shown:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from muonsw.lab.claims.claim import Outcome
+from muonsw.lab.claims.claim import Evidence
 from muonsw.lab.report.static import save_figure
 from muonsw.lab.report.theme import LIGHT, Palette, matplotlib_style
 
@@ -64,13 +64,13 @@ ARM_STYLES: Mapping[str, ArmStyle] = {
 }
 
 
-def draw(outcomes: Mapping[str, Outcome], folder: Path) -> list[Path]:
+def draw(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
     """Write the figure as PNG and SVG; nothing where no arm was run."""
     shown = {name: outcome for name, outcome in outcomes.items() if name in ARM_STYLES and outcome.series}
     return write_coordinates(shown, folder / "coordinates") if shown else []
 
 
-def write_coordinates(outcomes: Mapping[str, Outcome], stem: Path, palette: Palette = LIGHT) -> list[Path]:
+def write_coordinates(outcomes: Mapping[str, Evidence], stem: Path, palette: Palette = LIGHT) -> list[Path]:
     """Draw one panel for each size and write `stem.png` and `stem.svg`."""
     with matplotlib.rc_context(cast(Any, matplotlib_style(palette))):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.08))
@@ -87,7 +87,7 @@ def write_coordinates(outcomes: Mapping[str, Outcome], stem: Path, palette: Pale
         return save_figure(figure, stem)
 
 
-def draw_panel(axis: Axes, name: str, outcomes: Mapping[str, Outcome], palette: Palette) -> None:
+def draw_panel(axis: Axes, name: str, outcomes: Mapping[str, Evidence], palette: Palette) -> None:
     """One size over the width: the median over seeds and layers for every arm, and all of them faintly."""
     widths: Sequence[float] = ()
     for arm, outcome in outcomes.items():

@@ -23,7 +23,7 @@ class Context:
     """What a run is given besides its settings.
 
     Attributes:
-        generator: Source of every random number of the experiment.
+        generator: Stated of every random number of the experiment.
         progress: Told the fraction that is done, now and then.
     """
 

@@ -39,11 +39,11 @@ class LossGuard:
         """
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
-            raise Diverged(f"the loss of update {step} is {loss}; {advice}")
+            raise Diverged(f"the loss of update {step} is {loss}; {advice}", step)
         self.strikes = self.strikes + 1 if loss > self.lowest + self.excess else 0
         self.lowest = min(self.lowest, loss)
         if self.strikes >= PATIENCE:
-            raise Diverged(f"the loss of update {step} is {loss:.3f}, after {self.lowest:.3f} at best; {advice}")
+            raise Diverged(f"the loss of update {step} is {loss:.3f}, after {self.lowest:.3f} at best; {advice}", step)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold."""

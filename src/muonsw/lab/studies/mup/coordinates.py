@@ -1,8 +1,8 @@
 """The coordinate check of muP: how activations, their changes and updates scale with the width.
 
 Every experiment trains decoders of several widths for a few steps on one batch and fits the power of the width that
-each size follows. Under the right parametrization the power of every change is zero; the rules for Muon's learning rate that the
-lab knows are half a power apart, so a fit within a quarter of its prediction belongs to no other rule.
+each size follows. Under the right parametrization the power of every change is zero; the rules for Muon's learning
+rate that the lab knows are half a power apart, so a fit within a quarter of its prediction belongs to no other rule.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_least, at_most, within
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within
 from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.model import MUON_LR_POWERS, Decoder, ModelConfig, MuP
 from muonsw.lab.paper import Tolerance
@@ -232,14 +232,14 @@ def describe(name: str) -> str:
     }[kind].format(WORDS[what])
 
 
-def source(setting: CoordinateSettings) -> Source:
+def source(setting: CoordinateSettings) -> Stated:
     """The table of the paper, and what the experiment is in words."""
     if not setting.mup:
         words = f"{setting.algorithm} in the standard parametrization, learning rate {setting.lr:g} at every width"
-        return Source(REFERENCE, words)
+        return Stated(REFERENCE, words)
     power = MUON_LR_POWERS[setting.muon_lr] if setting.algorithm == "muon" else -1.0
     rate = f"learning rate {setting.lr:g} * (width/256)^{power:g}"
-    return Source(REFERENCE, f"{setting.algorithm} under muP, {rate} for hidden matrices")
+    return Stated(REFERENCE, f"{setting.algorithm} under muP, {rate} for hidden matrices")
 
 
 def experiment_name(setting: CoordinateSettings) -> str:

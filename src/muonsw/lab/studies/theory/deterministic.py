@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_most, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
@@ -23,7 +23,7 @@ from muonsw.lab.studies.theory.chains import (
     target,
     weighted_mean,
 )
-from muonsw.lab.studies.theory.muon import Path, watch_paths
+from muonsw.lab.studies.theory.muon import Trajectory, watch_paths
 from muonsw.theory import convex_gap_bound, muon_radius
 
 THEOREM = "Theorem 3.3 with sigma = 0"
@@ -61,14 +61,14 @@ def run_deterministic(setting: DeterministicSettings, context: Context) -> Evide
     return Evidence(claims + convex_claims(setting, paths["convex"], A, etas))
 
 
-def vanishing_claim(path: Path, etas: Sequence[float], beta: float, r: int) -> Claim:
+def vanishing_claim(path: Trajectory, etas: Sequence[float], beta: float, r: int) -> Claim:
     """The second half of the run, against hovering at the length of a step."""
     half = len(etas) // 2
     hover, late = 2.0 * r / (1.0 - beta), etas[half:]
     return at_most(
         f"vanishes-beta{beta:g}",
         f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step",
-        Source(THEOREM, ASSUMED),
+        Stated(THEOREM, ASSUMED),
         float(weighted_mean(path.nuclear, etas, start=half).max()),
         hover * math.fsum(eta**2 for eta in late) / math.fsum(late),
         Tolerance(
@@ -77,7 +77,7 @@ def vanishing_claim(path: Path, etas: Sequence[float], beta: float, r: int) -> C
     )
 
 
-def transient_claim(path: Path, etas: Sequence[float]) -> Claim:
+def transient_claim(path: Trajectory, etas: Sequence[float]) -> Claim:
     """How slowly the average over a whole run falls, once the gradient is gone."""
     half = len(etas) // 2
     weights = path.nuclear.new_tensor(etas).unsqueeze(1)
@@ -87,7 +87,7 @@ def transient_claim(path: Path, etas: Sequence[float]) -> Claim:
     return within_share(
         "transient",
         "over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)",
-        Source(THEOREM, "harmonic schedule; the sum of eta |grad f|_* has converged"),
+        Stated(THEOREM, "harmonic schedule; the sum of eta |grad f|_* has converged"),
         float(averages[-1] / averages[half - 1]),
         float(totals[half - 1] / totals[-1]),
         Tolerance(0.01, "what the second half still adds to the sum"),
@@ -95,7 +95,7 @@ def transient_claim(path: Path, etas: Sequence[float]) -> Claim:
     )
 
 
-def convex_claims(setting: DeterministicSettings, path: Path, A: Tensor, etas: Sequence[float]) -> list[Claim]:
+def convex_claims(setting: DeterministicSettings, path: Trajectory, A: Tensor, etas: Sequence[float]) -> list[Claim]:
     """The best-iterate theorem, on a convex loss that is not a quadratic."""
     s = setting
     gaps, slopes = weighted_mean(path.losses[:-1], etas), weighted_mean(path.nuclear, etas)
@@ -106,7 +106,7 @@ def convex_claims(setting: DeterministicSettings, path: Path, A: Tensor, etas: S
         at_most(
             "convex-gap",
             "the eta-weighted loss is under (bound + |W*|_F) times the weighted nuclear norm (largest ratio)",
-            Source("proof of Theorem 3.4", "f convex, |W_t|_F <= bound"),
+            Stated("proof of Theorem 3.4", "f convex, |W_t|_F <= bound"),
             float((gaps / bound).max()),
             1.0,
             Tolerance(1e-12, "rounding"),
@@ -114,7 +114,7 @@ def convex_claims(setting: DeterministicSettings, path: Path, A: Tensor, etas: S
         at_most(
             "best-iterate",
             "the best iterate of a convex loss reaches the minimum (pseudo-Huber, over the initial loss)",
-            Source("Theorem 3.4", "f convex, sigma = 0, iterates bounded"),
+            Stated("Theorem 3.4", "f convex, sigma = 0, iterates bounded"),
             float(path.losses.amin(0).max()) / initial,
             jitter_loss(s.rows, etas[-1], s.convex_beta) / initial,
             Tolerance(0.0, "steps of length eta_T make every direction hover by up to 2 eta_T/(1 - beta): an estimate"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_least, at_most, within, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_least, at_most, within, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
@@ -33,7 +33,7 @@ from muonsw.lab.studies.theory.chains import (
 from muonsw.theory import check_schedule, muon_radius
 from muonsw.theory.hypotheses import require
 
-REMARK = Source(
+REMARK = Stated(
     "remark after Proposition 3.2 (Sato et al., Lemma C.1 and Theorem C.1, as the paper reports them)",
     "lambda < 1, sigma_max(A) > 1/lambda, eta lambda <= 1, sum eta = infinity",
 )
@@ -71,7 +71,7 @@ def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
             within(
                 f"fixed-rate-{name}",
                 f"at a fixed learning rate both rules give the same bits ({name}, largest difference)",
-                Source("end of section 3.3", "eta = eta_max at every step"),
+                Stated("end of section 3.3", "eta = eta_max at every step"),
                 gap,
                 0.0,
                 Tolerance(0.0, "eta/eta_max is exactly 1"),
@@ -82,7 +82,7 @@ def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
         within(
             "fixed-rate-rescaled",
             "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)",
-            Source("end of section 3.3", "eta = eta_max/2 at every step"),
+            Stated("end of section 3.3", "eta = eta_max/2 at every step"),
             gap,
             0.0,
             Tolerance(1e-12, "rounding"),
@@ -183,7 +183,7 @@ def counterexample_claims(
         at_most(
             "scaled-stationarity",
             "on the same problem scaled decay brings it down to the size of a step",
-            Source("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity"),
+            Stated("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity"),
             float(means[SCALED].max()),
             hover,
             Tolerance(0.0, "each of r directions hovers by up to 2 eta/(1 - beta): an estimate"),

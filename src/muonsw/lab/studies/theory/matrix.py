@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_least, at_most, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.downsample import log_extremes
 from muonsw.lab.studies.experiment import Context, Experiment
@@ -178,7 +178,7 @@ def radius_claim(name: str, seen: Mapping[str, Seen], where: str) -> Claim:
     return at_most(
         name,
         f"constant decay keeps |W_t|_op under 1/lambda + (|W_0| - 1/lambda)_+ prod(1 - eta lambda), {where}",
-        Source("Proposition 3.2", TRAPPED),
+        Stated("Proposition 3.2", TRAPPED),
         1.0 + max(stack.radius_excess for stack in seen.values()),
         1.0,
         POLAR,
@@ -192,7 +192,7 @@ def below_claims(seen: Seen, A: Tensor, lam: float) -> list[Claim]:
         at_least(
             "separation",
             "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda",
-            Source("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball"),
+            Stated("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball"),
             seen.separation,
             muon_separation(float(sigmas[0]), lam=lam),
             POLAR,
@@ -200,7 +200,7 @@ def below_claims(seen: Seen, A: Tensor, lam: float) -> list[Claim]:
         at_least(
             "floor-from-above",
             "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2",
-            Source("Proposition 3.2", f"{TRAPPED}, start inside the ball"),
+            Stated("Proposition 3.2", f"{TRAPPED}, start inside the ball"),
             float(seen.losses.min()),
             muon_loss_floor(sigmas, lam=lam),
             POLAR,
@@ -219,7 +219,7 @@ def limit_claims(
         within_share(
             f"floor-met{suffix}",
             f"with beta {beta:g} constant decay comes down to its floor (loss over floor, worst chain)",
-            Source("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda"),
+            Stated("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda"),
             float(seen[CONSTANT].losses[-1].max()) / floor,
             1.0 + excess / floor,
             Tolerance(
@@ -231,7 +231,7 @@ def limit_claims(
         at_most(
             f"scaled-to-zero{suffix}",
             f"with beta {beta:g} scaled decay drives the loss to zero (over the initial one, worst chain)",
-            Source("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO),
+            Stated("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO),
             float(seen[SCALED].losses[-1].max()) / initial,
             jitter_loss(min(A.shape), etas[-1], beta) / initial,
             HOVERING,
@@ -258,7 +258,7 @@ def inside_claims(setting: MatrixSettings, seen: Mapping[str, Seen], etas: Seque
         at_most(
             f"inside-{rule}",
             f"a target with all singular values under 1/lambda is reached with {rule} decay too",
-            Source("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda"),
+            Stated("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda"),
             float(stack.losses[-1].max() / stack.losses[0].mean()),
             jitter_loss(min(s.rows, s.columns), etas[-1], s.betas[0]) / float(stack.losses[0].mean()),
             HOVERING,
@@ -273,7 +273,7 @@ def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> l
     D = A - P
     rivals = gaussian((1000, *A.shape), generator, std=1e-3 * radius) + P
     rivals = clip_projection(rivals, radius)
-    proof = Source("proof of Proposition 3.2", "rho >= 0")
+    proof = Stated("proof of Proposition 3.2", "rho >= 0")
     return [
         within_share(
             "clip-distance",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_least, at_most, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_least, at_most, within_share
 from muonsw.lab.claims.statistics import mean_of, t_interval
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
@@ -73,7 +73,7 @@ class MuonSettings:
 
 
 @dataclass(frozen=True)
-class Path:
+class Trajectory:
     """What was seen of a stack; the first axis counts steps, the second chains.
 
     Attributes:
@@ -91,7 +91,7 @@ class Path:
     norms: Tensor
 
 
-class PathWatcher(Watcher[Path]):
+class PathWatcher(Watcher[Trajectory]):
     """Records the path of one stack closely enough to check each lemma at every step."""
 
     old: Tensor
@@ -121,15 +121,15 @@ class PathWatcher(Watcher[Path]):
         self.seen["losses"].append(self.stack.objective.loss(W - self.stack.A))
         self.seen["norms"].append(W.square().sum((-2, -1)).sqrt())
 
-    def report(self) -> Path:
+    def report(self) -> Trajectory:
         """What was seen."""
         self._look()
-        return Path(**{key: torch.stack(values) for key, values in self.seen.items()})
+        return Trajectory(**{key: torch.stack(values) for key, values in self.seen.items()})
 
 
 def watch_paths(
     stacks: Mapping[str, Stack], etas: Sequence[float], lam: float, rules: Rules, context: Context
-) -> dict[str, Path]:
+) -> dict[str, Trajectory]:
     """Run all stacks as one program and watch every step."""
     return descend({name: PathWatcher(stack) for name, stack in stacks.items()}, etas, lam, rules, context)
 
@@ -158,7 +158,7 @@ def run_muon(setting: MuonSettings, context: Context) -> Evidence:
 
 
 def floor_claim(
-    setting: MuonSettings, paths: Mapping[tuple[float, int], Path], etas: Sequence[float], beta: float
+    setting: MuonSettings, paths: Mapping[tuple[float, int], Trajectory], etas: Sequence[float], beta: float
 ) -> Claim:
     """The cell that comes closest to its floor, for one momentum."""
     s, half, cells = setting, setting.steps // 2, []
@@ -172,7 +172,7 @@ def floor_claim(
         f"noise-floor-beta{beta:g}",
         f"with beta {beta:g} the eta-weighted nuclear norm of the gradient is under "
         f"2 sigma sqrt((1 - beta) r/B) (second half; shown: B={B}, r={rank}, the closest of {len(cells)} cells)",
-        Source("Theorem 3.3", ASSUMED),
+        Stated("Theorem 3.3", ASSUMED),
         mean_of(chains),
         floor,
         Tolerance(0.0, "the upper end of the interval must be below"),
@@ -180,7 +180,7 @@ def floor_claim(
     )
 
 
-def contrast_claim(setting: MuonSettings, paths: Mapping[str, Path], etas: Sequence[float]) -> Claim:
+def contrast_claim(setting: MuonSettings, paths: Mapping[str, Trajectory], etas: Sequence[float]) -> Claim:
     """Constant decay at the smallest floor of the grid."""
     s, beta, B = setting, setting.betas[-1], setting.batches[-1]
     rank = s.ranks[-1]
@@ -188,19 +188,19 @@ def contrast_claim(setting: MuonSettings, paths: Mapping[str, Path], etas: Seque
     return at_least(
         "constant-above-floor",
         f"constant decay stays above that floor when the target is outside its ball (B={B}, r={rank})",
-        Source("contrast of Proposition 3.2 and Theorem 3.3", "sigma_max(A) > 1/lambda, sum eta = infinity"),
+        Stated("contrast of Proposition 3.2 and Theorem 3.3", "sigma_max(A) > 1/lambda, sum eta = infinity"),
         mean_of(s.by_batch(means)[B]),
         noise_floor(sigma=s.sigma, beta=beta, r=rank, B=B),
         Tolerance(0.0, "the lower end of the interval must be above"),
     )
 
 
-def alignment_claim(paths: Mapping[str, Path]) -> Claim:
+def alignment_claim(paths: Mapping[str, Trajectory]) -> Claim:
     """The lemma, at every step of every path of either rule."""
     return at_least(
         "alignment",
         "<grad f, O> is at least |grad f|_* - 2 sqrt(r) |E|_F (smallest margin over all steps and chains)",
-        Source("Lemma D.2", "O is the polar factor of the momentum"),
+        Stated("Lemma D.2", "O is the polar factor of the momentum"),
         min(float(path.margins.min()) for path in paths.values()),
         0.0,
         Tolerance(1e-8, "the polar factor is exact to 2e-10; O is read off the weights, which costs |W| ulp/eta"),
@@ -209,7 +209,7 @@ def alignment_claim(paths: Mapping[str, Path]) -> Claim:
 
 def descent_claim(
     setting: MuonSettings,
-    paths: Mapping[tuple[float, int], Path],
+    paths: Mapping[tuple[float, int], Trajectory],
     targets: Mapping[int, Tensor],
     etas: Sequence[float],
 ) -> Claim:
@@ -226,7 +226,7 @@ def descent_claim(
     return at_most(
         "descent-inequality",
         "sum eta |grad f|_* is under the finite-T bound, on every single path (largest ratio)",
-        Source("proof of Theorem 3.3", "L-smooth; no expectation needed"),
+        Stated("proof of Theorem 3.3", "L-smooth; no expectation needed"),
         max(ratios),
         1.0,
         Tolerance(POLAR_ERROR, "the polar factor is exact to 2e-10"),
@@ -235,7 +235,7 @@ def descent_claim(
 
 def tracking_claim(
     setting: MuonSettings,
-    paths: Mapping[tuple[float, int], Path],
+    paths: Mapping[tuple[float, int], Trajectory],
     targets: Mapping[int, Tensor],
     etas: Sequence[float],
 ) -> Claim:
@@ -253,7 +253,7 @@ def tracking_claim(
     return at_most(
         "tracking-bound",
         "the mean squared tracking error is under its bound, summed over the run (largest ratio of the grid)",
-        Source("Lemma D.3", ASSUMED),
+        Stated("Lemma D.3", ASSUMED),
         max(ratios),
         1.0,
         Tolerance(
@@ -264,7 +264,7 @@ def tracking_claim(
 
 
 def settled_claims(
-    setting: MuonSettings, paths: Mapping[tuple[float, int], Path], etas: Sequence[float]
+    setting: MuonSettings, paths: Mapping[tuple[float, int], Trajectory], etas: Sequence[float]
 ) -> list[Claim]:
     """Where the tracking error settles, for each momentum: below the lemma's limit."""
     s, claims = setting, []
@@ -278,7 +278,7 @@ def settled_claims(
                 f"tracking-settles-beta{beta:g}",
                 f"with beta {beta:g} and independent noise the squared tracking error settles at "
                 f"(1 - beta)/(1 + beta) sigma^2/B, below the lemma's limit {limit:g}",
-                Source("Lemma D.3, sharpened", f"noise independent between steps, eta -> 0 (B={B}, r={rank})"),
+                Stated("Lemma D.3, sharpened", f"noise independent between steps, eta -> 0 (B={B}, r={rank})"),
                 mean_of(late),
                 limit / (1.0 + beta),
                 Tolerance(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_most, covered, within, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, covered, within, within_share
 from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
@@ -117,7 +117,7 @@ def slope_claim(late: Tensor, shifted: Tensor) -> Claim:
     return covered(
         "rate-with-noise",
         "scaled: the mean squared distance falls like 1/t (slope in the last decade, log-log)",
-        Source("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1"),
+        Stated("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1"),
         mean_of(log_log_slope(shifted, late), CONFIDENCE),
         -1.0,
         Tolerance(0.0, "the interval over batches of chains covers -1; the pull of the decay adds some -0.001"),
@@ -130,7 +130,7 @@ def noiseless_claim(late: Tensor, shifted: Tensor) -> Claim:
     return within(
         "rate-without-noise",
         "scaled, without noise: the squared distance falls like 1/t^2",
-        Source("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1"),
+        Stated("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1"),
         float(log_log_slope(shifted, late).mean()),
         -2.0,
         Tolerance(0.02, "the start, forgotten like (t0/t)^(mu gamma - 1), still bends the line by about t0/t"),
@@ -144,7 +144,7 @@ def variance_claim(setting: StronglyConvexSettings, last: Tensor) -> Claim:
     return covered(
         "variance",
         "scaled: t times the mean squared distance tends to sum gamma^2 sigma_i^2/(2 h_i gamma - 1)",
-        Source("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1"),
+        Stated("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1"),
         mean_of(last * (s.steps + s.t0), CONFIDENCE),
         float((per_entry * s.gamma**2 / (2.0 * s.curvature * s.gamma - 1.0)).sum()),
         Tolerance(0.0, "the interval over batches of chains covers it"),
@@ -160,7 +160,7 @@ def bound_claim(setting: StronglyConvexSettings, squares: Tensor, steps: Sequenc
     return at_most(
         "explicit-bound",
         "scaled: the mean squared distance is under the proof's nu/(t + t0) (largest ratio over steps)",
-        Source("proof of Theorem 3.2", "from the first step at which K1 eta + K2 eta^3 <= mu"),
+        Stated("proof of Theorem 3.2", "from the first step at which K1 eta + K2 eta^3 <= mu"),
         float((squares / squares.new_tensor(bounds)).max()),
         1.0,
         Tolerance(1e-12, "rounding; the two may be equal at the first step"),
@@ -173,7 +173,7 @@ def constant_claim(setting: StronglyConvexSettings, last: Tensor) -> Claim:
     return within_share(
         "constant-stays",
         "constant: the mean squared distance stops at sum (lambda c/(h_i + lambda))^2",
-        Source("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity"),
+        Stated("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity"),
         mean_of(last, CONFIDENCE),
         float((s.lam * s.c / (s.curvature + s.lam)).square().sum()),
         Tolerance(0.05, "the variance that the noise still sustains at the last step, and sampling"),
@@ -199,7 +199,7 @@ def recursion_claims(etas: Sequence[float], *, gamma: float, t0: float, context:
         optimizer.step()
         largest = torch.maximum(largest, (u * (t + 1 + t0) / nu).max())
     limit = kappa * gamma**2 / (alpha * gamma - 1.0)
-    lemma = Source("Lemma D.1", "alpha gamma > 1, alpha eta <= 1")
+    lemma = Stated("Lemma D.1", "alpha gamma > 1, alpha eta <= 1")
     return [
         at_most(
             "recursion-bound",

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_most, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_most, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
@@ -38,7 +38,7 @@ from muonsw.theory import (
 Number = TypeVar("Number", float, Tensor)
 HYPOTHESES = ("a > 0", "lambda > 0", "0 < eta <= 1/(a + lambda)")
 STOPS = "0 < eta <= 1/(a + lambda), sum eta = infinity"
-PROPOSITION = Source("Proposition 3.1", STOPS)
+PROPOSITION = Stated("Proposition 3.1", STOPS)
 REMARK = "remark after Proposition 3.1"
 ROUNDING = Tolerance(1e-11, "rounding: each step adds an ulp of w, and the contraction forgets old ones")
 
@@ -153,7 +153,7 @@ def run_scalar(setting: ScalarSettings, context: Context) -> Evidence:
         within_share(
             "scaled-error",
             "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))",
-            Source("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1"),
+            Stated("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1"),
             farthest(s.c - ends[SCALED], error),
             error,
             Tolerance(0.01, "terms of relative order t0/T, and the start, forgotten like (t0/T)^(a gamma - 1)"),
@@ -181,7 +181,7 @@ def freeze(setting: ScalarSettings, starts: Tensor, context: Context) -> list[Cl
             within_share(
                 f"freeze-p{p:g}",
                 f"with eta ~ t^-{p:g} the iterate freezes at wbar + (w0 - wbar) prod(1 - eta (a + lambda))",
-                Source(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)"),
+                Stated(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)"),
                 float(end[worst]),
                 float(expected[worst]),
                 ROUNDING,
@@ -189,7 +189,7 @@ def freeze(setting: ScalarSettings, starts: Tensor, context: Context) -> list[Cl
             within_share(
                 f"tuned-start-p{p:g}",
                 "one finely tuned start lands on the minimizer all the same",
-                Source(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))"),
+                Stated(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))"),
                 float(end[-1]),
                 s.c,
                 ROUNDING,
@@ -230,7 +230,7 @@ def figure_claims(
         within_share(
             "figure-constant",
             "left panel: constant decay flattens at its loss gap",
-            Source("Figure 2 (left), Proposition 3.1", STOPS),
+            Stated("Figure 2 (left), Proposition 3.1", STOPS),
             farthest(ends[CONSTANT] / initial, s.gap / initial),
             s.gap / initial,
             Tolerance(
@@ -241,7 +241,7 @@ def figure_claims(
         at_most(
             "figure-scaled",
             "left panel: scaled decay drives the loss towards zero",
-            Source("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity"),
+            Stated("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity"),
             float(ends[SCALED].max()) / initial,
             s.a / 2.0 * error_bound(setting, etas, starts) ** 2 / initial,
             Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start"),

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_most, below, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, below, within_share
 from muonsw.lab.claims.statistics import mean_of
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
@@ -29,7 +29,7 @@ from muonsw.theory import PowerLaw, stationarity_bound
 from muonsw.theory.hypotheses import require, require_noise
 
 RIPPLE, FREQUENCY = 0.9, 3.0
-THEOREM = Source(
+THEOREM = Stated(
     "Theorem 3.1",
     "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity",
 )
@@ -177,7 +177,7 @@ def constant_claim(setting: NonconvexSettings, seen: Stationarity) -> Claim:
     return within_share(
         "constant-stays",
         "constant: the squared gradient stays at (lambda x)^2, where it balances the decay",
-        Source("contrast to Theorem 3.1", "sum eta = infinity"),
+        Stated("contrast to Theorem 3.1", "sum eta = infinity"),
         mean_of(seen.weighted[-1]),
         float((setting.lam * seen.end).square().mean()),
         Tolerance(0.05, "what the noise adds at the learning rates of the last decade"),
@@ -198,7 +198,7 @@ def inequality_claim(setting: NonconvexSettings, seen: Stationarity, etas: Seque
     return at_most(
         "descent-inequality",
         "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof",
-        Source("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded"),
+        Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded"),
         math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True)),
         bound,
         Tolerance(0.0, "a bound on a mean over chains; the sampling error is far below the distance to it"),
