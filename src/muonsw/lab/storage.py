@@ -63,9 +63,10 @@ def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROO
     return path
 
 
-def write_json(path: Path, data: Any, *, indent: int | None = 1) -> Path:
+def write_json(path: Path, data: Any, *, indent: int | None = 1, remedy: str = MAKE_ROOM) -> Path:
     """Replace a file by plain data in JSON, with None for what JSON has no number for."""
-    return write_atomically(path, json.dumps(plain(data), indent=indent, allow_nan=False) + "\n")
+    text = json.dumps(plain(data), indent=indent, allow_nan=False)
+    return write_atomically(path, text + "\n", remedy=remedy)
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from muonsw.lab.data.record import read_record
-from muonsw.lab.data.stored import load_tokenizer
+from muonsw.lab.data.shards import load_tokenizer, read_record
 from muonsw.lab.data.tokenizers import Tokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig

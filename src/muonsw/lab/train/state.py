@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetch
-from muonsw.lab.data.prepare import open_split, read_record
+from muonsw.lab.data.shards import fingerprint, open_split, read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, Losses
 from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
@@ -202,8 +201,7 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     if record.vocab_size > config.model.vocab:
         size = f"{config.data.path} has a vocabulary of {record.vocab_size} tokens"
         raise UsageError(f"{size}, more than model.vocab={config.model.vocab}: raise model.vocab")
-    parts = [record.tokenizer, *(f"{key}:{value}" for group in record.groups for key, value in group.checksums.items())]
-    found = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    found = fingerprint(record)
     wanted = config.data.fingerprint
     if wanted not in (None, found):
         raise UsageError(f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})")
