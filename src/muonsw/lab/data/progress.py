@@ -18,7 +18,7 @@ _STAGES = {"tokenizer": "making the tokenizer", "documents": "encoding"}
 
 
 @dataclass
-class Watch:
+class Tally:
     """Adds up what is done and shows it.
 
     Attributes:
@@ -43,11 +43,11 @@ class Watch:
         rate = self.bytes / 1e6 / max(time.perf_counter() - self.started, 1e-9)
         fraction = self.extent.fraction(self.documents, self.bytes)
         numbers = {"documents": f"{self.documents:,}", "MB": f"{self.bytes / 1e6:,.1f}", "MB/s": f"{rate:.1f}"}
-        self.view.update(NAME, fraction, total=None if fraction is None else 1.0, **numbers)
+        self.view.update(NAME, fraction, numbers, total=None if fraction is None else 1.0)
 
 
 @contextmanager
-def watching(console: Console, extent: Extent) -> Iterator[Watch]:
-    """A watch that draws while its block runs."""
+def watching(console: Console, extent: Extent) -> Iterator[Tally]:
+    """A tally that draws while its block runs."""
     with showing(console, {NAME: None}) as view:
-        yield Watch(extent, view)
+        yield Tally(extent, view)
