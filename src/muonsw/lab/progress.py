@@ -84,18 +84,27 @@ class View:
         self.workers = max(1, min(workers, len(self.items)))
         self._shown = time.monotonic()
 
-    def update(self, name: str, done: float | None = None, *, total: float | None = None, **numbers: str) -> None:
+    def update(
+        self,
+        name: str,
+        done: float | None = None,
+        numbers: Mapping[str, str] | None = None,
+        *,
+        total: float | None = None,
+        **more: str,
+    ) -> None:
         """Note how far an item is and what its numbers are; those not given stay as they were.
 
         Args:
             name: The item.
             done: In the unit of its total.
+            numbers: Texts by heading.
             total: Where it was not known before.
-            numbers: Texts by heading; an underscore in a heading is shown as a space.
+            more: Further texts; an underscore in a heading is shown as a space.
         """
         item = self.items[name]
         item.total = item.total if total is None else total
-        item.numbers |= {heading.replace("_", " "): text for heading, text in numbers.items()}
+        item.numbers |= {**(numbers or {}), **{heading.replace("_", " "): text for heading, text in more.items()}}
         if done is not None:
             item.advance(done)
         if time.monotonic() - self._shown > SECONDS_BETWEEN_LINES:

@@ -63,39 +63,39 @@ def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROO
     return path
 
 
-def write_json(path: Path, data: Any, *, indent: int | None = 1) -> Path:
+def write_json(path: Path, data: Any, *, indent: int | None = 1, remedy: str = MAKE_ROOM) -> Path:
     """Replace a file by plain data in JSON, with None for what JSON has no number for."""
-    return write_atomically(path, json.dumps(plain(data), indent=indent, allow_nan=False) + "\n")
+    text = json.dumps(plain(data), indent=indent, allow_nan=False)
+    return write_atomically(path, text + "\n", remedy=remedy)
 
 
 @contextmanager
 def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
     """A file beside `path` that takes its name, once it is on disk, when the block ends without an error."""
+    with placing(path, remedy=remedy) as beside, beside.open("wb") as file:
+        yield file
+
+
+@contextmanager
+def placing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[Path]:
+    """A name beside `path` under which the block writes a file; that file then takes the place of `path`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with reported(path, remedy):
         try:
-            with beside.open("wb") as file:
-                yield file
-                flush(file)
+            yield beside
+            sync(beside)
             beside.replace(path)
-            sync_folder(path.parent)
+            sync(path.parent)
         finally:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
 
 
-def flush(file: BinaryIO) -> None:
-    """Wait until what was written to a file is on disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk; a system that cannot open folders has no need to."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
+        return  # a system that cannot open folders has no need to
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.errors import UsageError
+from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.train import checkpoint
-from muonsw.lab.train.guard import Diverged
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
 from muonsw.schedule import lr_scheduler
@@ -93,7 +92,7 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, numb
     config_file, run = tmp_path / "config.json", tmp_path / "run"
     config_file.write_text(json.dumps(config.as_data()))
     process = subprocess.Popen(
-        [sys.executable, "-m", "muonsw.lab.train.__main__", config_file, run],
+        [sys.executable, "-m", "muonsw.lab.run", config_file, run],
         env=ONE_THREAD,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -35,14 +35,23 @@ def check_kind(path: Path) -> None:
         Traceback (most recent call last):
         muonsw.lab.errors.UsageError: notes.pdf is of no known kind: give .txt, .md, .jsonl, .parquet files...
     """
-    kind = _kind(path)
-    if kind not in _READERS or (kind == ".parquet" and path.suffix != kind):
-        plain, packed = ", ".join(_READERS), ", ".join(_COMPRESSED)
-        raise UsageError(f"{path} is of no known kind: give {plain} files, all but the last also as {packed}")
+    if not is_readable(path):
+        raise UsageError(f"{path} is of no known kind: give {KINDS}")
     if path.suffix == ".zst":
         _zstd()
-    if kind == ".parquet":
+    if path.suffix == ".parquet":
         _needed("pyarrow.parquet")
+
+
+def is_readable(path: Path) -> bool:
+    """Whether files of this name are of a kind that can be read.
+
+    Examples:
+        >>> [is_readable(Path(name)) for name in ("a.txt", "a.jsonl.zst", "a.pdf", "a.parquet.gz")]
+        [True, True, False, False]
+    """
+    kind = _kind(path)
+    return kind in _READERS and (kind != ".parquet" or path.suffix == kind)
 
 
 def file_documents(path: Path) -> Iterator[str]:
@@ -177,6 +186,9 @@ _COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".xz": lzma.open,
     ".zst": lambda path: io.BufferedReader(_ZstdFile(path), _READ_BYTES),
 }
+
+
+KINDS = f"{', '.join(_READERS)} files, all but the last also as {', '.join(_COMPRESSED)}"
 
 
 def _needed(name: str) -> Any:

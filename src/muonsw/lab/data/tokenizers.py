@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
@@ -30,6 +30,7 @@ BYTES = 256
 # tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304
 VOCAB_MULTIPLE = 64
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
+BPE_FILE = "tokenizer.json"
 GPT2_FILES = ("vocab.bpe", "encoder.json")
 
 
@@ -233,6 +234,48 @@ class GPT2Tokenizer(_Base):
 
     def __reduce__(self) -> tuple[type[GPT2Tokenizer], tuple[Path | None]]:
         return type(self), (self.files,)
+
+
+def store(tokenizer: Tokenizer, folder: Path) -> dict[str, Any] | None:
+    """Write into a folder what rebuilding the tokenizer needs.
+
+    Returns:
+        `{"kind": "bytes" | "bpe" | "gpt2", "files": names in the folder, or None}`, and `None` for a tokenizer of
+        another kind. GPT-2's has no files where its vocabulary came from tiktoken's download.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return {"kind": "bytes", "files": None}
+    if isinstance(tokenizer, BPETokenizer):
+        tokenizer.save(folder / BPE_FILE)
+        return {"kind": "bpe", "files": [BPE_FILE]}
+    if isinstance(tokenizer, GPT2Tokenizer):
+        return {"kind": "gpt2", "files": _copied(tokenizer.files, folder)}
+    return None
+
+
+def restore(description: Mapping[str, Any] | None, folder: Path) -> Tokenizer | None:
+    """The tokenizer that `store` described; `None` if the description is of no known kind.
+
+    Raises:
+        UsageError: If its files in the folder are missing or damaged.
+    """
+    match (description or {}).get("kind"):
+        case "bytes":
+            return ByteTokenizer()
+        case "bpe":
+            return BPETokenizer.load(folder / BPE_FILE)
+        case "gpt2":
+            return GPT2Tokenizer(folder if (description or {}).get("files") else None)
+    return None
+
+
+def _copied(files: Path | None, folder: Path) -> list[str] | None:
+    if files is None:
+        return None
+    if files.resolve() != folder.resolve():
+        for name in GPT2_FILES:
+            write_atomically(folder / name, (files / name).read_bytes())
+    return list(GPT2_FILES)
 
 
 def _downloaded(tiktoken: Any) -> Any:

@@ -29,7 +29,8 @@ from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT, refuse_other_settings
 from muonsw.lab.train.loop import Watch, train
-from muonsw.lab.train.metrics import Record
+from muonsw.lab.train.progress import numbers_of
+from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import compiles, resolve_device, with_fingerprint
 
 # Parts of a record that no display shows; they stay in the process that made them.
@@ -183,7 +184,7 @@ class Workshop:
         steps = {name: float(job.config.steps) for name, job in todo.items()}
         with showing(self.console, steps, what="runs", workers=self.workers) as view:
             audience = Audience(
-                message=partial(_show, view, steps),
+                message=partial(_show, view, todo),
                 finished=lambda name, result: view.finish(name, f"validation loss {result['final_loss']:.4f}"),
                 failed=lambda name, error: _failed(view, todo[name], error),
             )
@@ -260,17 +261,12 @@ def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
         lock.release()
 
 
-def _show(view: View, steps: Mapping[str, float], name: str, content: Record | str) -> None:
+def _show(view: View, todo: Mapping[str, Job], name: str, content: Record | str) -> None:
     if isinstance(content, str):
         view.say(f"{name}: {content}")
-    elif content["kind"] == "eval":
-        view.update(name, validation=f"{content['loss']:.4f}")
-    elif content["kind"] == "telemetry":
-        norm = (content.get("decayed") or {}).get("weight_rms")  # None where nothing decays
-        view.update(name, weight_RMS="" if norm is None else f"{norm:.4f}")
     else:
-        step = content["step"]
-        view.update(name, step, update=f"{step:,}/{steps[name]:,.0f}", loss=f"{content['loss']:.4f}")
+        done = float(content["step"]) if content["kind"] == "train" else None
+        view.update(name, done, **numbers_of(content, todo[name].config.steps))
 
 
 def _failed(view: View, job: Job, error: Exception) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from muonsw.lab.data.ready import prepare_default
-from muonsw.lab.data.record import read_record
+from muonsw.lab.data.prepare import prepare_default
+from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, preset

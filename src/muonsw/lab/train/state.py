@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetch
-from muonsw.lab.data.prepare import open_split, read_record
-from muonsw.lab.errors import UsageError
+from muonsw.lab.data.shards import fingerprint, open_split, read_record
+from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import Decoder, Losses, ModelConfig
 from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.groups import build_optimizer
-from muonsw.lab.train.guard import LossGuard
 from muonsw.schedule import lr_scheduler, warmup_cosine, warmup_stable_decay
+
+# Losses in a row that must be too high: one bad batch is not a divergence.
+PATIENCE = 3
 
 
 class Evaluation(NamedTuple):
@@ -179,6 +181,48 @@ def _forget_other_models(model: ModelConfig) -> None:
         _compiled_model = model
 
 
+class LossGuard:
+    """Watches the training loss.
+
+    Args:
+        excess: Nats above the lowest loss so far that count as diverging.
+
+    Examples:
+        >>> guard = LossGuard(excess=5.0)
+        >>> guard.watch(1, 2.0)
+        >>> guard.watch(2, math.nan)
+        Traceback (most recent call last):
+        ...
+        muonsw.lab.errors.Diverged: the loss of update 2 is nan; ...
+    """
+
+    def __init__(self, excess: float) -> None:
+        self.excess, self.lowest, self.strikes = excess, math.inf, 0
+
+    def watch(self, step: int, loss: float) -> None:
+        """Look at the loss of one update.
+
+        Raises:
+            Diverged: If it is not finite, or has been too high for some updates.
+        """
+        advice = "lower the learning rate or the weight decay, or lengthen the warmup"
+        if not math.isfinite(loss):
+            raise Diverged(f"the loss of update {step} is {loss}; {advice}", step)
+        self.strikes = self.strikes + 1 if loss > self.lowest + self.excess else 0
+        self.lowest = min(self.lowest, loss)
+        if self.strikes >= PATIENCE:
+            raise Diverged(f"the loss of update {step} is {loss:.3f}, after {self.lowest:.3f} at best; {advice}", step)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+        return {"lowest": self.lowest if math.isfinite(self.lowest) else None, "strikes": self.strikes}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.lowest = math.inf if state["lowest"] is None else state["lowest"]
+        self.strikes = state["strikes"]
+
+
 def schedule_multiple(config: RunConfig) -> Callable[[int], float]:
     """The multiple of the peak learning rate at each step of a run."""
     chosen = config.schedule
@@ -219,8 +263,7 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     if record.vocab_size > config.model.vocab:
         size = f"{config.data.path} has a vocabulary of {record.vocab_size} tokens"
         raise UsageError(f"{size}, more than model.vocab={config.model.vocab}: raise model.vocab")
-    parts = [record.tokenizer, *(f"{key}:{value}" for group in record.groups for key, value in group.checksums.items())]
-    found = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    found = fingerprint(record)
     wanted = config.data.fingerprint
     if wanted not in (None, found):
         raise UsageError(f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})")
