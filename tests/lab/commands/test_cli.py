@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from muonsw.lab.studies.runner import Finished, Watch, run_all
 
 from muonsw.lab.claims.claim import Outcome
 from muonsw.lab.cli import main
 from muonsw.lab.report import convergence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.experiment import Experiment, Study, seed_for
-from muonsw.lab.studies.runner import Finished, Watch, run_all
 from muonsw.lab.studies.theory.chains import SWAPPED
 from muonsw.registry import Registry
 from tests.lab.small import SMALL

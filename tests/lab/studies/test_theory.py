@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
+from muonsw.lab.studies.theory.quadratic import floor_excess
 
 from muonsw.lab.studies.theory import EXPERIMENTS
 from muonsw.lab.studies.theory.chains import SWAPPED
-from muonsw.lab.studies.theory.quadratic import floor_excess
 from muonsw.lab.studies.theory.sgd import decade_edges, ripple_curvature, ripple_gradient, ripple_loss
 from muonsw.theory import HypothesisError, constant_decay_fixed_point
 from tests.lab.small import SMALL

@@ -7,6 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from muonsw.lab.studies.compare.arms import decay_factors
+from muonsw.lab.studies.training.conduct import Workshop, conduct, describe, find_data
+from muonsw.lab.studies.training.costs import comparison_cost, run_flops, study_cost
+from muonsw.lab.studies.training.evidence import relabelled
+from muonsw.lab.studies.training.scales import GPT2_VOCAB, adamw_sweep
 from rich.console import Console
 
 from muonsw.lab import paper
@@ -14,12 +19,7 @@ from muonsw.lab.cli import main
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import MuP, count, preset
 from muonsw.lab.runs import load_run
-from muonsw.lab.studies.compare.arms import decay_factors
 from muonsw.lab.studies.training import SCALES, TRAINING_STUDIES, Scale, dynamics, effects, rules, sweeps
-from muonsw.lab.studies.training.conduct import Workshop, conduct, describe, find_data
-from muonsw.lab.studies.training.costs import comparison_cost, run_flops, study_cost
-from muonsw.lab.studies.training.evidence import relabelled
-from muonsw.lab.studies.training.scales import GPT2_VOCAB, adamw_sweep
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from tests.lab.diagnose.runs import make_run
 from tests.lab.train.small import MODEL, small_run, tokens

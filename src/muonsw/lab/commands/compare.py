@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.show import paragraph, print_report
-from muonsw.lab.data.record import read_record
+from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import cores
 from muonsw.lab.storage import prepare_folder

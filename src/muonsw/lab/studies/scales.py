@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from muonsw.lab.data.ready import prepare_default
-from muonsw.lab.data.record import read_record
+from muonsw.lab.data.prepare import prepare_default
+from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, MuP, preset
 from muonsw.lab.train.config import RunConfig

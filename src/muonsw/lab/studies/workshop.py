@@ -16,7 +16,7 @@ from filelock import FileLock
 from rich.console import Console
 
 from muonsw.lab.claims.claim import Evidence
-from muonsw.lab.data.record import read_record
+from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.errors import Diverged
 from muonsw.lab.processes import Audience, Tell, run_jobs, stop_at_failure
@@ -216,7 +216,7 @@ class Workshop:
                 view.finish(name, f"{held} of {len(result.evidence.claims)} claims hold ({result.seconds:.1f} s)")
 
             audience = Audience(
-                message=lambda name, share: view.update(name, share * costs[name], share=f"{share:.0%}"),
+                message=lambda name, share: view.update(name, share * costs[name], {"share": f"{share:.0%}"}),
                 finished=finished,
             )
             tasks = [(experiment.name, experiment) for experiment in by_cost]
@@ -266,7 +266,7 @@ def _show(view: View, todo: Mapping[str, Job], name: str, content: Record | str)
         view.say(f"{name}: {content}")
     else:
         done = float(content["step"]) if content["kind"] == "train" else None
-        view.update(name, done, **numbers_of(content, todo[name].config.steps))
+        view.update(name, done, numbers_of(content, todo[name].config.steps))
 
 
 def _failed(view: View, job: Job, error: Exception) -> None:
