@@ -120,9 +120,10 @@ class Claim:
             >>> str(at_most("gap", "", bound, close, 1.0, Tolerance(0.0, "")).verdict)
             'undecided'
         """
-        low, high = self._range()
-        if math.isnan(low + high) or math.isnan(self.predicted):
+        ends = (self.measured,) if self.interval is None else (self.measured, self.interval.low, self.interval.high)
+        if any(map(math.isnan, (self.predicted, *ends))):
             return Verdict.FAILS
+        low, high = min(ends), max(ends)
         if self.criterion is Criterion.COVERED:
             covered = self.interval is not None and self.predicted in self.interval
             return Verdict.HOLDS if covered else Verdict.FAILS
@@ -139,11 +140,6 @@ class Claim:
         """Whether the verdict is that it fails, which sets the exit code of a command."""
         return self.verdict is Verdict.FAILS
 
-    def _range(self) -> tuple[float, float]:
-        if self.interval is None:
-            return self.measured, self.measured
-        return min(self.measured, self.interval.low), max(self.measured, self.interval.high)
-
     def _is_effect(self) -> bool:
         return self.criterion in (Criterion.ABOVE, Criterion.BELOW)
 
@@ -155,13 +151,15 @@ class Claim:
     def _agreement(self, low: float, high: float) -> tuple[bool, bool]:
         """Whether it is inside of what is accepted, or outside."""
         slack = self.tolerance * (abs(self.predicted) or 1.0)
-        floor, ceiling = {
-            Criterion.RELATIVE: (-self.tolerance * abs(self.predicted), self.tolerance * abs(self.predicted)),
-            Criterion.ABSOLUTE: (-self.tolerance, self.tolerance),
-            Criterion.AT_MOST: (-math.inf, slack),
-            Criterion.AT_LEAST: (-slack, math.inf),
-        }[self.criterion]
-        low, high = low - self.predicted, high - self.predicted
+        match self.criterion:
+            case Criterion.AT_MOST:
+                floor, ceiling = -math.inf, self.predicted + slack
+            case Criterion.AT_LEAST:
+                floor, ceiling = self.predicted - slack, math.inf
+            case _:
+                low, high = low - self.predicted, high - self.predicted
+                ceiling = self.tolerance * (abs(self.predicted) if self.criterion is Criterion.RELATIVE else 1.0)
+                floor = -ceiling
         return floor <= low and high <= ceiling, high < floor or ceiling < low
 
     def as_data(self) -> dict[str, Any]:
