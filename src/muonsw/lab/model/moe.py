@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from muonsw.lab.model.config import ModelConfig
-from muonsw.lab.model.experts_on_cpu import expert_by_expert
-from muonsw.lab.model.grouped import grouped_linear
+from muonsw.lab.model.grouped import expert_by_expert, grouped_linear
 from muonsw.lab.model.init import scalings
-from muonsw.lab.model.layers import Linear
-from muonsw.lab.model.precision import at_least_float32, product_dtype, without_autocast
+from muonsw.lab.model.layers import Linear, at_least_float32, product_dtype, without_autocast
 
 
 class FeedForwardOutput(NamedTuple):

@@ -12,18 +12,18 @@ from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, preset
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from muonsw.schedule import peak_lr_for_horizon
 
 # The settings that most likely made the paper's numbers: see docs/reproducing.md.
 PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
 PAPER_BATCH = 256
-PAPER_UPDATE_TOKENS = 524_288
 DEFAULT_DATA = Path("out/data")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Defaults:
     """How a preset is trained.
 
     Attributes:
@@ -47,23 +47,21 @@ class Recipe:
     eval_windows: int = 512
 
 
-def _paper(steps: int, lr: float) -> Recipe:
-    return Recipe(steps, PAPER_BATCH, replace(PAPER_OPTIMIZER, lr=lr), accumulation=8)
+def _paper(steps: int | None, lr: float) -> Defaults:
+    assert steps is not None, "the paper prints the steps of its own runs"
+    return Defaults(steps, PAPER_BATCH, replace(PAPER_OPTIMIZER, lr=lr), accumulation=8)
 
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
+DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
     {
-        # The paper's widths with the steps and peaks that it prints; it has no row for width 128.
+        # The paper has no row for width 128.
         "w128": _paper(5_000, 2.0e-2),
-        "w256": _paper(35_000, 1.0e-2),
-        "w512": _paper(110_000, 7.0e-3),
-        "w768": _paper(223_000, 5.6e-3),
-        "w1024": _paper(376_000, 4.8e-3),
+        **{printed.preset: _paper(printed.steps, printed.peak_lr) for printed in RECIPES.values() if printed.preset},
         # lambda * lr * steps = 35, the paper's row at width 256, with the decay of a step at its cap of 0.01.
-        "mini": Recipe(3_500, 32, OptimizerConfig(weight_decay=0.5), eval_every=50, eval_windows=256),
+        "mini": Defaults(3_500, 32, OptimizerConfig(weight_decay=0.5), eval_every=50, eval_windows=256),
         # The decay of a step is at its cap of 0.02, which gives lambda * lr * steps = 8.4 in minutes. Float32
         # products, so that the result does not depend on what the machine multiplies.
-        "demo": Recipe(
+        "demo": Defaults(
             420,
             12,
             OptimizerConfig(weight_decay=1.0, ns_dtype="float32"),
@@ -76,15 +74,15 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def recipe(name: str) -> Recipe:
+def defaults(name: str) -> Defaults:
     """How a preset is trained; a dense variant like its mixture.
 
     Examples:
-        >>> recipe("w1024-dense").steps
+        >>> defaults("w1024-dense").steps
         376000
     """
     preset(name)
-    return RECIPES[name.removesuffix("-dense")]
+    return DEFAULTS[name.removesuffix("-dense")]
 
 
 def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: int = 0) -> RunConfig:
@@ -100,7 +98,7 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: 
         >>> preset_run("w256", "tokens").optimizer.lr
         0.01
     """
-    chosen = recipe(name)
+    chosen = defaults(name)
     return RunConfig(
         model=model or preset(name),
         data=DataConfig(data, eval_windows=chosen.eval_windows),
@@ -146,7 +144,7 @@ def with_steps(run: RunConfig, steps: int) -> RunConfig:
         >>> round(with_steps(preset_run("w256", "tokens"), 40_000).optimizer.lr, 6)
         0.01
     """
-    horizon = max(1, round(steps * run.tokens_per_step / PAPER_UPDATE_TOKENS))
+    horizon = max(1, round(steps * run.tokens_per_step / PAPER_BATCH_TOKENS))
     return replace(run, steps=steps, optimizer=replace(run.optimizer, lr=peak_lr_for_horizon(horizon)))
 
 

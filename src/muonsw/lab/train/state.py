@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from muonsw.lab.model import Decoder, Losses
 from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.groups import build_optimizer
-from muonsw.schedule import lr_scheduler, warmup_cosine, warmup_stable_decay
+from muonsw.schedule import lr_scheduler
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
@@ -208,16 +207,7 @@ class LossGuard:
 
 def schedule_multiple(config: RunConfig) -> Callable[[int], float]:
     """The multiple of the peak learning rate at each step of a run."""
-    chosen = config.schedule
-    shared: dict[str, Any] = {
-        "total_steps": config.steps,
-        "warmup_steps": chosen.warmup(config.steps),
-        "warmup_shape": chosen.warmup_shape,
-        "final_fraction": 1.0 if chosen.shape == "constant" else chosen.final_fraction,
-    }
-    if chosen.shape == "wsd":
-        return partial(warmup_stable_decay, decay_fraction=chosen.decay_fraction, **shared)
-    return partial(warmup_cosine, **shared)
+    return config.schedule.multiple(config.steps)
 
 
 def resolve_device(name: str) -> torch.device:
