@@ -152,18 +152,8 @@ def prepare_default(
     A folder that is complete and has these settings is taken as it is, without reading the documents again. Several
     processes may ask for the same folder: one prepares it, and the others wait.
 
-    Args:
-        folder: Made if missing.
-        source: See `Corpus`; `python` needs nothing but this machine and takes some seconds.
-        tokenizer: See `TokenizerChoice`.
-        vocab: Tokens of a `bpe`.
-        gpt2_files: See `TokenizerChoice`.
-        validation_fraction: See `DataSettings`.
-        limit_characters: How much of the source to take; `None` takes all.
-        processes: As in `prepare_corpus`.
-        wait: As in `prepare_corpus`.
-        finished: Called after every group.
-        corpus: More fields of `Corpus`, such as `files` or `seed`.
+    Args are fields of `Corpus`, `TokenizerChoice` and `DataSettings`, and what `prepare_corpus` takes; `corpus` are further
+    fields of `Corpus`, such as `files` or `seed`. The default needs nothing but this machine and takes some seconds.
 
     Raises:
         UsageError: As `prepare_corpus`.
