@@ -152,8 +152,8 @@ def prepare_default(
     A folder that is complete and has these settings is taken as it is, without reading the documents again. Several
     processes may ask for the same folder: one prepares it, and the others wait.
 
-    Args are fields of `Corpus`, `TokenizerChoice` and `DataSettings`, and what `prepare_corpus` takes; `corpus` are further
-    fields of `Corpus`, such as `files` or `seed`. The default needs nothing but this machine and takes some seconds.
+    Arguments are fields of `Corpus`, `TokenizerChoice` and `DataSettings`, and those of `prepare_corpus`; `corpus` are
+    further fields of `Corpus`, such as `files` or `seed`. The default needs nothing but this machine and some seconds.
 
     Raises:
         UsageError: As `prepare_corpus`.
