@@ -13,17 +13,17 @@ _SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code 
 
 
 def harmless(text: object) -> str:
-    """A text in which nothing can steer a terminal: such characters are shown by their code.
+    r"""A text in which nothing can steer a terminal: such characters are shown by their code.
 
     Names, settings and documents come from files that somebody else may have written.
 
     Examples:
-        >>> harmless("a run named \x1b]52;c;aGk=\x07")
-        'a run named \\x1b]52;c;aGk=\\x07'
+        >>> print(harmless("a run named \x1b]52;c;aGk=\x07"))
+        a run named \x1b]52;c;aGk=\x07
     """
     return str(text).translate(_SHOWN)
 
 
 def say(console: Console, text: object) -> None:
     """Print a line that may hold any character, unbroken and without colours of rich's own choice."""
-    console.print(harmless(text), highlight=False, markup=False, soft_wrap=True)
+    console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
