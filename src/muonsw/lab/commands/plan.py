@@ -37,9 +37,9 @@ GROUP_NOTE = (
 )
 
 
-# A step at the peak should take less than momentum remembers; above this, runs are not like long ones.
+# Above this, decay acts nearly as fast as momentum forgets, which never happens in a long run.
 LARGE_PHI = 0.01
-# What may be given beside a recipe; it prints the rest.
+# Options that may be given beside a recipe, which fixes all others.
 WITH_RECIPE = ("recipe", "batch_tokens", "shape", "decay_fraction", "warmup_steps", "json")
 
 

@@ -127,7 +127,7 @@ def activation_bytes(config: ModelConfig, sequences: int) -> int:
 
 
 def orthogonalizer_flops(config: ModelConfig) -> float:
-    """FLOPs that Newton-Schulz takes in one update: three products a step for every matrix, split ones apart.
+    """FLOPs that Newton-Schulz takes in one update: three products in each of its steps, for every matrix by itself.
 
     Examples:
         >>> seven_squares = ModelConfig(width=64, layers=1, experts=1, top_k=1, ff=64)

@@ -90,11 +90,11 @@ class Decoder(nn.Module):
         self.rotary: Tensor
         table = scalings(config)
         self.embedding_multiplier, self.head_multiplier = table["embedding"].multiplier, table["head"].multiplier
-        # The token matrix gets its values below; nn.Embedding's own would be drawn for nothing.
+        # Given an empty matrix, nn.Embedding draws no values: `initialize` fills it below.
         self.embedding = nn.Embedding(config.vocab, config.width, _weight=torch.empty(config.vocab, config.width))
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
-        # Float64 and kept: a compiler would else fuse the powers and cosines into every kernel that rotates.
+        # Stored, not recomputed: a compiler would compute the powers and cosines again in every kernel that rotates.
         table_2TC = torch.stack(rotary_table(config.sequence, config.head_dim, config.rope_theta))
         self.register_buffer("rotary", table_2TC, persistent=False)
         if seed is not None:
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
 
 
 def rotary_table(length: int, head_dim: int, theta: float, *, start: int = 0) -> Rotary:
-    """Cosines and sines (T, C/2) of positions `start` to `start + length`, in float64: large angles matter."""
+    """Cosines and sines (T, C/2) of positions `start` to `start + length`; float64, as large angles lose digits."""
     frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle_TC = torch.arange(start, start + length, dtype=torch.float64)[:, None] * frequency
     return angle_TC.cos(), angle_TC.sin()

@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """The tensor in float32, or as it is where it is wider."""
+    """The tensor in float32, or unchanged if its type is wider already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -128,7 +128,7 @@ def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
 
 
 def _one_hot(index: Tensor, size: int) -> Tensor:
-    # a comparison, because bincount waits for the device
+    # Counted by comparing: torch.bincount would make the host wait for the device.
     return index.unsqueeze(-1) == torch.arange(size, device=index.device)
 
 

@@ -31,6 +31,11 @@ class Evaluation(NamedTuple):
     step: int
     loss: float
 
+    @classmethod
+    def load(cls, step: int, loss: float | None) -> Evaluation:
+        """As a checkpoint holds it: JSON has no number for a loss that is not finite."""
+        return cls(step, math.nan if loss is None else loss)
+
 
 class Training:
     """A run in memory, ready to take its next update.
@@ -104,7 +109,7 @@ class Training:
                 total += self.model(inputs, targets).cross_entropy.double() * len(inputs)
             rows += len(inputs)
         self.latest = Evaluation(self.step, float(total) / rows)
-        if self.best is None or self.latest.loss < self.best.loss:
+        if self.best is None or math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
 
@@ -156,7 +161,7 @@ class Training:
         self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
         self.scheduler._step_count = self.scheduler.last_epoch + 1
         self.guard.load(saved.state["guard"])
-        self.best, self.latest = (Evaluation(*saved.state[key]) for key in ("best", "latest"))
+        self.best, self.latest = (Evaluation.load(*saved.state[key]) for key in ("best", "latest"))
         self.step, self.seconds = saved.step, saved.state["seconds"]
         torch.set_rng_state(saved.tensors["random"]["cpu"])
         if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
