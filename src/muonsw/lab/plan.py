@@ -23,7 +23,7 @@ DECAYS = (("constant", "group"), ("scaled", "group"), ("scaled", "base"))
 
 
 @dataclass(frozen=True)
-class Decay:
+class DecayPlan:
     """What one decay rule does to one group over the run.
 
     Attributes:
@@ -46,7 +46,7 @@ class Decay:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupPlan:
     """Hidden and expert matrices under one rule for their learning rate.
 
     Attributes:
@@ -61,11 +61,11 @@ class Group:
     multiplier: float
     peak_lr: float
     product: float
-    decays: tuple[Decay, ...]
+    decays: tuple[DecayPlan, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run, computed without running it.
 
     Attributes:
@@ -103,7 +103,7 @@ class Plan:
     weight_decay: float
     final_fraction: float
     warmup_steps: int
-    groups: tuple[Group, ...]
+    groups: tuple[GroupPlan, ...]
     flops_per_token: int
     flops: float
     orthogonalizer_share: float
@@ -135,7 +135,7 @@ class RecipePlan:
     scaled_over_constant: float
     final_ratio: float
     equal_total_weight_decay: float
-    groups: tuple[Group, ...] | None
+    groups: tuple[GroupPlan, ...] | None
 
 
 def parse_amount(text: str) -> int:
@@ -168,7 +168,7 @@ def plan(
     schedule: ScheduleConfig | None = None,
     micro_batch: int = 8,
     tflops: float = 400.0,
-) -> Plan:
+) -> RunPlan:
     """Compute a run of so many steps.
 
     Args:
@@ -195,7 +195,7 @@ def plan(
     flops = float(sizes.flops_per_token) * tokens
     share = orthogonalizer_flops(model) * steps / flops
     multiples = lr_multiples(schedule, steps)
-    return Plan(
+    return RunPlan(
         model=model,
         parameters=sizes.total,
         active=sizes.active,
@@ -259,7 +259,7 @@ def plan_recipe(
 
 def plan_groups(
     model: ModelConfig | None, peak_lr: float, steps: int, multiples: list[float], optimizer: OptimizerConfig
-) -> tuple[Group, ...]:
+) -> tuple[GroupPlan, ...]:
     """Learning rates and decay of hidden matrices by every rule; without a model, by the learning rate as it is."""
     muon, adamw = 1.0 - optimizer.momentum, 1.0 - optimizer.betas[0]
     rules = [("Muon", 1.0, muon)]
@@ -274,7 +274,7 @@ def plan_groups(
             _decay(rule, peak, lam, own, own if peak == "group" else peak_lr, multiples, stretch, forgets)
             for rule, peak in DECAYS
         ]
-        groups.append(Group(name, multiplier, own, lam * own * steps, tuple(decays)))
+        groups.append(GroupPlan(name, multiplier, own, lam * own * steps, tuple(decays)))
     return tuple(groups)
 
 
@@ -287,12 +287,12 @@ def _decay(
     multiples: list[float],
     stretch: float,
     forgets: float,
-) -> Decay:
+) -> DecayPlan:
     """What a rule takes from a group whose own highest learning rate is `own`; `stretch` steps for each multiple."""
     phis = [float(decay_factor(rule, lam, own * multiple, eta_max)) for multiple in multiples]
     relaxation = stretch * relaxation_number(phis)
     at_peak = float(decay_factor(rule, lam, own, eta_max))
-    return Decay(rule, peak, relaxation / 2.0, relaxation, at_peak, phis[-1], at_peak / forgets)
+    return DecayPlan(rule, peak, relaxation / 2.0, relaxation, at_peak, phis[-1], at_peak / forgets)
 
 
 def lr_multiples(schedule: ScheduleConfig, steps: int) -> list[float]:
