@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from muonsw.lab.errors import MachineError, UsageError
-from muonsw.lab.storage import read_json, read_object, replacing, write_atomically, write_json
+from muonsw.lab.storage import LOCK, locked, read_json, read_object, replacing, write_atomically, write_json
 
 
 @contextmanager
@@ -99,3 +99,17 @@ def test_a_file_too_large_to_be_ours_is_refused_without_reading_it(tmp_path):
         file.truncate(1 << 40)  # sparse: no disk, and no memory
     with pytest.raises(UsageError, match="it is larger than 256 MiB"):
         read_json(path)
+
+
+@pytest.mark.parametrize("place", [Path.mkdir, lambda path: path.symlink_to("elsewhere")])
+def test_a_lock_that_is_not_ours_is_named(tmp_path, place):
+    place(tmp_path / LOCK)
+    with pytest.raises(UsageError, match=r"\.lock is not a lock of ours: delete it"), locked(tmp_path, "busy"):
+        pass
+
+
+def test_a_folder_is_held_by_one_and_given_back(tmp_path):
+    with locked(tmp_path / "new", "busy"), pytest.raises(UsageError, match="busy"), locked(tmp_path / "new", "busy"):
+        pass
+    with locked(tmp_path / "new", "busy"):
+        pass

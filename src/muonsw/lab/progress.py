@@ -89,6 +89,7 @@ class View:
         name: str,
         done: float | None = None,
         numbers: Mapping[str, str] | None = None,
+        /,
         *,
         total: float | None = None,
         **more: str,

@@ -16,11 +16,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from filelock import FileLock, Timeout
+
 from muonsw.lab.errors import MachineError, UsageError
 
 # No JSON file of the lab comes near these; a file beyond them is not one of ours.
 JSON_BYTES = 1 << 28
 JSON_DIGITS = 40
+LOCK = ".lock"
 MAKE_ROOM = "make room on the disk, or choose another folder"
 
 
@@ -50,6 +53,37 @@ def prepare_folder(folder: Path) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"cannot write to the folder {folder}: {reason}; choose another") from error
+
+
+@contextmanager
+def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
+    """Make a folder if it is missing, and hold it while the block runs.
+
+    The lock is the system's, so a process that is killed leaves none behind.
+
+    Args:
+        folder: What to hold.
+        busy: What to say if another process holds it.
+        wait: How many seconds to wait for that one.
+
+    Raises:
+        UsageError: If another process holds it, or it cannot be written.
+    """
+    prepare_folder(folder)
+    path = folder / LOCK
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UsageError(f"{path} is not a lock of ours: delete it")
+    lock = FileLock(path, timeout=wait)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UsageError(busy) from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be locked: {error.strerror or error}; choose another folder") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:

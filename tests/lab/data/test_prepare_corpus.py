@@ -12,7 +12,6 @@ from muonsw.lab.data import prepare as module
 from muonsw.lab.data.corpus import Corpus
 from muonsw.lab.data.loader import TokenLoader, ValidationLoader
 from muonsw.lab.data.prepare import (
-    LOCK,
     DataSettings,
     TokenizerChoice,
     is_validation,
@@ -24,6 +23,7 @@ from muonsw.lab.data.prepare import (
 from muonsw.lab.data.shards import load_tokenizer, read_record
 from muonsw.lab.data.tokenizers import BPETokenizer
 from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import LOCK
 
 SMALL = {"source": "synthetic", "vocab": 300, "limit_characters": 100_000}
 

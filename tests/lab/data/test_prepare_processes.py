@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.lab.data.prepare import LOCK, RECORD, locked, open_split, prepare, read_record
+from muonsw.lab.data.prepare import RECORD, locked, open_split, prepare, read_record
 from muonsw.lab.data.shards import ShardError, open_shard
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import BPETokenizer, ByteTokenizer
 from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import LOCK
 from tests.lab.data.test_prepare import Counting
 
 DOCUMENTS = list(islice(MarkovSource(seed=5, mean_length=300.0), 300))

@@ -288,3 +288,17 @@ def test_learning_rates_on_a_device_go_through_a_checkpoint(tmp_path):
     assert all(isinstance(group["lr"], torch.Tensor) for group in resumed.optimizer.param_groups)
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_an_evaluation_without_a_number_goes_through_a_checkpoint(tmp_path):
+    """A validation loss may overflow though the training losses are well; the run goes on, and so does its resume."""
+    whole = Training(with_fingerprint(small_run()))
+    whole.evaluate()
+    whole.best = whole.latest = whole.latest._replace(loss=math.nan)
+    path = checkpoint.save(tmp_path, whole.checkpoint())
+    resumed = Training(with_fingerprint(small_run()))
+    resumed.load(checkpoint.load(path))
+    assert math.isnan(resumed.latest.loss)
+    resumed.evaluate()
+    assert resumed.best == resumed.latest
+    assert math.isfinite(resumed.best.loss)

@@ -108,7 +108,7 @@ def _rows(path: Path) -> Iterator[str]:
             if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
                 raise UsageError(f"{path}: its column `text` holds {kind}, not strings")
             for number in range(file.num_row_groups):
-                # over several row groups at once, the library keeps what it has read
+                # One row group at a time: over several, the library keeps all that it has read in memory.
                 for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[number], columns=["text"]):
                     yield from filter(None, batch.column(0).to_pylist())
     except arrow.ArrowException as error:
@@ -133,7 +133,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of a .zst, whose last frame must be whole: the library's own reader takes a cut one for the end."""
+    """The content of a .zst; one that was cut short is an error, which the library's own reader takes for the end."""
 
     def __init__(self, path: Path) -> None:
         self._new_frame, self._error = _zstd()

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from filelock import FileLock, Timeout
 
+from muonsw.lab import storage
 from muonsw.lab.data.corpus import Corpus, Source, up_to
 from muonsw.lab.data.shards import (
     RECORD,
@@ -38,7 +38,6 @@ from muonsw.lab.data.shards import (
 from muonsw.lab.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer, store
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import Audience, Tell, cores, run_jobs
-from muonsw.lab.storage import prepare_folder
 
 __all__ = ["RECORD", "DataSettings", "Group", "Prepared", "Split", "TokenizerChoice", "is_validation", "open_split"]
 __all__ += ["prepare", "prepare_corpus", "prepare_default", "read_record"]
@@ -47,7 +46,6 @@ Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
 # Merges learned from more text than this hardly differ, and learning them takes a second.
 TRAINING_CHARACTERS = 1 << 22
-LOCK = ".lock"
 # What is encoded at a time, for each thread: the libraries need some hundred bytes for a token while they work.
 BATCH_CHARACTERS = 1 << 20
 # Small corpora get several shards, so that a killed run loses little; large ones not too many to be open at once.
@@ -152,18 +150,8 @@ def prepare_default(
     A folder that is complete and has these settings is taken as it is, without reading the documents again. Several
     processes may ask for the same folder: one prepares it, and the others wait.
 
-    Args:
-        folder: Made if missing.
-        source: See `Corpus`; `python` needs nothing but this machine and takes some seconds.
-        tokenizer: See `TokenizerChoice`.
-        vocab: Tokens of a `bpe`.
-        gpt2_files: See `TokenizerChoice`.
-        validation_fraction: See `DataSettings`.
-        limit_characters: How much of the source to take; `None` takes all.
-        processes: As in `prepare_corpus`.
-        wait: As in `prepare_corpus`.
-        finished: Called after every group.
-        corpus: More fields of `Corpus`, such as `files` or `seed`.
+    Arguments are fields of `Corpus`, `TokenizerChoice` and `DataSettings`, and those of `prepare_corpus`; `corpus` are
+    further fields of `Corpus`, such as `files` or `seed`. The default needs nothing but this machine and some seconds.
 
     Raises:
         UsageError: As `prepare_corpus`.
@@ -281,20 +269,12 @@ def locked(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     Raises:
         UsageError: If another process holds it, or it cannot be written.
     """
-    prepare_folder(folder)
-    lock = FileLock(folder / LOCK, timeout=wait)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        fix = "wait for it to end, or choose another folder"
-        raise UsageError(f"{folder} is being prepared by another process: {fix}") from error
-    try:
+    fix = "wait for it to end, or choose another folder"
+    with storage.locked(folder, f"{folder} is being prepared by another process: {fix}", wait=wait):
         for path in folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         yield
-    finally:
-        lock.release()
 
 
 def _fill(

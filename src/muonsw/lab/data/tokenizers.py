@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,37 +44,14 @@ def padded_vocab(vocab_size: int) -> int:
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-class Tokenizer(Protocol):
-    """What the data and the sampling code know of a tokenizer."""
+class Tokenizer(ABC):
+    """What the data and the sampling code know of a tokenizer; the end of a document is its last id.
 
-    @property
-    def vocab_size(self) -> int:
-        """Every id, the end of a document included, is below it."""
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The number of rows of an embedding for this vocabulary."""
-
-    @property
-    def end_of_document(self) -> int:
-        """The id that separates documents."""
-
-    @property
-    def identity(self) -> str:
-        """64 hexadecimal digits: equal for two tokenizers exactly if everything that decides their ids is equal."""
-
-    def encode(self, text: str) -> TokenIds:
-        """The ids of a text, without an end of document."""
-
-    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:
-        """`encode` of every text, on so many threads where the library can."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
-
-
-class _Base(ABC):
-    """What follows from the vocabulary size, the end of a document being its last id."""
+    Attributes:
+        vocab_size: Every id, the end of a document included, is below it.
+        identity: 64 hexadecimal digits: equal for two tokenizers exactly if everything that decides their ids is equal.
+        end_of_document: The id that separates documents.
+    """
 
     def __init__(self, vocab_size: int, identity: str) -> None:
         self.vocab_size, self.identity = vocab_size, identity
@@ -82,8 +59,16 @@ class _Base(ABC):
 
     @property
     def padded_vocab_size(self) -> int:
-        """The vocabulary size, rounded up to a multiple of 64."""
+        """The number of rows of an embedding for this vocabulary."""
         return padded_vocab(self.vocab_size)
+
+    @abstractmethod
+    def encode(self, text: str) -> TokenIds:
+        """The ids of a text, without an end of document."""
+
+    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:  # noqa: ARG002
+        """`encode` of every text, on so many threads where the library can."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
@@ -98,19 +83,11 @@ class _Base(ABC):
             yield END_TEXT * len(run) if is_end else self._decode_text(run)
 
     @abstractmethod
-    def encode(self, text: str) -> TokenIds:
-        """The ids of a text, without an end of document."""
-
-    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:  # noqa: ARG002
-        """`encode` of every text, one after the other."""
-        return [self.encode(text) for text in texts]
-
-    @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:
         """The text of ids without any end of document among them."""
 
 
-class ByteTokenizer(_Base):
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids, and 256 as the end of a document.
 
     Examples:
@@ -130,7 +107,7 @@ class ByteTokenizer(_Base):
         return bytes(ids).decode(errors="replace")
 
 
-class BPETokenizer(_Base):
+class BPETokenizer(Tokenizer):
     """A byte-level BPE in the JSON of the `tokenizers` library; any text can be encoded.
 
     Args:
@@ -196,7 +173,7 @@ class BPETokenizer(_Base):
         return type(self), (self._definition,)
 
 
-class GPT2Tokenizer(_Base):
+class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-level BPE through tiktoken: 50,257 ids, padded to 50,304.
 
     Args:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import environment
 from muonsw.lab.settings import differences
-from muonsw.lab.storage import prepare_folder, read_object, write_json
+from muonsw.lab.storage import locked, read_object, write_json
 from muonsw.lab.train.config import RunConfig
 
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
-CHECKPOINTS, LOCK = "checkpoints", ".lock"
+CHECKPOINTS = "checkpoints"
 
 # Settings that change what is kept or shown, and never a number of the run.
 HARMLESS = ("keep", "tensorboard", "wandb")
@@ -28,22 +27,12 @@ HARMLESS = ("keep", "tensorboard", "wandb")
 def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
     """Hold a run's folder while the block runs, for this config alone.
 
-    The lock is the system's, so a process that is killed leaves none behind.
-
     Raises:
         UsageError: If another process holds it, or it belongs to a run with another config.
     """
-    prepare_folder(folder)
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise UsageError(f"another process is training in {folder}: wait for it, or choose another folder") from error
-    try:
+    with locked(folder, f"another process is training in {folder}: wait for it, or choose another folder"):
         _agree(folder, config)
         yield
-    finally:
-        lock.release()
 
 
 def _agree(folder: Path, config: RunConfig) -> None:

@@ -117,7 +117,7 @@ def best_saved(folder: Path) -> int | None:
         with suppress(checkpoint.CheckpointError):
             content = checkpoint.read_state(path)
             step, loss = content["state"]["latest"]
-            if step == content["step"]:  # a run that was stopped saves without evaluating
+            if step == content["step"] and loss is not None:  # a run that was stopped saves without evaluating
                 measured.append((loss, step))
     return min(measured)[1] if measured else None
 

@@ -32,7 +32,7 @@ def numbers_of(record: Record, steps: int) -> dict[str, str]:
         >>> numbers_of({"kind": "eval", "step": 1200, "loss": 3.5}, 5000)
         {'validation': '3.5000'}
         >>> numbers_of({"kind": "telemetry", "step": 1200, "decayed": {"weight_rms": 0.125}}, 5000)
-        {'norm': '0.1250'}
+        {'weight RMS': '0.1250'}
     """
     match record["kind"]:
         case "train":
@@ -40,7 +40,7 @@ def numbers_of(record: Record, steps: int) -> dict[str, str]:
         case "eval":
             return {"validation": f"{record['loss']:.4f}"}
         case "telemetry" if (norm := (record.get("decayed") or {}).get("weight_rms")) is not None:
-            return {"norm": f"{norm:.4f}"}
+            return {"weight RMS": f"{norm:.4f}"}
     return {}
 
 

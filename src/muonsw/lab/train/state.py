@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from muonsw.lab.model import Decoder, Losses, ModelConfig
 from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.groups import build_optimizer
-from muonsw.schedule import lr_scheduler, warmup_cosine, warmup_stable_decay
+from muonsw.schedule import lr_scheduler
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
@@ -31,6 +30,11 @@ class Evaluation(NamedTuple):
 
     step: int
     loss: float
+
+    @classmethod
+    def load(cls, step: int, loss: float | None) -> Evaluation:
+        """As a checkpoint holds it: JSON has no number for a loss that is not finite."""
+        return cls(step, math.nan if loss is None else loss)
 
 
 class Training:
@@ -105,7 +109,7 @@ class Training:
                 total += self.model(inputs, targets).cross_entropy.double() * len(inputs)
             rows += len(inputs)
         self.latest = Evaluation(self.step, float(total) / rows)
-        if self.best is None or self.latest.loss < self.best.loss:
+        if self.best is None or math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
 
@@ -155,7 +159,7 @@ class Training:
         self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
         self.scheduler._step_count = self.scheduler.last_epoch + 1
         self.guard.load(saved.state["guard"])
-        self.best, self.latest = (Evaluation(*saved.state[key]) for key in ("best", "latest"))
+        self.best, self.latest = (Evaluation.load(*saved.state[key]) for key in ("best", "latest"))
         self.step, self.seconds = saved.step, saved.state["seconds"]
         torch.set_rng_state(saved.tensors["random"]["cpu"])
         if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
@@ -225,16 +229,7 @@ class LossGuard:
 
 def schedule_multiple(config: RunConfig) -> Callable[[int], float]:
     """The multiple of the peak learning rate at each step of a run."""
-    chosen = config.schedule
-    shared: dict[str, Any] = {
-        "total_steps": config.steps,
-        "warmup_steps": chosen.warmup(config.steps),
-        "warmup_shape": chosen.warmup_shape,
-        "final_fraction": 1.0 if chosen.shape == "constant" else chosen.final_fraction,
-    }
-    if chosen.shape == "wsd":
-        return partial(warmup_stable_decay, decay_fraction=chosen.decay_fraction, **shared)
-    return partial(warmup_cosine, **shared)
+    return config.schedule.multiple(config.steps)
 
 
 def resolve_device(name: str) -> torch.device:
