@@ -111,6 +111,36 @@ def show(value: Value, digits: int = 5) -> str:
     return value
 
 
+def loss_text(loss: float) -> str:
+    """A loss as every table and sentence shows it: four decimals.
+
+    Examples:
+        >>> loss_text(3.14159), loss_text(float("nan"))
+        ('3.1416', '\N{EN DASH}')
+    """
+    return f"{loss:.4f}" if math.isfinite(loss) else MISSING
+
+
+def norm_text(norm: float) -> str:
+    """A norm, or another size, as every table and sentence shows it: three digits.
+
+    Examples:
+        >>> norm_text(0.204139), norm_text(0.00123456)
+        ('0.204', '0.00123')
+    """
+    return f"{norm:.3g}" if math.isfinite(norm) else MISSING
+
+
+def change_text(change: float) -> str:
+    """A relative change as every table and sentence shows it: whole percents with their sign.
+
+    Examples:
+        >>> change_text(-0.604), change_text(0.02)
+        ('\N{MINUS SIGN}60 %', '+2 %')
+    """
+    return f"{100 * change:+.0f} %".replace("-", "\N{MINUS SIGN}") if math.isfinite(change) else MISSING
+
+
 def as_cell(value: Value | Cell, column: Column) -> Cell:
     """A value as the cell of its column."""
     return value if isinstance(value, Cell) else Cell(show(value, column.digits))

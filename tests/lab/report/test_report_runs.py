@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 
 import numpy as np
@@ -11,14 +12,14 @@ import pytest
 from muonsw.lab.claims.claim import Claim, Comparison
 from muonsw.lab.commands.report import Report, find_runs
 from muonsw.lab.errors import UsageError
-from muonsw.lab.report.charts import Charts, median_curve, predicted_norm, telemetry
-from muonsw.lab.report.downsample import extremes
+from muonsw.lab.report.charts import BEGINNING, SHORT, Charts, loss_axis
 from muonsw.lab.report.page import page
 from muonsw.lab.report.report import build_report, summary, write_report
-from muonsw.lab.report.sections import Arm, Chart, Curve, Document, Table
+from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document, Table
 from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import DARK, LIGHT, arm_styles
 from muonsw.lab.runs import load_runs
+from muonsw.lab.runs.curves import extremes, median_curve
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.test_report import contrast, parse
 
@@ -101,7 +102,7 @@ def test_every_point_of_a_curve_is_a_value_of_its_run(runs, written):
     charts = {chart["name"]: chart for chart in data["charts"]}
     by_label = {data["labels"][curve["label"]]: curve for curve in charts["weight-norm"]["curves"]}
     for run in runs:
-        recorded = dict(zip(*(column.tolist() for column in telemetry(run, "weight_rms")), strict=True))
+        recorded = dict(zip(*(column.tolist() for column in run.norms), strict=True))
         curve = by_label[run.name]
         assert curve["y"] == [pytest.approx(recorded[step], rel=1e-5) for step in curve["x"]]
     (middle,) = (c for c in charts["validation-loss"]["curves"] if c.get("middle") and c["arm"] == 0)
@@ -110,8 +111,8 @@ def test_every_point_of_a_curve_is_a_value_of_its_run(runs, written):
 
 
 def test_the_prediction_follows_a_norm_that_obeys_the_recursion(runs):
-    steps, predicted = predicted_norm(runs[0])
-    observed = telemetry(runs[0], "weight_rms")[1]
+    steps, predicted = runs[0].predicted_norms
+    observed = runs[0].norms[1]
     assert steps[-1] == 400
     # Alignment and size are sampled at every tenth step, between which they are interpolated.
     np.testing.assert_allclose(predicted, observed, rtol=0.05)
@@ -155,11 +156,12 @@ def test_tables_say_how_runs_ended(runs):
     headings = [column.title for column in tables["runs"].headings()]
     first = dict(zip(headings, rows["constant-0"], strict=True))
     losses = runs[0].evals["loss"]
-    assert first["final loss"] == pytest.approx(losses[-1])
-    assert first["best loss"] == pytest.approx(losses.min())
-    norms = telemetry(runs[0], "weight_rms")[1]
-    change = float(first["norm change since peak"].replace("\N{MINUS SIGN}", "-").removesuffix(" %"))
-    assert change == pytest.approx(100 * (norms[-1] / norms.max() - 1), abs=0.06)
+    assert first["final loss"] == f"{losses[-1]:.4f}"
+    assert first["best loss"] == f"{losses.min():.4f}"
+    norms = runs[0].norms[1]
+    assert first["weight RMS"] == f"{norms[-1]:.3g}"
+    change = float(first["change since largest"].replace("\N{MINUS SIGN}", "-").removesuffix(" %"))
+    assert change == pytest.approx(100 * (norms[-1] / norms.max() - 1), abs=0.5)
     assert rows["scaled-1"][-1].text == "200 of 400 steps"
     assert tables["differences"].columns == ("run", "optimizer.decay", "seed")
     command = tables["commands"].rows[0][1].text
@@ -170,6 +172,8 @@ def test_tables_say_how_runs_ended(runs):
 def test_the_sentence_on_top_judges_nothing(runs):
     text = summary(Charts(runs))
     assert text.startswith("4 runs in 2 arms, 1 not complete; median final validation loss: ")
+    for arm in ((0, 1), (2, 3)):  # with as many digits as the table
+        assert f"{np.median([runs[place].final_loss for place in arm]):.4f} (" in text
     assert build_report("x", runs, verdict="Mine.").verdict == "Mine."
 
 
@@ -186,7 +190,7 @@ def test_claims_come_before_everything_and_failed_ones_first(runs):
 
 def test_a_report_without_runs_shows_what_it_is_given(tmp_path):
     curve = Curve("sweep", "scaled", [0.1, 0.2], [3.0, float("nan")])
-    chart = Chart("sweep", "Loss over λ", [curve], x_label="λ", points=True, log_x=True)
+    chart = Chart("sweep", "Loss over λ", [curve], x=Axis("λ", log=10), y=Axis("loss", "nats"), points=True)
     paths = write_report(tmp_path / "r.html", "Sweep", [], figures=[chart], verdict="Done.")
     assert [path.name for path in paths] == ["r.html", "sweep.png", "sweep.svg"]
     data = data_of(paths[0].read_text())
@@ -247,3 +251,43 @@ def test_many_runs_stay_a_page_of_bounded_size(runs):
     text = page(build_report("many", many))
     assert len(text.encode()) < 15_000_000
     assert all(len(curve["x"]) <= 160 for chart in data_of(text)["charts"] for curve in chart["curves"])
+
+
+def falling(steps, every=1):
+    x = list(range(1, steps + 1, every))
+    return Curve("run", "arm", x, [3.0 + 7.0 * math.exp(-10.0 * step / steps) for step in x])
+
+
+def test_a_short_run_is_shown_whole():
+    assert loss_axis([falling(SHORT - 1)]).limits is None
+    assert loss_axis([falling(SHORT - 1), falling(20 * SHORT)]).limits is None
+    assert loss_axis([]).limits is None
+
+
+def test_of_a_long_run_only_the_very_beginning_may_be_left_out():
+    curve = falling(4 * SHORT)
+    low, high = loss_axis([curve]).limits
+    hidden = [x for x, y in zip(curve.x, curve.y, strict=True) if not low <= y <= high]
+    assert hidden
+    assert max(hidden) < BEGINNING * 4 * SHORT
+
+
+def test_every_chart_says_what_its_axes_show(runs):
+    for chart in Charts(runs).all():
+        assert chart.x.title
+        assert chart.y.title
+        assert chart.note
+
+
+def test_the_lines_of_somebodys_own_loop_make_a_report(runs, tmp_path, capsys):
+    file = tmp_path / "telemetry.jsonl"
+    lines = (runs[0].path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"telemetry"' in line))
+    assert Report((file,), out=tmp_path / "page.html", no_images=True).run() == 0
+    assert "wrote" in capsys.readouterr().out
+    document = build_report("x", load_runs([file]))
+    assert [section.name for section in document.sections] == [
+        "weight-norm", "predicted-norm", "alignment", "relative-update", "learning-rate", "decay", "runs",
+    ]  # fmt: skip
+    assert document.verdict == "telemetry."
+    assert document.arms == [Arm("constant", "constant", 1)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from muonsw.lab.model import Decoder
-from muonsw.lab.report.coordinates import ARM_STYLES, draw
+from muonsw.lab.report.study_figures import WIDTH_ARMS, draw_coordinates
 from muonsw.lab.studies.experiment import Context
 from muonsw.lab.studies.mup import EXPERIMENTS
 from muonsw.lab.studies.mup.coordinates import (
@@ -101,12 +101,12 @@ def test_sizes_are_those_of_the_forward_pass():
 
 
 def test_every_arm_has_a_name_and_a_look():
-    assert list(ARMS) == list(ARM_STYLES) == [arm_name(experiment.settings) for experiment in EXPERIMENTS]
+    assert list(ARMS) == list(WIDTH_ARMS) == [arm_name(experiment.settings) for experiment in EXPERIMENTS]
     assert 0 < TOLERANCE < 0.5
 
 
 def test_the_figure_is_drawn_from_the_curves(tmp_path):
-    paths = draw({name: outcome(name) for name in ("muon-sqrt", "standard")}, tmp_path)
+    paths = draw_coordinates({name: outcome(name) for name in ("muon-sqrt", "standard")}, tmp_path)
     assert [path.name for path in paths] == ["coordinates.png", "coordinates.svg"]
     assert all(path.stat().st_size > 10_000 for path in paths)
-    assert draw({}, tmp_path) == []
+    assert draw_coordinates({}, tmp_path) == []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+
+from rich.console import Console
 
 from muonsw.lab.claims.claim import Claim, failed_first, verdict
 from muonsw.lab.claims.text import measured_text, predicted_text
-from muonsw.lab.tables import Cell, Column, Table
+from muonsw.lab.tables import Cell, Column, Table, print_table
 
 Claims = Mapping[str, Sequence[Claim]]
 
@@ -24,6 +27,29 @@ def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours")) 
     return Table("claims", "Claims", columns, [_row(owners[id(claim)], claim) for claim in ordered])
 
 
+def print_claims(console: Console, claims: Sequence[Claim], *, verbose: bool = False) -> None:
+    """Print claims with what was expected, what was measured and the verdict."""
+    if claims:
+        print_table(console, claims_table({"": claims}, ("expected", "measured")), verbose=verbose)
+
+
+def claims_summary(table: Table) -> str:
+    """How many claims of a table came out which way, in one sentence.
+
+    Examples:
+        >>> rows = [("a", Cell("holds")), ("b", Cell("fails"))]
+        >>> claims_summary(Table("claims", "Claims", ("claim", "verdict"), rows))
+        'Of 2 claims 1 holds and 1 fails.'
+    """
+    counts = Counter(row[-1].text for row in table.cells())
+    parts = [f"{count} {_plural(word) if count > 1 else word}" for word, count in counts.items()]
+    return f"Of {len(table.rows)} claims {' and '.join(parts)}."
+
+
+def _plural(word: str) -> str:
+    return {"holds": "hold", "fails": "fail", "undecided": "are undecided"}.get(word, word)
+
+
 def any_failed(claims: Claims) -> bool:
     """Whether one of the claims does not hold."""
     return any(not claim.holds for those in claims.values() for claim in those)
@@ -36,5 +62,6 @@ def _row(owner: str, claim: Claim) -> tuple[Cell, ...]:
     if claim.limits:
         details += f" {claim.limits[0].upper()}{claim.limits[1:]}."
     word = verdict(claim.holds)
-    statement = Cell(claim.statement, note=f"{owner}/{claim.id} · {details}")
+    name = f"{owner}/{claim.id}" if owner else claim.id
+    statement = Cell(claim.statement, note=f"{name} · {details}")
     return statement, Cell(predicted_text(claim)), Cell(measured_text(claim)), Cell(word, tone=word)

@@ -10,16 +10,17 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, arg
 
+from muonsw.lab.claims.table import print_claims
 from muonsw.lab.data.record import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import cores
 from muonsw.lab.report.sections import Table
-from muonsw.lab.report.terminal_table import print_claims, print_table
 from muonsw.lab.storage import prepare_folder
 from muonsw.lab.studies.compare.arms import Arm, parse_arm, same_total
 from muonsw.lab.studies.compare.conduct import Bench, write_outcome
 from muonsw.lab.studies.compare.tables import arms_table, pairs_table
 from muonsw.lab.studies.compare.tune import sweep_table, tune
+from muonsw.lab.tables import print_table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import run_on, with_steps

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from muonsw.lab.claims.table import print_claims
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import cores
-from muonsw.lab.report.terminal_table import print_claims, print_table
 from muonsw.lab.storage import prepare_folder
 from muonsw.lab.studies.catalogue import STUDIES, AnyStudy, find_study
 from muonsw.lab.studies.experiment import Study
@@ -24,6 +24,7 @@ from muonsw.lab.studies.terminal import print_list, print_results
 from muonsw.lab.studies.training import SCALES, Scale, TrainingStudy
 from muonsw.lab.studies.training.conduct import Workshop, conduct, find_data, find_device
 from muonsw.lab.studies.training.costs import cost_table
+from muonsw.lab.tables import print_table
 from muonsw.lab.terminal import say
 
 DEFAULT_SCALE = "cpu"

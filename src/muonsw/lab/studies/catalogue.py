@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from muonsw.lab.report import convergence, coordinates
+from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup, theory
 from muonsw.lab.studies.experiment import Study
 from muonsw.lab.studies.training import TRAINING_STUDIES, TrainingStudy
@@ -19,7 +19,7 @@ STUDIES.register(
         name="theory",
         title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
         experiments=theory.EXPERIMENTS,
-        draw=convergence.draw,
+        draw=draw_convergence,
     ),
 )
 STUDIES.register(
@@ -28,7 +28,7 @@ STUDIES.register(
         name="coordinates",
         title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
         experiments=mup.EXPERIMENTS,
-        draw=coordinates.draw,
+        draw=draw_coordinates,
     ),
 )
 for _study in TRAINING_STUDIES:

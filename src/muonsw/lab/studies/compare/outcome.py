@@ -12,7 +12,6 @@ import torch
 
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import t_interval
-from muonsw.lab.report.run_tables import best_loss, final_loss, norm_change
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.compare.arms import decay_factors
@@ -97,10 +96,10 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         rule=config.optimizer.decay,
         weight_decay=config.optimizer.weight_decay,
         seeds=tuple(int(run.config["seed"]) for run in runs),
-        final=tuple(final_loss(run) or math.nan for run in runs),
-        best=tuple(best_loss(run) or math.nan for run in runs),
+        final=tuple(run.final_loss for run in runs),
+        best=tuple(run.best_loss for run in runs),
         norm=tuple(float(scope["weight_rms"][-1]) if scope.records else math.nan for scope in norms),
-        norm_change=tuple(math.nan if (change := norm_change(run)) is None else change for run in runs),
+        norm_change=tuple(run.norm_change for run in runs),
         relative_update=tuple(_at_peak(run) for run in runs),
         relaxation=relaxation_number(phis),
         total_decay=math.fsum(phis),
@@ -125,7 +124,7 @@ def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
     """An arm against the baseline, on the seeds that both have."""
     ours, theirs = ({int(run.config["seed"]): run for run in runs} for runs in (arm, baseline))
     seeds = tuple(seed for seed in theirs if seed in ours)
-    differences = tuple(_final(ours[seed]) - _final(theirs[seed]) for seed in seeds)
+    differences = tuple(ours[seed].final_loss - theirs[seed].final_loss for seed in seeds)
     matches = tuple(steps_to_match(theirs[seed], ours[seed]) for seed in seeds)
     known = [match for match in matches if match is not None]
     return PairOutcome(
@@ -138,11 +137,6 @@ def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
         steps_to_match=matches,
         match_interval=_interval(known) if len(known) == len(matches) else None,
     )
-
-
-def _final(run: Run) -> float:
-    loss = final_loss(run)
-    return math.nan if loss is None else loss
 
 
 def _interval(values: Sequence[float]) -> Interval | None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from muonsw.lab.report.run_tables import final_loss
 from muonsw.lab.report.sections import Cell, Column, Table
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.compare.arms import Arm
@@ -76,8 +75,8 @@ def _at(arm: Arm, factor: float) -> Arm:
 def _best(arm: Arm, candidates: Sequence[Arm], runs: Mapping[str, Sequence[Run]]) -> Tuned:
     losses = {}
     for candidate in candidates:
-        loss = final_loss(runs[candidate.name][0])
-        losses[candidate.optimizer.weight_decay] = math.inf if loss is None else loss
+        loss = runs[candidate.name][0].final_loss
+        losses[candidate.optimizer.weight_decay] = loss if math.isfinite(loss) else math.inf
     best = min(losses, key=losses.__getitem__)
     chosen = Arm(f"{arm.name}, best lambda={best:g}", replace(arm.optimizer, weight_decay=best))
     return Tuned(chosen, losses, at_edge=best in (min(losses), max(losses)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonsw.lab.claims.claim import Claim, Comparison, Outcome, Series
-from muonsw.lab.report.downsample import log_extremes
+from muonsw.lab.runs.curves import log_extremes
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
     CONSTANT,

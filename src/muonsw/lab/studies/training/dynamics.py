@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +11,8 @@ import numpy as np
 from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim
 from muonsw.lab.claims.claim import Comparison as Held
-from muonsw.lab.diagnose import Diagnosis, diagnose, late_fits
-from muonsw.lab.diagnose.drawing import Arm
-from muonsw.lab.diagnose.drawing import arms as named_arms
-from muonsw.lab.diagnose.figures import (
-    draw_alignment,
-    draw_defect,
-    draw_gradient,
-    draw_late_alignment,
-    draw_tracking,
-)
+from muonsw.lab.diagnose import diagnose, late_fits
+from muonsw.lab.diagnose.figures import draw
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.training.effects import ABOVE, CONSTANT, SCALED, subfolder
@@ -28,7 +20,6 @@ from muonsw.lab.studies.training.evidence import claim, end_norm, history, norm_
 from muonsw.lab.studies.training.scales import Scale
 from muonsw.lab.studies.training.study import Results
 
-Draw = Callable[[Sequence[Arm], Path], list[Path]]
 RULES = (CONSTANT, SCALED)
 RECURSION = Tolerance(0.1, "alignment is sampled every few updates and interpolated between, and the error adds up")
 NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
@@ -195,18 +186,17 @@ def _fit(run: Run, which: str, key: str) -> float:
 
 def draw_steady_state(results: Results, folder: Path) -> list[Path]:
     """Alignment beside norm, target and recursion, and how well the norm follows."""
-    return _draw(results, folder, (draw_alignment, draw_tracking))
+    return _draw(results, folder, ("alignment-and-prediction", "tracking"))
 
 
 def draw_diagnostics(results: Results, folder: Path) -> list[Path]:
     """Orthogonality, gradient and momentum, late alignment."""
-    return _draw(results, folder, (draw_defect, draw_gradient, draw_late_alignment))
+    return _draw(results, folder, ("orthogonality", "gradient-and-momentum", "late-alignment"))
 
 
-def _draw(results: Results, folder: Path, figures: Sequence[Draw]) -> list[Path]:
+def _draw(results: Results, folder: Path, figures: Sequence[str]) -> list[Path]:
     paths: list[Path] = []
     for name, arms in results.items():
-        diagnoses: list[Diagnosis] = [diagnose(arms[rule][0]) for rule in RULES]
-        for draw in figures:
-            paths += draw(named_arms(diagnoses), subfolder(folder, name))
+        diagnoses = [diagnose(arms[rule][0]) for rule in RULES]
+        paths += draw(diagnoses, subfolder(folder, name), figures)
     return paths

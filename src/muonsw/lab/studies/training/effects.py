@@ -12,8 +12,7 @@ from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim
 from muonsw.lab.claims.claim import Comparison as Held
 from muonsw.lab.diagnose import diagnose
-from muonsw.lab.diagnose.drawing import arms as named_arms
-from muonsw.lab.diagnose.figures import draw_norms
+from muonsw.lab.diagnose.figures import draw
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Table
 from muonsw.lab.runs import Run
@@ -178,9 +177,8 @@ def draw_rows(results: Results, folder: Path) -> list[Path]:
     return [
         path
         for name, arms in results.items()
-        for path in draw_norms(
-            named_arms([diagnose(arms[arm][0]) for arm in (CONSTANT, SCALED)]),
-            subfolder(folder, name),
+        for path in draw(
+            [diagnose(arms[arm][0]) for arm in (CONSTANT, SCALED)], subfolder(folder, name), ("loss-and-norm",)
         )
     ]
 

@@ -12,7 +12,6 @@ from muonsw.lab.claims.claim import Claim, Comparison, Interval
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.diagnose import History, open_history
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.run_tables import best_loss, final_loss
 from muonsw.lab.runs import Run
 
 ONE_SEED = "one seed: chance is not excluded"
@@ -82,14 +81,12 @@ def relabelled(run: Run, arm: str) -> Run:
 
 def last_loss(run: Run) -> float:
     """The last validation loss, not a number where there is none."""
-    loss = final_loss(run)
-    return math.nan if loss is None else loss
+    return run.final_loss
 
 
 def lowest_loss(run: Run) -> float:
     """The best validation loss, not a number where there is none."""
-    loss = best_loss(run)
-    return math.nan if loss is None else loss
+    return run.best_loss
 
 
 def history(run: Run) -> History:

@@ -12,7 +12,7 @@ from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim
 from muonsw.lab.claims.claim import Comparison as Held
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.sections import Cell, Chart, Column, Curve, Table, Value
+from muonsw.lab.report.sections import Axis, Cell, Chart, Column, Curve, Table, Value
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.compare.arms import Arm
 from muonsw.lab.studies.training.evidence import claim, last_loss
@@ -303,6 +303,5 @@ def _excess_chart(results: Results, factors: Mapping[str, float], label: str) ->
         x, y = [rate * factors[name] for rate in losses], [loss - lowest for loss in losses.values()]
         curves.append(Curve(name, name, x, y))
     note = "Mean over seeds minus the lowest of the same curve."
-    return Chart(
-        "excess-loss", "Excess loss", curves, x_label=label, y_label="nats", note=note, log_x=True, points=True
-    )
+    rates, excess = Axis(label, log=10), Axis("excess loss", "nats per token")
+    return Chart("excess-loss", "Excess loss", curves, x=rates, y=excess, note=note, points=True)
