@@ -125,20 +125,23 @@ def norm_text(norm: float) -> str:
     """A norm, or another size, as every table and sentence shows it: three digits.
 
     Examples:
-        >>> norm_text(0.204139), norm_text(0.00123456)
-        ('0.204', '0.00123')
+        >>> norm_text(0.204139), norm_text(0.015), norm_text(461.2)
+        ('0.204', '0.0150', '461')
     """
-    return f"{norm:.3g}" if math.isfinite(norm) else MISSING
+    return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
 
 
 def change_text(change: float) -> str:
     """A relative change as every table and sentence shows it: whole percents with their sign.
 
     Examples:
-        >>> change_text(-0.604), change_text(0.02)
-        ('\N{MINUS SIGN}60 %', '+2 %')
+        >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
+        ('\N{MINUS SIGN}60 %', '+2 %', '0 %')
     """
-    return f"{100 * change:+.0f} %".replace("-", "\N{MINUS SIGN}") if math.isfinite(change) else MISSING
+    if not math.isfinite(change):
+        return MISSING
+    whole = round(100 * change)
+    return f"{whole:+d} %".replace("-", "\N{MINUS SIGN}") if whole else "0 %"
 
 
 def as_cell(value: Value | Cell, column: Column) -> Cell:

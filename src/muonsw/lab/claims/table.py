@@ -42,6 +42,8 @@ def claims_summary(table: Table) -> str:
         'Of 2 claims 1 holds and 1 fails.'
     """
     counts = Counter(row[-1].text for row in table.cells())
+    if len(counts) == 1 and len(table.rows) > 1:
+        return f"All {len(table.rows)} claims {_plural(*counts)}."
     parts = [f"{count} {_plural(word) if count > 1 else word}" for word, count in counts.items()]
     return f"Of {len(table.rows)} claims {' and '.join(parts)}."
 

@@ -24,7 +24,7 @@ COSINE = Axis("cosine")
 FROM_PEAK = Axis("step, from the peak of the learning rate")
 OBSERVED, TARGET, RECURSION = (
     ("solid", "observed"),
-    ("dashed", "steady state r⋆"),
+    ("dashed", "steady state r*"),
     ("dotted", "recursion from first norm"),
 )
 
@@ -87,7 +87,7 @@ def alignment_and_prediction(named: Sequence[Named]) -> Sheet | None:
             norms += _curves(one.name, (steps, tracking.smooth_target), line="dashed")
             norms += _curves(one.name, (steps, tracking.predicted), line="dotted", neutral=True)
             marks += [] if tracking.broke_at is None else [Mark(tracking.broke_at, one.name)]
-    ends = [("mark", "norm no longer follows r⋆")] if marks else []
+    ends = [("mark", "norm no longer follows r*")] if marks else []
     alignment = Chart("alignment", "Cosine of weight and update", cosines, y=COSINE, levels=[Level(0.0)])
     title, key = f"Weight RMS of {_scope(named)}", (OBSERVED, TARGET, RECURSION, *ends)
     norm = Chart("norm", title, norms, y=_from_zero(named, 1.45), marks=marks, key=key)
@@ -113,9 +113,9 @@ def tracking_ratio_and_lag(named: Sequence[Named]) -> Sheet | None:
     limits = (1e-3, max(10.0, 1.5 * max(y for curve in ratios for y in curve.y)))
     key = [("solid", "τ = 1/(2φ)"), ("dashed", "τ with the alignment frozen")]
     charts = [
-        Chart("ratio", "Adiabatic ratio τ |d ln r⋆/dt|", ratios, x=FROM_PEAK, y=Axis("ratio", log=10, limits=limits),
+        Chart("ratio", "Adiabatic ratio τ |d ln r*/dt|", ratios, x=FROM_PEAK, y=Axis("ratio", log=10, limits=limits),
               levels=[Level(1.0)], key=key),
-        Chart("lag", "Lag ln(r/r⋆)", lags, x=FROM_PEAK, y=Axis("lag"), levels=[Level(0.0)], bands=[Band(-0.2, 0.2)]),
+        Chart("lag", "Lag ln(r/r*)", lags, x=FROM_PEAK, y=Axis("lag"), levels=[Level(0.0)], bands=[Band(-0.2, 0.2)]),
     ]  # fmt: skip
     return Sheet("tracking", "Does the norm follow its steady state?", charts)
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 import numpy as np
 
 from muonsw.lab.diagnose.history import LINEAR, QUADRATIC, Array, History
+from muonsw.lab.tables import norm_text
 
 # Samples of telemetry: fewer than the first say nothing at all, fewer than the second are too few for fits and slopes.
 MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
@@ -187,11 +188,11 @@ def collapsing(history: History) -> Finding | None:
     if history.run.rule not in LINEAR or fall is None or fall.lost < COLLAPSE or fall.lost_late < LATE_LOSS:
         return None
     held = history.held_norm()
-    hope = f" Scaled decay would hold it at about {held:.2g}." if held > fall.end else ""
+    hope = f" Scaled decay would hold it at about {norm_text(held)}." if held > fall.end else ""
     text = (
         f"{subject(history.scope)} have lost {percent(fall.lost)} of their peak norm since step {fall.top_step:,} "
-        f"({fall.top:.3g} to {fall.end:.3g}), and the learning rate is at {percent(history.lr_left)} of its peak: "
-        f'{history.run.rule} decay makes the norm fall with the learning rate.{hope} Try decay="scaled".'
+        f"({norm_text(fall.top)} to {norm_text(fall.end)}), and the learning rate is at {percent(history.lr_left)} of "
+        f'its peak: {history.run.rule} decay makes the norm fall with the learning rate.{hope} Try decay="scaled".'
     )
     numbers = {"lost": fall.lost, "peak_norm": fall.top, "peak_step": float(fall.top_step), "held_norm": held}
     return Finding("collapsing", Severity.WARNING, history.scope, text, numbers | {"lr_left": history.lr_left})
@@ -203,8 +204,8 @@ def norm_held(history: History) -> Finding | None:
     if history.run.rule not in QUADRATIC or fall is None or abs(fall.lost_late) > HELD:
         return None
     text = (
-        f"{subject(history.scope)} keep their norm: {fall.halved:.3g} when the learning rate had halved, "
-        f"{fall.end:.3g} when {percent(history.lr_left)} of it was left. Scaled decay works as intended."
+        f"{subject(history.scope)} keep their norm: {norm_text(fall.halved)} when the learning rate had halved, "
+        f"{norm_text(fall.end)} when {percent(history.lr_left)} of it was left. Scaled decay works as intended."
     )
     numbers = {"change": -fall.lost_late, "lr_left": history.lr_left}
     return Finding("norm-held", Severity.GOOD, history.scope, text, numbers)

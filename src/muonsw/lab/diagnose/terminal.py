@@ -21,7 +21,7 @@ NORM_COLUMNS = (
     "weights",
     Column("last norm", number=True, rank=0),
     Column("change since peak", number=True, rank=0),
-    Column("r⋆ last", number=True),
+    Column("r* last", number=True),
     Column("lr left", number=True),
     Column("2Σφ", number=True),
     Column("first norm", number=True, rank=2),
@@ -34,7 +34,7 @@ NORM_COLUMNS = (
 FIT_COLUMNS = (
     "fit",
     Column("k", number=True, rank=0),
-    Column("a0", number=True),
+    Column("a0", number=True, rank=2),
     Column("norm at lr 0", number=True),
     Column("steps", number=True, rank=2),
 )

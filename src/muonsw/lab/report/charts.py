@@ -13,8 +13,7 @@ from muonsw.lab.runs.curves import extremes, median_curve, running_mean
 TOTAL_POINTS, MOST, LEAST = 240_000, 1500, 100
 PREDICTED_RUNS = 8  # runs whose recursion is replayed step by step
 SMOOTHED = 0.02  # share of the records that one point of a smoothed curve averages
-# A run of fewer updates is shown whole; of a longer one the losses of its first updates may leave the chart at the top.
-SHORT, BEGINNING = 1000, 0.05
+BEGINNING = 0.05  # share of the updates whose losses may leave the chart at the top
 THINNED = "Thinned by keeping the ends and the extremes of each bin: every point is a value of the run."
 LOSS = "nats per token"
 
@@ -98,7 +97,7 @@ class Charts:
         """The schedule as it was run."""
         curves = self.curves(_learning_rates)
         note = "Base learning rate of each update."
-        return Chart("learning-rate", "Learning rate", curves, y=Axis("learning rate η"), note=note)
+        return Chart("learning-rate", "Learning rate", curves, y=Axis("η"), note=note)
 
     def decay(self) -> Chart:
         """The factor by which weights were shrunk."""
@@ -140,17 +139,18 @@ class Charts:
 
 
 def loss_axis(curves: Sequence[Curve]) -> Axis:
-    """An axis for losses, which leaves out what the first updates of long runs had, and nothing of short ones.
+    """An axis for losses on which each run is seen from the first twentieth of its updates on.
 
-    The fall of the beginning may be ten times as high as everything after it, and would flatten that.
+    The fall before that may be ten times as high as everything after it, and would flatten the rest.
     """
-    ends = [curve.x[-1] for curve in curves if len(curve.x)]
-    if not ends or min(ends) < SHORT:
+    late: list[float] = []
+    for curve in curves:
+        begin = BEGINNING * curve.x[-1]
+        late += [y for x, y in zip(curve.x, curve.y, strict=True) if x >= begin]
+        late.append(float(np.interp(begin, curve.x, curve.y)))
+    if not late or max(late) >= max(y for curve in curves for y in curve.y):
         return Axis("loss", LOSS)
-    late = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= BEGINNING * curve.x[-1]]
     low, high = min(late), max(late)
-    if high >= max(y for curve in curves for y in curve.y):
-        return Axis("loss", LOSS)
     margin = 0.04 * (high - low) or 0.01
     return Axis("loss", LOSS, limits=(low - margin, high + margin))
 

@@ -96,7 +96,7 @@
   };
 
   const names = (chart, log) => chart.levels.filter(({ label }) => label).map(({ y, label }) => ({
-    xref: "paper", x: 0, xanchor: "left", y: log ? Math.log10(y) : y, yanchor: "bottom", text: plain(label), showarrow: false,
+    xref: "paper", x: 1, xanchor: "right", y: log ? Math.log10(y) : y, yanchor: "bottom", text: plain(label), showarrow: false,
     font: { size: 11, color: themes[theme].colours.muted },
   }));
 
@@ -215,7 +215,7 @@
     box.classList.toggle("cut", beyond > 0);
     const more = box.nextElementSibling;
     more.hidden = !beyond;
-    more.textContent = beyond === 1 ? "→ scroll for 1 more column" : "→ scroll for " + beyond + " more columns";
+    more.textContent = beyond === 1 ? "→ scroll for the rest" : "→ scroll for " + beyond + " more columns";
   };
   const boxes = [...document.querySelectorAll(".scroll")];
   const resized = new ResizeObserver((seen) => seen.forEach(({ target }) => markScroll(target)));

@@ -69,7 +69,9 @@ def write_sheet(sheet: Sheet, arms: Sequence[Arm], folder: Path, palette: Palett
             axis = figure.add_axes((left / wide, 1.0 - (top + height) / high, width / wide, height / high))
             _draw_chart(axis, chart, styles, palette, small=(width, height) == SMALL)
         if sheet.title:
-            figure.suptitle(_text(sheet.title), x=0.2 / wide, y=1.0 - 0.15 / high, ha="left", va="top", fontsize=15)
+            figure.suptitle(
+                _text(sheet.title), x=0.2 / wide, y=1.0 - 0.15 / high, ha="left", va="top", fontsize=15, weight="bold"
+            )
         if entries:
             corner = (0.2 / wide, 0.05 / high)
             figure.legend(handles=entries, loc="lower left", bbox_to_anchor=corner, ncols=across, fontsize=10.5)
@@ -87,7 +89,7 @@ def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], palett
     for mark in chart.marks:
         colour = styles[mark.arm].colour
         axis.axvline(mark.x, color=colour, linewidth=1.0, alpha=0.8)
-        axis.plot(mark.x, 1.0, "v", color=colour, transform=axis.get_xaxis_transform(), clip_on=False)
+        axis.plot(mark.x, 0.96, "v", color=colour, transform=axis.get_xaxis_transform())
     axis.set_title(_text(chart.title), fontsize=11 if small else 13)
     axis.set(xlabel=_text(chart.x.title), ylabel=_text(chart.y.title))
     axis.tick_params(labelsize=9.5 if small else 11)
