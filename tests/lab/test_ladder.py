@@ -13,6 +13,7 @@ LADDER = (
     "settings",
     "terminal",
     "tables",
+    "progress",
     "processes",
     "paper",
     "data",

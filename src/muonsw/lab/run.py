@@ -1,4 +1,4 @@
-"""Train from a config file: `python -m muonsw.lab.train.__main__ config.json RUN` is `python -m muonsw.lab.train`."""
+"""Train from a config file: `python -m muonsw.lab.run CONFIG.json RUN`, the same as `python -m muonsw.lab.train`."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from muonsw.lab.commands.data import DATA_COMMANDS, Data
 from muonsw.lab.data.corpus import Extent
-from muonsw.lab.data.prepare import Group, read_record
+from muonsw.lab.data.prepare import Group, prepare_default, read_record
 from muonsw.lab.data.progress import watching
-from muonsw.lab.data.ready import prepare_default
 from muonsw.lab.errors import UsageError
+from tests.lab.data.small import damage
 
 SMALL = ["--source", "synthetic", "--limit-characters", "70000", "--vocab", "300", "--group-characters", "20000"]
 
@@ -65,6 +65,18 @@ def test_the_options_reach_the_record(tmp_path):
     assert (record.validation_fraction, record.group_characters) == (0.0, 1)
 
 
+def test_a_folder_means_all_its_files_that_can_be_read(tmp_path):
+    for name in ("b.txt", "deep/a.md", ".hidden.txt", "deep/.git/c.txt", "picture.png"):
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(name[0] * 100)
+    options = ["--tokenizer", "bytes", "--validation-fraction", "0", "--source", "text", "--files"]
+    assert muonsw("data", "prepare", tmp_path / "out", *options, tmp_path / "texts") == 0
+    assert read_record(tmp_path / "out").documents == 2
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"holds no file that can be read: put \.txt"):
+        muonsw("data", "prepare", tmp_path / "other", *options, tmp_path / "empty")
+
+
 def test_the_command_and_the_function_agree(tmp_path):
     given = ["--source", "synthetic", "--limit-characters", "60000", "--vocab", "300"]
     assert muonsw("data", "prepare", tmp_path / "command", *given) == 0
@@ -81,22 +93,20 @@ def test_verify_reads_everything(folder, capsys):
 
 
 def test_verify_names_every_bad_shard(folder, capsys):
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    flipped = bytearray(before["train-00001.tokens"])
-    flipped[-1] ^= 1
-    (folder / "train-00001.tokens").write_bytes(flipped)
-    (folder / "train-00002.tokens").write_bytes(before["train-00000.tokens"])
-    (folder / "validation-00000.tokens").unlink()
-    os.truncate(folder / "train-00003.tokens", len(before["train-00003.tokens"]) - 2)
+    shards = read_record(folder).paths(folder, "train")
+    damage(shards[1])
+    shards[2].write_bytes(shards[0].read_bytes())
+    os.truncate(shards[3], shards[3].stat().st_size - 2)
+    (held_out := read_record(folder).paths(folder, "validation")[0]).unlink()
     (folder / "tokenizer.json").write_text("{}")
     assert muonsw("data", "verify", folder) == 1
     printed = capsys.readouterr().out
     bad = [line for line in printed.splitlines() if line.startswith("bad: ")]
     assert "tokenizer.json is not a tokenizer" in bad[0]
-    assert "train-00001.tokens was altered" in bad[1] or "train-00001.tokens: token" in bad[1]
-    assert "train-00002.tokens is not the shard on record" in bad[2]
-    assert "train-00003.tokens is truncated" in bad[3]
-    assert "validation-00000.tokens cannot be read" in bad[4]
+    assert f"{shards[1].name} was altered" in bad[1]
+    assert shards[2].name in bad[2]
+    assert f"{shards[3].name} has" in bad[3]
+    assert f"{held_out.name} cannot be read" in bad[4]
     assert "5 problems" in printed
     assert len(bad) == 5
 
@@ -166,15 +176,15 @@ def shown(*, terminal, extent):
     return console.file.getvalue()
 
 
-def test_progress_counts_documents_and_bytes():
-    lines = shown(terminal=False, extent=Extent(documents=12)).splitlines()
-    assert lines[:2] == ["making the tokenizer", "encoding"]
-    assert lines[2].startswith("encoding: 3 documents, 2.0 MB, ")
-    assert lines[2].endswith("MB/s (25%)")
-    assert shown(terminal=False, extent=Extent()).splitlines()[2].endswith("MB/s")
+def test_progress_counts_documents_and_bytes(monkeypatch):
+    monkeypatch.setattr("muonsw.lab.progress.SECONDS_BETWEEN_LINES", -1.0)
+    for extent in (Extent(documents=12), Extent()):
+        lines = shown(terminal=False, extent=extent).splitlines()
+        assert lines[:2] == ["making the tokenizer", "encoding"]
+        assert lines[2].startswith("preparing: documents 3, MB 2.0, MB/s ")
 
 
 def test_progress_is_a_bar_in_a_terminal():
     drawn = shown(terminal=True, extent=Extent(bytes=4_000_000))
-    assert "3 documents, 2.0 MB" in drawn
-    assert "left" in drawn
+    assert "documents 3  MB 2.0" in drawn
+    assert "making the tokenizer" in drawn

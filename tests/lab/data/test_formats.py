@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from muonsw.lab.data.sources import text_documents
+from muonsw.lab.data.corpus import text_documents
 from muonsw.lab.errors import UsageError
 
 TEXTS = ["one\ntwo", "zwö", "third " * 5000, "ﬁn"]

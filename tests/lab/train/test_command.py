@@ -1,4 +1,4 @@
-"""`muonsw train` and `python -m muonsw.lab.train.__main__`: settings from options or a file, and exit codes."""
+"""`muonsw train` and `python -m muonsw.lab.run`: settings from options or a file, and exit codes."""
 
 import json
 

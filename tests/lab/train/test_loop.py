@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.errors import UsageError
+from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.train import checkpoint
-from muonsw.lab.train.guard import Diverged
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
 from muonsw.schedule import lr_scheduler
@@ -93,7 +92,7 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, numb
     config_file, run = tmp_path / "config.json", tmp_path / "run"
     config_file.write_text(json.dumps(config.as_data()))
     process = subprocess.Popen(
-        [sys.executable, "-m", "muonsw.lab.train.__main__", config_file, run],
+        [sys.executable, "-m", "muonsw.lab.run", config_file, run],
         env=ONE_THREAD,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -289,3 +288,17 @@ def test_learning_rates_on_a_device_go_through_a_checkpoint(tmp_path):
     assert all(isinstance(group["lr"], torch.Tensor) for group in resumed.optimizer.param_groups)
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_an_evaluation_without_a_number_goes_through_a_checkpoint(tmp_path):
+    """A validation loss may overflow though the training losses are well; the run goes on, and so does its resume."""
+    whole = Training(with_fingerprint(small_run()))
+    whole.evaluate()
+    whole.best = whole.latest = whole.latest._replace(loss=math.nan)
+    path = checkpoint.save(tmp_path, whole.checkpoint())
+    resumed = Training(with_fingerprint(small_run()))
+    resumed.load(checkpoint.load(path))
+    assert math.isnan(resumed.latest.loss)
+    resumed.evaluate()
+    assert resumed.best == resumed.latest
+    assert math.isfinite(resumed.best.loss)

@@ -14,7 +14,7 @@ from muonsw.lab.diagnose.fits import AlignmentFit
 from muonsw.lab.diagnose.history import History
 from muonsw.lab.diagnose.rules import Finding, Severity
 from muonsw.lab.tables import Column, Table, Value, change_text, norm_text, print_table
-from muonsw.lab.terminal import say
+from muonsw.lab.terminal import harmless, say
 
 COLOURS = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan", Severity.GOOD: "green"}
 NORM_COLUMNS = (
@@ -103,11 +103,11 @@ def _ends(interval: Interval) -> str:
 def _print_findings(console: Console, diagnosis: Diagnosis) -> None:
     title = f"{diagnosis.run.name} ({diagnosis.run.rule or 'rule unknown'})"
     console.print()
-    console.print(Text(title, style="bold"))
+    console.print(Text(harmless(title), style="bold"))
     if not diagnosis.findings:
         say(console, "  nothing to report")
     for finding in diagnosis.findings:
-        lines = textwrap.wrap(finding_text(finding), width=max(min(console.width, 110) - 11, 30))
+        lines = textwrap.wrap(harmless(finding_text(finding)), width=max(min(console.width, 110) - 11, 30))
         for place, line in enumerate(lines):
             label = Text(f"{finding.severity if place == 0 else '':>8}  ", style=COLOURS[finding.severity])
             console.print(label + Text(line, style="default"), soft_wrap=True)

@@ -1,22 +1,22 @@
-"""A trained model as files that need nothing of the run: safetensors, a config, and its tokenizer."""
+"""A trained model on its own: as files that need nothing of the run, read back, and as text it writes."""
 
 from __future__ import annotations
 
-import json
-import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file
 
-from muonsw.lab.data.record import read_record
-from muonsw.lab.data.stored import load_tokenizer
-from muonsw.lab.data.tokenizers import Tokenizer
+from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
+from muonsw.lab.data.tokenizers import Tokenizer, store
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.settings import as_data, from_data
-from muonsw.lab.storage import prepare_folder, write_atomically
+from muonsw.lab.storage import placing, prepare_folder, read_object, write_json
 from muonsw.lab.train import checkpoint
-from muonsw.lab.train.folder import CHECKPOINTS, read_config, read_json
+from muonsw.lab.train.folder import CHECKPOINTS, read_config
 from muonsw.lab.train.loop import best_saved
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
@@ -32,10 +32,11 @@ def export(run: Path, folder: Path, *, best: bool = False) -> Path:
     config = read_config(run)
     saved = load_newest(run, best=best)
     prepare_folder(folder)
-    save_file(dict(saved.tensors["model"]), folder / MODEL, metadata={"format": "pt"})
+    with placing(folder / MODEL) as beside:
+        checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt"})
     _copy_tokenizer(Path(config.data.path), folder / TOKENIZER)
     content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model)}
-    write_atomically(folder / CONFIG, json.dumps(content, indent=1))
+    write_json(folder / CONFIG, content)
     return folder
 
 
@@ -57,11 +58,10 @@ def load_newest(run: Path, *, best: bool = False) -> checkpoint.Checkpoint:
 
 
 def _copy_tokenizer(data: Path, folder: Path) -> None:
-    """The record of the data, which identifies the tokenizer, and the tokenizer's own files."""
-    description = read_record(data).tokenizer_description or {}
-    folder.mkdir(exist_ok=True)
-    for name in ("data.json", *(description.get("files") or ())):
-        shutil.copyfile(data / name, folder / name)
+    """The tokenizer's own files, and a record that says which tokenizer it is; nothing about the tokens."""
+    prepare_folder(folder)
+    store(load_tokenizer(data), folder)
+    save_record(folder, replace(read_record(data), groups=()))
 
 
 def load_model(path: Path) -> tuple[Decoder, Tokenizer]:
@@ -70,7 +70,7 @@ def load_model(path: Path) -> tuple[Decoder, Tokenizer]:
     Raises:
         UsageError: If the folder is neither.
     """
-    content = read_json(path / CONFIG)
+    content = read_object(path / CONFIG)
     if content.get("format") == FORMAT:
         config, tensors = from_data(ModelConfig, content["model"], "model"), load_file(path / MODEL)
         tokenizer = load_tokenizer(path / TOKENIZER)
@@ -81,3 +81,45 @@ def load_model(path: Path) -> tuple[Decoder, Tokenizer]:
     model = Decoder(config, seed=None)
     model.load_state_dict(tensors)
     return model, tokenizer
+
+
+@torch.no_grad()
+def sample(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Continue a prompt, until a document ends.
+
+    Args:
+        model: On any device.
+        tokenizer: The one it was trained with.
+        prompt: What to continue; an empty one starts a document.
+        tokens: At most so many.
+        temperature: 0 always takes the likeliest token.
+        top_k: Draw among so many likeliest tokens; 0 among all.
+        seed: Of the draws.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    ids = [tokenizer.end_of_document, *tokenizer.encode(prompt).tolist()]
+    for _ in range(tokens):
+        context = torch.tensor([ids[-model.config.sequence :]], device=device)
+        logits = model.logits(context)[0, -1, : tokenizer.vocab_size].float().cpu()
+        ids.append(_draw(logits, temperature, top_k, generator))
+        if ids[-1] == tokenizer.end_of_document:
+            return
+        yield ids[-1]
+
+
+def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    kept = logits.topk(min(top_k or len(logits), len(logits)))
+    chosen = torch.multinomial((kept.values / temperature).softmax(0), 1, generator=generator)
+    return int(kept.indices[chosen])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from muonsw.lab.data.prepare import open_split, prepare, read_record
-from muonsw.lab.data.stored import BPE_FILE, load_tokenizer
-from muonsw.lab.data.tokenizers import GPT2_FILES, BPETokenizer, ByteTokenizer, GPT2Tokenizer
+from muonsw.lab.data.shards import load_tokenizer
+from muonsw.lab.data.tokenizers import BPE_FILE, GPT2_FILES, BPETokenizer, ByteTokenizer, GPT2Tokenizer
 from muonsw.lab.errors import UsageError
 from tests.lab.data.test_tokenizers import CORPUS, gpt2_files
 
@@ -38,7 +38,7 @@ def test_a_moved_folder_rebuilds_its_tokenizer(tmp_path, kind):
     loaded = load_tokenizer(moved)
     assert type(loaded) is type(tokenizer)
     assert loaded.identity == tokenizer.identity == read_record(moved).tokenizer
-    ids = np.concatenate([shard.tokens for shard in open_split(moved, "train", tokenizer=loaded.identity)])
+    ids = np.concatenate([shard.tokens for shard in open_split(moved, "train")])
     assert loaded.decode(ids).split("<|endoftext|>") == [*CORPUS, ""]
     files = {"bytes": None, "bpe": [BPE_FILE], "gpt2": list(GPT2_FILES)}[kind]
     assert read_record(moved).tokenizer_description == {"kind": kind, "files": files}
@@ -89,7 +89,7 @@ def test_a_tokenizer_of_another_kind_is_not_made_up(tmp_path):
         encode_batch = ByteTokenizer().encode_batch
 
     prepare(CORPUS, Other(), tmp_path, validation_fraction=0.0)
-    assert len(open_split(tmp_path, "train", tokenizer="ab" * 32)) == 1
+    assert len(open_split(tmp_path, "train")) == 1
     with pytest.raises(UsageError, match="does not say which tokenizer made it"):
         load_tokenizer(tmp_path)
 

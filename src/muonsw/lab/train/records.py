@@ -1,20 +1,29 @@
-"""From numbers on the device to records: read back in groups, timed, watched, and handed to every sink."""
+"""From numbers on the device to records: read back in groups, timed, watched, written down and passed on."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Losses
-from muonsw.lab.train.metrics import Record, Sink
+from muonsw.lab.storage import plain, reported, write_atomically
+from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Training
+from muonsw.telemetry import TensorBoardSink, WandbSink
 
+Record = dict[str, Any]
+Sink = Callable[[Record], None]
 # On an accelerator losses are read back in groups, so that the host can run ahead.
 READ_EVERY = 16
 
@@ -112,3 +121,63 @@ def load_entropy(load_LE: Tensor) -> Tensor:
     """
     entropy: Tensor = torch.special.entr(load_LE).sum(dim=1)
     return entropy / math.log(load_LE.shape[1])
+
+
+class MetricsFile:
+    """Appends records to `metrics.jsonl`, each flushed, so that a killed run has all but perhaps half a line.
+
+    Args:
+        folder: The run's folder.
+        after: Records of updates after this one are cut off: the run resumes there and will write them again.
+    """
+
+    def __init__(self, folder: Path, *, after: int) -> None:
+        self.path = folder / METRICS
+        kept = [line for line, record in _readable(self.path) if record["step"] <= after] if after > 0 else []
+        write_atomically(self.path, "".join(kept))
+        with reported(self.path):
+            self._file = self.path.open("a", encoding="utf-8")
+
+    def __call__(self, record: Record) -> None:
+        """Append one record."""
+        with reported(self.path):
+            self._file.write(json.dumps(plain(record), separators=(",", ":")) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until all records are on disk, so that a checkpoint never knows more than its metrics."""
+        with reported(self.path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _readable(path: Path) -> Iterator[tuple[str, Record]]:
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield line, json.loads(line)
+            except ValueError:  # a killed process leaves half a line, and nothing after it
+                return
+
+
+def tensorboard_sink(folder: Path) -> Sink:
+    """A sink that writes TensorBoard events into the run's folder."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError("TensorBoard is not installed: pip install 'muonsw[tensorboard]'") from error
+    return TensorBoardSink(SummaryWriter(str(folder / "tensorboard")))
+
+
+def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
+    """A sink that logs to a Weights & Biases project; a resumed run goes on under its folder's name."""
+    try:
+        wandb = import_module("wandb")
+    except ImportError as error:
+        raise UsageError("Weights & Biases is not installed: pip install 'muonsw[wandb]'") from error
+    return WandbSink(wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", config=dict(config)))

@@ -8,15 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.lab.data import ready
+from muonsw.lab.data import prepare as module
 from muonsw.lab.data.corpus import Corpus
-from muonsw.lab.data.groups import is_validation
 from muonsw.lab.data.loader import TokenLoader, ValidationLoader
-from muonsw.lab.data.prepare import LOCK, locked, open_split
-from muonsw.lab.data.ready import DataSettings, TokenizerChoice, prepare_corpus, prepare_default
-from muonsw.lab.data.stored import load_tokenizer
+from muonsw.lab.data.prepare import (
+    DataSettings,
+    TokenizerChoice,
+    is_validation,
+    locked,
+    open_split,
+    prepare_corpus,
+    prepare_default,
+)
+from muonsw.lab.data.shards import load_tokenizer, read_record
 from muonsw.lab.data.tokenizers import BPETokenizer
 from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import LOCK
 
 SMALL = {"source": "synthetic", "vocab": 300, "limit_characters": 100_000}
 
@@ -68,7 +75,7 @@ def test_asking_again_touches_nothing_and_reads_nothing(folder, monkeypatch):
 
 def test_asking_again_repairs_what_is_missing(folder, trainings):
     before = data_in(folder)
-    (folder / "validation-00000.tokens").unlink()
+    read_record(folder).paths(folder, "validation")[0].unlink()
     prepare_default(folder, **SMALL)
     assert data_in(folder) == before
     (folder / "tokenizer.json").write_text("{}")
@@ -145,7 +152,7 @@ def small_definition():
 def test_who_asks_for_a_folder_at_work_waits(folder):
     """The second asks while the first works; it gets the same data once that is done."""
     before, found = data_in(folder), []
-    (folder / "train-00000.tokens").unlink()
+    read_record(folder).paths(folder, "train")[0].unlink()
     waiting = threading.Thread(target=lambda: found.append(prepare_default(folder, **SMALL)))
     with locked(folder):
         with pytest.raises(UsageError, match="being prepared by another process"):
@@ -171,7 +178,7 @@ def test_who_asks_for_a_folder_at_work_waits(folder):
 )
 def test_every_core_is_used_once(monkeypatch, cores, corpus, processes, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert ready._workforce(corpus, processes) == expected
+    assert module._workforce(corpus, processes) == expected
 
 
 @pytest.mark.parametrize(
@@ -181,8 +188,8 @@ def test_every_core_is_used_once(monkeypatch, cores, corpus, processes, expected
         (lambda _: TokenizerChoice("bpe2"), "no tokenizer 'bpe2': give bytes, bpe, gpt2"),
         (lambda _: TokenizerChoice("bytes", gpt2_files=Path("x")), "--gpt2-files go with"),
         (lambda f: prepare_default(f, **SMALL, validation_fraction=1.0), "at least 0 and below 1, not 1.0"),
-        (lambda f: prepare_default(f, **SMALL, processes=0), "must be at least 1, got 4194304 and 0"),
-        (lambda f: prepare_corpus(f, DataSettings(group_characters=0)), "must be at least 1, got 0 and None"),
+        (lambda f: prepare_default(f, **SMALL, processes=0), "--processes must be at least 1, got 0"),
+        (lambda f: prepare_corpus(f, DataSettings(group_characters=0)), "--group-characters must be at least 1, got 0"),
         (lambda f: prepare_default(f / "no.txt", source="text", files=(f"{f}/no*",)), "no file matches"),
     ],
 )

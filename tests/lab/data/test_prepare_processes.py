@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.lab.data.prepare import LOCK, RECORD, locked, open_split, prepare, read_record
+from muonsw.lab.data.prepare import RECORD, locked, open_split, prepare, read_record
 from muonsw.lab.data.shards import ShardError, open_shard
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import BPETokenizer, ByteTokenizer
 from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import LOCK
 from tests.lab.data.test_prepare import Counting
 
 DOCUMENTS = list(islice(MarkovSource(seed=5, mean_length=300.0), 300))
@@ -51,7 +52,7 @@ def test_the_number_of_processes_changes_no_byte(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_said_and_what_it_finished_is_kept(tmp_path):
-    with pytest.raises(UsageError, match="a process that encodes died"):
+    with pytest.raises(UsageError, match=r"shard 000\d\d: its process was ended from outside \(exit code 9\)"):
         prepare(DOCUMENTS, Dying(), tmp_path / "data", **SETTINGS, processes=2)
     kept = sum(group.documents for group in read_record(tmp_path / "data").groups)
     counting = Counting()
@@ -66,7 +67,7 @@ import sys
 from pathlib import Path
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizers import ByteTokenizer
-from tests.lab.data.test_workers import DOCUMENTS, SETTINGS
+from tests.lab.data.test_prepare_processes import DOCUMENTS, SETTINGS
 
 def documents():
     yield from DOCUMENTS[:200]
@@ -168,7 +169,10 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
         with pytest.raises(ShardError, match="Too many open files"):
-            [open_shard(path) for path in record.paths(tmp_path, "train")]
+            [
+                open_shard(*each, "train", record)
+                for each in zip(record.paths(tmp_path, "train"), record.groups, strict=True)
+            ]
         assert len(open_split(tmp_path, "train")) == 80
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,141 @@
+"""The pool of worker processes: every job is heard of, and no process outlives the one that started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
+from muonsw.lab.processes import Audience, run_jobs, stop_requests
+
+IN_PROC = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are found in /proc")
+
+
+def work(task, tell):
+    """A job for the tests: does what its task says."""
+    tell(f"doing {task}")
+    match task:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "diverge":
+            raise Diverged("the loss is nan")
+        case "fault":
+            raise ZeroDivisionError("by zero")
+        case "sleep" | "dream":
+            time.sleep(60)
+        case "save" | "save in vain":
+            with stop_requests() as request:
+                while request.signal is None:
+                    time.sleep(0.01)
+            if task == "save":
+                raise Interrupted("saved", request.signal)
+            raise MachineError("no room")
+    return os.getpid(), torch.get_num_threads(), os.environ.get("RAYON_NUM_THREADS")
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_jobs_in_processes_are_done_told_of_and_pinned_to_their_threads():
+    told, found, failed = {}, {}, {}
+    jobs = [("a", 1), ("killed", "kill"), ("b", 2), ("wild", "diverge"), ("broken", "fault"), ("c", 3), ("d", 4)]
+    run_jobs(work, jobs, Audience(told.__setitem__, found.__setitem__, failed.__setitem__), workers=2, threads=1)
+    assert told == {name: f"doing {task}" for name, task in jobs}
+    assert list(found) == ["a", "b", "c", "d"]
+    assert all(rest == [1, "1"] for _, *rest in found.values())
+    assert os.getpid() not in {process for process, *_ in found.values()}
+    assert isinstance(failed["wild"], Diverged)
+    assert isinstance(failed["killed"], MachineError)
+    assert "ended from outside (signal 9)" in str(failed["killed"])
+    assert str(failed["broken"]) == "ZeroDivisionError: by zero"
+    assert "in work" in failed["broken"].__notes__[0]
+
+
+def test_a_failure_ends_all_jobs_unless_the_audience_says_otherwise():
+    heard = []
+    audience = Audience(message=lambda name, _content: heard.append(name))
+    with pytest.raises(UsageError, match="wild: the loss is nan"):
+        run_jobs(work, [("wild", "diverge"), ("never", "save")], audience, workers=1)
+    with pytest.raises(MachineError, match=r"killed: its process was ended from outside \(signal 9\)"):
+        run_jobs(work, [("saving", "save"), ("killed", "kill")], audience, workers=2)
+    assert "never" not in heard
+
+
+def test_in_this_process_torch_has_its_threads_back_afterwards():
+    before, found = torch.get_num_threads(), {}
+    run_jobs(work, [("a", 1)], Audience(finished=found.__setitem__), workers=8, threads=before + 2)
+    assert found["a"][:2] == (os.getpid(), before + 2)
+    assert torch.get_num_threads() == before
+
+
+def test_an_endless_stream_of_jobs_is_read_one_ahead():
+    taken, done = [], []
+
+    def stream():
+        for number in count():
+            taken.append(number)
+            yield str(number), number
+
+    def finish(_name, _result):
+        done.append(1)
+        assert len(taken) <= len(done) + 2
+        if len(done) == 6:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        run_jobs(work, stream(), Audience(finished=finish), workers=2)
+
+
+PARENT = """
+import sys
+from muonsw.lab.errors import Interrupted
+from muonsw.lab.processes import Audience, run_jobs
+from tests.lab.test_processes import work
+
+if __name__ == "__main__":
+    said = Audience(message=lambda name, _content: print(name, flush=True))
+    try:
+        run_jobs(work, [(task, task) for task in sys.argv[1:]], said, workers=2)
+    except Interrupted as stop:
+        print(stop, flush=True)
+        sys.exit(stop.exit_code)
+"""
+
+
+@IN_PROC
+@pytest.mark.parametrize(
+    ("number", "tasks", "end", "code"),
+    [
+        (signal.SIGKILL, ("sleep", "save"), "", -9),
+        pytest.param(signal.SIGHUP, ("sleep", "dream"), "stopped; the same command", 129, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, ("save", "sleep"), "stopped, all runs saved; the", 143, marks=pytest.mark.slow),
+        (signal.SIGTERM, ("save", "save in vain"), "stopped, save in vain was not saved: no room; the same", 143),
+    ],
+)
+def test_no_process_outlives_its_parent_and_the_end_is_told_as_it_was(tmp_path, number, tasks, end, code):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, script, *tasks]
+    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) as parent:
+        assert {parent.stdout.readline().strip() for _ in tasks} == set(tasks)
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        parent.send_signal(number)
+        printed = parent.stdout.read()
+    assert printed.startswith(end)
+    assert parent.returncode == code
+    assert len(children) >= 2
+    deadline = time.monotonic() + 10.0
+    while any(is_running(child) for child in children):
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.01)
