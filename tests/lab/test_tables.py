@@ -70,6 +70,19 @@ def test_markup_in_text_is_shown_as_it_is(capsys):
     assert all(part in text for part in ("a [bold] title", "[red]x[/red]", "[i]note[/i]"))
 
 
+def test_nothing_in_a_table_steers_the_terminal(capsys):
+    table = Table("t", "\x1b[2J", ("a\x07",), [(Cell("x\x1b]0;", note="\x9b31m"),)], note="\x1bc")
+    text = printed(table, 80, capsys, verbose=True)
+    assert not set(text) & {"\x1b", "\x07", "\x9b"}
+    assert "\\x1b[2J" in text
+
+
+def test_wide_letters_count_twice(capsys):
+    text = printed(Table("t", "T", ("name", Column("n", number=True)), [("走" * 9, 1.0), ("a", 2.0)]), 21, capsys)
+    assert "…" not in text
+    assert "走" * 9 in text
+
+
 def test_a_table_without_headings_has_no_header():
     table = Table("t", "T", ("", "", ""), [("steps", "10", "given")])
     assert plain_text(table) == "steps  10  given"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from muonsw.lab.terminal import say
+from muonsw.lab.terminal import harmless, say
 
 Value = str | float | int | bool | None
 MISSING = "\N{EN DASH}"
@@ -111,6 +112,39 @@ def show(value: Value, digits: int = 5) -> str:
     return value
 
 
+def loss_text(loss: float) -> str:
+    """A loss as every table and sentence shows it: four decimals.
+
+    Examples:
+        >>> loss_text(3.14159), loss_text(float("nan"))
+        ('3.1416', '\N{EN DASH}')
+    """
+    return f"{loss:.4f}" if math.isfinite(loss) else MISSING
+
+
+def norm_text(norm: float) -> str:
+    """A norm, or another size, as every table and sentence shows it: three digits.
+
+    Examples:
+        >>> norm_text(0.204139), norm_text(0.015), norm_text(461.2)
+        ('0.204', '0.0150', '461')
+    """
+    return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
+
+
+def change_text(change: float) -> str:
+    """A relative change as every table and sentence shows it: whole percents with their sign.
+
+    Examples:
+        >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
+        ('\N{MINUS SIGN}60 %', '+2 %', '0 %')
+    """
+    if not math.isfinite(change):
+        return MISSING
+    whole = round(100 * change)
+    return f"{whole:+d} %".replace("-", "\N{MINUS SIGN}") if whole else "0 %"
+
+
 def as_cell(value: Value | Cell, column: Column) -> Cell:
     """A value as the cell of its column."""
     return value if isinstance(value, Cell) else Cell(show(value, column.digits))
@@ -132,6 +166,7 @@ def print_table(console: Console, table: Table, *, verbose: bool = False, hint: 
         parts = (table.title, plain_text(table, notes=verbose), table.note)
         say(console, "\n" + "\n".join(part for part in parts if part))
         return
+    table = _harmless(table)
     chosen, left_out = fitting(table, console.width)
     _draw(console, table, chosen, title=table.title, notes=verbose)
     while verbose and left_out:
@@ -141,7 +176,8 @@ def print_table(console: Console, table: Table, *, verbose: bool = False, hint: 
         console.print(Text(table.note, style="dim"))
     if left_out:
         names = ", ".join(table.headings()[place].title for place in left_out)
-        console.print(Text(f"Not shown at this width: {names}{f' ({hint})' if hint else ''}.", style="dim"))
+        text = f"Not shown at this width: {names}{f' ({hint})' if hint else ''}."
+        console.print(Text(text, style="dim"))
 
 
 def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
@@ -190,18 +226,28 @@ def plain_text(table: Table, *, notes: bool = False) -> str:
     return "\n".join(line.rstrip() for line in aligned)
 
 
+def _harmless(table: Table) -> Table:
+    """The table with nothing in it that could steer a terminal."""
+    cells = [
+        [replace(cell, text=harmless(cell.text), note=harmless(cell.note)) for cell in row] for row in table.cells()
+    ]
+    columns = [replace(column, title=harmless(column.title)) for column in table.headings()]
+    return replace(table, title=harmless(table.title), columns=columns, rows=cells, note=harmless(table.note))
+
+
 def _with_note(cell: Cell) -> str:
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 
 def _least(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: int) -> int:
     """The width below which a column is not shown: that of its longest number, or of its text with words wrapped."""
-    heading = max((len(word) for word in columns[place].title.split()), default=0)
+    heading = max(map(cell_len, columns[place].title.split()), default=0)
     texts = [row[place].text for row in cells]
+    longest = max(map(cell_len, texts), default=0)
     if columns[place].number:
-        return max([heading, *map(len, texts)])
-    words = [min(len(word), LONGEST_WORD) for text in texts for word in text.split()]
-    return max([heading, *words, min(NARROWEST_TEXT, max(map(len, texts), default=0))])
+        return max(heading, longest)
+    words = [min(cell_len(word), LONGEST_WORD) for text in texts for word in text.split()]
+    return max([heading, *words, min(NARROWEST_TEXT, longest)])
 
 
 def _draw(console: Console, table: Table, places: Sequence[int], *, title: str = "", notes: bool = False) -> None:

@@ -13,7 +13,7 @@ import muonsw.lab.commands.reproduce  # before anything in it is replaced
 from muonsw.lab.claims.claim import Evidence, Interval, Measured, Stated, at_most
 from muonsw.lab.cli import main
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report import convergence
+from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.experiment import Experiment, seed_for
 from muonsw.lab.studies.study import ExperimentStudy
@@ -33,8 +33,8 @@ def studies(monkeypatch):
     chosen: Registry[ExperimentStudy] = Registry("study")
     small = tuple(SMALL[name] for name in ("scalar", "scalar-figure", "matrix-figure", "fixed-rate"))
     broken = replace(SMALL["scalar"], settings=replace(SMALL["scalar"].settings, rules=SWAPPED))
-    chosen.register("theory", ExperimentStudy("theory", "small", small, convergence.draw))
-    chosen.register("broken", ExperimentStudy("broken", "swapped", (broken, SMALL["fixed-rate"]), convergence.draw))
+    chosen.register("theory", ExperimentStudy("theory", "small", small, draw_convergence))
+    chosen.register("broken", ExperimentStudy("broken", "swapped", (broken, SMALL["fixed-rate"]), draw_convergence))
     for module in ("muonsw.lab.studies.catalogue", "muonsw.lab.commands.reproduce"):
         monkeypatch.setattr(f"{module}.STUDIES", chosen)
     return chosen

@@ -140,3 +140,26 @@ def test_a_phone_needs_no_sideways_scrolling_and_hostile_names_are_text(visit):
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     widths = page.evaluate("[...document.querySelectorAll('.plot')].map((plot) => plot.getBoundingClientRect().right)")
     assert max(widths) <= 360
+
+
+def test_on_a_phone_the_legend_stays_in_sight_and_wide_tables_say_that_they_scroll(visit):
+    page = visit(**PHONE)
+    page.locator("#decay").scroll_into_view_if_needed()
+    box = page.locator(".legend").bounding_box()
+    assert 0 <= box["y"] < 10
+    assert box["height"] < 740 / 4
+    table = page.locator("#runs .scroll")
+    table.scroll_into_view_if_needed()
+    hint = page.locator("#runs .more")
+    assert hint.inner_text().startswith("→ scroll for ")
+    table.evaluate("(box) => box.scrollTo(box.scrollWidth, 0)")
+    hint.wait_for(state="hidden")
+    first = page.locator("#runs tbody th").first.bounding_box()
+    assert first["x"] >= 0  # the names of the rows do not scroll away
+    assert not page.locator("#runs .scroll.cut").count()
+
+
+def test_a_summary_comes_before_any_table(visit):
+    page = visit()
+    order = page.evaluate("[...document.querySelectorAll('.verdict, table, .chart')].map((part) => part.className)")
+    assert order[0] == "verdict"

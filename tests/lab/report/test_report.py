@@ -10,12 +10,13 @@ import plotly.graph_objects
 import pytest
 import torch
 
-from muonsw.lab.claims.claim import Claim, Comparison, Outcome
-from muonsw.lab.report import convergence
-from muonsw.lab.report.downsample import log_extremes
+from muonsw.lab.claims.claim import Claim, Criterion, Evidence
+from muonsw.lab.claims.table import claims_table
 from muonsw.lab.report.page import page
-from muonsw.lab.report.sections import Document, Figure, claims_table
+from muonsw.lab.report.sections import Chart, Curve, Document, Level
+from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.report.theme import LIGHT, PALETTES, matplotlib_style, plotly_axis, plotly_layout
+from muonsw.lab.runs.curves import log_extremes
 from tests.lab.small import SMALL
 
 
@@ -27,7 +28,7 @@ def outcomes():
 
 @pytest.fixture(scope="module")
 def written(outcomes, tmp_path_factory):
-    return {path.suffix: path for path in convergence.draw(outcomes, tmp_path_factory.mktemp("figure"))}
+    return {path.suffix: path for path in draw_convergence(outcomes, tmp_path_factory.mktemp("figure"))}
 
 
 class Tags(HTMLParser):
@@ -65,12 +66,12 @@ def test_static_figures_are_written(written):
 
 
 def test_equal_results_give_equal_files(outcomes, written, tmp_path):
-    for path in convergence.draw(outcomes, tmp_path):
+    for path in draw_convergence(outcomes, tmp_path):
         assert path.read_bytes() == written[path.suffix].read_bytes()
 
 
 def test_nothing_is_drawn_without_curves(tmp_path):
-    assert convergence.draw({"scalar": Outcome([])}, tmp_path) == []
+    assert draw_convergence({"scalar": Evidence([])}, tmp_path) == []
 
 
 def test_the_page_asks_the_network_for_nothing(written):
@@ -78,7 +79,8 @@ def test_the_page_asks_the_network_for_nothing(written):
     tags = parse(text)
     for tag, attrs in tags.found:
         assert tag not in ("link", "iframe", "img", "base"), tag
-        for attribute in ("src", "href", "action", "data"):
+        assert attrs.get("href", "#").startswith("#")
+        for attribute in ("src", "action", "data"):
             assert attribute not in attrs, (tag, attribute)
     policy = next(a["content"] for t, a in tags.found if t == "meta" and "http-equiv" in a)
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -97,21 +99,30 @@ def test_the_policy_admits_exactly_the_scripts_of_the_page(written):
     assert re.findall(r"sha256-([^']+)", policy) == hashes
 
 
-def test_the_page_holds_valid_figures_in_both_themes(written):
+def test_the_page_holds_both_panels_and_themes_that_plotly_accepts(written, outcomes):
     tags = parse(written[".html"].read_text())
     data = json.loads(next(script for attrs, script in tags.scripts if attrs.get("type") == "application/json"))
-    (figure,) = data["figures"]
+    assert [chart["name"] for chart in data["charts"]] == list(outcomes)
+    for chart, outcome in zip(data["charts"], outcomes.values(), strict=True):
+        starts = sum(len(series.values) for series in outcome.series)
+        assert len(chart["curves"]) == starts + 2  # and the median of each rule
+        assert [level["y"] for level in chart["levels"]] == [outcome.series[0].level]
+        assert chart["x"]["log"]
+        assert chart["y"]["log"]
     for theme in data["themes"].values():
-        axes = {key: {**theme["axis"], **axis} for key, axis in figure["layout"].items() if key[1:5] == "axis"}
-        shown = plotly.graph_objects.Figure(figure["data"], {**theme["layout"], **figure["layout"], **axes})
-        assert len(shown.data) == 10  # two panels: starts and medians of two rules, and a bound
-        assert {trace["meta"] for trace in figure["data"]} <= set(theme["colours"])
+        plotly.graph_objects.Figure([], {**theme["layout"], "xaxis": theme["axis"], "yaxis": theme["axis"]})
+
+
+def test_a_summary_comes_before_everything(written):
+    text = written[".html"].read_text()
+    assert re.search(r'<p class="verdict">[^<]* claims hold', text)
+    assert text.index('class="verdict"') < min(text.index("<table"), text.index('class="chart"'))
 
 
 def test_hostile_text_stays_text():
     evil = "</script><img src=x onerror=alert(1)>"
-    bad = Claim(evil, evil, evil, evil, 1.0, 2.0, Comparison.ABSOLUTE, 0.0, evil, limits=evil)
-    figure = Figure("plot", evil, {"data": [{"name": evil, "meta": "bound"}], "layout": {}})
+    bad = Claim(evil, evil, evil, evil, 1.0, 2.0, Criterion.ABSOLUTE, 0.0, evil, limits=evil)
+    figure = Chart("plot", evil, [Curve(evil, evil, [1], [1])], note=evil, levels=[Level(1.0, evil)])
     tags = parse(page(Document(evil, [figure, claims_table({evil: [bad]})], verdict=evil)))
     assert "img" not in [tag for tag, _ in tags.found]
     assert len(tags.scripts) == 3

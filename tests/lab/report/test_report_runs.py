@@ -3,22 +3,23 @@
 import base64
 import hashlib
 import json
+import math
 import re
 
 import numpy as np
 import pytest
 
-from muonsw.lab.claims.claim import Claim, Comparison
+from muonsw.lab.claims.claim import Claim, Criterion
 from muonsw.lab.commands.report import Report, find_runs
 from muonsw.lab.errors import UsageError
-from muonsw.lab.report.charts import Charts, median_curve, predicted_norm, telemetry
-from muonsw.lab.report.downsample import extremes
+from muonsw.lab.report.charts import BEGINNING, Charts, loss_axis
 from muonsw.lab.report.page import page
 from muonsw.lab.report.report import build_report, summary, write_report
-from muonsw.lab.report.sections import Arm, Chart, Curve, Document, Table
+from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document, Table
 from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import DARK, LIGHT, arm_styles
 from muonsw.lab.runs import load_runs
+from muonsw.lab.runs.curves import extremes, median_curve
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.test_report import contrast, parse
 
@@ -46,7 +47,7 @@ def data_of(text):
 
 
 def claim(name, measured):
-    return Claim(name, f"statement {name}", "Table 1", "nothing", 1.0, measured, Comparison.RELATIVE, 0.1, "chosen")
+    return Claim(name, f"statement {name}", "Table 1", "nothing", 1.0, measured, Criterion.RELATIVE, 0.1, "chosen")
 
 
 def test_page_and_pictures_are_written(written):
@@ -101,7 +102,7 @@ def test_every_point_of_a_curve_is_a_value_of_its_run(runs, written):
     charts = {chart["name"]: chart for chart in data["charts"]}
     by_label = {data["labels"][curve["label"]]: curve for curve in charts["weight-norm"]["curves"]}
     for run in runs:
-        recorded = dict(zip(*(column.tolist() for column in telemetry(run, "weight_rms")), strict=True))
+        recorded = dict(zip(*(column.tolist() for column in run.norms), strict=True))
         curve = by_label[run.name]
         assert curve["y"] == [pytest.approx(recorded[step], rel=1e-5) for step in curve["x"]]
     (middle,) = (c for c in charts["validation-loss"]["curves"] if c.get("middle") and c["arm"] == 0)
@@ -110,8 +111,8 @@ def test_every_point_of_a_curve_is_a_value_of_its_run(runs, written):
 
 
 def test_the_prediction_follows_a_norm_that_obeys_the_recursion(runs):
-    steps, predicted = predicted_norm(runs[0])
-    observed = telemetry(runs[0], "weight_rms")[1]
+    steps, predicted = runs[0].predicted_norms
+    observed = runs[0].norms[1]
     assert steps[-1] == 400
     # Alignment and size are sampled at every tenth step, between which they are interpolated.
     np.testing.assert_allclose(predicted, observed, rtol=0.05)
@@ -155,11 +156,12 @@ def test_tables_say_how_runs_ended(runs):
     headings = [column.title for column in tables["runs"].headings()]
     first = dict(zip(headings, rows["constant-0"], strict=True))
     losses = runs[0].evals["loss"]
-    assert first["final loss"] == pytest.approx(losses[-1])
-    assert first["best loss"] == pytest.approx(losses.min())
-    norms = telemetry(runs[0], "weight_rms")[1]
-    change = float(first["norm change since peak"].replace("\N{MINUS SIGN}", "-").removesuffix(" %"))
-    assert change == pytest.approx(100 * (norms[-1] / norms.max() - 1), abs=0.06)
+    assert first["final loss"] == f"{losses[-1]:.4f}"
+    assert first["best loss"] == f"{losses.min():.4f}"
+    norms = runs[0].norms[1]
+    assert first["weight RMS"] == f"{norms[-1]:#.3g}"
+    change = float(first["change since largest"].replace("\N{MINUS SIGN}", "-").removesuffix(" %"))
+    assert change == pytest.approx(100 * (norms[-1] / norms.max() - 1), abs=0.5)
     assert rows["scaled-1"][-1].text == "200 of 400 steps"
     assert tables["differences"].columns == ("run", "optimizer.decay", "seed")
     command = tables["commands"].rows[0][1].text
@@ -170,6 +172,8 @@ def test_tables_say_how_runs_ended(runs):
 def test_the_sentence_on_top_judges_nothing(runs):
     text = summary(Charts(runs))
     assert text.startswith("4 runs in 2 arms, 1 not complete; median final validation loss: ")
+    for arm in ((0, 1), (2, 3)):  # with as many digits as the table
+        assert f"{np.median([runs[place].final_loss for place in arm]):.4f} (" in text
     assert build_report("x", runs, verdict="Mine.").verdict == "Mine."
 
 
@@ -186,7 +190,7 @@ def test_claims_come_before_everything_and_failed_ones_first(runs):
 
 def test_a_report_without_runs_shows_what_it_is_given(tmp_path):
     curve = Curve("sweep", "scaled", [0.1, 0.2], [3.0, float("nan")])
-    chart = Chart("sweep", "Loss over λ", [curve], x_label="λ", points=True, log_x=True)
+    chart = Chart("sweep", "Loss over λ", [curve], x=Axis("λ", log=10), y=Axis("loss", "nats"), points=True)
     paths = write_report(tmp_path / "r.html", "Sweep", [], figures=[chart], verdict="Done.")
     assert [path.name for path in paths] == ["r.html", "sweep.png", "sweep.svg"]
     data = data_of(paths[0].read_text())
@@ -203,7 +207,7 @@ def test_hostile_names_stay_text(runs, tmp_path):
     name = HOSTILE.replace("/", "|")
     recipe = Recipe(steps=40, arm=HOSTILE, extra={"note": HOSTILE, HOSTILE: 1})
     evil = load_runs([write_run(tmp_path / name, recipe)])
-    bad = {HOSTILE: [Claim(*[HOSTILE] * 4, 1.0, 2.0, Comparison.ABSOLUTE, 0.0, HOSTILE)]}
+    bad = {HOSTILE: [Claim(*[HOSTILE] * 4, 1.0, 2.0, Criterion.ABSOLUTE, 0.0, HOSTILE)]}
     table = Table(HOSTILE, HOSTILE, (HOSTILE,), [(HOSTILE,)], note=HOSTILE)
     document = build_report(HOSTILE, [*runs, *evil], verdict=HOSTILE, claims=bad, tables=[table])
     tags = parse(page(document))
@@ -247,3 +251,41 @@ def test_many_runs_stay_a_page_of_bounded_size(runs):
     text = page(build_report("many", many))
     assert len(text.encode()) < 15_000_000
     assert all(len(curve["x"]) <= 160 for chart in data_of(text)["charts"] for curve in chart["curves"])
+
+
+@pytest.mark.parametrize("steps", [12, 150, 4000])
+def test_only_the_first_updates_of_a_run_may_be_out_of_sight(steps):
+    x = list(range(0, steps + 1, max(1, steps // 12)))
+    curve = Curve("run", "arm", x, [3.0 + 7.0 * math.exp(-10.0 * step / steps) for step in x])
+    low, high = loss_axis([curve]).limits
+    every = np.arange(steps + 1)
+    seen = np.interp(every, curve.x, curve.y)
+    hidden = every[(seen < low) | (seen > high)]
+    assert hidden.size
+    assert hidden.max() <= BEGINNING * steps
+
+
+def test_a_loss_that_does_not_fall_at_first_is_shown_whole():
+    assert loss_axis([]).limits is None
+    assert loss_axis([Curve("run", "arm", [0, 50, 100], [3.0, 4.0, 2.0])]).limits is None
+
+
+def test_every_chart_says_what_its_axes_show(runs):
+    for chart in Charts(runs).all():
+        assert chart.x.title
+        assert chart.y.title
+        assert chart.note
+
+
+def test_the_lines_of_somebodys_own_loop_make_a_report(runs, tmp_path, capsys):
+    file = tmp_path / "telemetry.jsonl"
+    lines = (runs[0].path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"telemetry"' in line))
+    assert Report((file,), out=tmp_path / "page.html", no_images=True).run() == 0
+    assert "wrote" in capsys.readouterr().out
+    document = build_report("x", load_runs([file]))
+    assert [section.name for section in document.sections] == [
+        "weight-norm", "predicted-norm", "alignment", "relative-update", "learning-rate", "decay", "runs",
+    ]  # fmt: skip
+    assert document.verdict == "telemetry."
+    assert document.arms == [Arm("constant", "constant", 1)]

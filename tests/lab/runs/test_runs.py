@@ -1,26 +1,21 @@
 """Run folders: what was written is what is read, whole or in progress, and nothing else passes for a run."""
 
 import json
-import os
 
 import numpy as np
 import pytest
+import torch
 
+from muonsw import MuonSW, Telemetry
 from muonsw.lab.errors import UsageError
-from muonsw.lab.runs import by_arm, differences, keep_columns, load_run, load_runs, name_arms, tabulate
-from muonsw.lab.runs import load as loading
+from muonsw.lab.runs import by_arm, differences, load_run, load_runs, metrics, name_arms
+from muonsw.telemetry import JsonlSink
 from tests.lab.report.made_runs import Recipe, write_run
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("runs") / "first", Recipe(steps=200, extra={"note": "λ"}))
-
-
-@pytest.fixture
-def everything_is_large(monkeypatch):
-    monkeypatch.setattr(loading, "KEEP_FROM", 0)
-    monkeypatch.setattr(loading, "SHARE_FROM", 0)
 
 
 def records(folder, kind):
@@ -65,48 +60,31 @@ def test_every_number_is_read_as_it_was_written(folder):
     assert run.telemetry.scope("decayed").step.tolist() == run.telemetry.step.tolist()
 
 
-@pytest.mark.usefixtures("everything_is_large")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_kept_columns_and_processes_change_nothing(tmp_path, processes):
-    folders = [write_run(tmp_path / name, Recipe(steps=150, seed=seed)) for seed, name in enumerate(("a\tb", "c\nd"))]
-    for _ in range(2):
-        for run, where in zip(load_runs(folders, processes=processes), folders, strict=True):
-            assert (where / "metrics.cache.npz").is_file()
-            check_against_text(run, where)
-    with (folders[0] / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "eval", "step": 151, "loss": 0.125}\n')
-    assert load_runs(folders, processes=processes)[0].evals["loss"][-1] == 0.125
+def test_without_orjson_the_same_is_read(folder, monkeypatch):
+    fast = load_run(folder)
+    monkeypatch.setattr(metrics, "loads", json.loads)
+    slow = load_run(folder)
+    check_against_text(slow, folder)
+    assert fast.telemetry.scopes() == slow.telemetry.scopes()
 
 
-@pytest.mark.usefixtures("everything_is_large")
-def test_a_run_that_has_ended_can_keep_its_columns(tmp_path):
+def test_a_file_that_grows_is_read_anew(tmp_path):
     where = write_run(tmp_path / "run", Recipe(steps=60))
-    keep_columns(where)
-    stored = (where / "metrics.cache.npz").stat().st_mtime_ns
-    check_against_text(load_run(where), where)
-    assert (where / "metrics.cache.npz").stat().st_mtime_ns == stored
+    load_run(where)
+    with (where / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "eval", "step": 61, "loss": 0.125}\n')
+    assert load_run(where).losses[1][-1] == 0.125
 
 
-@pytest.mark.usefixtures("everything_is_large")
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut short", b"\x93NUMPY\x01\x00v\x00{'descr'"])
-def test_a_broken_cache_is_made_anew(tmp_path, content):
-    where = write_run(tmp_path / "run", Recipe(steps=60))
-    (where / "metrics.cache.npz").write_bytes(content)
-    check_against_text(load_run(where), where)
-    assert (where / "metrics.cache.npz").read_bytes() != content
-
-
-@pytest.mark.usefixtures("everything_is_large")
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_run_that_cannot_be_written_to_is_kept_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    where = write_run(tmp_path / "run", Recipe(steps=60))
-    where.chmod(0o500)
-    try:
-        check_against_text(load_run(where), where)
-        assert len(list((tmp_path / "cache").rglob("*.npz"))) == 2
-    finally:
-        where.chmod(0o700)
+def test_details_are_read_once_they_are_asked_for(folder, monkeypatch):
+    run, reads = load_run(folder), []
+    original = metrics.read_metrics
+    monkeypatch.setattr("muonsw.lab.runs.run.read_metrics", lambda *a, **k: reads.append(k) or original(*a, **k))
+    assert run.telemetry.scope("decayed").records
+    assert not reads
+    assert run.telemetry.scope("layer:1").records
+    assert run.telemetry.scope("layer:0").records
+    assert reads == [{"details": True}]
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
@@ -152,7 +130,7 @@ ODD = [
 
 @pytest.mark.parametrize("block", [1, 50, 1000, 4096])
 def test_where_blocks_are_cut_does_not_matter(folder, monkeypatch, block):
-    monkeypatch.setattr(tabulate, "BLOCK", block)
+    monkeypatch.setattr(metrics, "BLOCK", block)
     check_against_text(load_run(folder), folder)
 
 
@@ -186,7 +164,7 @@ def test_the_last_record_of_a_step_counts(tmp_path):
 def test_what_is_not_a_run_is_named(tmp_path, folder):
     with pytest.raises(UsageError, match="nowhere is not a run: it does not exist"):
         load_run(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="is a file"):
+    with pytest.raises(UsageError, match="is a file without records of a run"):
         load_run(folder / "config.json")
     with pytest.raises(UsageError, match=r"no config\.json; it holds runs: first"):
         load_run(folder.parent)
@@ -224,3 +202,63 @@ def test_arms_are_what_sets_runs_apart(tmp_path):
     assert list(found)[:2] == ["optimizer.decay", "optimizer.weight_decay"]
     assert found["seed"] == [0, 1, 0, 0, 3]
     assert "steps" not in found
+
+
+def test_a_run_knows_its_losses_and_its_norm(folder):
+    run = load_run(folder)
+    evals, seen = records(folder, "eval"), records(folder, "telemetry")
+    losses, norms = [record["loss"] for record in evals], [record["decayed"]["weight_rms"] for record in seen]
+    assert run.losses[1].tolist() == losses
+    assert run.final_loss == losses[-1]
+    assert run.best_loss == min(losses)
+    assert run.best_step == evals[losses.index(min(losses))]["step"]
+    assert run.training_losses[1].tolist() == [record["cross_entropy"] for record in records(folder, "train")]
+    assert run.norms[1].tolist() == norms
+    assert run.final_norm == norms[-1]
+    assert run.norm_change == norms[-1] / max(norms) - 1.0
+    assert (run.steps, run.tokens, run.seconds) == (200, 16384 * 200, 8.0)
+
+
+def test_a_run_in_progress_knows_what_it_has(tmp_path):
+    run = load_run(write_run(tmp_path / "half", Recipe(steps=200, complete=False)))
+    assert run.in_progress
+    assert (run.steps, run.planned_steps) == (100, 200)
+    assert run.final_loss == run.losses[1][-1]
+    assert np.isnan(run.seconds)
+
+
+def test_of_an_empty_run_nothing_is_known(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    run = load_run(tmp_path)
+    assert np.isnan([run.final_loss, run.best_loss, run.final_norm, run.norm_change, run.tokens]).all()
+    assert run.best_step is None
+    assert run.rule == ""
+    assert not run.in_progress
+    assert all(len(part) == 0 for part in (*run.norms, *run.predicted_norms))
+
+
+def test_the_lines_of_somebodys_own_loop_are_a_run(tmp_path):
+    """Telemetry's own sink writes the file; the decay rule is read off the decay that it recorded."""
+    for rule in ("scaled", "constant"):
+        model = torch.nn.Linear(8, 8, bias=False)
+        optimizer = MuonSW(model.named_parameters(), lr=0.02, weight_decay=0.1, decay=rule)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=9)
+        with JsonlSink(tmp_path / f"{rule}.jsonl") as sink, Telemetry(optimizer, every=1, sink=sink):
+            for _ in range(9):
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+                schedule.step()
+        run = load_run(tmp_path / f"{rule}.jsonl")
+        assert (run.name, run.rule, run.steps, run.telemetry.records) == (rule, rule, 9, 9)
+        assert "parameter:weight" in run.telemetry.scopes()
+        assert len(run.norms[0]) == 9
+        assert not run.in_progress
+
+
+def test_a_rule_that_cannot_be_told_is_not_named(tmp_path):
+    """At one learning rate decay in proportion to it and to its square look alike."""
+    values = {"weight_rms": 1.0, "lr": 0.02, "decay": 0.002}
+    lines = [{"kind": "telemetry", "step": step, "all": values, "decayed": values} for step in (1, 2, 3)]
+    path = tmp_path / "telemetry.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert load_run(path).rule == ""

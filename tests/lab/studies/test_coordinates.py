@@ -9,7 +9,9 @@ import torch
 
 from muonsw.lab.claims.claim import Criterion
 from muonsw.lab.model import Decoder
-from muonsw.lab.report.coordinates import ARM_STYLES, draw
+from muonsw.lab.report.study_figures import WIDTH_ARMS
+
+XX
 from muonsw.lab.studies.experiment import Context
 from muonsw.lab.studies.mup import EXPERIMENTS
 from muonsw.lab.studies.mup.coordinates import (
@@ -105,7 +107,7 @@ def test_sizes_are_those_of_the_forward_pass():
 
 
 def test_every_arm_has_a_name_and_a_look():
-    assert list(ARMS) == list(ARM_STYLES) == [experiment_name(experiment.settings) for experiment in EXPERIMENTS]
+    assert list(ARMS) == list(WIDTH_ARMS) == [experiment_name(experiment.settings) for experiment in EXPERIMENTS]
     assert 0 < TOLERANCE.size < 0.5
 
 

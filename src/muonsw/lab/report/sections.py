@@ -1,10 +1,13 @@
-"""What a report is made of, as data: text, tables, figures. How they look is decided where they are written."""
+"""What a report is made of, as data: text, tables, charts. Each chart is described once and drawn by two back ends.
+
+`muonsw.lab.report.page` draws on an interactive page, `muonsw.lab.report.static` as PNG and SVG. Neither measures
+anything: curves come with the values that are to be shown.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from muonsw.lab.claims.table import Claims, any_failed, claims_table
 from muonsw.lab.tables import MISSING, Cell, Column, Table, Value, show
@@ -12,14 +15,18 @@ from muonsw.lab.tables import MISSING, Cell, Column, Table, Value, show
 __all__ = [
     "MISSING",
     "Arm",
+    "Axis",
+    "Band",
     "Cell",
     "Chart",
     "Claims",
     "Column",
     "Curve",
     "Document",
-    "Figure",
+    "Level",
+    "Mark",
     "Section",
+    "Sheet",
     "Table",
     "Text",
     "Value",
@@ -39,18 +46,32 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A figure that is given as plotly data.
+class Axis:
+    """An axis of a chart.
 
     Attributes:
-        name: Its id on the page.
-        note: A caption, as plain text.
-        plot: Plotly data and layout. A trace's `meta` names the colour of the theme that it gets.
+        label: What it shows.
+        unit: In what; empty for a number without one.
+        log: The base of a logarithmic axis; 0 for a linear one.
+        limits: The range that is shown first; all of it unless given.
+        ticks: Where it is labelled; chosen by the back end unless given.
     """
 
-    name: str
-    note: str
-    plot: dict[str, Any]
+    label: str = ""
+    unit: str = ""
+    log: int = 0
+    limits: tuple[float, float] | None = None
+    ticks: Sequence[float] = ()
+
+    @property
+    def title(self) -> str:
+        """Label and unit together.
+
+        Examples:
+            >>> Axis("loss", "nats per token").title, Axis("cosine").title
+            ('loss (nats per token)', 'cosine')
+        """
+        return f"{self.label} ({self.unit})" if self.unit and self.label else self.label or self.unit
 
 
 @dataclass(frozen=True)
@@ -62,45 +83,90 @@ class Curve:
         arm: The entry of the legend that it belongs to.
         x: Ascending.
         y: As many as `x`; gaps where not finite.
-        dashed: For what is predicted, not measured.
-        middle: For the middle of an arm's runs, drawn thick.
+        line: "" for the line of its arm, "dashed" or "dotted" for what is predicted, "none" for points alone.
+        middle: For the middle of an arm's runs, drawn thick; the single ones are then drawn thin.
+        neutral: Drawn in the colour of text, where it lies upon another curve of its arm.
     """
 
     label: str
     arm: str
     x: Sequence[float]
     y: Sequence[float]
-    dashed: bool = False
+    line: str = ""
     middle: bool = False
+    neutral: bool = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line at a height that means something: a thin one, or a dashed bound with its name."""
+
+    y: float
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A range of heights that means something."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A step at which something happened to an arm."""
+
+    x: float
+    arm: str
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure that is drawn the same way on the page and on paper.
+    """One panel.
 
     Attributes:
         name: Its id on the page and the stem of its files.
         title: What it shows.
         curves: In the order in which they are drawn.
-        x_label: Of the horizontal axis.
-        y_label: Of the vertical axis.
+        x: The horizontal axis.
+        y: The vertical axis.
         note: A caption.
-        log_x: Whether the horizontal axis is logarithmic.
-        log_y: Whether the vertical axis is logarithmic.
-        window: The vertical range that is shown first; all of it unless given.
         points: Whether each value is marked.
+        levels: Horizontal lines.
+        bands: Horizontal bands.
+        marks: Vertical lines.
+        key: What kinds of lines mean, as pairs of "solid", "dashed", "dotted" or "mark" and a word.
     """
 
     name: str
     title: str
     curves: Sequence[Curve]
-    x_label: str = "step"
-    y_label: str = ""
+    x: Axis = Axis("step")
+    y: Axis = Axis()
     note: str = ""
-    log_x: bool = False
-    log_y: bool = False
-    window: tuple[float, float] | None = None
     points: bool = False
+    levels: Sequence[Level] = ()
+    bands: Sequence[Band] = ()
+    marks: Sequence[Mark] = ()
+    key: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Several charts on one picture.
+
+    Attributes:
+        name: The stem of its files.
+        title: Above all of them.
+        charts: Row by row.
+        columns: How many stand side by side.
+    """
+
+    name: str
+    title: str
+    charts: Sequence[Chart]
+    columns: int = 2
 
 
 @dataclass(frozen=True)
@@ -118,7 +184,7 @@ class Arm:
     runs: int = 1
 
 
-Section = Text | Table | Figure | Chart
+Section = Text | Table | Chart
 
 
 @dataclass(frozen=True)

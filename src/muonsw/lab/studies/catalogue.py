@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muonsw.lab.report import convergence, coordinates
+from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup, theory
 from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
 from muonsw.lab.studies.training.catalogue import TRAINING_STUDIES
@@ -15,7 +15,7 @@ STUDIES.register(
         name="theory",
         title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
         experiments=theory.EXPERIMENTS,
-        picture=convergence.draw,
+        picture=draw_convergence,
     ),
 )
 STUDIES.register(
@@ -24,7 +24,7 @@ STUDIES.register(
         name="coordinates",
         title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
         experiments=mup.EXPERIMENTS,
-        picture=coordinates.draw,
+        picture=draw_coordinates,
     ),
 )
 for _study in TRAINING_STUDIES:

@@ -12,7 +12,6 @@ import numpy as np
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import interval_of
 from muonsw.lab.diagnose import open_history
-from muonsw.lab.report.run_tables import best_loss, final_loss, norm_change
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
@@ -36,14 +35,12 @@ def completed(runs: Sequence[Run]) -> list[Run]:
 
 def last_loss(run: Run) -> float:
     """The last validation loss, not a number where there is none or the run diverged."""
-    loss = final_loss(run) if diverged_at(run) is None else None
-    return math.nan if loss is None else loss
+    return run.final_loss if diverged_at(run) is None else math.nan
 
 
 def lowest_loss(run: Run) -> float:
     """The best validation loss, not a number where there is none or the run diverged."""
-    loss = best_loss(run) if diverged_at(run) is None else None
-    return math.nan if loss is None else loss
+    return run.best_loss if diverged_at(run) is None else math.nan
 
 
 def end_norm(run: Run) -> float:
@@ -177,7 +174,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         final=tuple(map(last_loss, ended)),
         best=tuple(map(lowest_loss, ended)),
         norm=tuple(float(scope["weight_rms"][-1]) if scope.records else math.nan for scope in norms),
-        norm_change=tuple(math.nan if (change := norm_change(run)) is None else change for run in ended),
+        norm_change=tuple(run.norm_change for run in ended),
         relative_update=tuple(map(_relative_update_at_peak, ended)),
         relaxation=relaxation_number(phis),
         total_decay=math.fsum(phis),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within_share
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.downsample import log_extremes
+from muonsw.lab.runs.curves import log_extremes
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
     CONSTANT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +11,8 @@ import numpy as np
 from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Measured, Stated, at_least, at_most, below, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose import Diagnosis, diagnose, late_fits, open_history
-from muonsw.lab.diagnose.drawing import Arm
-from muonsw.lab.diagnose.drawing import arms as named_arms
-from muonsw.lab.diagnose.figures import (
-    draw_alignment,
-    draw_defect,
-    draw_gradient,
-    draw_late_alignment,
-    draw_tracking,
-)
+from muonsw.lab.diagnose import diagnose, late_fits, open_history
+from muonsw.lab.diagnose.figures import draw
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Results, Runs
@@ -28,7 +20,6 @@ from muonsw.lab.studies.outcome import Measure, log_end_norm, norm_left, paired
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.rows import CONSTANT, SAME_RUNS, SCALED, larger_norm, subfolder
 
-Draw = Callable[[Sequence[Arm], Path], list[Path]]
 RULES = (CONSTANT, SCALED)
 RECURSION = Tolerance(0.1, "alignment is sampled every few updates and interpolated between, and the error adds up")
 NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
@@ -246,18 +237,17 @@ def _fit(run: Run, which: str, key: str) -> float:
 
 def draw_steady_state(results: Results, folder: Path) -> list[Path]:
     """Alignment beside norm, target and recursion, and how well the norm follows."""
-    return _draw(results, folder, (draw_alignment, draw_tracking))
+    return _draw(results, folder, ("alignment-and-prediction", "tracking"))
 
 
 def draw_diagnostics(results: Results, folder: Path) -> list[Path]:
     """Orthogonality, gradient and momentum, late alignment."""
-    return _draw(results, folder, (draw_defect, draw_gradient, draw_late_alignment))
+    return _draw(results, folder, ("orthogonality", "gradient-and-momentum", "late-alignment"))
 
 
-def _draw(results: Results, folder: Path, figures: Sequence[Draw]) -> list[Path]:
-    paths: list[Path] = []
-    for name, arms in results.items():
-        diagnoses: list[Diagnosis] = [diagnose(arms[rule][0]) for rule in RULES]
-        for draw in figures:
-            paths += draw(named_arms(diagnoses), subfolder(folder, name))
-    return paths
+def _draw(results: Results, folder: Path, figures: Sequence[str]) -> list[Path]:
+    return [
+        path
+        for name, arms in results.items()
+        for path in draw([diagnose(arms[rule][0]) for rule in RULES], subfolder(folder, name), figures)
+    ]

@@ -12,8 +12,7 @@ from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Stated, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import diagnose
-from muonsw.lab.diagnose.drawing import arms as named_arms
-from muonsw.lab.diagnose.figures import draw_norms
+from muonsw.lab.diagnose.figures import draw
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import CONTROL_SUFFIX, Arm, Comparison, Results, Runs, same_total
 from muonsw.lab.studies.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
@@ -199,8 +198,8 @@ def draw_rows(results: Results, folder: Path) -> list[Path]:
     return [
         path
         for name, arms in results.items()
-        for path in draw_norms(
-            named_arms([diagnose(arms[arm][0]) for arm in (CONSTANT, SCALED)]), subfolder(folder, name)
+        for path in draw(
+            [diagnose(arms[arm][0]) for arm in (CONSTANT, SCALED)], subfolder(folder, name), ("loss-and-norm",)
         )
     ]
 

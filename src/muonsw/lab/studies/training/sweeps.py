@@ -12,7 +12,7 @@ from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Stated, at_least, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.sections import Chart, Curve
+from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs
 from muonsw.lab.studies.outcome import last_loss
 from muonsw.lab.studies.scales import Scale, adamw_sweep, at_width
@@ -296,6 +296,5 @@ def _excess_chart(results: Results, factors: Mapping[str, float], label: str) ->
         x, y = [rate * factors[name] for rate in losses], [loss - lowest for loss in losses.values()]
         curves.append(Curve(name, name, x, y))
     note = "Mean over seeds minus the lowest of the same curve."
-    return Chart(
-        "excess-loss", "Excess loss", curves, x_label=label, y_label="nats", note=note, log_x=True, points=True
-    )
+    rates, excess = Axis(label, log=10), Axis("excess loss", "nats per token")
+    return Chart("excess-loss", "Excess loss", curves, x=rates, y=excess, note=note, points=True)
