@@ -29,6 +29,10 @@ def work(task, tell):
             raise ZeroDivisionError("by zero")
         case "sleep" | "dream":
             time.sleep(60)
+        case "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            tell("deaf now")
+            time.sleep(60)
         case "save" | "save in vain":
             with stop_requests() as request:
                 while request.signal is None:
@@ -107,6 +111,25 @@ if __name__ == "__main__":
 """
 
 
+def started(script, tasks):
+    """A process of its own that runs the tasks in two others."""
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, script, *tasks], env=environment, text=True, **pipes)
+
+
+def children_of(parent):
+    return Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+
+
+def assert_gone(children):
+    deadline = time.monotonic() + 10.0
+    while any(is_running(child) for child in children):
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.01)
+
+
 @IN_PROC
 @pytest.mark.parametrize(
     ("number", "tasks", "end", "code"),
@@ -118,19 +141,27 @@ if __name__ == "__main__":
     ],
 )
 def test_no_process_outlives_its_parent_and_the_end_is_told_as_it_was(tmp_path, number, tasks, end, code):
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, script, *tasks]
-    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) as parent:
+    with started(tmp_path / "parent.py", tasks) as parent:
         assert {parent.stdout.readline().strip() for _ in tasks} == set(tasks)
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        children = children_of(parent)
         parent.send_signal(number)
         printed = parent.stdout.read()
     assert printed.startswith(end)
     assert parent.returncode == code
     assert len(children) >= 2
-    deadline = time.monotonic() + 10.0
-    while any(is_running(child) for child in children):
-        assert time.monotonic() < deadline, "a worker outlives its parent"
-        time.sleep(0.01)
+    assert_gone(children)
+
+
+@IN_PROC
+@pytest.mark.slow
+def test_a_second_interrupt_does_not_wait_for_a_job_that_does_not_listen(tmp_path):
+    with started(tmp_path / "parent.py", ("deaf", "deaf")) as parent:
+        assert [parent.stdout.readline() for _ in range(4)] == ["deaf\n"] * 4
+        children = children_of(parent)
+        parent.send_signal(signal.SIGINT)
+        time.sleep(1.0)
+        assert parent.poll() is None
+        parent.send_signal(signal.SIGINT)
+        parent.communicate(timeout=10)
+    assert parent.returncode == -signal.SIGINT
+    assert_gone(children)
