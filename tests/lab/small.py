@@ -7,8 +7,7 @@ from muonsw.lab.studies.theory.fixed_rate import FIXED_RATE
 from muonsw.lab.studies.theory.matrix import MATRIX, MATRIX_FIGURE
 from muonsw.lab.studies.theory.muon import MUON
 from muonsw.lab.studies.theory.rates import STRONGLY_CONVEX
-from muonsw.lab.studies.theory.scalar import SCALAR
-from muonsw.lab.studies.theory.scalar_figure import SCALAR_FIGURE
+from muonsw.lab.studies.theory.scalar import SCALAR, SCALAR_FIGURE
 from muonsw.lab.studies.theory.sgd import NONCONVEX
 
 

@@ -20,7 +20,18 @@ class MachineError(UsageError):
 
 
 class Diverged(Exception):  # noqa: N818 (an outcome of training that the caller reports, not a fault of the program)
-    """The loss is not finite, or far above where it was."""
+    """The loss is not finite, or far above where it was.
+
+    Attributes:
+        step: The update that showed it.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Interrupted(Exception):  # noqa: N818 (not a fault: the work was saved and can go on)

@@ -66,11 +66,15 @@ class Tolerance:
 LOSS = Tolerance(0.03, "another part of FineWeb, other validation windows and one seed: about a hundredth of the loss")
 GAIN = Tolerance(0.02, "the printed gains are 0.045 to 0.056, and one seed of each rule is known to about 0.01")
 SAVED = Tolerance(0.06, "a loss of 0.01 either way moves the crossing by about so much")
+NORM_RATIO = Tolerance(0.2, "two figures of two digits")
+FALL = Tolerance(0.1, "the paper says roughly")
 NORM = Tolerance(0.15, "read off a figure to two digits at most, and integrating the recursion reaches 0.05 to 0.12")
 TRACKING = Tolerance(0.15, "the paper says near and does not define the boundary")
 DEFECT_TOLERANCE = Tolerance(0.03, "printed with two digits; the mean over matrices depends on the spectrum")
 FIT = Tolerance(0.25, "a fit to noisy samples of one run, over a learning rate that moves little")
 SWEEP_LOSS = Tolerance(0.04, "another part of FineWeb, other validation windows and one seed")
+# What the transferred rate may cost, in nats.
+TRANSFERRED = (0.01, Tolerance(0.0, "the paper calls it at or near the minimum"))
 
 
 PAPER_BATCH_TOKENS = 524_288

@@ -3,17 +3,20 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from muonsw.lab.claims.claim import Outcome
+import muonsw
+import muonsw.lab.commands.reproduce  # before anything in it is replaced
+from muonsw.lab.claims.claim import Evidence, Interval, Measured, Stated, at_most
 from muonsw.lab.cli import main
-from muonsw.lab.report import convergence
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
-from muonsw.lab.studies.experiment import Experiment, Study, seed_for
-from muonsw.lab.studies.runner import Finished, Watch, run_all
+from muonsw.lab.studies.experiment import Experiment, seed_for
+from muonsw.lab.studies.study import ExperimentStudy
 from muonsw.lab.studies.theory.chains import SWAPPED
 from muonsw.registry import Registry
 from tests.lab.small import SMALL
@@ -27,11 +30,11 @@ FIELDS = {
 @pytest.fixture
 def studies(monkeypatch):
     """A small study under the name of the real one, and one whose claims fail."""
-    chosen: Registry[Study] = Registry("study")
+    chosen: Registry[ExperimentStudy] = Registry("study")
     small = tuple(SMALL[name] for name in ("scalar", "scalar-figure", "matrix-figure", "fixed-rate"))
     broken = replace(SMALL["scalar"], settings=replace(SMALL["scalar"].settings, rules=SWAPPED))
-    chosen.register("theory", Study("theory", "small", small, convergence.draw))
-    chosen.register("broken", Study("broken", "swapped", (broken, SMALL["fixed-rate"]), convergence.draw))
+    chosen.register("theory", ExperimentStudy("theory", "small", small, draw_convergence))
+    chosen.register("broken", ExperimentStudy("broken", "swapped", (broken, SMALL["fixed-rate"]), draw_convergence))
     for module in ("muonsw.lab.studies.catalogue", "muonsw.lab.commands.reproduce"):
         monkeypatch.setattr(f"{module}.STUDIES", chosen)
     return chosen
@@ -44,7 +47,7 @@ def test_a_study_is_run_written_and_printed(tmp_path, capsys):
     data = json.loads((tmp_path / "claims.json").read_text())
     claims = [claim for experiment in data["experiments"] for claim in experiment["claims"]]
     assert data["claims_total"] == len(claims) > 10
-    assert data["claims_failed"] == 0
+    assert data["claims_failed"] == data["claims_undecided"] == 0
     assert data["seed"] == 0
     assert all(set(claim) == FIELDS and claim["verdict"] == "holds" for claim in claims)
     assert {"muonsw", "python", "torch", "cpu_cores"} <= set(data["environment"])
@@ -53,7 +56,8 @@ def test_a_study_is_run_written_and_printed(tmp_path, capsys):
     assert f"All {len(claims)} claims hold" in printed
     for name in ("claims.json", "series.json", "convergence.png", "convergence.svg", "convergence.html"):
         assert (tmp_path / name).exists()
-        assert f"wrote {tmp_path / name}" in printed
+    assert f"wrote claims.json, series.json, convergence.html and 2 figures to {tmp_path}" in printed
+    assert printed.count("wrote") == 1
     for claim in claims:
         assert f"/{claim['id']}" in printed
     assert "\x1b" not in printed
@@ -72,30 +76,12 @@ def test_series_are_plain_data(tmp_path):
 def test_a_failed_claim_is_shown_first_and_sets_the_exit_code(tmp_path, capsys):
     assert main(["reproduce", "broken", "--out", str(tmp_path), "--processes", "1"]) == 1
     printed = capsys.readouterr().out
-    verdicts = [line.split()[-1] for line in printed.splitlines() if line.endswith(("holds", "fails"))]
+    verdicts = [line.split()[-1] for line in printed.splitlines() if line.endswith(("  holds", "  fails"))]
     assert verdicts == sorted(verdicts)
     assert verdicts[0] == "fails"
     assert "claims FAILED" in printed
     assert json.loads((tmp_path / "claims.json").read_text())["claims_failed"] == verdicts.count("fails")
     assert not (tmp_path / "series.json").exists()
-
-
-def test_results_do_not_depend_on_the_number_of_processes():
-    experiments = [SMALL[name] for name in ("scalar-figure", "fixed-rate")]
-    heard: list[str] = []
-    watch = Watch(progress=lambda name, _: heard.append(name), finished=lambda name, _: heard.append(f"{name} done"))
-    together = run_all(experiments, seed=3, processes=2, watch=watch)
-    alone = run_all(experiments, seed=3, processes=1)
-    assert list(together) == list(alone) == [experiment.name for experiment in experiments]
-    assert {name: r.outcome for name, r in together.items()} == {name: r.outcome for name, r in alone.items()}
-    assert {f"{name} done" for name in alone} < set(heard)
-
-
-@pytest.mark.slow
-def test_an_error_in_a_process_is_raised():
-    bad = replace(SMALL["scalar"], settings=replace(SMALL["scalar"].settings, lam=-1.0))
-    with pytest.raises(ValueError, match="lambda > 0"):
-        run_all([bad, SMALL["scalar-figure"]], seed=0, processes=2)
 
 
 def test_list_shows_every_experiment(capsys):
@@ -163,22 +149,34 @@ def test_each_experiment_has_random_numbers_of_its_own():
     assert len({seed_for(seed, name) for seed in range(3) for name in SMALL}) == 3 * len(SMALL)
 
 
-def test_the_longest_experiment_starts_first():
-    order: list[str] = []
+def test_what_is_undecided_is_no_failure(tmp_path, capsys, monkeypatch):
+    wide = Interval(-1.0, 1.0, "95% t, n=2")
+    unsure = at_most("x", "an unsure statement", Stated("", "nothing"), Measured(0.0, wide), 0.5, Tolerance(0.0, ""))
+    study = replace(
+        STUDIES["theory"], experiments=(Experiment("one", "", (), Settings(), lambda *_: Evidence([unsure])),)
+    )
+    monkeypatch.setattr("muonsw.lab.commands.reproduce.find_study", lambda _name: study)
+    assert main(["reproduce", "theory", "--out", str(tmp_path), "--processes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "No claim failed; 1 of 1 claims is undecided" in printed
+    assert printed.splitlines()[-3].endswith("undecided")
+    data = json.loads((tmp_path / "claims.json").read_text())
+    assert (data["claims_failed"], data["claims_undecided"]) == (0, 1)
 
-    def note(setting, _context):
-        order.append(setting)
-        return Outcome([])
 
-    experiments = [Experiment(name, "", (), name, note, cost) for name, cost in (("a", 1.0), ("b", 3.0), ("c", 2.0))]
-    results = run_all(experiments, seed=0, processes=1)
-    assert order == ["b", "c", "a"]
-    assert list(results) == ["a", "b", "c"]
-    assert all(isinstance(result, Finished) for result in results.values())
+@dataclass(frozen=True)
+class Settings:
+    """Of an experiment without any."""
+
+
+@pytest.mark.parametrize("command", [["muonsw"], ["muonsw.lab.cli"]])
+def test_the_version_is_printed(command):
+    done = subprocess.run([sys.executable, "-m", *command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"muonsw {muonsw.__version__}\n"
 
 
 @pytest.mark.usefixtures("studies")
 def test_the_default_folder_is_named_after_the_study(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "theory/fixed-rate"]) == 0
+    assert main(["reproduce", "theory/fixed-rate", "--processes", "1"]) == 0
     assert (Path("out") / "theory" / "claims.json").exists()

@@ -10,7 +10,7 @@ import plotly.graph_objects
 import pytest
 import torch
 
-from muonsw.lab.claims.claim import Claim, Comparison, Outcome
+from muonsw.lab.claims.claim import Claim, Criterion, Evidence
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.report.page import page
 from muonsw.lab.report.sections import Chart, Curve, Document, Level
@@ -71,7 +71,7 @@ def test_equal_results_give_equal_files(outcomes, written, tmp_path):
 
 
 def test_nothing_is_drawn_without_curves(tmp_path):
-    assert draw_convergence({"scalar": Outcome([])}, tmp_path) == []
+    assert draw_convergence({"scalar": Evidence([])}, tmp_path) == []
 
 
 def test_the_page_asks_the_network_for_nothing(written):
@@ -121,7 +121,7 @@ def test_a_summary_comes_before_everything(written):
 
 def test_hostile_text_stays_text():
     evil = "</script><img src=x onerror=alert(1)>"
-    bad = Claim(evil, evil, evil, evil, 1.0, 2.0, Comparison.ABSOLUTE, 0.0, evil, limits=evil)
+    bad = Claim(evil, evil, evil, evil, 1.0, 2.0, Criterion.ABSOLUTE, 0.0, evil, limits=evil)
     figure = Chart("plot", evil, [Curve(evil, evil, [1], [1])], note=evil, levels=[Level(1.0, evil)])
     tags = parse(page(Document(evil, [figure, claims_table({evil: [bad]})], verdict=evil)))
     assert "img" not in [tag for tag, _ in tags.found]

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from muonsw.lab.claims.claim import Claim, Comparison
+from muonsw.lab.claims.claim import Claim, Criterion
 from muonsw.lab.commands.report import Report, find_runs
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import BEGINNING, Charts, loss_axis
@@ -47,7 +47,7 @@ def data_of(text):
 
 
 def claim(name, measured):
-    return Claim(name, f"statement {name}", "Table 1", "nothing", 1.0, measured, Comparison.RELATIVE, 0.1, "chosen")
+    return Claim(name, f"statement {name}", "Table 1", "nothing", 1.0, measured, Criterion.RELATIVE, 0.1, "chosen")
 
 
 def test_page_and_pictures_are_written(written):
@@ -207,7 +207,7 @@ def test_hostile_names_stay_text(runs, tmp_path):
     name = HOSTILE.replace("/", "|")
     recipe = Recipe(steps=40, arm=HOSTILE, extra={"note": HOSTILE, HOSTILE: 1})
     evil = load_runs([write_run(tmp_path / name, recipe)])
-    bad = {HOSTILE: [Claim(*[HOSTILE] * 4, 1.0, 2.0, Comparison.ABSOLUTE, 0.0, HOSTILE)]}
+    bad = {HOSTILE: [Claim(*[HOSTILE] * 4, 1.0, 2.0, Criterion.ABSOLUTE, 0.0, HOSTILE)]}
     table = Table(HOSTILE, HOSTILE, (HOSTILE,), [(HOSTILE,)], note=HOSTILE)
     document = build_report(HOSTILE, [*runs, *evil], verdict=HOSTILE, claims=bad, tables=[table])
     tags = parse(page(document))

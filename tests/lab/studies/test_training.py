@@ -7,61 +7,31 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from muonsw.lab import paper
 from muonsw.lab.cli import main
 from muonsw.lab.errors import UsageError
-from muonsw.lab.model import MuP, count, preset
+from muonsw.lab.model import count, preset
 from muonsw.lab.runs import load_run
-from muonsw.lab.studies.compare.arms import decay_factors
-from muonsw.lab.studies.training import SCALES, TRAINING_STUDIES, Scale, dynamics, effects, rules, sweeps
-from muonsw.lab.studies.training.conduct import Workshop, conduct, describe, find_data
-from muonsw.lab.studies.training.costs import comparison_cost, run_flops, study_cost
-from muonsw.lab.studies.training.evidence import relabelled
-from muonsw.lab.studies.training.scales import GPT2_VOCAB, adamw_sweep
-from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
+from muonsw.lab.studies.arms import decay_factors
+from muonsw.lab.studies.costs import cost, run_flops
+from muonsw.lab.studies.scales import GPT2_VOCAB, SCALES, find_data
+from muonsw.lab.studies.study import conduct
+from muonsw.lab.studies.training import dynamics, rows, rules, sweeps
+from muonsw.lab.studies.training.catalogue import TRAINING_STUDIES
+from muonsw.lab.studies.workshop import relabelled
+from muonsw.lab.train.config import RunConfig
 from tests.lab.diagnose.runs import make_run
-from tests.lab.train.small import MODEL, small_run, tokens
+from tests.lab.studies.tiny import WILD, by_settings, tiny_scale
+from tests.lab.train.small import tokens
 
 STUDIES = {study.name: study for study in TRAINING_STUDIES}
 PAPER, MINI, CPU = (SCALES[name] for name in ("paper", "mini", "cpu"))
 
 
-def tiny_scale(**changes):
-    """Runs of a second, with two widths of which muP divides one."""
-    narrow = replace(MODEL, mup=MuP(base_width=32))
-    optimizer = OptimizerConfig(muon_lr="adam", peak="base", weight_decay=1.0, ns_dtype="float32")
-    row = replace(small_run(), model=narrow, optimizer=optimizer, steps=10, telemetry_every=1, eval_every=5)
-    row = replace(row, data=DataConfig("", eval_windows=4))
-    settings = {
-        "name": "cpu",
-        "title": "tiny",
-        "rows": {32: row, 64: replace(row, model=replace(narrow, width=64))},
-        "headline": 32,
-        "others": (64,),
-        "small": 32,
-        "sweep": adamw_sweep(row, 10),
-        "sweep_widths": (32,),
-        "rates": (0.005, 0.01, 0.02),
-        "horizons": (5, 10),
-        "factors": (0.5, 1.0, 2.0),
-        "seeds": 2,
-        "sweep_seeds": 1,
-        "tflops": 1.0,
-        "workers": 1,
-        "tokens": lambda: Path(tokens()),
-    }
-    return Scale(**(settings | changes))
-
-
-def workshop(folder):
-    return Workshop(folder, Path(tokens()), "cpu", 1, Console(quiet=True))
-
-
 @cache
 def planned(name, scale):
-    return STUDIES[name].planned(SCALES[scale])
+    return STUDIES[name].at(SCALES[scale]).planned()
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -85,10 +55,10 @@ def test_small_studies_stay_within_their_promise_and_below_the_cap_of_a_step(sca
     chosen = SCALES[scale]
     limit = {"cpu": 0.5, "mini": 1.1}[scale]
     for study in TRAINING_STUDIES:
-        assert study_cost(study, chosen).hours(chosen.tflops, chosen.workers) < limit, study.name
+        assert cost(study.at(chosen).runs()).hours(chosen.tflops, chosen.workers) < limit, study.name
     cap = {"cpu": 0.02, "mini": 0.01}[scale]
     for run in chosen.rows.values():
-        for arm in effects.decay_arms(run):
+        for arm in rows.decay_arms(run):
             assert max(decay_factors(run, arm.optimizer)) <= cap * (1 + 1e-9)
 
 
@@ -116,7 +86,7 @@ def test_the_control_decays_as_much_in_total_as_the_scaled_arm_under_either_peak
     for peak in ("base", "group"):
         run = MINI.rows[512]
         run = replace(run, optimizer=replace(run.optimizer, peak=peak))
-        arms = {arm.name: math.fsum(decay_factors(run, arm.optimizer)) for arm in effects.decay_arms(run)}
+        arms = {arm.name: math.fsum(decay_factors(run, arm.optimizer)) for arm in rows.decay_arms(run)}
         assert arms["constant, same total"] == pytest.approx(arms["scaled"], rel=1e-12)
         # A cosine to a tenth takes 0.73 of it; the undivided peak four times less at four times the base width.
         assert arms["scaled"] / arms["constant"] == pytest.approx(0.73 / (4 if peak == "base" else 1), rel=0.02)
@@ -124,7 +94,7 @@ def test_the_control_decays_as_much_in_total_as_the_scaled_arm_under_either_peak
 
 def test_costs_follow_closed_forms():
     row = planned("headline", "paper")[0]
-    found = comparison_cost(row)
+    found = cost(row.configs())
     assert (found.runs, found.tokens) == (4, 4 * 376_000 * 524_288)
     sizes = count(preset("w1024"))
     assert found.flops == pytest.approx(found.tokens * sizes.flops_per_token, rel=0.05)
@@ -136,39 +106,27 @@ def test_costs_follow_closed_forms():
 
 
 def test_studies_and_comparisons_share_their_runs():
-    table = set(STUDIES["main-table"].runs(CPU))
+    table = set(STUDIES["main-table"].at(CPU).runs())
     for name in ("headline", "steady-state", "diagnostics", "widths"):
-        assert set(STUDIES[name].runs(CPU)) <= table, name
+        assert set(STUDIES[name].at(CPU).runs()) <= table, name
     assert len(table) == 7 * 3
     # The width sweep at the width of the horizons is one of the horizons.
-    widths, horizons = (set(STUDIES[name].runs(CPU)) for name in ("width-transfer", "horizon-transfer"))
+    widths, horizons = (set(STUDIES[name].at(CPU).runs()) for name in ("width-transfer", "horizon-transfer"))
     assert len(widths & horizons) == len(CPU.rates) * CPU.sweep_seeds
-    assert len(set(STUDIES["dense-moe"].runs(CPU)) & table) == 9
-
-
-def test_equal_runs_are_one_job_and_different_data_or_settings_another(tmp_path):
-    shop, scale = workshop(tmp_path), tiny_scale()
-    both = [*effects.headline_row(scale), *effects.all_rows(scale)]
-    jobs = shop.jobs(both)
-    assert len(jobs) == len(shop.jobs(effects.all_rows(scale))) == (3 + 4) * 2
-    assert len({job.name for job in jobs.values()}) == len(jobs)
-    ready = shop.ready(scale.rows[32])
-    assert ready.data.path == tokens()
-    assert ready.threads == 1
-    assert shop.folder(ready) != shop.folder(replace(ready, eval_every=3))
-    assert describe(ready) in shop.folder(ready).name
+    assert len(set(STUDIES["dense-moe"].at(CPU).runs()) & table) == 9
 
 
 def test_a_study_from_training_to_page(tmp_path):
-    study, scale = STUDIES["decay-sweep"], tiny_scale()
+    study = STUDIES["decay-sweep"].at(tiny_scale())
     (tmp_path / "out").mkdir()
-    report = conduct(study, scale, workshop(tmp_path / "runs"), tmp_path / "out", images=False)
+    report = conduct(study, by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
     runs = sorted((tmp_path / "runs").iterdir())
     assert len(runs) == 2 * 3 + 2 * 2
     data = json.loads((tmp_path / "out" / "claims.json").read_text())
-    assert data["claims_total"] == len(report.claims) == 3
-    assert data["claims_failed"] == sum(not claim.holds for claim in report.claims)
-    verdicts = [claim["verdict"] for claim in data["claims"]]
+    assert data["claims_total"] == len(report.all_claims) == 3
+    assert data["claims_failed"] == sum(claim.fails for claim in report.all_claims)
+    order = ["fails", "undecided", "holds"]
+    verdicts = [order.index(claim["verdict"]) for claim in data["claims"]]
     assert verdicts == sorted(verdicts)
     search, best = data["comparisons"]
     assert search["seeds"] == [2]
@@ -181,28 +139,54 @@ def test_a_study_from_training_to_page(tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert "best against best" in page
     stamps = {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs}
-    again = conduct(study, scale, workshop(tmp_path / "runs"), tmp_path / "out", images=False)
+    again = conduct(study, by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
     assert {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs} == stamps
-    assert [claim.as_data() for claim in again.claims] == [claim.as_data() for claim in report.claims]
+    assert again.claims == report.claims
 
 
 def test_the_headline_runs_serve_three_studies_and_their_figures(tmp_path):
-    scale, shop = tiny_scale(seeds=1), workshop(tmp_path / "runs")
+    scale, shop = tiny_scale(seeds=1), by_settings(tmp_path / "runs")
     for name in ("headline", "steady-state", "diagnostics"):
         (tmp_path / name).mkdir()
-        report = conduct(STUDIES[name], scale, shop, tmp_path / name, images=False)
-        assert len({claim.id for claim in report.claims}) == len(report.claims)
+        report = conduct(STUDIES[name].at(scale), shop, tmp_path / name, images=False)
+        claims = report.all_claims
+        assert len({claim.id for claim in claims}) == len(claims)
         assert any(path.suffix == ".svg" and "figures" in path.parts for path in report.paths)
-        assert all("one seed" in claim.limits for claim in report.claims)
-        assert "One seed" in report.verdict
+        assert all("one seed" in claim.limits for claim in claims)
+        assert "One seed" in report.sentence
     assert len(list((tmp_path / "runs").iterdir())) == 3
-    recursion = {claim.id: claim for claim in report_claims(scale, shop)}["constant-recursion"]
+    judged = dynamics.judge_steady_state(shop.train(rows.headline_row(scale)), scale)
+    recursion = {claim.id: claim for claim in judged}["constant-recursion"]
     # Every update was sampled, so the recursion is exact up to the first update's norm and rounding.
     assert recursion.measured == pytest.approx(1.0, rel=1e-3)
 
 
-def report_claims(scale, shop):
-    return dynamics.judge_steady_state(shop.run(effects.headline_row(scale)), scale)
+def test_every_decay_rule_can_be_compared_without_decay_too(tmp_path):
+    report = conduct(
+        STUDIES["decay-rules"].at(tiny_scale(seeds=1)), by_settings(tmp_path / "runs"), tmp_path, images=False
+    )
+    arms = {row[0]: row for row in report.tables[1].rows}
+    assert arms["none"][7] is None, "without decay no sample of decayed weights has a learning rate"
+    assert {"squared-is-scaled", "none-norm"} <= {claim.id for claim in report.all_claims}
+
+
+def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_worst(tmp_path):
+    scale = tiny_scale(rates=(0.01, 0.02, 9.0), seeds=1)
+    run = scale.sweep
+    scale = replace(scale, sweep=replace(run, diverged=1.0))
+    report = conduct(STUDIES["width-transfer"].at(scale), by_settings(tmp_path / "runs"), tmp_path, images=False)
+    assert "'lr 9' diverged at update" in report.sentence
+    assert [row[-1].text for row in report.tables[0].rows][-1] == "diverged"
+    wild = replace(STUDIES["headline"], comparisons=lambda scale: [with_wild(one) for one in rows.headline_row(scale)])
+    scale = tiny_scale(seeds=1)
+    scale = replace(scale, rows={width: replace(run, diverged=1.0) for width, run in scale.rows.items()})
+    report = conduct(wild.at(scale), by_settings(tmp_path / "runs"), tmp_path, images=False)
+    assert report.all_claims == []
+    assert report.sentence.startswith("No claim is made. 'scaled' diverged at update")
+
+
+def with_wild(one):
+    return replace(one, arms=tuple(replace(WILD, name="scaled") if arm.name == "scaled" else arm for arm in one.arms))
 
 
 def written(folder, name, *, rule, seed, loss, **settings):
@@ -231,31 +215,38 @@ def verdicts(claims):
     return {claim.id: claim.holds for claim in claims}
 
 
+def failures(claims):
+    return {claim.id for claim in claims if claim.fails}
+
+
 def test_the_main_effect_is_judged_by_its_interval(tmp_path):
     arms = pair(tmp_path)
-    found = effects.judge_pair("x", "here", arms["constant"], arms["scaled"], reference="table", limits="")
+    found = rows.judge_pair("x", "here", arms, "table", "")
     assert verdicts(found) == {"x-loss": True, "x-norm": True, "x-kept": True}
     assert found[0].measured == pytest.approx(-0.05)
     assert found[0].interval.method == "95% t, n=3"
-    turned = effects.judge_pair("x", "here", arms["scaled"], arms["constant"], reference="table", limits="")
-    assert verdicts(turned) == {"x-loss": False, "x-norm": False, "x-kept": False}
+    turned = {"constant": arms["scaled"], "scaled": arms["constant"]}
+    assert failures(rows.judge_pair("x", "here", turned, "table", "")) == {"x-loss", "x-norm", "x-kept"}
     # One seed of three the other way: the mean is below zero, its interval is not.
     mixed = [*arms["scaled"][:2], replace(arms["scaled"][2], result={"final_loss": 3.03})]
-    unsure = effects.judge_pair("x", "here", arms["constant"], mixed, reference="table", limits="")[0]
+    unsure = rows.judge_pair("x", "here", arms | {"scaled": mixed}, "table", "")[0]
     assert unsure.measured < 0
-    assert not unsure.holds
+    assert str(unsure.verdict) == "undecided"
+    # The same runs on both sides: nothing moved, so nothing holds.
+    same = rows.judge_pair("x", "here", arms | {"scaled": arms["constant"]}, "table", "")
+    assert {str(claim.verdict) for claim in same} == {"undecided"}
 
 
 def test_scaled_decay_is_shown_beside_its_control(tmp_path):
     arms = pair(tmp_path)
-    arms = {**arms, effects.CONTROL: [relabelled(run, effects.CONTROL) for run in arms["constant"]]}
-    (table,) = effects.control_tables({"width 64": arms}, CPU)
+    arms = {**arms, rows.CONTROL: [relabelled(run, rows.CONTROL) for run in arms["constant"]]}
+    (table,) = rows.control_tables({"width 64": arms}, CPU)
     assert [row[:3] for row in table.rows] == [("width 64: scaled", "constant, same total", "-0.0500")]
 
 
 def test_limits_belong_to_the_scale(tmp_path):
     arms = {"width 256": pair(tmp_path)}
-    limits = {scale.name: effects.judge_rows(arms, scale)[0].limits for scale in (CPU, PAPER)}
+    limits = {scale.name: rows.judge_rows(arms, scale)[0].limits for scale in (CPU, PAPER)}
     assert "raised lambda" in limits["cpu"]
     assert limits["paper"] == ""
 
@@ -271,10 +262,10 @@ def test_printed_values_hold_where_they_are_met_and_fail_elsewhere(tmp_path):
             )
         ]
 
-    met = verdicts(effects.judge_printed(1024, *with_losses(0.0)))
+    met = verdicts(rows.judge_printed(1024, *with_losses(0.0)))
     assert met["w1024-gain"]
     assert met["w1024-constant-loss"]
-    missed = verdicts(effects.judge_printed(1024, *with_losses(0.2)))
+    missed = verdicts(rows.judge_printed(1024, *with_losses(0.2)))
     assert missed["w1024-gain"]
     assert not missed["w1024-constant-loss"]
     assert not missed["w1024-scaled-loss"]
@@ -407,7 +398,7 @@ def test_a_dry_run_prints_the_cost_and_trains_nothing(name, scale, tmp_path, mon
     assert STUDIES[name].scaled[scale] in text
     assert "7 TFLOP/s" in text
     total = next(line for line in text.splitlines() if line.startswith("all, shared runs once"))
-    assert f" {study_cost(STUDIES[name], SCALES[scale]).runs} " in total
+    assert f" {cost(STUDIES[name].at(SCALES[scale]).runs()).runs} " in total
     assert list(tmp_path.iterdir()) == []
 
 
@@ -453,7 +444,7 @@ def test_the_command_runs_a_tiny_study_and_its_exit_code_tells_a_failed_claim(tm
     printed_text = capsys.readouterr().out
     assert "Final loss by learning rate" in printed_text
     assert "claims FAILED" in printed_text
-    assert f"wrote {tmp_path / 'h' / 'report.html'}" in printed_text
+    assert f"wrote claims.json, report.html and 18 figures to {tmp_path / 'h'}; runs are in" in printed_text
 
 
 def test_recipes_need_no_data_at_any_scale(tmp_path, capsys):

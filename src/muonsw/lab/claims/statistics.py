@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Interval
+from muonsw.lab.claims.claim import Interval, Measured
+
+ONE_SEED = "one seed: chance is not excluded"
 
 
 def student_t_cdf(t: float, freedom: int) -> float:
@@ -64,6 +67,35 @@ def t_interval(samples: Tensor, confidence: float = 0.95) -> Interval:
     mean = float(samples.mean())
     half = student_t_quantile(0.5 + confidence / 2.0, n - 1) * float(samples.std()) / math.sqrt(n)
     return Interval(mean - half, mean + half, f"{100 * confidence:g}% t, n={n}")
+
+
+def mean_of(samples: Tensor, confidence: float = 0.95) -> Measured:
+    """The mean of independent samples with its t interval.
+
+    Examples:
+        >>> import torch
+        >>> mean_of(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).value
+        2.0
+    """
+    return Measured(float(samples.mean()), t_interval(samples, confidence))
+
+
+def over_seeds(values: Sequence[float]) -> Measured:
+    """The mean over seeds with its t interval; one seed has none, and its limits say so.
+
+    Examples:
+        >>> over_seeds([0.5])
+        Measured(value=0.5, interval=None, limits='one seed: chance is not excluded')
+        >>> over_seeds([1.0, 2.0, 3.0]).interval.method
+        '95% t, n=3'
+    """
+    mean, interval = math.fsum(values) / len(values), interval_of(values)
+    return Measured(mean, interval, "" if interval else ONE_SEED)
+
+
+def interval_of(values: Sequence[float]) -> Interval | None:
+    """The t interval of the mean of plain numbers; None where there are fewer than two."""
+    return t_interval(torch.tensor(values, dtype=torch.float64)) if len(values) > 1 else None
 
 
 def log_log_slope(x: Sequence[float] | Tensor, y: Tensor) -> Tensor:

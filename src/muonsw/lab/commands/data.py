@@ -12,11 +12,10 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
 from muonsw.lab.data.corpus import Corpus, Source
+from muonsw.lab.data.prepare import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
 from muonsw.lab.data.progress import watching
-from muonsw.lab.data.ready import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
-from muonsw.lab.data.record import SPLITS, Prepared, read_record
+from muonsw.lab.data.shards import SPLITS, Prepared, read_record, verify_folder
 from muonsw.lab.data.sources import FINEWEB
-from muonsw.lab.data.verify import verify_folder
 from muonsw.lab.terminal import say
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from muonsw.lab.claims.claim import Outcome, Series
-from muonsw.lab.claims.table import any_failed, claims_summary, claims_table
+from muonsw.lab.claims.claim import Evidence, Series, count_verdicts
+from muonsw.lab.claims.table import any_failed, claims_table
 from muonsw.lab.report.page import write_page
 from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document, Level, Sheet
 from muonsw.lab.report.static import write_sheet
@@ -48,7 +48,7 @@ SIZES: Mapping[str, str] = {
 LABELS = {"change": "whole run, over narrowest", "update": "first update, over narrowest"}
 
 
-def draw_convergence(outcomes: Mapping[str, Outcome], folder: Path) -> list[Path]:
+def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
     """Where each rule's loss goes on the two quadratics, as PNG, SVG and page; nothing where no curves were run."""
     shown = {name: outcomes[name].series for name in QUADRATICS if name in outcomes and outcomes[name].series}
     if not shown:
@@ -57,7 +57,7 @@ def draw_convergence(outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
     arms = [Arm(name, rule) for rule, name in RULE_NAMES.items()]
     claims = {name: outcome.claims for name, outcome in outcomes.items()}
     table = claims_table(claims, headings=("predicted", "measured"))
-    summary = f"{CONVERGENCE_TITLE}. {claims_summary(table)}"
+    summary = f"{CONVERGENCE_TITLE}. {count_verdicts([one for those in claims.values() for one in those])}"
     document = Document("Convergence", [*charts, table], verdict=summary, failed=any_failed(claims), arms=arms)
     paths = write_sheet(Sheet("convergence", CONVERGENCE_TITLE, charts), arms, folder)
     return [*paths, write_page(folder / "convergence.html", document)]
@@ -84,7 +84,7 @@ def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
     )
 
 
-def draw_coordinates(outcomes: Mapping[str, Outcome], folder: Path) -> list[Path]:
+def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
     """Sizes over the width for every rule in small multiples, as PNG and SVG; nothing where no arm was run."""
     shown = {name: outcome for name, outcome in outcomes.items() if name in WIDTH_ARMS and outcome.series}
     if not shown:
@@ -95,7 +95,7 @@ def draw_coordinates(outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
     return write_sheet(Sheet("coordinates", COORDINATES_TITLE, charts, columns=4), arms, folder)
 
 
-def _width_chart(size: str, outcomes: Mapping[str, Outcome]) -> Chart:
+def _width_chart(size: str, outcomes: Mapping[str, Evidence]) -> Chart:
     """One size over the width: the median over seeds and layers for every arm, and all of them thin."""
     curves: list[Curve] = []
     widths: Sequence[float] = ()

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup, theory
-from muonsw.lab.studies.experiment import Study
-from muonsw.lab.studies.training import TRAINING_STUDIES, TrainingStudy
+from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
+from muonsw.lab.studies.training.catalogue import TRAINING_STUDIES
 from muonsw.registry import Registry
 
-AnyStudy: TypeAlias = Study | TrainingStudy
-
-STUDIES: Registry[AnyStudy] = Registry("study")
+STUDIES: Registry[ExperimentStudy | TrainingStudy] = Registry("study")
 STUDIES.register(
     "theory",
-    Study(
+    ExperimentStudy(
         name="theory",
         title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
         experiments=theory.EXPERIMENTS,
-        draw=draw_convergence,
+        picture=draw_convergence,
     ),
 )
 STUDIES.register(
     "coordinates",
-    Study(
+    ExperimentStudy(
         name="coordinates",
         title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
         experiments=mup.EXPERIMENTS,
-        draw=draw_coordinates,
+        picture=draw_coordinates,
     ),
 )
 for _study in TRAINING_STUDIES:
     STUDIES.register(_study.name, _study)
 
 
-def find_study(name: str) -> AnyStudy:
+def find_study(name: str) -> ExperimentStudy | TrainingStudy:
     """The study of that name, or `STUDY/EXPERIMENT` for one experiment of a study that has several.
 
     Raises:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from muonsw.lab.claims.claim import Outcome
-from muonsw.registry import Registry
+from muonsw.lab.claims.claim import Evidence
 
 Progress = Callable[[float], None]
 
@@ -25,7 +23,7 @@ class Context:
     """What a run is given besides its settings.
 
     Attributes:
-        generator: Source of every random number of the experiment.
+        generator: Stated of every random number of the experiment.
         progress: Told the fraction that is done, now and then.
     """
 
@@ -50,38 +48,14 @@ class Experiment:
     title: str
     hypotheses: tuple[str, ...]
     settings: Any
-    function: Callable[[Any, Context], Outcome]
+    function: Callable[[Any, Context], Evidence]
     cost: float = 1.0
 
-    def run(self, seed: int = 0, *, settings: Any = None, progress: Progress = silent) -> Outcome:
+    def run(self, seed: int = 0, *, settings: Any = None, progress: Progress = silent) -> Evidence:
         """Run with random numbers that depend on the seed and the name alone, so that order does not matter."""
         generator = torch.Generator().manual_seed(seed_for(seed, self.name))
         chosen = self.settings if settings is None else settings
         return self.function(chosen, Context(generator, progress))
-
-
-@dataclass(frozen=True)
-class Study:
-    """Experiments that are reproduced together under one name, and the pictures drawn from them.
-
-    Attributes:
-        name: What `muonsw reproduce` is given.
-        title: One line for lists.
-        experiments: In the order in which they are shown.
-        draw: Writes figures from the outcomes into a folder and returns their paths.
-    """
-
-    name: str
-    title: str
-    experiments: tuple[Experiment, ...]
-    draw: Callable[[Mapping[str, Outcome], Path], list[Path]]
-
-    def select(self, name: str) -> Study:
-        """The study with one of its experiments only."""
-        known: Registry[Experiment] = Registry(f"experiment of {self.name}")
-        for experiment in self.experiments:
-            known.register(experiment.name, experiment)
-        return Study(self.name, self.title, (known[name],), self.draw)
 
 
 def seed_for(seed: int, name: str) -> int:

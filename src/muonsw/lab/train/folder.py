@@ -53,7 +53,7 @@ def refuse_other_settings(folder: Path, config: RunConfig) -> None:
     unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
     if unwelcome:
         lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
-        fix = "resume with the settings it has, or start in another folder"
+        fix = "go on with the settings it has, or choose another folder with --out"
         raise UsageError(f"{folder} holds a run with other settings; {fix}:\n{lines}")
 
 

@@ -57,7 +57,7 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
         except Diverged as error:
             saved = next(checkpoint.newest_first(folder / CHECKPOINTS), None)
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
-            raise Diverged(f"{error}; {kept}") from error
+            raise Diverged(f"{error}; {kept}", error.step) from error
         finally:
             metrics.close()
         result = _result(training)

@@ -15,7 +15,7 @@ from torch import Tensor
 from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetch
 from muonsw.lab.data.shards import fingerprint, open_split, read_record
 from muonsw.lab.errors import Diverged, UsageError
-from muonsw.lab.model import Decoder, Losses
+from muonsw.lab.model import Decoder, Losses, ModelConfig
 from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.groups import build_optimizer
@@ -127,11 +127,9 @@ class Training:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted else nullcontext()
 
     def _compiled(self) -> Callable[..., Losses]:
-        wanted = self.config.compile == "on" or (self.config.compile == "auto" and self.device.type == "cuda")
-        if not wanted:
+        if not compiles(self.config):
             return self.model
-        # Compiled code belongs to one model; after a few models in one process the compiler would give up silently.
-        torch.compiler.reset()
+        _forget_other_models(self.config.model)
         compiled: Callable[..., Losses] = torch.compile(self.model)
         return compiled
 
@@ -168,6 +166,25 @@ class Training:
             torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
 
 
+def compiles(config: RunConfig) -> bool:
+    """Whether a run compiles its model."""
+    return config.compile == "on" or (config.compile == "auto" and resolve_device(config.device).type == "cuda")
+
+
+_compiled_model: ModelConfig | None = None
+
+
+def _forget_other_models(model: ModelConfig) -> None:
+    """Drop compiled code of a model of another shape; code of the same shape serves the next run in this process.
+
+    The compiler keeps few variants of a function, and runs without any, silently, once there are more.
+    """
+    global _compiled_model  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
+    if model != _compiled_model:
+        torch.compiler.reset()
+        _compiled_model = model
+
+
 class LossGuard:
     """Watches the training loss.
 
@@ -194,11 +211,11 @@ class LossGuard:
         """
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
-            raise Diverged(f"the loss of update {step} is {loss}; {advice}")
+            raise Diverged(f"the loss of update {step} is {loss}; {advice}", step)
         self.strikes = self.strikes + 1 if loss > self.lowest + self.excess else 0
         self.lowest = min(self.lowest, loss)
         if self.strikes >= PATIENCE:
-            raise Diverged(f"the loss of update {step} is {loss:.3f}, after {self.lowest:.3f} at best; {advice}")
+            raise Diverged(f"the loss of update {step} is {loss:.3f}, after {self.lowest:.3f} at best; {advice}", step)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold."""

@@ -1,28 +1,28 @@
 """The coordinate check of muP: how activations, their changes and updates scale with the width.
 
-Every arm trains decoders of several widths for a few steps on one batch and fits the power of the width that each size
-follows. Under the right parametrization the power of every change is zero; the rules for Muon's learning rate that the
-lab knows are half a power apart, so a fit within a quarter of its prediction belongs to no other rule.
+Every experiment trains decoders of several widths for a few steps on one batch and fits the power of the width that
+each size follows. Under the right parametrization the power of every change is zero; the rules for Muon's learning
+rate that the lab knows are half a power apart, so a fit within a quarter of its prediction belongs to no other rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Comparison, Outcome, Series
-from muonsw.lab.claims.statistics import log_log_slope, t_interval
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within
+from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.model import MUON_LR_POWERS, Decoder, ModelConfig, MuP
+from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.mup.measure import chain_tokens, measure
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
 
-TOLERANCE = 0.25
-BECAUSE = "the rules that are compared are half a power of the width apart; this is half of that"
+TOLERANCE = Tolerance(0.25, "the rules that are compared are half a power of the width apart; this is half of that")
 LIMITS = "widths 32 to 256: a power fitted there still holds finite-width terms, and says nothing of loss"
 REFERENCE = "appendix on muP for MoE, table of scaling rules"
 
@@ -44,7 +44,7 @@ Sizes = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class CoordinateSettings:
-    """One arm: a parametrization with an optimizer, at several widths and for several seeds.
+    """A parametrization with an optimizer, at several widths and for several seeds.
 
     Attributes:
         algorithm: "adamw" for all parameters, or "muon" for hidden matrices with AdamW for the rest.
@@ -113,15 +113,15 @@ def measure_widths(setting: CoordinateSettings, context: Context) -> dict[str, T
     return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64).view(shape) for name in rows[0]}
 
 
-def run_flat(setting: CoordinateSettings, context: Context) -> Outcome:
+def run_flat(setting: CoordinateSettings, context: Context) -> Evidence:
     """A parametrization under which nothing should depend on the width."""
     sizes = measure_widths(setting, context)
     names = [*(f"initial {name}" for name in COORDINATES[:-1]), *(f"change {name}" for name in COORDINATES)]
     names += [f"update {name}" for name in MATRICES]
-    return Outcome([power_claim(setting, sizes, name, 0.0) for name in names], series(setting, sizes))
+    return Evidence([power_claim(setting, sizes, name, 0.0) for name in names], series(setting, sizes))
 
 
-def run_adamw(setting: CoordinateSettings, context: Context) -> Outcome:
+def run_adamw(setting: CoordinateSettings, context: Context) -> Evidence:
     """AdamW under muP: flat, and flatter the wider.
 
     The sign of a gradient agrees a little with each of the batch's inputs, which adds up as the width; the rest of it
@@ -130,25 +130,25 @@ def run_adamw(setting: CoordinateSettings, context: Context) -> Outcome:
     """
     outcome = run_flat(setting, context)
     sizes = {curves.name: torch.tensor(curves.values, dtype=torch.float64) for curves in outcome.series}
-    return Outcome([*outcome.claims, approach_claim(setting, sizes, "update qkv")], outcome.series)
+    return Evidence([*outcome.claims, approach_claim(setting, sizes, "update qkv")], outcome.series)
 
 
-def run_misscaled(setting: CoordinateSettings, context: Context) -> Outcome:
+def run_misscaled(setting: CoordinateSettings, context: Context) -> Evidence:
     """Muon with a learning rate whose power of the width is off by a half: so are its updates."""
     sizes = measure_widths(setting, context)
     # Spectral norm 0.2*sqrt(width) on inputs of width-independent RMS, times the learning rate.
     power = MUON_LR_POWERS[setting.muon_lr] + 0.5
     claims = [power_claim(setting, sizes, f"update {name}", power) for name in MATRICES]
-    return Outcome(claims, series(setting, sizes))
+    return Evidence(claims, series(setting, sizes))
 
 
-def run_standard(setting: CoordinateSettings, context: Context) -> Outcome:
+def run_standard(setting: CoordinateSettings, context: Context) -> Evidence:
     """The standard parametrization: sizes grow with the width before training, and their changes during it."""
     sizes = measure_widths(setting, context)
     # Two matrices of constant entries give sqrt(width) each; an expert multiplies two projections and adds a third.
     claims = [power_claim(setting, sizes, f"initial {name}", power) for name, power in INITIAL_POWERS.items()]
     claims += [drift_claim(setting, sizes, f"change {name}") for name in COORDINATES]
-    return Outcome(claims, series(setting, sizes))
+    return Evidence(claims, series(setting, sizes))
 
 
 INITIAL_POWERS = {"attention": 1.0, "experts": 1.5}
@@ -158,17 +158,13 @@ def power_claim(setting: CoordinateSettings, sizes: Sizes, name: str, power: flo
     """The size follows this power of the width, in the layer where that is least true."""
     slopes = max(slopes_of(setting, sizes, name), key=lambda slope: abs(float(slope.mean()) - power))
     behaviour = "does not depend on the width" if power == 0.0 else f"goes as width^{power:g}"
-    return Claim(
-        id=name.replace(" ", "-"),
-        statement=f"{describe(name)} {behaviour}",
-        reference=REFERENCE,
-        hypothesis=hypothesis(setting),
-        predicted=power,
-        measured=float(slopes.mean()),
-        comparison=Comparison.ABSOLUTE,
-        tolerance=TOLERANCE,
-        because=BECAUSE,
-        interval=t_interval(slopes),
+    return within(
+        name.replace(" ", "-"),
+        f"{describe(name)} {behaviour}",
+        source(setting),
+        mean_of(slopes),
+        power,
+        TOLERANCE,
         limits=LIMITS,
     )
 
@@ -176,17 +172,13 @@ def power_claim(setting: CoordinateSettings, sizes: Sizes, name: str, power: flo
 def drift_claim(setting: CoordinateSettings, sizes: Sizes, name: str) -> Claim:
     """The size grows with the width by more than the tolerance for a flat one, in every layer."""
     slopes = min(slopes_of(setting, sizes, name), key=lambda slope: float(slope.mean()))
-    return Claim(
-        id=name.replace(" ", "-"),
-        statement=f"{describe(name)} grows with the width",
-        reference=REFERENCE,
-        hypothesis=hypothesis(setting),
-        predicted=TOLERANCE,
-        measured=float(slopes.mean()),
-        comparison=Comparison.AT_LEAST,
-        tolerance=0.0,
-        because="more than would still pass for flat",
-        interval=t_interval(slopes),
+    return at_least(
+        name.replace(" ", "-"),
+        f"{describe(name)} grows with the width",
+        source(setting),
+        mean_of(slopes),
+        TOLERANCE.size,
+        Tolerance(0.0, "more than would still pass for flat"),
         limits=LIMITS,
     )
 
@@ -197,17 +189,13 @@ def approach_claim(setting: CoordinateSettings, sizes: Sizes, name: str) -> Clai
         torch.stack(slopes_of(replace(setting, widths=setting.widths[part]), sizes_at(sizes, part), name)).mean(0)
         for part in (slice(None, 2), slice(-2, None))
     )
-    ratio = float(wide.mean() / narrow.mean())
-    return Claim(
-        id=f"{name.replace(' ', '-')}-fades",
-        statement=f"{describe(name)} depends less on the width the wider the model (ratio of the powers)",
-        reference=REFERENCE,
-        hypothesis=hypothesis(setting),
-        predicted=1.0,
-        measured=abs(ratio),
-        comparison=Comparison.AT_MOST,
-        tolerance=0.0,
-        because="a finite-width term fades, a wrong power would not",
+    return at_most(
+        f"{name.replace(' ', '-')}-fades",
+        f"{describe(name)} depends less on the width the wider the model (ratio of the powers)",
+        source(setting),
+        abs(float(wide.mean() / narrow.mean())),
+        1.0,
+        Tolerance(0.0, "a finite-width term fades, a wrong power would not"),
         limits=LIMITS,
     )
 
@@ -225,8 +213,8 @@ def slopes_of(setting: CoordinateSettings, sizes: Sizes, name: str) -> list[Tens
 
 def series(setting: CoordinateSettings, sizes: Sizes) -> list[Series]:
     """Every size over the widths, one curve for each seed."""
-    arm = arm_name(setting)
-    return [Series(name, arm, list(setting.widths), values.tolist()) for name, values in sizes.items()]
+    name_of = experiment_name(setting)
+    return [Series(name, name_of, list(setting.widths), values.tolist()) for name, values in sizes.items()]
 
 
 def describe(name: str) -> str:
@@ -244,20 +232,24 @@ def describe(name: str) -> str:
     }[kind].format(WORDS[what])
 
 
-def hypothesis(setting: CoordinateSettings) -> str:
-    """What the arm is, in words."""
+def source(setting: CoordinateSettings) -> Stated:
+    """The table of the paper, and what the experiment is in words."""
     if not setting.mup:
-        return f"{setting.algorithm} in the standard parametrization, learning rate {setting.lr:g} at every width"
+        words = f"{setting.algorithm} in the standard parametrization, learning rate {setting.lr:g} at every width"
+        return Stated(REFERENCE, words)
     power = MUON_LR_POWERS[setting.muon_lr] if setting.algorithm == "muon" else -1.0
-    return f"{setting.algorithm} under muP, learning rate {setting.lr:g} * (width/256)^{power:g} for hidden matrices"
+    rate = f"learning rate {setting.lr:g} * (width/256)^{power:g}"
+    return Stated(REFERENCE, f"{setting.algorithm} under muP, {rate} for hidden matrices")
 
 
-def arm_name(setting: CoordinateSettings) -> str:
-    """The experiment that runs this arm.
+def experiment_name(setting: CoordinateSettings) -> str:
+    """The experiment that has these settings.
 
     Examples:
-        >>> arm_name(CoordinateSettings(algorithm="muon", muon_lr="sqrt")), arm_name(CoordinateSettings(mup=False))
-        ('muon-sqrt', 'standard')
+        >>> experiment_name(CoordinateSettings(algorithm="muon", muon_lr="sqrt"))
+        'muon-sqrt'
+        >>> experiment_name(CoordinateSettings(mup=False))
+        'standard'
     """
     if not setting.mup:
         return "standard"
@@ -265,7 +257,7 @@ def arm_name(setting: CoordinateSettings) -> str:
 
 
 def hypotheses(*more: str) -> tuple[str, ...]:
-    """What every arm assumes."""
+    """What every experiment assumes."""
     return ("depth, heads' size, experts and tokens stay as the width grows", "float32, no decay", *more)
 
 
@@ -274,7 +266,7 @@ def muon(rule: str, seeds: int) -> CoordinateSettings:
     return CoordinateSettings(algorithm="muon", muon_lr=rule, seeds=seeds)
 
 
-ARMS: Sequence[Experiment] = (
+EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment(
         name="adamw",
         title="AdamW under muP: nothing depends on the width",

@@ -1,20 +1,23 @@
-"""Many runs in one tensor, stepped by the library's own optimizers: the ground on which theory is tried."""
+"""Many runs in one tensor, stepped by the library's own optimizers: what every test of the theory runs on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from muonsw import SGDSW, MuonSW
-from muonsw.lab.studies.experiment import Progress
+from muonsw import SGDSW, MuonSW, decay_factor
+from muonsw.lab.studies.experiment import Context, Progress
 from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.theory import PowerLaw, check_schedule
 from muonsw.theory.hypotheses import require_decay
 
 CONSTANT, SCALED = "constant", "scaled"
+# `exact` agrees with the SVD to 2e-10, so a polar factor may be that much longer than 1.
+POLAR_ERROR = 1e-9
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,153 @@ def march(
     progress(end)
 
 
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A convex function of `D = W - A` with smoothness 1 and its minimum, zero, at `D = 0`.
+
+    Attributes:
+        loss: Its value for each matrix of a stack.
+        slope: Its gradient.
+    """
+
+    loss: Function
+    slope: Function
+
+
+QUADRATIC = Objective(loss=lambda D: 0.5 * D.square().sum((-2, -1)), slope=lambda D: D)
+PSEUDO_HUBER = Objective(
+    loss=lambda D: ((1.0 + D.square()).sqrt() - 1.0).sum((-2, -1)),
+    slope=lambda D: D / (1.0 + D.square()).sqrt(),
+)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Chains of matrices that share a rule, a momentum and a target.
+
+    Attributes:
+        rule: `"constant"` or `"scaled"`.
+        beta: Momentum.
+        A: The minimizer, (m, n).
+        starts: Shape (chains, m, n).
+        noise: Standard deviation of each entry of a gradient's noise, one for each chain; none if absent.
+        objective: What is minimized.
+    """
+
+    rule: str
+    beta: float
+    A: Tensor
+    starts: Tensor
+    noise: Tensor | None = None
+    objective: Objective = QUADRATIC
+
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was taken: its number, learning rate and decay, and the momentum after it."""
+
+    t: int
+    eta: float
+    phi: float
+    momentum: Tensor
+
+
+class Watcher(Generic[Found]):
+    """Writes the gradients of one stack; a subclass keeps what it sees in `after` and reports it.
+
+    Attributes:
+        stack: The chains.
+        weight: Where they are.
+        slope: The gradient without noise at the latest step.
+    """
+
+    slope: Tensor
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack, self.weight = stack, chain(stack.starts)
+
+    def before(self, generator: torch.Generator) -> None:
+        """Write the gradient of the next step."""
+        self.slope = self.stack.objective.slope(self.weight.detach() - self.stack.A)
+        written = gradient(self.weight).copy_(self.slope)
+        if self.stack.noise is not None:
+            written.add_(gaussian(written.shape, generator) * self.stack.noise[:, None, None])
+
+    def after(self, step: Step) -> None:
+        """Look at the weights after a step."""
+
+    def report(self) -> Found:
+        """What was seen."""
+        raise NotImplementedError
+
+
+def descend(
+    watchers: Mapping[str, Watcher[Found]], etas: Sequence[float], lam: float, rules: Rules, context: Context
+) -> dict[str, Found]:
+    """Run Muon on the stacks of all watchers as one program, and let each watch every step."""
+    groups = [
+        {"params": [watcher.weight], "decay": rules[watcher.stack.rule], "momentum": watcher.stack.beta}
+        for watcher in watchers.values()
+    ]
+    optimizer = muon(groups, peak=max(etas), lam=lam)
+    for t in march(optimizer, etas, context.progress):
+        for watcher in watchers.values():
+            watcher.before(context.generator)
+        optimizer.step()
+        for watcher in watchers.values():
+            phi = float(decay_factor(rules[watcher.stack.rule], lam, etas[t], max(etas)))
+            watcher.after(Step(t, etas[t], phi, optimizer.state[watcher.weight]["momentum_buffer"]))
+    return {name: watcher.report() for name, watcher in watchers.items()}
+
+
 def harmonic(steps: int, *, gamma: float, t0: float) -> list[float]:
     """The learning rates `gamma / (t + t0)`."""
     return [gamma / (t + t0) for t in range(steps)]
+
+
+def robbins_monro(steps: int, eta0: float, lam: float) -> list[float]:
+    """The learning rates `eta0 / (1 + t)`, after a check of every hypothesis that they must satisfy."""
+    law = PowerLaw(eta0, 1.0)
+    law.require_robbins_monro()
+    etas = [law(t) for t in range(steps)]
+    check_schedule(etas, lam=lam).require()
+    return etas
+
+
+def remaining(etas: Sequence[float], lam: float) -> float:
+    """What constant decay leaves of a start: `prod(1 - eta lambda)`."""
+    left = 1.0
+    for eta in etas:
+        left *= 1.0 - eta * lam
+    return left
+
+
+def target(rows: int, columns: int, sigma_max: float, generator: torch.Generator) -> Tensor:
+    """A Gaussian matrix, whose spectrum is close to Marchenko-Pastur, scaled to a largest singular value."""
+    A = gaussian((rows, columns), generator)
+    return A * (sigma_max / spectral_norm(A))
+
+
+def jitter_loss(r: int, eta: float, beta: float) -> float:
+    """The loss of hovering around the target in all r directions: `r/2 (2 eta/(1 - beta))^2`.
+
+    A step has length eta in each direction whatever the gradient, and an overshoot lasts for the memory of
+    the momentum, `1/(1 - beta)` steps. An estimate with a factor of two to spare, not a theorem.
+    """
+    return r / 2.0 * (2.0 * eta / (1.0 - beta)) ** 2
+
+
+def weighted_mean(values: Tensor, etas: Sequence[float], *, start: int = 0) -> Tensor:
+    """The eta-weighted mean over the steps from `start` on, for each chain."""
+    weights = values.new_tensor(etas[start:]).unsqueeze(1)
+    mean: Tensor = (weights * values[start:]).sum(0) / weights.sum()
+    return mean
 
 
 def log_spaced(steps: int, count: int) -> list[int]:
@@ -115,6 +262,11 @@ def log_spaced(steps: int, count: int) -> list[int]:
     """
     exponents = torch.linspace(0.0, 1.0, count, dtype=torch.float64)
     return sorted({round(float(steps**x)) for x in exponents})
+
+
+def farthest(values: Tensor, target: float) -> float:
+    """The value that is farthest from the target: one number that speaks for all chains."""
+    return float(values[(values - target).abs().argmax()])
 
 
 def gaussian(shape: Sequence[int], generator: torch.Generator, *, std: float = 1.0) -> Tensor:

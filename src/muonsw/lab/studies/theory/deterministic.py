@@ -8,14 +8,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Comparison, Outcome
+from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, within_share
+from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
-from muonsw.lab.studies.theory.chains import SCALED, TRUE_RULES, Rules, gaussian
-from muonsw.lab.studies.theory.muon import schedule
-from muonsw.lab.studies.theory.paths import PSEUDO_HUBER, Path, Stack, descend, weighted_mean
-from muonsw.lab.studies.theory.quadratic import jitter_loss, target
+from muonsw.lab.studies.theory.chains import (
+    PSEUDO_HUBER,
+    SCALED,
+    TRUE_RULES,
+    Rules,
+    Stack,
+    gaussian,
+    jitter_loss,
+    robbins_monro,
+    target,
+    weighted_mean,
+)
+from muonsw.lab.studies.theory.muon import Trajectory, watch_paths
 from muonsw.theory import convex_gap_bound, muon_radius
 
+THEOREM = "Theorem 3.3 with sigma = 0"
 ASSUMED = "sigma = 0, L-smooth, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
 
 
@@ -36,60 +47,55 @@ class DeterministicSettings:
     rules: Rules = TRUE_RULES
 
 
-def run_deterministic(setting: DeterministicSettings, context: Context) -> Outcome:
+def run_deterministic(setting: DeterministicSettings, context: Context) -> Evidence:
     """Scaled decay on both objectives; the target is outside the ball that would hold constant decay."""
     s = setting
-    etas = schedule(s.steps, s.eta0, s.lam)
+    etas = robbins_monro(s.steps, s.eta0, s.lam)
     A = target(s.rows, s.columns, s.sigma_max * muon_radius(s.lam), context.generator)
     starts = gaussian((s.chains, s.rows, s.columns), context.generator, std=s.start_std)
     stacks = {f"{beta:g}": Stack(SCALED, beta, A, starts) for beta in s.betas}
     stacks["convex"] = Stack(SCALED, s.convex_beta, A, starts, objective=PSEUDO_HUBER)
-    paths = descend(stacks, etas, s.lam, s.rules, context)
+    paths = watch_paths(stacks, etas, s.lam, s.rules, context)
     claims = [vanishing_claim(paths[f"{beta:g}"], etas, beta, s.rows) for beta in s.betas]
     claims.append(transient_claim(paths[f"{s.betas[-1]:g}"], etas))
-    return Outcome(claims + convex_claims(setting, paths["convex"], A, etas))
+    return Evidence(claims + convex_claims(setting, paths["convex"], A, etas))
 
 
-def vanishing_claim(path: Path, etas: Sequence[float], beta: float, r: int) -> Claim:
+def vanishing_claim(path: Trajectory, etas: Sequence[float], beta: float, r: int) -> Claim:
     """The second half of the run, against hovering at the length of a step."""
     half = len(etas) // 2
-    hover = 2.0 * r / (1.0 - beta)
-    late = etas[half:]
-    return Claim(
-        id=f"vanishes-beta{beta:g}",
-        statement=f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step",
-        reference="Theorem 3.3 with sigma = 0",
-        hypothesis=ASSUMED,
-        predicted=hover * math.fsum(eta**2 for eta in late) / math.fsum(late),
-        measured=float(weighted_mean(path.nuclear, etas, start=half).max()),
-        comparison=Comparison.AT_MOST,
-        tolerance=0.0,
-        because="each of r directions hovers by up to 2 eta/(1 - beta), which goes to zero with eta: an estimate",
+    hover, late = 2.0 * r / (1.0 - beta), etas[half:]
+    return at_most(
+        f"vanishes-beta{beta:g}",
+        f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step",
+        Stated(THEOREM, ASSUMED),
+        float(weighted_mean(path.nuclear, etas, start=half).max()),
+        hover * math.fsum(eta**2 for eta in late) / math.fsum(late),
+        Tolerance(
+            0.0, "each of r directions hovers by up to 2 eta/(1 - beta), which goes to zero with eta: an estimate"
+        ),
     )
 
 
-def transient_claim(path: Path, etas: Sequence[float]) -> Claim:
+def transient_claim(path: Trajectory, etas: Sequence[float]) -> Claim:
     """How slowly the average over a whole run falls, once the gradient is gone."""
     half = len(etas) // 2
     weights = path.nuclear.new_tensor(etas).unsqueeze(1)
     sums = (weights * path.nuclear).cumsum(0).mean(1)
     totals = weights.cumsum(0).squeeze(1)
     averages = sums / totals
-    return Claim(
-        id="transient",
-        statement="over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)",
-        reference="Theorem 3.3 with sigma = 0",
-        hypothesis="harmonic schedule; the sum of eta |grad f|_* has converged",
-        predicted=float(totals[half - 1] / totals[-1]),
-        measured=float(averages[-1] / averages[half - 1]),
-        comparison=Comparison.RELATIVE,
-        tolerance=0.01,
-        because="what the second half still adds to the sum",
+    return within_share(
+        "transient",
+        "over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)",
+        Stated(THEOREM, "harmonic schedule; the sum of eta |grad f|_* has converged"),
+        float(averages[-1] / averages[half - 1]),
+        float(totals[half - 1] / totals[-1]),
+        Tolerance(0.01, "what the second half still adds to the sum"),
         limits="so the statement about whole runs is out of reach of any run; the second half is what shows it",
     )
 
 
-def convex_claims(setting: DeterministicSettings, path: Path, A: Tensor, etas: Sequence[float]) -> list[Claim]:
+def convex_claims(setting: DeterministicSettings, path: Trajectory, A: Tensor, etas: Sequence[float]) -> list[Claim]:
     """The best-iterate theorem, on a convex loss that is not a quadratic."""
     s = setting
     gaps, slopes = weighted_mean(path.losses[:-1], etas), weighted_mean(path.nuclear, etas)
@@ -97,27 +103,21 @@ def convex_claims(setting: DeterministicSettings, path: Path, A: Tensor, etas: S
     bound = convex_gap_bound(slopes, bound=float(path.norms.max()), target=size)
     initial = float(path.losses[0].mean())
     return [
-        Claim(
-            id="convex-gap",
-            statement="the eta-weighted loss is under (bound + |W*|_F) times the weighted nuclear norm (largest ratio)",
-            reference="proof of Theorem 3.4",
-            hypothesis="f convex, |W_t|_F <= bound",
-            predicted=1.0,
-            measured=float((gaps / bound).max()),
-            comparison=Comparison.AT_MOST,
-            tolerance=1e-12,
-            because="rounding",
+        at_most(
+            "convex-gap",
+            "the eta-weighted loss is under (bound + |W*|_F) times the weighted nuclear norm (largest ratio)",
+            Stated("proof of Theorem 3.4", "f convex, |W_t|_F <= bound"),
+            float((gaps / bound).max()),
+            1.0,
+            Tolerance(1e-12, "rounding"),
         ),
-        Claim(
-            id="best-iterate",
-            statement="the best iterate of a convex loss reaches the minimum (pseudo-Huber, over the initial loss)",
-            reference="Theorem 3.4",
-            hypothesis="f convex, sigma = 0, iterates bounded",
-            predicted=jitter_loss(s.rows, etas[-1], s.convex_beta) / initial,
-            measured=float(path.losses.amin(0).max()) / initial,
-            comparison=Comparison.AT_MOST,
-            tolerance=0.0,
-            because="steps of length eta_T make every direction hover by up to 2 eta_T/(1 - beta): an estimate",
+        at_most(
+            "best-iterate",
+            "the best iterate of a convex loss reaches the minimum (pseudo-Huber, over the initial loss)",
+            Stated("Theorem 3.4", "f convex, sigma = 0, iterates bounded"),
+            float(path.losses.amin(0).max()) / initial,
+            jitter_loss(s.rows, etas[-1], s.convex_beta) / initial,
+            Tolerance(0.0, "steps of length eta_T make every direction hover by up to 2 eta_T/(1 - beta): an estimate"),
             limits="the theorem is about the limit inferior; a finite run shows how far down the best iterate is",
         ),
     ]

@@ -1,4 +1,4 @@
-"""At a fixed learning rate the rules are one; and the counterexample to a claim about constant decay."""
+"""At a fixed learning rate both rules are the same; and the counterexample to a claim about constant decay."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Comparison, Outcome
+from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_least, at_most, within, within_share
+from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
     CONSTANT,
+    POLAR_ERROR,
     SCALED,
     TRUE_RULES,
     Rules,
@@ -21,16 +23,20 @@ from muonsw.lab.studies.theory.chains import (
     march,
     muon,
     nuclear_norm,
+    remaining,
+    robbins_monro,
     sgd,
     spectral_norm,
+    target,
+    weighted_mean,
 )
-from muonsw.lab.studies.theory.muon import schedule
-from muonsw.lab.studies.theory.paths import weighted_mean
-from muonsw.lab.studies.theory.quadratic import POLAR_ERROR, target
 from muonsw.theory import check_schedule, muon_radius
 from muonsw.theory.hypotheses import require
 
-SATO = "Sato et al., Lemma C.1 and Theorem C.1, as the paper reports them"
+REMARK = Stated(
+    "remark after Proposition 3.2 (Sato et al., Lemma C.1 and Theorem C.1, as the paper reports them)",
+    "lambda < 1, sigma_max(A) > 1/lambda, eta lambda <= 1, sum eta = infinity",
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class FixedRateSettings:
     rules: Rules = TRUE_RULES
 
 
-def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Outcome:
+def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
     """The same chains under both rules at one learning rate, then the counterexample under a decaying one."""
     s = setting
     require("lambda < 1", s.lam < 1.0, lam=s.lam)
@@ -60,13 +66,32 @@ def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Outcome:
     starts = gaussian((s.chains, s.rows, s.columns), context.generator, std=s.start_std)
     claims = []
     for name, part in {"sgd": (0.0, 0.05), "muon": (0.05, 0.15)}.items():
-        ends = fixed_ends(setting, name, A, starts, peak_factor=1.0, context=context, part=part)
-        claims.append(coincide_claim(name, ends))
-    ends = fixed_ends(setting, "muon", A, starts, peak_factor=2.0, context=context, part=(0.15, 0.25))
-    return Outcome([*claims, rescaled_claim(ends), *counterexample(setting, A, starts, context)])
+        gap = fixed_gap(setting, name, A, starts, peak_factor=1.0, context=context, part=part)
+        claims.append(
+            within(
+                f"fixed-rate-{name}",
+                f"at a fixed learning rate both rules give the same bits ({name}, largest difference)",
+                Stated("end of section 3.3", "eta = eta_max at every step"),
+                gap,
+                0.0,
+                Tolerance(0.0, "eta/eta_max is exactly 1"),
+            )
+        )
+    gap = fixed_gap(setting, "muon", A, starts, peak_factor=2.0, context=context, part=(0.15, 0.25))
+    claims.append(
+        within(
+            "fixed-rate-rescaled",
+            "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)",
+            Stated("end of section 3.3", "eta = eta_max/2 at every step"),
+            gap,
+            0.0,
+            Tolerance(1e-12, "rounding"),
+        )
+    )
+    return Evidence([*claims, *counterexample(setting, A, starts, context)])
 
 
-def fixed_ends(
+def fixed_gap(
     setting: FixedRateSettings,
     name: str,
     A: Tensor,
@@ -75,8 +100,11 @@ def fixed_ends(
     peak_factor: float,
     context: Context,
     part: tuple[float, float],
-) -> dict[str, Tensor]:
-    """Run at a fixed rate under a peak that is a multiple of it; scaled decay gets as much more lambda."""
+) -> float:
+    """How far the rules are apart after a run at a fixed rate.
+
+    The peak is a multiple of that rate; scaled decay gets as much more lambda.
+    """
     s = setting
     weights = {rule: chain(starts) for rule in (CONSTANT, SCALED)}
     lams = {CONSTANT: s.lam, SCALED: peak_factor * s.lam}
@@ -89,37 +117,7 @@ def fixed_ends(
         for w in weights.values():
             torch.sub(w, A, out=gradient(w))
         optimizer.step()
-    return {rule: w.detach() for rule, w in weights.items()}
-
-
-def coincide_claim(name: str, ends: dict[str, Tensor]) -> Claim:
-    """No bit differs when the learning rate is its own peak."""
-    return Claim(
-        id=f"fixed-rate-{name}",
-        statement=f"at a fixed learning rate both rules give the same bits ({name}, largest difference)",
-        reference="end of section 3.3",
-        hypothesis="eta = eta_max at every step",
-        predicted=0.0,
-        measured=float((ends[CONSTANT] - ends[SCALED]).abs().max()),
-        comparison=Comparison.ABSOLUTE,
-        tolerance=0.0,
-        because="eta/eta_max is exactly 1",
-    )
-
-
-def rescaled_claim(ends: dict[str, Tensor]) -> Claim:
-    """Under a peak twice as high, scaled decay needs twice the lambda."""
-    return Claim(
-        id="fixed-rate-rescaled",
-        statement="at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)",
-        reference="end of section 3.3",
-        hypothesis="eta = eta_max/2 at every step",
-        predicted=0.0,
-        measured=float((ends[CONSTANT] - ends[SCALED]).abs().max()),
-        comparison=Comparison.ABSOLUTE,
-        tolerance=1e-12,
-        because="rounding",
-    )
+    return float((weights[CONSTANT].detach() - weights[SCALED].detach()).abs().max())
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class Seen:
 def counterexample(setting: FixedRateSettings, A: Tensor, starts: Tensor, context: Context) -> list[Claim]:
     """Constant decay fills the ball of radius 1/lambda, and its gradient stays."""
     s = setting
-    etas = schedule(s.steps, s.eta0, s.lam)
+    etas = robbins_monro(s.steps, s.eta0, s.lam)
     weights = {rule: chain(starts) for rule in (CONSTANT, SCALED)}
     groups = [{"params": [w], "decay": s.rules[rule], "momentum": s.beta} for rule, w in weights.items()]
     optimizer = muon(groups, peak=max(etas), lam=s.lam)
@@ -152,58 +150,43 @@ def counterexample_claims(
     setting: FixedRateSettings, seen: dict[str, Seen], A: Tensor, etas: Sequence[float]
 ) -> list[Claim]:
     """What the claim needs, and what happens."""
-    s, half = setting, setting.steps // 2
-    radius, left = muon_radius(s.lam), 1.0
-    for eta in etas:
-        left *= 1.0 - eta * s.lam
+    s, half, radius = setting, setting.steps // 2, muon_radius(setting.lam)
+    missing = 2.0 * remaining(etas, s.lam) + POLAR_ERROR
     trapped = float((torch.linalg.svdvals(A) - radius).clamp(min=0.0).sum())
     hover = 2.0 * s.rows / (1.0 - s.beta) * sum(e**2 for e in etas[half:]) / sum(etas[half:])
     means = {rule: weighted_mean(stack.nuclear, etas, start=half) for rule, stack in seen.items()}
-    hypothesis = "lambda < 1, sigma_max(A) > 1/lambda, eta lambda <= 1, sum eta = infinity"
     return [
-        Claim(
-            id="refuted-norm-bound",
-            statement="|W_t|_op under constant decay grows to 1/lambda; it is not bounded by 1",
-            reference=f"remark after Proposition 3.2 ({SATO})",
-            hypothesis=hypothesis,
-            predicted=radius,
-            measured=seen[CONSTANT].spectral,
-            comparison=Comparison.RELATIVE,
-            tolerance=2.0 * left + POLAR_ERROR,
-            because="prod(1 - eta lambda) of the radius is still missing, up to the start",
+        within_share(
+            "refuted-norm-bound",
+            "|W_t|_op under constant decay grows to 1/lambda; it is not bounded by 1",
+            REMARK,
+            seen[CONSTANT].spectral,
+            radius,
+            Tolerance(missing, "prod(1 - eta lambda) of the radius is still missing, up to the start"),
         ),
-        Claim(
-            id="refuted-descent",
-            statement="so the coefficient 1 - lambda |W_t|_op, which a descent argument needs positive, falls to zero",
-            reference=f"remark after Proposition 3.2 ({SATO})",
-            hypothesis=hypothesis,
-            predicted=0.0,
-            measured=1.0 - s.lam * seen[CONSTANT].spectral,
-            comparison=Comparison.ABSOLUTE,
-            tolerance=2.0 * left + POLAR_ERROR,
-            because="prod(1 - eta lambda) is still missing, up to the start",
+        within(
+            "refuted-descent",
+            "so the coefficient 1 - lambda |W_t|_op, which a descent argument needs positive, falls to zero",
+            REMARK,
+            1.0 - s.lam * seen[CONSTANT].spectral,
+            0.0,
+            Tolerance(missing, "prod(1 - eta lambda) is still missing, up to the start"),
         ),
-        Claim(
-            id="refuted-stationarity",
-            statement="the eta-weighted nuclear norm of the gradient stays at sum (sigma_i(A) - 1/lambda)_+ or more",
-            reference=f"remark after Proposition 3.2 ({SATO})",
-            hypothesis=hypothesis,
-            predicted=trapped,
-            measured=float(means[CONSTANT].min()),
-            comparison=Comparison.AT_LEAST,
-            tolerance=POLAR_ERROR,
-            because="inside the ball |A - W|_* cannot be less",
+        at_least(
+            "refuted-stationarity",
+            "the eta-weighted nuclear norm of the gradient stays at sum (sigma_i(A) - 1/lambda)_+ or more",
+            REMARK,
+            float(means[CONSTANT].min()),
+            trapped,
+            Tolerance(POLAR_ERROR, "inside the ball |A - W|_* cannot be less"),
         ),
-        Claim(
-            id="scaled-stationarity",
-            statement="on the same problem scaled decay brings it down to the size of a step",
-            reference="Theorem 3.3 with sigma = 0",
-            hypothesis="sum eta = infinity, sum eta^2 < infinity",
-            predicted=hover,
-            measured=float(means[SCALED].max()),
-            comparison=Comparison.AT_MOST,
-            tolerance=0.0,
-            because="each of r directions hovers by up to 2 eta/(1 - beta): an estimate",
+        at_most(
+            "scaled-stationarity",
+            "on the same problem scaled decay brings it down to the size of a step",
+            Stated("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity"),
+            float(means[SCALED].max()),
+            hover,
+            Tolerance(0.0, "each of r directions hovers by up to 2 eta/(1 - beta): an estimate"),
         ),
     ]
 

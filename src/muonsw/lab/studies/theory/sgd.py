@@ -1,4 +1,4 @@
-"""SGD with noise: stationarity on a nonconvex objective, and the 1/t rate on a strongly convex one."""
+"""SGD with noise on a nonconvex objective: the weighted gradient vanishes under scaled decay, not under constant."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Comparison, Outcome
-from muonsw.lab.claims.statistics import t_interval
+from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, below, within_share
+from muonsw.lab.claims.statistics import mean_of
+from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
     CONSTANT,
@@ -28,7 +29,10 @@ from muonsw.theory import PowerLaw, stationarity_bound
 from muonsw.theory.hypotheses import require, require_noise
 
 RIPPLE, FREQUENCY = 0.9, 3.0
-NOISY = "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
+THEOREM = Stated(
+    "Theorem 3.1",
+    "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity",
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def wander(
     }
 
 
-def run_nonconvex(setting: NonconvexSettings, context: Context) -> Outcome:
+def run_nonconvex(setting: NonconvexSettings, context: Context) -> Evidence:
     """The weighted gradient falls decade by decade under scaled decay, and stops under constant decay."""
     s = setting
     require_noise(s.sigma)
@@ -132,23 +136,19 @@ def run_nonconvex(setting: NonconvexSettings, context: Context) -> Outcome:
     start = decade_edges(s.steps)[-2]
     claims = [*falling_claims(seen[SCALED].weighted), tail_claim(setting, seen, etas[start:])]
     claims.append(constant_claim(setting, seen[CONSTANT]))
-    return Outcome([*claims, inequality_claim(setting, seen[SCALED], etas, starts)])
+    return Evidence([*claims, inequality_claim(setting, seen[SCALED], etas, starts)])
 
 
 def falling_claims(weighted: Tensor) -> list[Claim]:
     """Each decade against the one before, chain by chain, from the second on."""
     return [
-        Claim(
-            id=f"decade-{k}-falls",
-            statement=f"scaled: the eta-weighted squared gradient falls from decade {k - 1} to decade {k} of steps",
-            reference="Theorem 3.1",
-            hypothesis=NOISY,
-            predicted=0.0,
-            measured=float((weighted[k] - weighted[k - 1]).mean()),
-            comparison=Comparison.AT_MOST,
-            tolerance=0.0,
-            because="the upper end of the interval of the paired difference must be negative",
-            interval=t_interval(weighted[k] - weighted[k - 1]),
+        below(
+            f"decade-{k}-falls",
+            f"scaled: the eta-weighted squared gradient falls from decade {k - 1} to decade {k} of steps",
+            THEOREM,
+            mean_of(weighted[k] - weighted[k - 1]),
+            0.0,
+            Tolerance(0.0, "the upper end of the interval of the paired difference must be negative"),
         )
         for k in range(1, len(weighted))
     ]
@@ -159,17 +159,13 @@ def tail_claim(setting: NonconvexSettings, seen: dict[str, Stationarity], etas: 
     s, tail = setting, {rule: stack.weighted[-1] for rule, stack in seen.items()}
     curvature = float(ripple_curvature(seen[SCALED].end - s.c).mean())
     sustained = curvature * s.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
-    return Claim(
-        id="tail",
-        statement="scaled: in the last decade at most a tenth of constant decay's squared gradient is left",
-        reference="Theorem 3.1",
-        hypothesis=NOISY,
-        predicted=0.1 * float(tail[CONSTANT].mean()),
-        measured=float(tail[SCALED].mean()),
-        comparison=Comparison.AT_MOST,
-        tolerance=0.0,
-        because="the upper end of the interval must be below",
-        interval=t_interval(tail[SCALED]),
+    return at_most(
+        "tail",
+        "scaled: in the last decade at most a tenth of constant decay's squared gradient is left",
+        THEOREM,
+        mean_of(tail[SCALED]),
+        0.1 * float(tail[CONSTANT].mean()),
+        Tolerance(0.0, "the upper end of the interval must be below"),
         limits=f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are chains "
         "that still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, with "
         "harmonic steps like 1/log T",
@@ -178,18 +174,13 @@ def tail_claim(setting: NonconvexSettings, seen: dict[str, Stationarity], etas: 
 
 def constant_claim(setting: NonconvexSettings, seen: Stationarity) -> Claim:
     """Constant decay's last decade, against the gradient at the point where it balances the decay."""
-    expected = float((setting.lam * seen.end).square().mean())
-    return Claim(
-        id="constant-stays",
-        statement="constant: the squared gradient stays at (lambda x)^2, where it balances the decay",
-        reference="contrast to Theorem 3.1",
-        hypothesis="sum eta = infinity",
-        predicted=expected,
-        measured=float(seen.weighted[-1].mean()),
-        comparison=Comparison.RELATIVE,
-        tolerance=0.05,
-        because="what the noise adds at the learning rates of the last decade",
-        interval=t_interval(seen.weighted[-1]),
+    return within_share(
+        "constant-stays",
+        "constant: the squared gradient stays at (lambda x)^2, where it balances the decay",
+        Stated("contrast to Theorem 3.1", "sum eta = infinity"),
+        mean_of(seen.weighted[-1]),
+        float((setting.lam * seen.end).square().mean()),
+        Tolerance(0.05, "what the noise adds at the learning rates of the last decade"),
     )
 
 
@@ -204,16 +195,13 @@ def inequality_claim(setting: NonconvexSettings, seen: Stationarity, etas: Seque
         sigma=s.sigma,
         bound=math.sqrt(seen.second_moment),
     )
-    return Claim(
-        id="descent-inequality",
-        statement="scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof",
-        reference="proof of Theorem 3.1",
-        hypothesis="eta <= 1/(4 L), E x^2 bounded",
-        predicted=bound,
-        measured=math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True)),
-        comparison=Comparison.AT_MOST,
-        tolerance=0.0,
-        because="a bound on a mean over chains; the sampling error is far below the distance to it",
+    return at_most(
+        "descent-inequality",
+        "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof",
+        Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded"),
+        math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True)),
+        bound,
+        Tolerance(0.0, "a bound on a mean over chains; the sampling error is far below the distance to it"),
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from muonsw.lab import paper
-from muonsw.lab.studies.training import dynamics, effects, frontier, rules, sweeps
-from muonsw.lab.studies.training.study import TrainingStudy
+from muonsw.lab.studies.study import TrainingStudy
+from muonsw.lab.studies.training import dynamics, recipes, rows, rules, sweeps
 
 SHORT = "runs are relaxation-matched: lambda is raised so that decay acts within a short run as it does in a long one"
 CPU_BODY = (
@@ -41,62 +41,62 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         title="the main table: constant against scaled decay at every width, both readings of eta_max, and a control",
         reference=paper.TABLE,
         scaled=_rows("Widths 64 and 96", "Widths 128, 256 and 512", "Widths 256, 512, 768 and 1024"),
-        comparisons=effects.all_rows,
-        judge=effects.judge_rows,
-        tables=effects.control_tables,
-        draw=effects.draw_rows,
+        comparisons=rows.all_rows,
+        claims=rows.judge_rows,
+        own_tables=rows.control_tables,
+        figures=rows.draw_rows,
     ),
     TrainingStudy(
         name="headline",
         title="the headline figure: loss and weight norm of both rules",
         reference=paper.HEADLINE,
         scaled=_rows("Width 64", "Width 256", "Width 1024"),
-        comparisons=effects.headline_row,
-        judge=effects.judge_rows,
-        tables=effects.control_tables,
-        draw=effects.draw_rows,
+        comparisons=rows.headline_row,
+        claims=rows.judge_rows,
+        own_tables=rows.control_tables,
+        figures=rows.draw_rows,
     ),
     TrainingStudy(
         name="steady-state",
         title="the steady-state figure: alignment, and the norm beside its target and its recursion",
         reference=paper.STEADY,
         scaled=_rows("Width 64", "Width 256", "Width 1024"),
-        comparisons=effects.headline_row,
-        judge=dynamics.judge_steady_state,
-        draw=dynamics.draw_steady_state,
+        comparisons=rows.headline_row,
+        claims=dynamics.judge_steady_state,
+        figures=dynamics.draw_steady_state,
     ),
     TrainingStudy(
         name="diagnostics",
         title="the three diagnostic figures: orthogonality, gradient and momentum, late alignment",
         reference="appendix with additional data",
         scaled=_rows("Width 64", "Width 256", "Width 1024"),
-        comparisons=effects.headline_row,
-        judge=dynamics.judge_diagnostics,
-        draw=dynamics.draw_diagnostics,
+        comparisons=rows.headline_row,
+        claims=dynamics.judge_diagnostics,
+        figures=dynamics.draw_diagnostics,
     ),
     TrainingStudy(
         name="widths",
         title="the headline figure at the other widths (512 and 768 in the paper)",
         reference="appendix with additional data",
         scaled=_rows("Width 96", "Widths 128 and 512", "Widths 512 and 768"),
-        comparisons=effects.other_rows,
-        judge=effects.judge_rows,
-        tables=effects.control_tables,
-        draw=effects.draw_rows,
+        comparisons=rows.other_rows,
+        claims=rows.judge_rows,
+        own_tables=rows.control_tables,
+        figures=rows.draw_rows,
     ),
     TrainingStudy(
         name="recipes",
         title="the recipe table of the frontier models, as inputs of the planner",
         reference="appendix on frontier models",
         scaled=dict.fromkeys(("cpu", "mini", "paper"), "Nothing is trained, so nothing is scaled."),
-        comparisons=frontier.no_runs,
-        judge=frontier.judge_recipes,
-        tables=frontier.recipe_tables,
+        comparisons=recipes.no_runs,
+        claims=recipes.judge_recipes,
+        own_tables=recipes.recipe_tables,
     ),
     TrainingStudy(
         name="width-transfer",
         title="muP: the best learning rate of AdamW at three widths",
-        reference=sweeps.WIDTH_FIGURE,
+        reference=sweeps.WIDTH_FIGURE.reference,
         scaled=_scaled(
             "Widths 32, 64 and 128, 240 updates of 1,536 tokens instead of 5,000 of 524,288, six rates, two seeds. At "
             "so few tokens the best rate is set by the length of the run as much as by the model.",
@@ -106,14 +106,14 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
             "does not print the decay of these runs; constant decay with lambda 0.1 is assumed.",
         ),
         comparisons=sweeps.width_sweep,
-        judge=sweeps.judge_widths,
-        tables=sweeps.sweep_tables,
+        claims=sweeps.judge_widths,
+        own_tables=sweeps.sweep_tables,
         charts=sweeps.width_charts,
     ),
     TrainingStudy(
         name="horizon-transfer",
         title="the best learning rate of AdamW against the horizon, and the cube-root rule",
-        reference=sweeps.HORIZON_FIGURE,
+        reference=sweeps.HORIZON_FIGURE.reference,
         scaled=_scaled(
             "Width 64; 120, 240 and 480 updates of 1,536 tokens, six rates, two seeds. The rule is the paper's for "
             "5,000 to 20,000 updates; a tenth of so short a run is warmup.",
@@ -123,8 +123,8 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
             "of its width sweep are taken, and its constant decay.",
         ),
         comparisons=sweeps.horizon_sweep,
-        judge=sweeps.judge_horizons,
-        tables=sweeps.sweep_tables,
+        claims=sweeps.judge_horizons,
+        own_tables=sweeps.sweep_tables,
         charts=sweeps.horizon_charts,
     ),
     TrainingStudy(
@@ -138,8 +138,8 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         ),
         comparisons=rules.search,
         follow_up=rules.best_against_best,
-        judge=rules.judge_best,
-        tables=rules.search_tables,
+        claims=rules.judge_best,
+        own_tables=rules.search_tables,
     ),
     TrainingStudy(
         name="decay-rules",
@@ -147,8 +147,8 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         reference="beyond the paper",
         scaled=_rows("Width 64", "Width 256", "Width 256"),
         comparisons=rules.all_rules,
-        judge=rules.judge_rules,
-        tables=effects.control_tables,
+        claims=rules.judge_rules,
+        own_tables=rows.control_tables,
     ),
     TrainingStudy(
         name="dense-moe",
@@ -156,7 +156,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         reference="beyond the paper",
         scaled=_rows("Width 64", "Width 256", "Width 256"),
         comparisons=rules.dense_and_moe,
-        judge=rules.judge_dense,
-        tables=effects.control_tables,
+        claims=rules.judge_dense,
+        own_tables=rows.control_tables,
     ),
 )

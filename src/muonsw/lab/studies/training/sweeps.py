@@ -9,26 +9,25 @@ from dataclasses import replace
 import numpy as np
 
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim
-from muonsw.lab.claims.claim import Comparison as Held
+from muonsw.lab.claims.claim import Claim, Stated, at_least, at_most, within
+from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.sections import Axis, Cell, Chart, Column, Curve, Table, Value
-from muonsw.lab.runs import Run
-from muonsw.lab.studies.compare.arms import Arm
-from muonsw.lab.studies.training.evidence import claim, last_loss
-from muonsw.lab.studies.training.scales import Scale, adamw_sweep, at_width
-from muonsw.lab.studies.training.study import Comparison, Results
+from muonsw.lab.report.sections import Axis, Chart, Curve
+from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs
+from muonsw.lab.studies.outcome import last_loss
+from muonsw.lab.studies.scales import Scale, adamw_sweep, at_width
+from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.train.config import RunConfig
 
-WIDTH_FIGURE = "appendix on muP, figure on width and the table commented out in the source"
-HORIZON_FIGURE = "appendix on muP, figure on the horizon"
+ADAMW = "AdamW for all parameters, constant decay"
+WIDTH_FIGURE = Stated("appendix on muP, figure on width and the table commented out in the source", ADAMW)
+HORIZON_FIGURE = Stated("appendix on muP, figure on the horizon", ADAMW)
 INSIDE = Tolerance(0.0, "at an edge of the grid a better rate may lie beyond, and nothing can be said of transfer")
 ONE_STEP = Tolerance(0.0, "one step of the grid: basins are flat, and a parabola over a grid says no more")
 # Points whose excess loss is so many times the median one say nothing about the bottom of the basin.
 FAR_OUT = 5.0
 TRANSFER = Tolerance(0.0, "a quarter: by the paper's own table the best rate of width 128 costs 0.14 at width 256")
 TRANSFER_COST = 0.25
-ADAMW = "AdamW for all parameters, constant decay"
 
 # By seed: the loss of each learning rate, rates ascending.
 Losses = Mapping[float, float]
@@ -57,7 +56,7 @@ def _sweep(name: str, run: RunConfig, scale: Scale) -> Comparison:
     return Comparison(name, run, rate_arms(run, scale.rates), tuple(range(scale.sweep_seeds)), paired=False)
 
 
-def losses_by_seed(arms: Mapping[str, Sequence[Run]]) -> list[dict[float, float]]:
+def losses_by_seed(arms: Runs) -> list[dict[float, float]]:
     """For each seed, final loss by learning rate; a run without one counts as infinitely bad."""
     found: dict[int, dict[float, float]] = {}
     for runs in arms.values():
@@ -122,33 +121,27 @@ def judge_widths(results: Results, scale: Scale) -> list[Claim]:
     means = {name: mean_losses(seeds) for name, seeds in sweeps.items()}
     spread = [distance(those) for those in zip(*sweeps.values(), strict=True)]
     claims.append(
-        claim(
+        at_most(
             "same-rate",
             "steps of the grid between the best learning rates of the widths",
-            [distance(list(means.values()))],
-            Held.AT_MOST,
+            WIDTH_FIGURE,
+            distance(list(means.values())),
             1.0,
             ONE_STEP,
-            reference=WIDTH_FIGURE,
-            hypothesis=ADAMW,
             limits=f"from means over seeds; seed by seed it is {', '.join(f'{value:.2f}' for value in spread)}",
-            derived=True,
         )
     )
     narrow, *wider = means
     for name in wider:
         claims.append(
-            claim(
+            at_most(
                 f"{_slug(name)}-cost",
                 f"{name}: what the best learning rate of {narrow} costs, over what the worst of the grid costs",
-                [transfer_cost(means[narrow], means[name])],
-                Held.AT_MOST,
+                WIDTH_FIGURE,
+                transfer_cost(means[narrow], means[name]),
                 TRANSFER_COST,
                 TRANSFER,
-                reference=WIDTH_FIGURE,
-                hypothesis=ADAMW,
                 limits="from means over seeds, of a number that is never negative, so without an interval",
-                derived=True,
             )
         )
     return [*claims, *(_printed_widths(sweeps) if scale.printed else [])]
@@ -157,12 +150,14 @@ def judge_widths(results: Results, scale: Scale) -> list[Claim]:
 def transfer_cost(narrow: Losses, wide: Losses) -> float:
     """What the best rate of one width costs at another, as a share of what the worst rate of the grid costs there.
 
+    Rates at which runs diverged are left out: the worst is the worst that trains.
+
     Examples:
         >>> transfer_cost({0.01: 1.0, 0.02: 2.0, 0.04: 3.0}, {0.01: 1.5, 0.02: 1.0, 0.04: 3.0})
         0.25
     """
     values = list(wide.values())
-    lowest, highest = min(values), max(values)
+    lowest, highest = min(values), max((value for value in values if value < math.inf), default=math.inf)
     return (values[best_place(narrow)] - lowest) / (highest - lowest) if highest > lowest else 0.0
 
 
@@ -175,21 +170,17 @@ def mean_losses(seeds: Sequence[Losses]) -> dict[float, float]:
     return {rate: math.fsum(losses[rate] for losses in seeds) / len(seeds) for rate in seeds[0]}
 
 
-def _inside(name: str, seeds: Sequence[Losses], reference: str) -> Claim:
+def _inside(name: str, seeds: Sequence[Losses], source: Stated) -> Claim:
     means = mean_losses(seeds)
     rates, best = list(means), best_rate(means)
-    room = min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates)
-    return claim(
+    return at_least(
         f"{_slug(name)}-inside",
         f"{name}: steps of the grid from the best learning rate to the nearest edge",
-        [room],
-        Held.AT_LEAST,
+        source,
+        min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates),
         0.5,
         INSIDE,
-        reference=reference,
-        hypothesis=ADAMW,
         limits="from means over seeds",
-        derived=True,
     )
 
 
@@ -197,25 +188,26 @@ def _printed_widths(sweeps: Mapping[str, Sequence[Losses]]) -> list[Claim]:
     claims = []
     for name, seeds in sweeps.items():
         told = dict(zip(paper.SWEEP_RATES, paper.SWEEP[int(name.removeprefix("width "))], strict=True))
-        excess = [losses[paper.TRANSFERRED_RATE] - min(losses.values()) for losses in seeds]
         claims.append(
-            claim(
+            at_most(
                 f"{_slug(name)}-transferred",
-                f"{name}: what a learning rate of 0.02 costs, in nats",
-                excess,
-                Held.AT_MOST,
-                0.01,
-                Tolerance(0.0, "the paper calls it at or near the minimum"),
-                reference=WIDTH_FIGURE,
+                f"{name}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats",
+                WIDTH_FIGURE,
+                over_seeds([losses[paper.TRANSFERRED_RATE] - min(losses.values()) for losses in seeds]),
+                *paper.TRANSFERRED,
             )
         )
         claims += [
-            claim(
-                f"{_slug(name)}-lr-{rate:g}", f"{name}: loss after 5,000 updates at learning rate {rate:g}",
-                [losses[rate] for losses in seeds], Held.ABSOLUTE, loss, paper.SWEEP_LOSS, reference=WIDTH_FIGURE,
+            within(
+                f"{_slug(name)}-lr-{rate:g}",
+                f"{name}: loss after 5,000 updates at learning rate {rate:g}",
+                WIDTH_FIGURE,
+                over_seeds([losses[rate] for losses in seeds]),
+                loss,
+                paper.SWEEP_LOSS,
             )
             for rate, loss in told.items()
-        ]  # fmt: skip
+        ]
     return claims
 
 
@@ -227,15 +219,13 @@ def judge_horizons(results: Results, scale: Scale) -> list[Claim]:
         power([best_rate(losses) for losses in those], scale.horizons) for those in zip(*sweeps.values(), strict=True)
     ]
     claims.append(
-        claim(
+        within(
             "cube-root",
             "power of the horizon that the best learning rate follows",
-            slopes,
-            Held.ABSOLUTE,
+            HORIZON_FIGURE,
+            over_seeds(slopes),
             paper.HORIZON_POWER,
             resolution(scale),
-            reference=HORIZON_FIGURE,
-            hypothesis=ADAMW,
             limits="validated by the paper for 5,000 to 20,000 updates only" if not scale.printed else "",
         )
     )
@@ -260,7 +250,7 @@ def resolution(scale: Scale) -> Tolerance:
     """How well a grid can tell the power: an optimum is known to a quarter of a step at either end.
 
     Examples:
-        >>> from muonsw.lab.studies.training.scales import MINI
+        >>> from muonsw.lab.studies.scales import MINI
         >>> round(resolution(MINI).size, 3)
         0.25
     """
@@ -275,7 +265,10 @@ def sweep_tables(results: Results, scale: Scale) -> list[Table]:
     rows: list[list[Value | Cell]] = []
     for rate in scale.rates:
         cells = [
-            Cell(f"{losses[rate]:.4f}", tone="holds" if losses[rate] == min(losses.values()) else "")
+            Cell(
+                f"{losses[rate]:.4f}" if losses[rate] < math.inf else "diverged",
+                tone="holds" if losses[rate] == min(losses.values()) else "",
+            )
             for losses in means.values()
         ]
         rows.append([f"{rate:g}", *cells])

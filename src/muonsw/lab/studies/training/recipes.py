@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from muonsw.lab.claims.claim import Claim
-from muonsw.lab.claims.claim import Comparison as Held
-from muonsw.lab.paper import RECIPES
+from muonsw.lab.claims.claim import Claim, Stated, within_share
+from muonsw.lab.paper import RECIPES, Tolerance
 from muonsw.lab.plan import RecipePlan, plan_recipe
-from muonsw.lab.report.sections import Column, Table
-from muonsw.lab.studies.training.costs import amount
-from muonsw.lab.studies.training.scales import Scale
-from muonsw.lab.studies.training.study import Comparison, Results
+from muonsw.lab.studies.arms import Comparison, Results
+from muonsw.lab.studies.costs import amount
+from muonsw.lab.studies.scales import Scale
+from muonsw.lab.tables import Column, Table
 
 # The share of constant decay's total that scaled decay applies under a cosine to a tenth, without warmup: the mean of
 # the squared multiple over that of the multiple.
@@ -33,28 +32,25 @@ def judge_recipes(_results: Results, _scale: Scale) -> list[Claim]:
     claims = []
     for name, planned in plans().items():
         recipe = planned.recipe
+        source = Stated(recipe.reference, "the printed recipe")
         claims += [
-            Claim(
-                id=f"{name}-tokens",
-                statement=f"{recipe.title}: tokens for each active parameter",
-                predicted=recipe.tokens_per_active,
-                measured=recipe.tokens / recipe.active,
-                comparison=Held.RELATIVE,
-                tolerance=0.03,
-                because="the paper rounds it to two digits",
-                reference=recipe.reference,
-                hypothesis="the printed recipe",
+            within_share(
+                f"{name}-tokens",
+                f"{recipe.title}: tokens for each active parameter",
+                source,
+                recipe.tokens / recipe.active,
+                recipe.tokens_per_active,
+                Tolerance(0.03, "the paper rounds it to two digits"),
             ),
-            Claim(
-                id=f"{name}-share",
-                statement=f"{recipe.title}: total of scaled decay over that of constant decay",
-                predicted=SHARE,
-                measured=planned.scaled_over_constant,
-                comparison=Held.RELATIVE,
-                tolerance=0.02,
-                because="the closed form of a cosine to a tenth has no warmup, which takes up to a thirty-fifth",
-                reference=recipe.reference,
-                hypothesis="the printed recipe",
+            within_share(
+                f"{name}-share",
+                f"{recipe.title}: total of scaled decay over that of constant decay",
+                source,
+                planned.scaled_over_constant,
+                SHARE,
+                Tolerance(
+                    0.02, "the closed form of a cosine to a tenth has no warmup, which takes up to a thirty-fifth"
+                ),
             ),
         ]
     return claims
@@ -64,14 +60,14 @@ def recipe_tables(_results: Results, _scale: Scale) -> list[Table]:
     """What is printed, and what the planner makes of it."""
     columns = (
         "recipe",
-        Column("total", number=True),
-        Column("active", number=True),
-        Column("tokens", number=True),
+        Column("total", number=True, rank=2),
+        Column("active", number=True, rank=2),
+        Column("tokens", number=True, rank=2),
         Column("tokens / active", number=True, digits=3),
         Column("peak lr", number=True),
-        Column("final lr", number=True),
+        Column("final lr", number=True, rank=2),
         Column("lambda", number=True),
-        Column("updates", number=True),
+        Column("updates", number=True, rank=2),
         Column("scaled / constant total", number=True, digits=3),
         Column("lambda of equal total", number=True, digits=3),
     )

@@ -9,9 +9,8 @@ from functools import cache
 
 from muonsw.lab.costs import orthogonalizer_flops
 from muonsw.lab.model import ModelConfig, count
-from muonsw.lab.report.sections import Column, Table, Value
-from muonsw.lab.studies.training.scales import Scale
-from muonsw.lab.studies.training.study import Comparison, TrainingStudy
+from muonsw.lab.studies.study import TrainingStudy
+from muonsw.lab.tables import Column, Table, Value
 from muonsw.lab.train.config import RunConfig
 
 
@@ -61,27 +60,17 @@ def cost(configs: Iterable[RunConfig]) -> Cost:
     return Cost(len(distinct), tokens, math.fsum(map(run_flops, distinct)))
 
 
-def comparison_cost(comparison: Comparison) -> Cost:
-    """Of one comparison."""
-    return cost(config for _, _, config in comparison.configs())
-
-
-def study_cost(study: TrainingStudy, scale: Scale) -> Cost:
-    """Of a whole study, runs that its comparisons share counted once."""
-    return cost(study.runs(scale))
-
-
-def cost_table(study: TrainingStudy, scale: Scale, tflops: float, workers: int) -> Table:
+def cost_table(study: TrainingStudy, tflops: float, workers: int) -> Table:
     """One row for each comparison, and the whole."""
     columns = (
         "comparison",
-        "arms",
+        Column("arms", rank=2),
         Column("seeds", number=True),
         Column("updates", number=True),
-        Column("runs", number=True),
+        Column("runs", number=True, rank=0),
         Column("tokens", number=True),
         Column("FLOPs", number=True),
-        Column("hours", number=True),
+        Column("hours", number=True, rank=0),
     )
     rows: list[Sequence[Value]] = [
         (
@@ -89,12 +78,11 @@ def cost_table(study: TrainingStudy, scale: Scale, tflops: float, workers: int) 
             "; ".join(arm.name for arm in one.arms),
             len(one.seeds),
             one.base.steps,
-            *_numbers(comparison_cost(one), tflops, workers),
+            *_numbers(cost(one.configs()), tflops, workers),
         )
-        for one in study.planned(scale)
+        for one in study.planned()
     ]
-    total = study_cost(study, scale)
-    rows.append(("all, shared runs once", "", None, None, *_numbers(total, tflops, workers)))
+    rows.append(("all, shared runs once", "", None, None, *_numbers(cost(study.runs()), tflops, workers)))
     at_once = "one run at a time" if workers == 1 else f"{workers} runs at a time"
     note = (
         f"Hours at {tflops:g} TFLOP/s sustained by each run, {at_once}. Runs are kept and shared between studies of "

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from muonsw.lab.data.ready import prepare_default
+from muonsw.lab.data.prepare import prepare_default
+from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, MuP, preset
 from muonsw.lab.train.config import RunConfig
@@ -214,3 +215,18 @@ CPU = Scale(
 )
 
 SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)}
+
+
+def find_data(scale: Scale, given: Path | None) -> Path:
+    """The tokens of a scale, prepared if need be.
+
+    Raises:
+        UsageError: If the scale needs a folder and none is given, or it has another vocabulary.
+    """
+    if given is None:
+        return scale.tokens()
+    size = read_record(given).vocab_size
+    if scale.vocab is not None and size != scale.vocab:
+        wanted = f"--scale {scale.name} needs GPT-2 tokens, a vocabulary of {scale.vocab:,}"
+        raise UsageError(f"{wanted}; {given} has {size:,}: prepare it with --tokenizer gpt2")
+    return given

@@ -9,27 +9,31 @@ from functools import cache
 from pathlib import Path
 
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim
-from muonsw.lab.claims.claim import Comparison as Held
+from muonsw.lab.claims.claim import Claim, Stated, above, within, within_share
+from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import diagnose
 from muonsw.lab.diagnose.figures import draw
-from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.sections import Table
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.compare.arms import CONTROL_SUFFIX, Arm, same_total
-from muonsw.lab.studies.compare.outcome import Outcome, pair_outcome, steps_to_match
-from muonsw.lab.studies.compare.tables import pairs_table
-from muonsw.lab.studies.training.evidence import claim, end_norm, last_loss, lowest_loss, norm_left, paired
-from muonsw.lab.studies.training.scales import Scale
-from muonsw.lab.studies.training.study import Comparison, Results
+from muonsw.lab.studies.arms import CONTROL_SUFFIX, Arm, Comparison, Results, Runs, same_total
+from muonsw.lab.studies.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
+from muonsw.lab.studies.outcome import (
+    end_norm,
+    log_end_norm,
+    lowest_loss,
+    pair_outcome,
+    paired,
+    pairs_table,
+    steps_to_match,
+)
+from muonsw.lab.studies.scales import Scale
+from muonsw.lab.tables import Table
 from muonsw.lab.train.config import RunConfig
 
 CONSTANT, SCALED, GROUP = "constant", "scaled", "scaled, group peak"
 CONTROL = f"constant, {CONTROL_SUFFIX}"
-BELOW = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
-ABOVE = Tolerance(0.0, "the whole interval of the paired difference must lie above zero")
+BEYOND = "beyond the paper"
 SMALLER = "a short run with raised lambda: its gain need not be the paper's"
-SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
+SAME_RUNS = "the same weights and batches for every arm"
 
 
 @cache
@@ -42,8 +46,13 @@ def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
     arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]
     if run.model.relative_width != 1.0 and run.optimizer.peak == "base":
         arms.append(Arm(GROUP, replace(scaled.optimizer, peak="group")))
+    return (*arms, control_arm(run, scaled))
+
+
+def control_arm(run: RunConfig, scaled: Arm) -> Arm:
+    """Constant decay of the scaled arm's total; its peak is the group's, which constant decay does not use."""
     control = same_total(run, scaled)
-    return (*arms, replace(control, optimizer=replace(control.optimizer, peak="group")))
+    return replace(control, optimizer=replace(control.optimizer, peak="group"))
 
 
 def row(scale: Scale, width: int) -> Comparison:
@@ -72,10 +81,9 @@ def judge_rows(results: Results, scale: Scale) -> list[Claim]:
     claims: list[Claim] = []
     for name, arms in results.items():
         width = int(name.removeprefix("width "))
-        who, limits = (f"w{width}", f"width {width}"), limits_at(scale)
-        claims += judge_pair(*who, arms[CONSTANT], arms[SCALED], reference=paper.TABLE, limits=limits)
+        claims += judge_pair(f"w{width}", name, arms, paper.TABLE, limits_at(scale))
         if GROUP in arms:
-            claims += judge_group(*who, arms[CONSTANT], arms[GROUP], limits=limits)
+            claims += judge_group(f"w{width}", name, arms, limits_at(scale))
         if scale.printed:
             claims += judge_printed(width, arms[CONSTANT], arms[SCALED])
     return claims
@@ -86,89 +94,102 @@ def limits_at(scale: Scale) -> str:
     return "" if scale.printed else SMALLER
 
 
-def judge_pair(
-    identity: str, where: str, constant: Sequence[Run], scaled: Sequence[Run], *, reference: str, limits: str
-) -> list[Claim]:
+def judge_pair(id: str, where: str, arms: Runs, reference: str, limits: str) -> list[Claim]:
     """Scaled decay ends lower and keeps its weights."""
+    constant, scaled = arms[CONSTANT], arms[SCALED]
     return [
-        claim(
-            f"{identity}-loss",
+        lower_loss(
+            f"{id}-loss",
             f"{where}: scaled decay ends at a lower validation loss than constant decay",
-            paired(scaled, constant, last_loss),
-            Held.AT_MOST, 0.0, BELOW, reference=reference, hypothesis=SAME_LAMBDA, limits=limits,
+            constant,
+            scaled,
+            source=Stated(reference, SAME_LAMBDA),
+            limits=limits,
         ),
-        claim(
-            f"{identity}-norm",
+        larger_norm(
+            f"{id}-norm",
             f"{where}: the weights end larger under scaled decay (logarithm of the ratio of their RMS)",
-            paired(scaled, constant, lambda run: math.log(end_norm(run))),
-            Held.AT_LEAST, 0.0, ABOVE, reference=paper.HEADLINE, hypothesis=SAME_LAMBDA,
+            constant,
+            scaled,
+            Stated(paper.HEADLINE, SAME_LAMBDA),
         ),
-        claim(
-            f"{identity}-kept",
+        kept_norm(
+            f"{id}-kept",
             f"{where}: scaled decay keeps more of the largest norm while the learning rate falls",
-            paired(scaled, constant, norm_left),
-            Held.AT_LEAST, 0.0, ABOVE, reference=paper.HEADLINE, hypothesis=SAME_LAMBDA,
+            constant,
+            scaled,
         ),
-    ]  # fmt: skip
+    ]
 
 
-def judge_group(
-    identity: str, where: str, constant: Sequence[Run], group: Sequence[Run], *, limits: str
-) -> list[Claim]:
+def larger_norm(id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Stated) -> Claim:
+    """The weights of one arm end larger than those of another, seed by seed."""
+    return above(id, statement, source, over_seeds(paired(large, small, log_end_norm)), 0.0, MOVED)
+
+
+def judge_group(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
     """The same where decay divides by the group's own peak, so that both rules decay alike at the peak."""
-    reference, hypothesis = "beyond the paper", f"{SAME_LAMBDA}; eta_max is the group's own peak"
+    constant, group = arms[CONSTANT], arms[GROUP]
+    source = Stated(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
     return [
-        claim(
-            f"{identity}-group-loss",
+        lower_loss(
+            f"{id}-group-loss",
             f"{where}: scaled decay by the group's own peak ends at a lower validation loss than constant decay",
-            paired(group, constant, last_loss),
-            Held.AT_MOST, 0.0, BELOW, reference=reference, hypothesis=hypothesis, limits=limits,
+            constant,
+            group,
+            source=source,
+            limits=limits,
         ),
-        claim(
-            f"{identity}-group-norm",
+        larger_norm(
+            f"{id}-group-norm",
             f"{where}: the weights end larger under scaled decay by the group's own peak (logarithm of the ratio)",
-            paired(group, constant, lambda run: math.log(end_norm(run))),
-            Held.AT_LEAST, 0.0, ABOVE, reference=reference, hypothesis=hypothesis,
+            constant,
+            group,
+            source,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:
     """What the paper prints about a width: losses, gain, steps saved, end norms."""
-    told, name, table = paper.ROWS[width], f"w{width}", paper.TABLE
+    told, name, table = paper.ROWS[width], f"w{width}", Stated(paper.TABLE, SAME_RUNS)
     matches = (steps_to_match(*pair) for pair in zip(constant, scaled, strict=True))
     saved = [math.nan if match is None else 1.0 - match for match in matches]
-    arms = {CONSTANT: (constant, told.constant, told.constant_norm), SCALED: (scaled, told.scaled, told.scaled_norm)}
     claims = [
-        claim(
-            f"{name}-gain", f"width {width}: difference of the best losses, scaled minus constant",
-            paired(scaled, constant, lowest_loss), Held.ABSOLUTE, told.scaled - told.constant, paper.GAIN,
-            reference=table,
+        within(
+            f"{name}-gain",
+            f"width {width}: difference of the best losses, scaled minus constant",
+            table,
+            over_seeds(paired(scaled, constant, lowest_loss)),
+            told.scaled - told.constant,
+            paper.GAIN,
         ),
-        claim(
-            f"{name}-saved", f"width {width}: updates saved until scaled decay has the best loss of constant decay",
-            saved, Held.ABSOLUTE, told.saved, paper.SAVED, reference=table,
+        within(
+            f"{name}-saved",
+            f"width {width}: updates saved until scaled decay has the best loss of constant decay",
+            table,
+            over_seeds(saved),
+            told.saved,
+            paper.SAVED,
             limits="compares the middle of one schedule with the end of another",
         ),
-    ]  # fmt: skip
+    ]
+    arms = {CONSTANT: (constant, told.constant, told.constant_norm), SCALED: (scaled, told.scaled, told.scaled_norm)}
     for arm, (runs, loss, norm) in arms.items():
-        losses = [lowest_loss(run) for run in runs]
+        losses = over_seeds([lowest_loss(run) for run in runs])
         statement = f"width {width}: best validation loss, {arm} decay"
-        claims.append(claim(f"{name}-{arm}-loss", statement, losses, Held.ABSOLUTE, loss, paper.LOSS, reference=table))
+        claims.append(within(f"{name}-{arm}-loss", statement, table, losses, loss, paper.LOSS))
         if norm is not None:
-            norms, where = [end_norm(run) for run in runs], paper.FIGURES[width]
+            norms, figure = over_seeds([end_norm(run) for run in runs]), Stated(paper.FIGURES[width], SAME_RUNS)
             statement = f"width {width}: weight RMS at the end, {arm} decay"
-            claims.append(
-                claim(f"{name}-{arm}-norm", statement, norms, Held.RELATIVE, norm, paper.NORM, reference=where)
-            )
+            claims.append(within_share(f"{name}-{arm}-norm", statement, figure, norms, norm, paper.NORM))
     return claims
 
 
 def control_tables(results: Results, _scale: Scale) -> list[Table]:
     """Scaled decay against constant decay of the same total: later decay alone, where less decay is ruled out."""
     pairs = {name: pair_outcome(arms[CONTROL], arms[SCALED]) for name, arms in results.items()}
-    named = tuple(replace(pair, arm=f"{name}: {pair.arm}") for name, pair in pairs.items())
-    table = pairs_table(Outcome((), named))
+    table = pairs_table([replace(pair, arm=f"{name}: {pair.arm}") for name, pair in pairs.items()])
     return [replace(table, name="control", title="Scaled decay against constant decay of the same total")]
 
 

@@ -1,17 +1,17 @@
-"""What is compared: arms with a name, seeds, and the runs that follow."""
+"""What is compared: arms that share everything but their optimizer, over the same seeds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import muon_lr_multiplier, scalings
+from muonsw.lab.runs import Run
 from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
@@ -33,12 +33,39 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run of a comparison: an arm with a seed, and its folder."""
+class Comparison:
+    """Arms that share everything but their optimizer, seed by seed.
+
+    Attributes:
+        name: How it is called within its study.
+        base: What the arms share.
+        arms: The first is the baseline of every pair.
+        seeds: Of initial weights and data order, the same for every arm.
+        paired: Whether arms are held against the first one; a sweep has no baseline.
+    """
 
     name: str
-    config: RunConfig
-    folder: Path
+    base: RunConfig
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    paired: bool = True
+
+    def config(self, arm: Arm, seed: int) -> RunConfig:
+        """One run."""
+        return replace(self.base, optimizer=arm.optimizer, seed=seed)
+
+    def members(self) -> list[tuple[Arm, int]]:
+        """Every arm with every seed; seed by seed, so that a pair is complete as early as possible."""
+        return [(arm, seed) for seed in self.seeds for arm in self.arms]
+
+    def configs(self) -> list[RunConfig]:
+        """Every run."""
+        return [self.config(arm, seed) for arm, seed in self.members()]
+
+
+# By arm: one run for each seed. By comparison: its arms.
+Runs = Mapping[str, Sequence[Run]]
+Results = Mapping[str, Runs]
 
 
 def parse_arm(text: str, base: OptimizerConfig) -> Arm:
@@ -69,11 +96,12 @@ def parse_arm(text: str, base: OptimizerConfig) -> Arm:
 
 def _value(text: str, key: str, value: str) -> Any:
     known = {field.name: getattr(OptimizerConfig(), field.name) for field in fields(OptimizerConfig)}
+    known.pop("betas")  # a list, and commas separate the settings of an arm
     if key not in known or not value:
         raise UsageError(f"arm {text!r}: after the rule come setting=value pairs, with settings {', '.join(known)}")
     if isinstance(known[key], bool):
         return {"true": True, "false": False}.get(value.lower(), value)
-    if isinstance(known[key], float):
+    if known[key] is None or isinstance(known[key], float):
         try:
             return float(value)
         except ValueError as error:
@@ -81,21 +109,9 @@ def _value(text: str, key: str, value: str) -> Any:
     return value
 
 
-def jobs(base: RunConfig, arms: Sequence[Arm], seeds: Sequence[int], folder: Path) -> list[Job]:
-    """The runs of a comparison, seed by seed, so that a pair is complete as early as possible."""
-    return [
-        Job(
-            f"{arm.name}, seed {seed}",
-            replace(base, optimizer=arm.optimizer, arm=arm.name, seed=seed),
-            folder / f"{_slug(arm.name)}-seed{seed}",
-        )
-        for seed in seeds
-        for arm in arms
-    ]
-
-
-def _slug(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._=" else "-" for letter in name).replace("--", "-")
+def with_lambda(arm: Arm, name: str, weight_decay: float) -> Arm:
+    """The arm at another lambda, under another name."""
+    return Arm(name, replace(arm.optimizer, weight_decay=weight_decay))
 
 
 def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
@@ -125,8 +141,13 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
 
     Under a cosine to a tenth, scaled decay applies 0.73 of what constant decay at the same lambda does; less, by
     the factor that muP divides a group's rate by, where it divides by the undivided peak.
+
+    Raises:
+        UsageError: If the arm does not decay at all.
     """
     constant = replace(arm.optimizer, decay="constant")
-    ratio = math.fsum(decay_factors(config, arm.optimizer)) / math.fsum(decay_factors(config, constant))
-    weight_decay = constant.weight_decay * ratio
+    total = math.fsum(decay_factors(config, constant))
+    if total == 0.0:
+        raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
+    weight_decay = constant.weight_decay * (math.fsum(decay_factors(config, arm.optimizer)) / total)
     return Arm(f"constant, {CONTROL_SUFFIX}", replace(constant, weight_decay=weight_decay))
