@@ -57,7 +57,7 @@ def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
     arms = [Arm(name, rule) for rule, name in RULE_NAMES.items()]
     claims = {name: outcome.claims for name, outcome in outcomes.items()}
     table = claims_table(claims, headings=("predicted", "measured"))
-    summary = f"{CONVERGENCE_TITLE}. {count_verdicts([one for those in claims.values() for one in those])}"
+    summary = f"{CONVERGENCE_TITLE}. {count_verdicts([claim for those in claims.values() for claim in those])}"
     document = Document("Convergence", [*charts, table], verdict=summary, failed=any_failed(claims), arms=arms)
     paths = write_sheet(Sheet("convergence", CONVERGENCE_TITLE, charts), arms, folder)
     return [*paths, write_page(folder / "convergence.html", document)]

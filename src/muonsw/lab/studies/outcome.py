@@ -11,10 +11,11 @@ import numpy as np
 
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import interval_of
+from muonsw.lab.diagnose import open_history
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
-from muonsw.lab.tables import Cell, Column, Table, Value, change_text
+from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.train.config import RunConfig
 from muonsw.theory import relaxation_number
 
@@ -44,7 +45,8 @@ def lowest_loss(run: Run) -> float:
 
 def end_norm(run: Run) -> float:
     """Weight RMS of the decayed matrices at the last sample; of all where nothing decays."""
-    return run.final_norm
+    scope = "decayed" if "decayed" in run.telemetry.scopes() else "all"
+    return open_history(run, scope).last("weight_rms")
 
 
 def log_end_norm(run: Run) -> float:
@@ -54,7 +56,8 @@ def log_end_norm(run: Run) -> float:
 
 def norm_left(run: Run) -> float:
     """The last norm relative to its largest value, minus one."""
-    return run.norm_change
+    seen = open_history(run)
+    return seen.last("weight_rms") / seen.highest("weight_rms") - 1.0
 
 
 def by_seed(runs: Sequence[Run]) -> dict[int, Run]:
@@ -301,7 +304,7 @@ def _arm_row(arm: ArmOutcome) -> tuple[Value | Cell, ...]:
         final,
         with_interval(arm.best),
         with_interval(arm.norm, digits=3),
-        change_text(change),
+        f"{100 * change:+.0f} %" if math.isfinite(change) else None,
         None if math.isnan(update) else update,
         arm.relaxation,
         arm.total_decay,

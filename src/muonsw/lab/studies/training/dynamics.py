@@ -246,7 +246,8 @@ def draw_diagnostics(results: Results, folder: Path) -> list[Path]:
 
 
 def _draw(results: Results, folder: Path, figures: Sequence[str]) -> list[Path]:
-    paths: list[Path] = []
-    for name, arms in results.items():
-        paths += draw([diagnose(arms[rule][0]) for rule in RULES], subfolder(folder, name), figures)
-    return paths
+    return [
+        path
+        for name, arms in results.items()
+        for path in draw([diagnose(arms[rule][0]) for rule in RULES], subfolder(folder, name), figures)
+    ]
