@@ -9,9 +9,7 @@ import torch
 
 from muonsw.lab.claims.claim import Criterion
 from muonsw.lab.model import Decoder
-from muonsw.lab.report.study_figures import WIDTH_ARMS
-
-XX
+from muonsw.lab.report.study_figures import WIDTH_ARMS, draw_coordinates
 from muonsw.lab.studies.experiment import Context
 from muonsw.lab.studies.mup import EXPERIMENTS
 from muonsw.lab.studies.mup.coordinates import (
@@ -112,7 +110,7 @@ def test_every_arm_has_a_name_and_a_look():
 
 
 def test_the_figure_is_drawn_from_the_curves(tmp_path):
-    paths = draw({name: outcome(name) for name in ("muon-sqrt", "standard")}, tmp_path)
+    paths = draw_coordinates({name: outcome(name) for name in ("muon-sqrt", "standard")}, tmp_path)
     assert [path.name for path in paths] == ["coordinates.png", "coordinates.svg"]
     assert all(path.stat().st_size > 10_000 for path in paths)
-    assert draw({}, tmp_path) == []
+    assert draw_coordinates({}, tmp_path) == []
