@@ -15,11 +15,12 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import BEGINNING, Charts, loss_axis
 from muonsw.lab.report.page import page
 from muonsw.lab.report.report import build_report, summary, write_report
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document, Table
+from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document
 from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import DARK, LIGHT, arm_styles
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.curves import extremes, median_curve
+from muonsw.lab.tables import Table
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.test_report import contrast, parse
 
@@ -287,5 +288,5 @@ def test_the_lines_of_somebodys_own_loop_make_a_report(runs, tmp_path, capsys):
     assert [section.name for section in document.sections] == [
         "weight-norm", "predicted-norm", "alignment", "relative-update", "learning-rate", "decay", "runs",
     ]  # fmt: skip
-    assert document.verdict == "telemetry."
+    assert document.verdict == f"telemetry; final weight RMS: {runs[0].final_norm:#.3g} (constant)."
     assert document.arms == [Arm("constant", "constant", 1)]
