@@ -15,11 +15,12 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import BEGINNING, Charts, loss_axis
 from muonsw.lab.report.page import page
 from muonsw.lab.report.report import build_report, summary, write_report
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document, Table
+from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document
 from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import DARK, LIGHT, arm_styles
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.curves import extremes, median_curve
+from muonsw.lab.tables import Table
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.test_report import contrast, parse
 
@@ -257,7 +258,7 @@ def test_many_runs_stay_a_page_of_bounded_size(runs):
 def test_only_the_first_updates_of_a_run_may_be_out_of_sight(steps):
     x = list(range(0, steps + 1, max(1, steps // 12)))
     curve = Curve("run", "arm", x, [3.0 + 7.0 * math.exp(-10.0 * step / steps) for step in x])
-    low, high = loss_axis([curve]).limits
+    low, high = loss_axis([curve], []).limits
     every = np.arange(steps + 1)
     seen = np.interp(every, curve.x, curve.y)
     hidden = every[(seen < low) | (seen > high)]
@@ -266,8 +267,8 @@ def test_only_the_first_updates_of_a_run_may_be_out_of_sight(steps):
 
 
 def test_a_loss_that_does_not_fall_at_first_is_shown_whole():
-    assert loss_axis([]).limits is None
-    assert loss_axis([Curve("run", "arm", [0, 50, 100], [3.0, 4.0, 2.0])]).limits is None
+    assert loss_axis([], []).limits is None
+    assert loss_axis([Curve("run", "arm", [0, 50, 100], [3.0, 4.0, 2.0])], []).limits is None
 
 
 def test_every_chart_says_what_its_axes_show(runs):
@@ -275,6 +276,7 @@ def test_every_chart_says_what_its_axes_show(runs):
         assert chart.x.title
         assert chart.y.title
         assert chart.note
+        assert ("loss" in chart.name) == (chart.y.unit == "nats per token")
 
 
 def test_the_lines_of_somebodys_own_loop_make_a_report(runs, tmp_path, capsys):
@@ -287,5 +289,5 @@ def test_the_lines_of_somebodys_own_loop_make_a_report(runs, tmp_path, capsys):
     assert [section.name for section in document.sections] == [
         "weight-norm", "predicted-norm", "alignment", "relative-update", "learning-rate", "decay", "runs",
     ]  # fmt: skip
-    assert document.verdict == "telemetry."
+    assert document.verdict == f"telemetry; final weight RMS: {runs[0].final_norm:#.3g} (constant)."
     assert document.arms == [Arm("constant", "constant", 1)]

@@ -67,7 +67,8 @@ def loss_and_norm(named: Sequence[Named]) -> Sheet:
     losses: list[Curve] = []
     for name, diagnosis in named:
         losses += _curves(name, diagnosis.run.losses) if evaluated else _noisy(name, diagnosis.run.training_losses)
-    charts = [Chart("loss", "Validation loss" if evaluated else "Training loss", losses, y=loss_axis(losses))]
+    axis = loss_axis(losses, [one.diagnosis.run for one in named])
+    charts = [Chart("loss", "Validation loss" if evaluated else "Training loss", losses, y=axis)]
     norms = [curve for one in named for curve in _curves(one.name, _column(one.history, "weight_rms"))]
     charts.append(Chart("norm", f"Weight RMS of {_scope(named)}", norms, y=_from_zero(named, 1.05)))
     return Sheet("loss-and-norm", "Loss and weight norm", [chart for chart in charts if chart.curves])

@@ -15,7 +15,6 @@ PREDICTED_RUNS = 8  # runs whose recursion is replayed step by step
 SMOOTHED = 0.02  # share of the records that one point of a smoothed curve averages
 BEGINNING = 0.05  # share of the updates whose losses may leave the chart at the top
 THINNED = "Thinned by keeping the ends and the extremes of each bin: every point is a value of the run."
-LOSS = "nats per token"
 
 
 class Charts:
@@ -38,17 +37,17 @@ class Charts:
         """Loss on held-out text."""
         curves = self.curves(lambda run: run.losses)
         middle = "Thick: the median over the runs of an arm." if any(arm.runs > 1 for arm in self.arms) else ""
-        note = f"Cross-entropy on held-out text after so many updates. {middle}".strip()
-        return Chart("validation-loss", "Validation loss", curves, y=loss_axis(curves), note=note)
+        note = f"Loss on held-out text after so many updates. {middle}".strip()
+        return Chart("validation-loss", "Validation loss", curves, y=loss_axis(curves, self.runs), note=note)
 
     def training(self) -> Chart:
         """Loss of each batch."""
         curves = self.curves(lambda run: run.training_losses, smooth=True)
         note = (
-            f"Thin: cross-entropy of each batch before its update. {THINNED} Thick: the median over the runs of an "
+            f"Thin: loss of each batch before its update. {THINNED} Thick: the median over the runs of an "
             f"arm, averaged over {100 * SMOOTHED:g} % of the records at a time."
         )
-        return Chart("training-loss", "Training loss", curves, y=loss_axis(curves), note=note)
+        return Chart("training-loss", "Training loss", curves, y=loss_axis(curves, self.runs), note=note)
 
     def norm(self) -> Chart:
         """Size of the weights that decay."""
@@ -138,21 +137,23 @@ class Charts:
         return [self.arm_of.index(arm.name) for arm in self.arms][:PREDICTED_RUNS]
 
 
-def loss_axis(curves: Sequence[Curve]) -> Axis:
+def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
     """An axis for losses on which each run is seen from the first twentieth of its updates on.
 
     The fall before that may be ten times as high as everything after it, and would flatten the rest.
     """
+    # The loss of somebody's own loop may have any unit.
+    unit = "nats per token" if runs and all(run.config for run in runs) else ""
     late: list[float] = []
     for curve in curves:
         begin = BEGINNING * curve.x[-1]
         late += [y for x, y in zip(curve.x, curve.y, strict=True) if x >= begin]
         late.append(float(np.interp(begin, curve.x, curve.y)))
     if not late or max(late) >= max(y for curve in curves for y in curve.y):
-        return Axis("loss", LOSS)
+        return Axis("loss", unit)
     low, high = min(late), max(late)
     margin = 0.04 * (high - low) or 0.01
-    return Axis("loss", LOSS, limits=(low - margin, high + margin))
+    return Axis("loss", unit, limits=(low - margin, high + margin))
 
 
 def _learning_rates(run: Run) -> Points:

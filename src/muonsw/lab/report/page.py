@@ -1,6 +1,6 @@
 """A document as one self-contained interactive page, light and dark, which asks the network for nothing.
 
-Text and tables become HTML here, and whatever is not ours to write is escaped. Charts become data that `page.js` hands
+Tables become HTML here, and whatever is not ours to write is escaped. Charts become data that `page.js` hands
 to plotly, in the colours of the reader's theme.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.lab.errors import UsageError
-from muonsw.lab.report.sections import Arm, Chart, Curve, Document, Section, Text
+from muonsw.lab.report.sections import Arm, Chart, Curve, Document
 from muonsw.lab.report.theme import PALETTES, arm_styles, plotly_axis, plotly_layout
 from muonsw.lab.storage import write_atomically
 from muonsw.lab.tables import Cell, Column, Table
@@ -63,7 +63,7 @@ def _body(document: Document) -> str:
     """Everything between the page's heading and its scripts."""
     parts = [_verdict(document), _contents(document)]
     for are_charts, group in groupby(document.sections, key=lambda section: isinstance(section, Chart)):
-        shown = [_section(section) for section in group]
+        shown = [_chart(section) if isinstance(section, Chart) else _table(section) for section in group]
         # Charts that follow each other share a grid and a legend.
         parts += [_charts(shown)] if are_charts else shown
     return "\n".join(part for part in parts if part)
@@ -77,16 +77,6 @@ def anchor(name: str) -> str:
         'weight-norm-'
     """
     return re.sub(r"[^A-Za-z0-9_-]", "-", name)
-
-
-def _section(section: Section) -> str:
-    match section:
-        case Table():
-            return _table(section)
-        case Text():
-            return _text(section)
-        case Chart():
-            return _chart(section)
 
 
 def _verdict(document: Document) -> str:
@@ -132,11 +122,6 @@ def _chart(chart: Chart) -> str:
 def _tools(chart: Chart) -> list[tuple[str, str]]:
     tools = [("log", "log"), ("wide", "wide")]
     return [("all", "all"), *tools] if chart.y.limits else tools
-
-
-def _text(text: Text) -> str:
-    paragraphs = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in text.paragraphs)
-    return f'<section id="{anchor(text.name)}"><h2>{escape(text.title)}</h2>{paragraphs}</section>'
 
 
 def _table(table: Table) -> str:

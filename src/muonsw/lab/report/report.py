@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +113,13 @@ def summary(charts: Charts) -> str:
     running = sum(run.in_progress for run in charts.runs)
     if running:
         text += f", {running} not complete" if count > 1 else ", not complete"
-    losses = sorted(_median_losses(charts).items(), key=lambda item: item[1])
-    if not losses:
+    losses, norms = (_medians(charts, measure) for measure in (lambda run: run.final_loss, lambda run: run.final_norm))
+    what, values, digits = ("validation loss", losses, loss_text) if losses else ("weight RMS", norms, norm_text)
+    if not values:
         return f"{text}."
-    middle = "median final validation loss" if any(arm.runs > 1 for arm in charts.arms) else "final validation loss"
-    shown = ", ".join(f"{loss_text(loss)} ({arm})" for arm, loss in losses[:5])
-    more = f" and {len(losses) - 5} more" if len(losses) > 5 else ""
+    middle = f"median final {what}" if any(arm.runs > 1 for arm in charts.arms) else f"final {what}"
+    shown = ", ".join(f"{digits(value)} ({arm})" for arm, value in list(values.items())[:5])
+    more = f" and {len(values) - 5} more" if len(values) > 5 else ""
     return f"{text}; {middle}: {shown}{more}."
 
 
@@ -226,13 +227,14 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def _median_losses(charts: Charts) -> dict[str, float]:
-    """The median final loss of each arm that has one."""
+def _medians(charts: Charts, measure: Callable[[Run], float]) -> dict[str, float]:
+    """The median over the runs of each arm that has the measure, the smallest first."""
     found: dict[str, list[float]] = {}
     for arm, run in zip(charts.arm_of, charts.runs, strict=True):
-        if math.isfinite(run.final_loss):
-            found.setdefault(arm, []).append(run.final_loss)
-    return {arm: float(np.median(losses)) for arm, losses in found.items()}
+        if math.isfinite(measure(run)):
+            found.setdefault(arm, []).append(measure(run))
+    medians = {arm: float(np.median(values)) for arm, values in found.items()}
+    return dict(sorted(medians.items(), key=lambda item: item[1]))
 
 
 def _further_arms(arms: Sequence[Arm], figures: Sequence[Chart]) -> list[Arm]:

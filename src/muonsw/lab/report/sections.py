@@ -1,4 +1,4 @@
-"""What a report is made of, as data: text, tables, charts. Each chart is described once and drawn by two back ends.
+"""What a report is made of, as data: tables and charts. Each chart is described once and drawn by two back ends.
 
 `muonsw.lab.report.page` draws on an interactive page, `muonsw.lab.report.static` as PNG and SVG. Neither measures
 anything: curves come with the values that are to be shown.
@@ -9,40 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from muonsw.lab.claims.table import Claims, any_failed, claims_table
-from muonsw.lab.tables import MISSING, Cell, Column, Table, Value, show
-
-__all__ = [
-    "MISSING",
-    "Arm",
-    "Axis",
-    "Band",
-    "Cell",
-    "Chart",
-    "Claims",
-    "Column",
-    "Curve",
-    "Document",
-    "Level",
-    "Mark",
-    "Section",
-    "Sheet",
-    "Table",
-    "Text",
-    "Value",
-    "any_failed",
-    "claims_table",
-    "show",
-]
-
-
-@dataclass(frozen=True)
-class Text:
-    """Paragraphs under a heading."""
-
-    name: str
-    title: str
-    paragraphs: Sequence[str]
+from muonsw.lab.tables import Table
 
 
 @dataclass(frozen=True)
@@ -184,7 +151,7 @@ class Arm:
     runs: int = 1
 
 
-Section = Text | Table | Chart
+Section = Table | Chart
 
 
 @dataclass(frozen=True)
