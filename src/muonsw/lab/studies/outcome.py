@@ -11,7 +11,6 @@ import numpy as np
 
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import interval_of
-from muonsw.lab.diagnose import open_history
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
@@ -43,21 +42,9 @@ def lowest_loss(run: Run) -> float:
     return run.best_loss if diverged_at(run) is None else math.nan
 
 
-def end_norm(run: Run) -> float:
-    """Weight RMS of the decayed matrices at the last sample; of all where nothing decays."""
-    scope = "decayed" if "decayed" in run.telemetry.scopes() else "all"
-    return open_history(run, scope).last("weight_rms")
-
-
 def log_end_norm(run: Run) -> float:
-    """Its logarithm, whose differences are ratios."""
-    return math.log(end_norm(run))
-
-
-def norm_left(run: Run) -> float:
-    """The last norm relative to its largest value, minus one."""
-    seen = open_history(run)
-    return seen.last("weight_rms") / seen.highest("weight_rms") - 1.0
+    """The logarithm of the last norm, so that differences are ratios; not a number where none was recorded."""
+    return math.log(run.final_norm) if run.final_norm > 0 else math.nan
 
 
 def by_seed(runs: Sequence[Run]) -> dict[int, Run]:
