@@ -17,12 +17,11 @@ from torch._dynamo.utils import counters
 
 from muonsw.lab.claims.claim import Evidence
 from muonsw.lab.errors import Interrupted, UsageError
-from muonsw.lab.studies.arms import Arm
 from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.studies.training import rows
 from muonsw.lab.studies.workshop import ByArm, Job, Workshop, compiling_alone, describe
-from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
+from muonsw.lab.train.config import ScheduleConfig
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.small import SMALL
 from tests.lab.studies.tiny import ARMS, QUIET, WILD, by_arm, by_settings, comparison, tiny_run, tiny_scale
@@ -77,9 +76,8 @@ def test_a_run_that_diverges_does_not_end_the_others_and_is_not_tried_again(tmp_
 
 
 def test_a_run_that_cannot_start_is_named(tmp_path):
-    broken = Arm("broken", OptimizerConfig(momentum=2.0))
-    with pytest.raises(UsageError, match=r"broken, seed 0: .*momentum"):
-        by_arm(tmp_path).train([comparison((broken,), seeds=(0,), steps=2)])
+    with pytest.raises(UsageError, match=r"constant, seed 0: .* has a vocabulary of 257 tokens, more than"):
+        by_arm(tmp_path).train([comparison(seeds=(0,), steps=2, model={"vocab": 64})])
 
 
 def test_equal_runs_are_one_job_and_different_data_or_settings_another(tmp_path):

@@ -10,14 +10,14 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, arg
 
 from muonsw.lab.claims.table import claims_table
-from muonsw.lab.commands.show import paragraph, print_report
+from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import cores
 from muonsw.lab.storage import prepare_folder
 from muonsw.lab.studies.arms import Arm, parse_arm
 from muonsw.lab.studies.compare import CompareStudy
-from muonsw.lab.studies.study import Report, conduct
+from muonsw.lab.studies.study import Conclusion, conduct
 from muonsw.lab.studies.workshop import ByArm, Workshop, on_cpu
 from muonsw.lab.tables import Table
 from muonsw.lab.terminal import say
@@ -84,17 +84,17 @@ class Compare:
         workshop = Workshop(console, self._workers(), ByArm(self.out / "runs"), self.retry_diverged)
         prepare_folder(self.out)
         paragraph(console, self._plan(study, workshop.workers))
-        report = conduct(study, workshop, self.out)
-        tables = self._tables(report)
-        print_report(console, report, self.out, tables, verbose=self.verbose)
-        return int(report.failed)
+        conclusion = conduct(study, workshop, self.out)
+        tables = self._tables(conclusion)
+        print_conclusion(console, conclusion, self.out, tables, verbose=self.verbose)
+        return int(conclusion.failed)
 
-    def _tables(self, report: Report) -> list[Table]:
+    def _tables(self, conclusion: Conclusion) -> list[Table]:
         """The arms; with `--verbose` everything."""
         if not self.verbose:
-            return [replace(report.tables[0], note="")]
-        claims = [claims_table(report.claims, ("expected", "measured"))] if report.all_claims else []
-        return [*report.tables, *claims]
+            return [replace(conclusion.tables[0], note="")]
+        claims = [claims_table(conclusion.claims, ("expected", "measured"))] if conclusion.all_claims else []
+        return [*conclusion.tables, *claims]
 
     def _plan(self, study: CompareStudy, workers: int) -> str:
         """What is about to happen, in a sentence."""

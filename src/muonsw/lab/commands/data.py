@@ -36,7 +36,7 @@ class Prepare:
     """Add the installed packages to the source `python`."""
 
     files: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
-    """Paths or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz, .zst) and .parquet."""
+    """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz, .zst) and .parquet."""
 
     dataset: Annotated[str, arg(metavar="NAME")] = FINEWEB
     """Name on the hub for the source `fineweb`, or a local folder of Parquet files with the same fields."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from muonsw.lab.claims.table import claims_table
-from muonsw.lab.commands.show import paragraph, print_report
+from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import cores
 from muonsw.lab.storage import prepare_folder
@@ -100,10 +100,10 @@ class Reproduce:
             return 0
         folder = self.out or Path("out") / study.name
         prepare_folder(folder)
-        report = conduct(replace(study, seed=self.seed), Workshop(console, processes), folder)
-        table = claims_table(report.claims, ("predicted", "measured"), named=True)
-        print_report(console, report, folder, [table], verbose=self.verbose)
-        return int(report.failed)
+        conclusion = conduct(replace(study, seed=self.seed), Workshop(console, processes), folder)
+        table = claims_table(conclusion.claims, ("predicted", "measured"), named=True)
+        print_conclusion(console, conclusion, folder, [table], verbose=self.verbose)
+        return int(conclusion.failed)
 
     def _train(self, console: Console, study: TrainingStudy) -> int:
         """A study that trains."""
@@ -119,11 +119,11 @@ class Reproduce:
         data = find_data(scale, self.data) if study.planned() else Path()
         places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
         workers = workers or (cores() if device == "cpu" else 1)
-        report = conduct(study, Workshop(console, workers, places, self.retry_diverged), folder)
-        tables = [claims_table(report.claims, ("expected", "measured")), *report.tables]
+        conclusion = conduct(study, Workshop(console, workers, places, self.retry_diverged), folder)
+        tables = [claims_table(conclusion.claims, ("expected", "measured")), *conclusion.tables]
         kept = f"; runs are in {places.folder}" if study.planned() else ""
-        print_report(console, report, folder, tables, verbose=self.verbose, more=kept)
-        return int(report.failed)
+        print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
+        return int(conclusion.failed)
 
     def _study(self) -> ExperimentStudy | TrainingStudy:
         if not self.name:

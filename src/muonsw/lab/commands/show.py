@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from muonsw.lab.studies.study import Report
+from muonsw.lab.studies.study import Conclusion
 from muonsw.lab.tables import Table, print_table
 from muonsw.lab.terminal import say
 
@@ -21,24 +21,24 @@ def paragraph(console: Console, text: str) -> None:
         say(console, text)
 
 
-def print_report(
-    console: Console, report: Report, folder: Path, tables: Sequence[Table], *, verbose: bool, more: str = ""
+def print_conclusion(
+    console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], *, verbose: bool, more: str = ""
 ) -> None:
     """Print what came out of a study.
 
     Args:
         console: Where to.
-        report: The study.
+        conclusion: The study.
         folder: Where its files are.
         tables: What to show of it.
         verbose: Whether tables show all their columns.
         more: What else to say about files.
     """
     say(console, "")
-    paragraph(console, f"{report.sentence} ({report.seconds:.0f} s)")
+    paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
     for table in tables:
         print_table(console, table, verbose=verbose)
-    say(console, f"\n{files(report.paths, folder)}{more}")
+    say(console, f"\n{files(conclusion.paths, folder)}{more}")
 
 
 def files(paths: Sequence[Path], folder: Path) -> str:

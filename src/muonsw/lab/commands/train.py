@@ -74,11 +74,7 @@ class Train:
     def _config(self) -> RunConfig:
         try:
             config = run_on(self.preset, self.data, seed=self.seed)
-            given = {
-                "batch": self.batch,
-                "accumulation": self.accumulation,
-                "telemetry_every": self.telemetry_every,
-            }
+            given = {"batch": self.batch, "accumulation": self.accumulation, "telemetry_every": self.telemetry_every}
             changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
             optimizer = {name: value for name, value in vars(self.optimizer).items() if value is not None}
             extras: dict[str, Any] = {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}

@@ -29,7 +29,7 @@ from muonsw.lab.studies.outcome import (
     paired,
     pairs_table,
 )
-from muonsw.lab.studies.study import PAGE, Report, Study
+from muonsw.lab.studies.study import PAGE, Conclusion, Study
 from muonsw.lab.studies.tuning import Tuned, edge_note, sweep_table, tune
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.tables import Table
@@ -103,17 +103,17 @@ class CompareStudy(Study[Trained]):
         search = [sweep_table(found.tuned)] if found.tuned else []
         return [arms_table(found.outcome), pairs_table(found.outcome.pairs), *search]
 
-    def draw(self, found: Trained, report: Report, folder: Path, *, images: bool) -> list[Path]:
+    def draw(self, found: Trained, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
         """The page."""
         runs = [run for those in found.runs.values() for run in those]
-        claims = report.claims if any(report.claims.values()) else None
+        claims = conclusion.claims if any(conclusion.claims.values()) else None
         return write_report(
             folder / PAGE,
             self.title,
             runs,
-            verdict=report.sentence,
+            verdict=conclusion.sentence,
             claims=claims,
-            tables=report.tables,
+            tables=conclusion.tables,
             images=images,
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from muonsw.lab import paper
 from muonsw.lab.data.prepare import prepare_default
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
@@ -148,17 +149,16 @@ def _wider(run: RunConfig, name: str, width: int, phi_peak: float) -> RunConfig:
     return relaxed(name, widened(run.model, width), phi_peak=phi_peak)
 
 
-PAPER_WIDTHS = (256, 512, 768, 1024)
 PAPER = Scale(
     name="paper",
     title="the paper's own configuration, for a cluster",
-    rows={width: preset_run(f"w{width}", NO_DATA) for width in PAPER_WIDTHS},
+    rows={width: preset_run(f"w{width}", NO_DATA) for width in paper.ROWS},
     headline=1024,
     others=(512, 768),
     small=256,
     sweep=adamw_sweep(preset_run("w256", NO_DATA), 5_000),
-    sweep_widths=(128, 256, 512),
-    rates=(1e-3, 2e-3, 3e-3, 6e-3, 1e-2, 2e-2, 3e-2, 5e-2),
+    sweep_widths=tuple(paper.SWEEP),
+    rates=paper.SWEEP_RATES,
     horizons=(5_000, 10_000, 20_000),
     factors=(0.25, 0.5, 1.0, 2.0, 4.0),
     seeds=1,

@@ -30,8 +30,8 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Report:
-    """A study that was run and judged.
+class Conclusion:
+    """What came out of a study that was run and judged.
 
     Attributes:
         sentence: What came out, in a few words.
@@ -92,23 +92,23 @@ class Study(ABC, Generic[Found]):
         return ()
 
     @abstractmethod
-    def draw(self, found: Found, report: Report, folder: Path, *, images: bool) -> list[Path]:
+    def draw(self, found: Found, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
         """Write figures and a page; with `images` the figures of the page as files too."""
 
 
-def conduct(study: Study[Found], workshop: Workshop, folder: Path, *, images: bool = True) -> Report:
+def conduct(study: Study[Found], workshop: Workshop, folder: Path, *, images: bool = True) -> Conclusion:
     """Run a study to its end, judge it, and write what it found into a folder that exists."""
     start = time.perf_counter()
     found = study.run(workshop)
     claims, seconds = study.judge(found), time.perf_counter() - start
-    report = Report(
+    conclusion = Conclusion(
         sentence=study.sentence(found, claims),
         claims=claims,
         tables=study.tables(found),
         paths=[write_json(folder / study.numbers, study.record(found, claims, seconds))],
         seconds=seconds,
     )
-    return replace(report, paths=[*report.paths, *study.draw(found, report, folder, images=images)])
+    return replace(conclusion, paths=[*conclusion.paths, *study.draw(found, conclusion, folder, images=images)])
 
 
 def counts(claims: Claims) -> dict[str, int]:
@@ -183,7 +183,7 @@ class ExperimentStudy(Study[Mapping[str, Finished]]):
             "environment": environment(),
         }
 
-    def draw(self, found: Mapping[str, Finished], report: Report, folder: Path, *, images: bool) -> list[Path]:  # noqa: ARG002
+    def draw(self, found: Mapping[str, Finished], conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:  # noqa: ARG002
         """The curves as data, and the picture."""
         evidence = {name: result.evidence for name, result in found.items()}
         curves = [asdict(series) for one in evidence.values() for series in one.series]
@@ -321,7 +321,7 @@ class TrainingStudy(Study[Results]):
                 tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {one.name}"))
         return tables
 
-    def draw(self, found: Results, report: Report, folder: Path, *, images: bool) -> list[Path]:
+    def draw(self, found: Results, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
         """Figures of its own, and the page."""
         several, usable = len(found) > 1, self._usable(found)
         runs = [
@@ -334,9 +334,9 @@ class TrainingStudy(Study[Results]):
             folder / PAGE,
             self.title,
             runs,
-            verdict=report.sentence,
-            claims=report.claims,
-            tables=report.tables,
+            verdict=conclusion.sentence,
+            claims=conclusion.claims,
+            tables=conclusion.tables,
             figures=self.charts(found, self.scale),
             images=images,
         )

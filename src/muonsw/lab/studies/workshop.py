@@ -181,6 +181,8 @@ class Workshop:
         todo = {job.name: job for job in jobs if not self._has_ended(job)}
         if len(todo) < len(jobs):
             say(self.console, f"{len(jobs) - len(todo)} of {len(jobs)} runs are complete already")
+        if not todo:
+            return
         steps = {name: float(job.config.steps) for name, job in todo.items()}
         with showing(self.console, steps, what="runs", workers=self.workers) as view:
             audience = Audience(

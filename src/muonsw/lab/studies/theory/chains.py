@@ -122,8 +122,7 @@ class Objective:
 
 QUADRATIC = Objective(loss=lambda D: 0.5 * D.square().sum((-2, -1)), slope=lambda D: D)
 PSEUDO_HUBER = Objective(
-    loss=lambda D: ((1.0 + D.square()).sqrt() - 1.0).sum((-2, -1)),
-    slope=lambda D: D / (1.0 + D.square()).sqrt(),
+    loss=lambda D: ((1.0 + D.square()).sqrt() - 1.0).sum((-2, -1)), slope=lambda D: D / (1.0 + D.square()).sqrt()
 )
 
 

@@ -120,14 +120,6 @@ def fixed_gap(
     return float((weights[CONSTANT].detach() - weights[SCALED].detach()).abs().max())
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What the counterexample shows: the largest norms over the run, and nuclear norms of the gradient by step."""
-
-    spectral: float
-    nuclear: Tensor
-
-
 def counterexample(setting: FixedRateSettings, A: Tensor, starts: Tensor, context: Context) -> list[Claim]:
     """Constant decay fills the ball of radius 1/lambda, and its gradient stays."""
     s = setting
@@ -142,25 +134,32 @@ def counterexample(setting: FixedRateSettings, A: Tensor, starts: Tensor, contex
         optimizer.step()
         for rule, w in weights.items():
             largest[rule] = max(largest[rule], float(spectral_norm(w.detach()).max()))
-    seen = {rule: Seen(largest[rule], torch.stack(nuclear[rule])) for rule in weights}
-    return counterexample_claims(setting, seen, A, etas)
+    means = {rule: weighted_mean(torch.stack(norms), etas, start=s.steps // 2) for rule, norms in nuclear.items()}
+    return counterexample_claims(setting, largest[CONSTANT], means, A, etas)
 
 
 def counterexample_claims(
-    setting: FixedRateSettings, seen: dict[str, Seen], A: Tensor, etas: Sequence[float]
+    setting: FixedRateSettings, largest: float, means: dict[str, Tensor], A: Tensor, etas: Sequence[float]
 ) -> list[Claim]:
-    """What the claim needs, and what happens."""
+    """What the claim needs, and what happens.
+
+    Args:
+        setting: Of the run.
+        largest: The largest spectral norm under constant decay.
+        means: By rule, the eta-weighted nuclear norm of the gradient over the second half.
+        A: The target.
+        etas: Learning rates.
+    """
     s, half, radius = setting, setting.steps // 2, muon_radius(setting.lam)
     missing = 2.0 * remaining(etas, s.lam) + POLAR_ERROR
     trapped = float((torch.linalg.svdvals(A) - radius).clamp(min=0.0).sum())
     hover = 2.0 * s.rows / (1.0 - s.beta) * sum(e**2 for e in etas[half:]) / sum(etas[half:])
-    means = {rule: weighted_mean(stack.nuclear, etas, start=half) for rule, stack in seen.items()}
     return [
         within_share(
             "refuted-norm-bound",
             "|W_t|_op under constant decay grows to 1/lambda; it is not bounded by 1",
             REMARK,
-            seen[CONSTANT].spectral,
+            largest,
             radius,
             Tolerance(missing, "prod(1 - eta lambda) of the radius is still missing, up to the start"),
         ),
@@ -168,7 +167,7 @@ def counterexample_claims(
             "refuted-descent",
             "so the coefficient 1 - lambda |W_t|_op, which a descent argument needs positive, falls to zero",
             REMARK,
-            1.0 - s.lam * seen[CONSTANT].spectral,
+            1.0 - s.lam * largest,
             0.0,
             Tolerance(missing, "prod(1 - eta lambda) is still missing, up to the start"),
         ),

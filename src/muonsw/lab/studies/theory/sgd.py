@@ -14,24 +14,13 @@ from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, below, wit
 from muonsw.lab.claims.statistics import mean_of
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
-from muonsw.lab.studies.theory.chains import (
-    CONSTANT,
-    SCALED,
-    TRUE_RULES,
-    Rules,
-    chain,
-    gaussian,
-    gradient,
-    march,
-    sgd,
-)
+from muonsw.lab.studies.theory.chains import CONSTANT, SCALED, TRUE_RULES, Rules, chain, gaussian, gradient, march, sgd
 from muonsw.theory import PowerLaw, stationarity_bound
 from muonsw.theory.hypotheses import require, require_noise
 
 RIPPLE, FREQUENCY = 0.9, 3.0
 THEOREM = Stated(
-    "Theorem 3.1",
-    "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity",
+    "Theorem 3.1", "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
 )
 
 
