@@ -11,7 +11,6 @@ import numpy as np
 
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import interval_of
-from muonsw.lab.diagnose import open_history
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
@@ -45,8 +44,7 @@ def lowest_loss(run: Run) -> float:
 
 def end_norm(run: Run) -> float:
     """Weight RMS of the decayed matrices at the last sample; of all where nothing decays."""
-    scope = "decayed" if "decayed" in run.telemetry.scopes() else "all"
-    return open_history(run, scope).last("weight_rms")
+    return run.final_norm
 
 
 def log_end_norm(run: Run) -> float:
@@ -56,8 +54,7 @@ def log_end_norm(run: Run) -> float:
 
 def norm_left(run: Run) -> float:
     """The last norm relative to its largest value, minus one."""
-    seen = open_history(run)
-    return seen.last("weight_rms") / seen.highest("weight_rms") - 1.0
+    return run.norm_change
 
 
 def by_seed(runs: Sequence[Run]) -> dict[int, Run]:
