@@ -48,9 +48,7 @@ class History:
 
     def column(self, key: str) -> Array:
         """One number for each sampled update, not a number where it is missing."""
-        if key in self.run.telemetry.keys(self.scope):
-            return self.run.telemetry.column(self.scope, key)
-        return np.full(len(self.steps), np.nan)
+        return self.run.telemetry.scope(self.scope).get(key, np.full(len(self.steps), np.nan))
 
     def last(self, key: str) -> float:
         """The last known value of a column; not a number where there is none."""

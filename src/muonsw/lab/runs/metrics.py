@@ -35,26 +35,24 @@ class Columns(Mapping[str, Column]):
     Values that are missing or null are not a number; a list such as `load_entropy` is `load_entropy.0` and so on.
 
     Examples:
-        >>> columns = Columns(("step", "loss"), np.array([[1.0, 2.0], [3.5, np.nan]]))
+        >>> columns = Columns({"step": np.array([1.0, 2.0]), "loss": np.array([3.5, np.nan])})
         >>> columns.step.tolist(), columns["loss"].tolist(), sorted(columns)
         ([1, 2], [3.5, nan], ['loss', 'step'])
         >>> columns.get("z") is None
         True
     """
 
-    def __init__(self, keys: Sequence[str] = (), values: Column | None = None):
-        self.values_by_row = np.empty((len(keys), 0)) if values is None else values
-        self._rows = {key: row for row, key in enumerate(keys)}
+    def __init__(self, columns: Mapping[str, Column] | None = None):
+        self._columns = columns or {}
 
     def __getitem__(self, key: str) -> Column:
-        column: Column = self.values_by_row[self._rows[key]]
-        return column
+        return self._columns[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter(self._columns)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._columns)
 
     @property
     def step(self) -> NDArray[np.int64]:
@@ -64,7 +62,7 @@ class Columns(Mapping[str, Column]):
     @property
     def records(self) -> int:
         """How many records there are."""
-        return int(self.values_by_row.shape[1])
+        return len(next(iter(self._columns.values()), ()))
 
     def known(self, key: str) -> tuple[NDArray[np.int64], Column]:
         """Steps and values of a key where it has finite ones; both empty where it was never recorded."""
@@ -176,23 +174,23 @@ class _Part(NamedTuple):
 def _assemble(scopes: Mapping[str, Sequence[_Part]]) -> dict[str, Columns]:
     """The columns of all scopes, under the union of their keys; of several records of one step the last counts."""
     places = np.sort(np.concatenate([part.places for part in scopes[""]]))
-    found = {scope: _union(parts, places) for scope, parts in scopes.items()}
-    steps = found[""].get("step")
+    whole = _union(scopes[""], places)
+    found = {scope: whole | _union(parts, places) if scope else whole for scope, parts in scopes.items()}
+    steps = whole.get("step")
     if steps is None or (np.diff(steps) > 0).all():
-        return found
+        return {scope: Columns(columns) for scope, columns in found.items()}
     _, last = np.unique(steps[::-1], return_index=True)
     chosen = steps.size - 1 - last
-    return {scope: Columns(tuple(part), part.values_by_row[:, chosen]) for scope, part in found.items()}
+    return {scope: Columns({key: one[chosen] for key, one in columns.items()}) for scope, columns in found.items()}
 
 
-def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> Columns:
-    rows = {key: row for row, key in enumerate(dict.fromkeys(key for part in parts for key in part.columns))}
-    values = np.full((len(rows), len(places)), np.nan)
+def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> dict[str, Column]:
+    columns = {key: np.full(len(places), np.nan) for part in parts for key in part.columns}
     for part in parts:
         at = np.searchsorted(places, part.places)
         for key, column in part.columns.items():
-            values[rows[key], at] = column
-    return Columns(tuple(rows), values)
+            columns[key][at] = column
+    return columns
 
 
 def _arrays(key: str, records: Sequence[Record]) -> dict[str, Column]:

@@ -19,6 +19,8 @@ from muonsw.theory.tracking import NormHistory, predict_norms
 Points = tuple[NDArray[np.int64], Column]
 METRICS = "metrics.jsonl"
 NAN = float("nan")
+SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
+RECURSION = {"r": "weight_rms", "s": "update_rms", "phi": "decay", "a": "alignment_update"}
 NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
 # How exactly phi/lr (or phi/lr^2) must stay the same for a run to have decayed by that rule, and how much the
 # learning rate must change before the two can be told apart.
@@ -40,18 +42,15 @@ class Telemetry:
     def _whole(self) -> Mapping[str, Columns]:
         return self._pooled if self._details is None else self._details()
 
-    def _holding(self, scope: str) -> Columns | None:
-        return (self._pooled if scope in ("", *POOLED) else self._whole).get(scope)
-
     @property
     def step(self) -> NDArray[np.int64]:
         """The updates that were recorded, ascending."""
-        return self._pooled.get("", Columns()).step
+        return self.scope("").step
 
     @property
     def skipped(self) -> Column:
         """How many updates had been skipped by then; not a number where that was not recorded."""
-        return self._pooled.get("", Columns()).get("skipped", np.full(self.records, np.nan))
+        return self.scope("").get("skipped", np.full(self.records, np.nan))
 
     @property
     def records(self) -> int:
@@ -62,9 +61,9 @@ class Telemetry:
         """Every scope that was recorded."""
         return [scope for scope in self._whole if scope]
 
-    def keys(self, scope: str) -> list[str]:
-        """What was recorded of a scope; nothing where it is not known."""
-        return list(self._holding(scope) or ())
+    def scope(self, scope: str) -> Columns:
+        """Everything recorded of a scope, with `step`; without columns where it is not known."""
+        return (self._pooled if scope in ("", *POOLED) else self._whole).get(scope, Columns())
 
     def column(self, scope: str, key: str) -> Column:
         """One value for each recorded update, not a number where there was none.
@@ -72,18 +71,9 @@ class Telemetry:
         Raises:
             KeyError: If the scope or the key was never recorded.
         """
-        held = self._holding(scope)
-        if held is None or key not in held:
+        if key not in self.scope(scope):
             raise KeyError(f"telemetry holds no {key!r} of {scope!r}")
-        return held[key]
-
-    def scope(self, scope: str) -> Columns:
-        """Everything recorded of a scope, with `step`; without records where it is not known."""
-        held = self._holding(scope)
-        if held is None:
-            return Columns(("step",))
-        keys = [key for key in held if key != "step"]
-        return Columns(("step", *keys), np.stack([self.step.astype(np.float64), *(held[key] for key in keys)]))
+        return self.scope(scope)[key]
 
 
 @dataclass(frozen=True)
@@ -201,7 +191,7 @@ class Run:
 
     def recorded(self, key: str) -> Points:
         """Steps and values of what telemetry holds of the weights that decay, or of all where none do."""
-        found = (self.telemetry.scope(scope).known(key) for scope in ("decayed", "all"))
+        found = (self.telemetry.scope(scope).known(key) for scope in SCOPES)
         return next((points for points in found if len(points[0])), NOTHING)
 
     @property
@@ -223,15 +213,14 @@ class Run:
     @property
     def predicted_norms(self) -> Points:
         """The norms that the recursion gives from the first one and the measured updates; empty where not recorded."""
-        keys = {"r": "weight_rms", "s": "update_rms", "phi": "decay", "a": "alignment_update"}
-        for scope in ("decayed", "all"):
-            columns = self.telemetry.scope(scope)
-            if all(key in columns for key in keys.values()):
-                known = np.isfinite(np.stack([columns[key] for key in keys.values()])).all(0)
-                if known.sum() > 1:
-                    steps = columns.step[known]
-                    measured = {symbol: columns[key][known].tolist() for symbol, key in keys.items()}
-                    return steps, predict_norms(NormHistory.of(steps.tolist(), **measured)).numpy()
+        for columns in map(self.telemetry.scope, SCOPES):
+            if not all(key in columns for key in RECURSION.values()):
+                continue
+            known = np.isfinite([columns[key] for key in RECURSION.values()]).all(axis=0)
+            if known.sum() > 1:
+                steps = columns.step[known]
+                measured = {symbol: columns[key][known].tolist() for symbol, key in RECURSION.items()}
+                return steps, predict_norms(NormHistory.of(steps.tolist(), **measured)).numpy()
         return NOTHING
 
     def _result(self, key: str, otherwise: float = NAN) -> float:
