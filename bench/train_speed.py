@@ -24,8 +24,8 @@ from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import ByteTokenizer
 from muonsw.lab.model import count
-from muonsw.lab.train.journal import Journal
 from muonsw.lab.train.presets import preset_run
+from muonsw.lab.train.records import Journal
 from muonsw.lab.train.state import Training, with_fingerprint
 
 

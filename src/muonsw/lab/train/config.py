@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.settings import as_data, from_data
 from muonsw.orthogonalize import ORTHOGONALIZERS
-from muonsw.schedule import warmup_steps_for_horizon
+from muonsw.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
 
 VERSION = 1
 
@@ -83,7 +84,9 @@ class OptimizerConfig:
         for name in ("lr", "weight_decay", "clip"):
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
-        _require(len(self.betas) == 2, "optimizer.betas", self.betas, "two numbers")
+        _require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "at least 0 and below 1")
+        good = [0.0 <= beta < 1.0 for beta in self.betas]
+        _require(good == [True, True], "optimizer.betas", self.betas, "two numbers, at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,18 @@ class ScheduleConfig:
     def warmup(self, steps: int) -> int:
         """Warmup steps of a run of so many steps."""
         return warmup_steps_for_horizon(steps) if self.warmup_steps is None else self.warmup_steps
+
+    def multiple(self, steps: int) -> Callable[[int], float]:
+        """The multiple of the peak learning rate at each step of a run of so many steps."""
+        shared: dict[str, Any] = {
+            "total_steps": steps,
+            "warmup_steps": self.warmup(steps),
+            "warmup_shape": self.warmup_shape,
+            "final_fraction": 1.0 if self.shape == "constant" else self.final_fraction,
+        }
+        if self.shape == "wsd":
+            return partial(warmup_stable_decay, decay_fraction=self.decay_fraction, **shared)
+        return partial(warmup_cosine, **shared)
 
 
 @dataclass(frozen=True)

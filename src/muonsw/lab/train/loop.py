@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from muonsw import Telemetry
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import Diverged, Interrupted, UsageError
+from muonsw.lab.processes import StopRequest, stop_requests
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_result
-from muonsw.lab.train.guard import Diverged
-from muonsw.lab.train.interrupt import Interrupted, StopRequest, stop_requests
-from muonsw.lab.train.journal import Journal
-from muonsw.lab.train.metrics import MetricsFile, Sink, tensorboard_sink, wandb_sink
+from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sink, wandb_sink
 from muonsw.lab.train.state import Training, with_fingerprint
 
 
@@ -59,7 +57,7 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
         except Diverged as error:
             saved = next(checkpoint.newest_first(folder / CHECKPOINTS), None)
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
-            raise Diverged(f"{error}; {kept}") from error
+            raise Diverged(f"{error}; {kept}", error.step) from error
         finally:
             metrics.close()
         result = _result(training)
@@ -119,7 +117,7 @@ def best_saved(folder: Path) -> int | None:
         with suppress(checkpoint.CheckpointError):
             content = checkpoint.read_state(path)
             step, loss = content["state"]["latest"]
-            if step == content["step"]:  # a run that was stopped saves without evaluating
+            if step == content["step"] and loss is not None:  # a run that was stopped saves without evaluating
                 measured.append((loss, step))
     return min(measured)[1] if measured else None
 
