@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from muonsw.lab.train.graph import WARM_CALLS
-from muonsw.lab.train.loop import train
+from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.train.small import losses, small_run
 
@@ -43,8 +43,20 @@ def test_a_graph_follows_the_schedule_and_the_batches():
     assert training.optimizer.summary().groups[0].lr == pytest.approx(float(training.optimizer.param_groups[0]["lr"]))
 
 
+class StoppedError(Exception):
+    pass
+
+
 def test_a_run_with_graphs_goes_on_after_a_stop(tmp_path):
+    def stop(record):
+        if record["step"] > 16:
+            raise StoppedError
+
     whole = run(tmp_path / "whole", "on")
-    train(small_run(steps=24, device="cuda", compile="off", graphs="on", precision="float32"), tmp_path / "twice")
-    again = {(r["kind"], r["step"]): r for r in losses(tmp_path / "twice")}
-    assert again["eval", 24]["loss"] == pytest.approx(whole["eval", 24]["loss"], rel=2e-3)
+    config = small_run(steps=24, device="cuda", compile="off", graphs="on", precision="float32")
+    with pytest.raises(StoppedError):
+        train(config, tmp_path / "stopped", Watch(record=stop))
+    train(config, tmp_path / "stopped")
+    resumed = {(r["kind"], r["step"]): r for r in losses(tmp_path / "stopped")}
+    assert resumed.keys() == whole.keys()
+    assert resumed["eval", 24]["loss"] == pytest.approx(whole["eval", 24]["loss"], rel=2e-3)
