@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,7 +207,7 @@ class _Pool:
             except _Stop as stop:
                 raise Interrupted(self._stop(), stop.signal) from None
             finally:
-                self._end()
+                self._end(sys.exc_info()[0] is KeyboardInterrupt)
 
     def _assign(self, name: str, task: Any) -> None:
         idle = next((connection for connection in self.staff if connection not in self.busy), None)
@@ -282,11 +283,13 @@ class _Pool:
         how = "; ".join(unsaved) or ("all runs saved" if self.saved else "")
         return ", ".join(filter(None, ("stopped", how))) + "; the same command again goes on"
 
-    def _end(self) -> None:
-        """Let idle workers go; end those that are still at work, which save what they can."""
+    def _end(self, at_once: bool) -> None:
+        """Let idle workers go; end those that are still at work, which save what they can unless it must be at once."""
         try:
-            if self.busy:
+            if self.busy and not at_once:
                 self._stop()
+            for process in self.staff.values() if self.busy else ():
+                process.kill()
             for connection in list(self.staff):
                 self._dismiss(connection)
         finally:  # a second Ctrl-C, or an audience that raises again

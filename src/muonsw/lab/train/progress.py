@@ -15,6 +15,7 @@ from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import Training
 
 NAME = "training"
+ORDER = ("update", "loss", "validation", "weight RMS", "tokens/s", "MFU")
 # Dense bfloat16 TFLOP/s by a part of the device's name, from the makers' data sheets.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0, "4090": 165.0}
 
@@ -65,7 +66,7 @@ class _Display:
             f"{parameters:,} parameters, {config.steps:,} updates of {config.tokens_per_step:,} tokens, "
             f"{epochs:.2f} epochs of {config.data.path}, on {training.device}"
         )
-        self.view.update(NAME, training.step, total=config.steps)
+        self.view.update(NAME, training.step, dict.fromkeys(ORDER, ""), total=config.steps)
 
     def record(self, record: Record) -> None:
         numbers = numbers_of(record, self.steps)
