@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from muonsw.algorithms.base import Group, Part, Update, are_large
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
@@ -64,6 +65,7 @@ def shrink_and_move(
         torch._foreach_add_(weights, directions, alpha=-move)
 
 
+@_disable_dynamo  # Inductor fuses the casts away that rounding is made of, and would write other weights
 def _apply_rounded(
     group: Group,
     part: Part,

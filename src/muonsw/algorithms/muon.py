@@ -147,6 +147,12 @@ def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
     return shape[-2], shape[-1]
 
 
+def count_matrices(group: Group, param: Tensor) -> int:
+    """How many matrices of a parameter are orthogonalized, each on its own."""
+    shapes = [Region(narrow).of(param).shape for narrow in _splits(group, param)]
+    return sum(shape.numel() // math.prod(matrix_shape(shape, group["matrix"])) for shape in shapes if shape.numel())
+
+
 def _splits(group: Group, param: Tensor) -> Iterator[tuple[tuple[int, int, int], ...]]:
     """The cuts that turn a fused projection into its parts."""
     if group["split_sizes"] is None:
@@ -202,4 +208,5 @@ MUON = Algorithm(
     state_keys=state_keys,
     updates=updates,
     validate=validate,
+    matrices=count_matrices,
 )

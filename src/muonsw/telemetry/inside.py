@@ -80,7 +80,7 @@ class Inside:
     def begin(self, closure: bool) -> None:  # noqa: ARG002
         """Watch the next update."""
         self.sums, self._matrices, self._ok = Sums(), Counter(), None
-        self._skipped_before = self.optimizer._skipped_on_host
+        self._skipped_before = self.optimizer._notices.skipped_on_host
         self.optimizer._observer = self
 
     def stop(self) -> None:
@@ -90,7 +90,7 @@ class Inside:
     def finish(self) -> bool:
         """Look away; say whether the update was skipped. What was measured of a skipped one are its weights."""
         self.stop()
-        if self.optimizer._skipped_on_host > self._skipped_before:
+        if self.optimizer._notices.skipped_on_host > self._skipped_before:
             self._weigh()
             return True
         return self._ok is not None and not bool(self._ok)
@@ -182,9 +182,9 @@ class Inside:
 
     def _weigh(self) -> None:
         """Weights alone, where the host skipped the update before anything was computed."""
-        for group, items in work_of(self.optimizer):
-            for item in (item for item in items if item.param.numel()):
-                area = self._area(group, item.param)
+        for batch in work_of(self.optimizer):
+            for item in (item for item in batch.items if item.param.numel()):
+                area = self._area(batch.group, item.param)
                 w = item.param.detach().reshape(-1, area).to(compute_dtype(item.param))
                 self.sums.add([Piece(item.param, 0, w.shape[0], area)], {"weight": norm(w)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from muonsw.telemetry.outside import Outside
 from muonsw.telemetry.places import find_places, matrices, members, model_view
 from muonsw.telemetry.record import Record, build
 from muonsw.telemetry.spectrum import Spectra, SpectralNorms, condition_numbers
+from muonsw.wrapped import unwrap_optimizer
 
 Sink = Callable[[Record], object]
 
@@ -29,7 +31,7 @@ class Telemetry:
     Weights, gradients and random numbers are the same with and without it.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`.
+        optimizer: any `torch.optim.Optimizer`; one that Accelerate has wrapped is unwrapped.
         every: sample the updates whose number is a multiple of it, and the first one.
         model: gives names, roles and layers to parameters whose groups have none.
         sink: a function that is called with each record, or several of them.
@@ -77,6 +79,7 @@ class Telemetry:
         _require_whole("start_step", start_step, 0)
         if keep is not None:
             _require_whole("keep", keep, 1)
+        optimizer = unwrap_optimizer(optimizer)
         _check_optimizer(optimizer)
         self.optimizer = optimizer
         self.every = every
@@ -154,6 +157,9 @@ class Telemetry:
                 was_skipped=was_skipped,
                 parameters=self.parameters,
             )
+        if isinstance(optimizer, ScaledDecayOptimizer):
+            summary = optimizer.summary()
+            record |= {"matrices": summary.matrices, "groups": [asdict(group) for group in summary.groups]}
         self._records.append(record)
         for sink in self.sinks:
             sink(record)

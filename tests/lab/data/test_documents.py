@@ -88,10 +88,11 @@ def test_patterns_are_checked_before_the_first_document(tmp_path):
         ("a.jsonl", '{"text": "fine"}\n{"text": "cu', "a.jsonl, line 2: not a JSON object"),
         ("a.jsonl", '{"text": "fine"}\n{"text": 3}', "a.jsonl, line 2: its `text` field is not a string"),
         ("a.txt", b"\xff\xfe", "a.txt cannot be read"),
-        ("a.txt.gz", gzip.compress(b"whole")[:-4], "a.txt.gz cannot be read"),
+        ("a.txt.gz", gzip.compress(b"whole", mtime=0)[:-4], "a.txt.gz cannot be read"),
         ("a.txt.xz", b"not compressed", "a.txt.xz cannot be read"),
         ("a.txt.xz", lzma.compress(b"whole")[:-4], "a.txt.xz cannot be read"),
     ],
+    ids=["no-text", "a-list", "cut", "not-a-string", "not-utf8", "cut-gzip", "not-xz", "cut-xz"],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, match):
     write(tmp_path, {name: content})
