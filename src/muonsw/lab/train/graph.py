@@ -63,10 +63,10 @@ class Captured(Generic[Result]):
         return [t.shape for t in _tensors(batches)] == [t.shape for t in _tensors(self._batches)]
 
     def _capture(self, batches: list[Batch]) -> None:
-        """Record a call without making it."""
+        """Record a call without making it; the thread that reads batches ahead goes on meanwhile."""
         self._batches = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=self._stream):
+        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             self._result = self.function(self._batches)
 
 
