@@ -150,6 +150,7 @@ class RunConfig:
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
         compile: "on", "off", or "auto" for compiling on a GPU.
+        graphs: "on", "off", or "auto" for replaying small updates on a GPU as CUDA graphs.
         threads: CPU threads; 0 leaves torch's choice.
         diverged: Stop when the training loss exceeds its best by so many nats.
         tensorboard: Also write TensorBoard events into the run folder.
@@ -173,6 +174,7 @@ class RunConfig:
     device: str = "auto"
     precision: str = "auto"
     compile: str = "auto"
+    graphs: str = "auto"
     threads: int = 0
     diverged: float = 5.0
     tensorboard: bool = False
@@ -186,6 +188,7 @@ class RunConfig:
         _require(self.diverged > 0, "diverged", self.diverged, "positive")
         _require_one_of("precision", self.precision, ("auto", "float32", "bfloat16"))
         _require_one_of("compile", self.compile, ("auto", "on", "off"))
+        _require_one_of("graphs", self.graphs, ("auto", "on", "off"))
         if self.batch % self.accumulation:
             raise ValueError(f"batch={self.batch} does not split into accumulation={self.accumulation} equal parts")
         if self.schedule.warmup(self.steps) >= self.steps > 1:

@@ -67,18 +67,15 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
 
 def _updates(training: Training, journal: Journal, metrics: MetricsFile, folder: Path, request: StopRequest) -> None:
     """Every update that is left."""
-    config, optimizer = training.config, training.optimizer
+    config = training.config
     if training.step == 0:
         evaluate(training, journal)
-    with _telemetry(training, journal):
+    with _telemetry(training, journal) as telemetry:
         for batches in training.batches():
-            losses = training.forward_backward(batches)
-            norm = training.clip()
             lr = training.base_lr()
-            optimizer.step()
-            training.scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
-            training.step += 1
+            losses, norm = training.update(batches, measured=telemetry is not None and telemetry.due)
+            if telemetry is not None:
+                telemetry.step = training.step  # a replayed graph calls no hooks
             journal.note_update(lr, losses, norm)
 
             last = training.step == config.steps
@@ -140,10 +137,10 @@ def _usable(config: RunConfig) -> Training:
         raise UsageError(str(error)) from error
 
 
-def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[object]:
+def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[Telemetry | None]:
     every = training.config.telemetry_every
     if not every:
-        return nullcontext()
+        return nullcontext(None)
     return Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write)
 
 

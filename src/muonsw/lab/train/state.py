@@ -18,6 +18,7 @@ from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import Decoder, Losses, ModelConfig
 from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.graph import MOST_TOKENS, Captured
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.schedule import lr_scheduler
 
@@ -35,6 +36,13 @@ class Evaluation(NamedTuple):
     def load(cls, step: int, loss: float | None) -> Evaluation:
         """As a checkpoint holds it: JSON has no number for a loss that is not finite."""
         return cls(step, math.nan if loss is None else loss)
+
+
+class Update(NamedTuple):
+    """What an update leaves on the device: its losses, and the gradients' norm before clipping."""
+
+    losses: Losses
+    norm: Tensor
 
 
 class Training:
@@ -67,6 +75,8 @@ class Training:
         self.model = Decoder(config.model, seed=config.seed).to(self.device)
         self.forward = self._compiled()
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.replayed_update = Captured(self.plain_update, self.device) if uses_graphs(config) else None
+        self.replayed_score = Captured(self.score, self.device) if uses_graphs(config) else None
         self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
 
     def batches(self) -> Iterator[list[Batch]]:
@@ -95,6 +105,22 @@ class Training:
             *(torch.stack([value.detach() for value in values]).mean(0) for values in zip(*parts, strict=True))
         )
 
+    def update(self, batches: list[Batch], *, measured: bool) -> Update:
+        """Take an update: forward, backward, clip, step; `measured` if telemetry looks at it."""
+        take = self.replayed_update.as_written if measured and self.replayed_update else self.replayed_update
+        update = (take or self.plain_update)(batches)
+        self.scheduler.step()
+        self.step += 1
+        return update
+
+    def plain_update(self, batches: list[Batch]) -> Update:
+        """The kernels of an update, which a graph may capture."""
+        losses = self.forward_backward(batches)
+        norm = self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Update(losses, norm)
+
     def clip(self) -> Tensor:
         """Scale the gradients down to the largest norm allowed; returns the norm before, on the device."""
         limit = self.config.optimizer.clip or float("inf")
@@ -105,13 +131,19 @@ class Training:
         """Mean cross-entropy over the validation windows, the same for every run on this data."""
         total, rows = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for inputs, targets in map(self._to_device, self.validation):
-            with self.autocast():
-                total += self.model(inputs, targets).cross_entropy.double() * len(inputs)
+            total += (self.replayed_score or self.score)([(inputs, targets)]).double() * len(inputs)
             rows += len(inputs)
         self.latest = Evaluation(self.step, float(total) / rows)
         if self.best is None or math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
+
+    def score(self, batches: list[Batch]) -> Tensor:
+        """The cross-entropy of one batch."""
+        ((inputs, targets),) = batches
+        with torch.no_grad(), self.autocast():
+            losses: Losses = self.model(inputs, targets)
+        return losses.cross_entropy
 
     def base_lr(self) -> float:
         """The learning rate of the next update before muP multiplies it."""
@@ -225,6 +257,13 @@ class LossGuard:
         """Go on from a checkpoint."""
         self.lowest = math.inf if state["lowest"] is None else state["lowest"]
         self.strikes = state["strikes"]
+
+
+def uses_graphs(config: RunConfig) -> bool:
+    """Whether updates are captured as CUDA graphs: small ones on a GPU, where launching takes longer than computing."""
+    if resolve_device(config.device).type != "cuda" or config.graphs == "off":
+        return False
+    return config.graphs == "on" or (config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS)
 
 
 def schedule_multiple(config: RunConfig) -> Callable[[int], float]:
