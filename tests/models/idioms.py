@@ -259,7 +259,7 @@ def names_with_norm():
 def linear_layers_called_embed():
     time = nn.Sequential(nn.Linear(12, 16), nn.SiLU(), nn.Linear(16, 16))
     parts = {"token_embed": nn.Embedding(30, 10), "embed_proj": nn.Linear(10, 16), "time_embed": time}
-    return holds(**parts, patch_embed=holds(proj=nn.Conv2d(3, 16, 4)))
+    return holds(**parts, patch_embed=holds(proj=nn.Conv2d(3, 16, 4)), body=nn.Linear(16, 16))
 
 
 class Dense(nn.Module):
@@ -335,3 +335,12 @@ def codebooks():
 def contrastive():
     tower = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     return holds(tower=tower, text_projection=parameter(16, 12), logit_scale=parameter())
+
+
+@idiom
+def heads_as_modules():
+    heads = [holds(key=nn.Linear(16, 4), query=nn.Linear(16, 4), value=nn.Linear(16, 4)) for _ in range(4)]
+    for head in heads:
+        head.__class__ = type(heads[0])
+    attention = holds(heads=nn.ModuleList(heads), proj=nn.Linear(16, 16))
+    return holds(tokens=nn.Embedding(30, 16), attention=attention, lm_head=nn.Linear(16, 30))

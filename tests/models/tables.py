@@ -52,6 +52,12 @@ def differences(table, found):
         unused.discard(entry.pattern)
         if role not in entry.roles:
             wrong.append(f"{name}: {role}, expected {' or '.join(entry.roles)}")
-        elif view is not None and set(view.split()) != set(entry.view.split()):
+        elif view is not None and not _same_view(view.split(), entry.view.split()):
             wrong.append(f"{name}: {role} seen as {view or 'a matrix'!r}, expected {entry.view or 'a matrix'!r}")
     return wrong + [f"{pattern}: matches no parameter" for pattern in sorted(unused)]
+
+
+def _same_view(found, expected):
+    """Whether two views are one; a square matrix is the same as (in, out) and as (out, in)."""
+    free = {"square", "transposed"} if "square" in found else set()
+    return set(found) - free == set(expected) - free
