@@ -202,7 +202,9 @@ def segmentation():
 
 @idiom
 def four_axes():
-    return holds(blocks=nn.ModuleList([holds(scale=parameter(1, 8, 1, 1), blob=parameter(2, 3, 4, 5), body=nn.Linear(8, 8))]))
+    return holds(
+        blocks=nn.ModuleList([holds(scale=parameter(1, 8, 1, 1), blob=parameter(2, 3, 4, 5), body=nn.Linear(8, 8))])
+    )
 
 
 @idiom
@@ -344,3 +346,23 @@ def heads_as_modules():
         head.__class__ = type(heads[0])
     attention = holds(heads=nn.ModuleList(heads), proj=nn.Linear(16, 16))
     return holds(tokens=nn.Embedding(30, 16), attention=attention, lm_head=nn.Linear(16, 30))
+
+
+@idiom
+def shared_expert_of_equal_size():
+    moe = holds(gate=nn.Linear(16, 8, bias=False), experts=nn.ModuleList(swiglu(16, 6) for _ in range(8)))
+    moe.shared_expert = swiglu(16, 8)
+    return holds(layers=nn.ModuleList([moe]))
+
+
+@idiom
+def upsampling():
+    upsample = holds(projection=nn.Linear(16, 32))
+    encoder = holds(norm=nn.LayerNorm(16), body=nn.Linear(16, 16), upsample=upsample)
+    return holds(encoder=encoder, lm_head=nn.Linear(16, 5))
+
+
+@idiom
+def two_towers():
+    towers = {"high": nn.Linear(10, 8), "low": nn.Linear(12, 8), "proj": nn.Linear(16, 24)}
+    return holds(tokens=nn.Embedding(30, 24), **towers, lm_head=nn.Linear(24, 30))

@@ -10,7 +10,7 @@ import torch
 
 PACKAGES = ("peft", "timm", "torchvision", "transformers")
 
-# Wheels of torchvision for CUDA cannot load their compiled operators beside a torch for CPUs. Nothing here runs a model,
+# Wheels of torchvision for CUDA cannot load their compiled operators beside a torch for CPUs. No model is run here,
 # so it is enough that the operators which torchvision annotates at import are known by name.
 COMPILED_OPERATORS = ("nms", "qnms")
 _libraries = []
@@ -265,11 +265,19 @@ TRANSFORMERS = {
     "falcon": ("FalconForCausalLM", "FalconConfig", SMALL),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", DECODER | {"num_local_experts": 6}),
     "dbrx": ("DbrxForCausalLM", "DbrxConfig", DBRX),
-    "switch-transformers": ("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", T5 | SPARSE_LAYERS),
+    "switch-transformers": (
+        "SwitchTransformersForConditionalGeneration",
+        "SwitchTransformersConfig",
+        T5 | SPARSE_LAYERS,
+    ),
     "nllb-moe": ("NllbMoeForConditionalGeneration", "NllbMoeConfig", NLLB),
     "jetmoe": ("JetMoeForCausalLM", "JetMoeConfig", JETMOE),
     "granite-moe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", GROUPED | {"num_local_experts": 6}),
-    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", DECODER | {"intermediate_size_mlp": 128, "num_local_experts": 6}),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        DECODER | {"intermediate_size_mlp": 128, "num_local_experts": 6},
+    ),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", GROUPED | {"pad_token_id": 0}),
     "ernie4.5-moe": ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig", ERNIE),
     "mamba": ("MambaForCausalLM", "MambaConfig", MAMBA),
@@ -356,7 +364,11 @@ PEFT = {
     ),
     "lora-embedding": ("llama", "LoraConfig", {"r": 4, "target_modules": [*PROJECTIONS, "embed_tokens"]}),
     "dora": ("llama", "LoraConfig", {"r": 4, "target_modules": PROJECTIONS, "use_dora": True}),
-    "lora-convolution": ("vit", "LoraConfig", {"r": 4, "target_modules": ["projection", "q_proj"], "modules_to_save": ["classifier"]}),
+    "lora-convolution": (
+        "vit",
+        "LoraConfig",
+        {"r": 4, "target_modules": ["projection", "q_proj"], "modules_to_save": ["classifier"]},
+    ),
     "loha": ("llama", "LoHaConfig", {"r": 4, "target_modules": PROJECTIONS}),
     "ia3": ("llama", "IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     "prompt-tuning": ("llama", "PromptTuningConfig", {"num_virtual_tokens": 5, "task_type": "CAUSAL_LM"}),

@@ -41,7 +41,7 @@ def _usual_view(roles):
 
 
 def differences(table, found):
-    """Where a routing, `{name: (role, view)}`, is not what the table says; also names and patterns without a partner."""
+    """Where a routing, `{name: (role, view)}`, is not what the table says, and what has no partner in the other."""
     unused = {entry.pattern for entry in table}
     wrong = []
     for name, (role, view) in found.items():

@@ -169,7 +169,8 @@ def split_sizes(group: Group, param: Tensor) -> tuple[int, ...] | None:
     if group["heads"] is None:
         sizes: tuple[int, ...] | None = group["split_sizes"]
         return sizes
-    return (param.shape[split_axis(group, param)] // group["heads"],) * group["heads"]
+    heads: int = group["heads"]
+    return (param.shape[split_axis(group, param)] // heads,) * heads
 
 
 def split_axis(group: Group, param: Tensor) -> int:

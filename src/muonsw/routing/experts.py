@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from muonsw.routing import names
-from muonsw.routing.survey import Layer, Subject, Survey, bias_of, expert_counts, within
+from muonsw.routing.survey import Layer, Subject, Survey, bias_of, expert_counts, holder_of, within
 
 # How far below a mixture a matrix without a router's name may be and still be its router.
 UNNAMED_DEPTH = 2
 
 
 class Mixture(NamedTuple):
-    """Experts at `path`, `count` of them, with their router somewhere under `scope`; `named` if their name says so."""
+    """Experts at `path`, `experts` of them, and their router somewhere under `scope`.
+
+    `named` if a name says that they are experts, `listed` if each is a module of its own.
+    """
 
     path: str
     scope: str
-    count: int
+    experts: int
     named: bool
+    listed: bool
 
 
 class Mixtures:
@@ -42,46 +46,26 @@ class Mixtures:
         shapes = [shape for element in module.children() if (shape := _signature(element))]
         if len(shapes) < 2 or shapes.count(shapes[0]) != len(shapes):
             return
-        scope = path.rpartition(".")[0]
-        named = self._is_named(path, next(module.children()))
-        if named or any(self._gate_of(layer, scope) and layer.gives == len(shapes) for layer in self.survey.layers):
-            yield Mixture(self._outermost(path), self._outermost(path).rpartition(".")[0], len(shapes), named)
+        named = _is_named(path, next(module.children()))
+        beside = self.survey.held_by.get(holder_of(path), ())
+        if named or any(_is_called_router(layer.path) and layer.gives == len(shapes) for layer in beside):
+            outermost = _outermost(path)
+            yield Mixture(outermost, holder_of(outermost), len(shapes), named, listed=True)
 
     def _stacked(self, path: str, module: nn.Module) -> Iterator[Mixture]:
-        """Experts in one parameter: their count is an attribute, or the first axis of three."""
+        """Experts in one parameter: their number is an attribute, or the first axis of three."""
         own = [p for p in module._parameters.values() if p is not None and p.dim() >= 2]
         if not own or names.says_router(type(module).__name__):
             return
-        outermost = self._outermost(path)
-        scope = outermost.rpartition(".")[0] if outermost else ""
-        counts = expert_counts(module)
+        declared = expert_counts(module)
         leading = {p.shape[0] for p in own if p.dim() > 2 and p.shape[0] > 1}
-        named = bool(counts) or self._is_named(path, module)
-        if named:
-            yield from (Mixture(outermost, scope, count, True) for count in counts or leading)
-            return
-        for count in leading:
-            if any(self._routes(layer, path) and layer.gives == count for layer in self.survey.layers):
-                yield Mixture(path, path, count, False)
-
-    def _is_named(self, path: str, element: nn.Module) -> bool:
-        words = path.split(".")
-        return any(names.says_expert(word) for word in (*words[-2:], type(element).__name__))
-
-    def _outermost(self, path: str) -> str:
-        """The widest module around `path` that is still called after experts."""
-        best = path
-        while (path := path.rpartition(".")[0]) and names.says_expert(path.rpartition(".")[2]):
-            best = path
-        return best
-
-    def _gate_of(self, layer: Layer, scope: str) -> bool:
-        last = layer.path.rpartition(".")
-        return last[0] == scope and bool(names.GATE.match(last[2]) or names.ROUTER.search(last[2]))
-
-    def _routes(self, layer: Layer, scope: str) -> bool:
-        inside = layer.path.removeprefix(scope).split(".")
-        return within(layer.path, scope) and any(names.GATE.match(w) or names.ROUTER.search(w) for w in inside)
+        if declared or _is_named(path, module):
+            outermost = _outermost(path)
+            for number in declared or leading:
+                yield Mixture(outermost, holder_of(outermost), number, named=True, listed=False)
+        else:
+            routed = {layer.gives for layer in self.survey.layers if leading and _routes(layer, path)}
+            yield from (Mixture(path, path, number, named=False, listed=False) for number in leading & routed)
 
     def around(self, subject: Subject) -> list[Mixture]:
         """Mixtures whose experts hold this parameter, the closest first."""
@@ -90,83 +74,90 @@ class Mixtures:
 
     def routed_by(self, subject: Subject) -> Mixture | None:
         """The mixture that this matrix chooses for: it has a row (or column) for each expert, and lies beside them."""
-        named = self._named_router(subject)
+        named = any(_is_called_router(word) for word in (*subject.words, subject.own))
         for mixture in self.found:
-            inside = within(subject.path, mixture.path) and not (mixture.path == mixture.scope or named)
-            if within(subject.path, mixture.scope) and not inside and self._counts_experts(subject, mixture):
-                depth = len(subject.path.removeprefix(mixture.scope).strip(".").split("."))
-                if named or (mixture.named and depth <= UNNAMED_DEPTH):
-                    return mixture
+            is_expert = within(subject.path, mixture.path) and mixture.path != mixture.scope
+            if is_expert or not within(subject.path, mixture.scope) or not self._counts(subject, mixture):
+                continue
+            depth = len(subject.path.removeprefix(mixture.scope).strip(".").split("."))
+            if (named or (mixture.named and depth <= UNNAMED_DEPTH)) and not self._feeds_sibling(subject):
+                return mixture
         return None
 
-    def _named_router(self, subject: Subject) -> bool:
-        words = [*subject.words, subject.own]
-        return any(names.GATE.match(word) or names.ROUTER.search(word) for word in words)
+    def _counts(self, subject: Subject, mixture: Mixture) -> bool:
+        """Whether a matrix gives one number for each expert; a bare one may be stored either way."""
+        if isinstance(subject.owner, nn.Linear):
+            return subject.owner.out_features == mixture.experts
+        return mixture.experts in subject.shape
 
-    def _counts_experts(self, subject: Subject, mixture: Mixture) -> bool:
+    def _feeds_sibling(self, subject: Subject) -> bool:
+        """Whether a layer of the same module reads what this one gives, as down reads gate; nothing reads choices."""
         layer = self.survey.layer_of.get(subject.param)
-        if layer is not None and not isinstance(subject.owner, nn.Linear):
-            return mixture.count in subject.shape
-        return (layer.gives if layer else None) == mixture.count or (layer is None and mixture.count in subject.shape)
+        beside = self.survey.held_by.get(holder_of(subject.path), ()) if subject.path else ()
+        return layer is not None and any(o is not layer and o.gives and layer.gives in o.reads for o in beside)
 
     def stored_in_out(self, subject: Subject) -> bool:
-        """Whether experts are kept as (..., in, out): a bias fits the last axis, or the width that the router reads tells."""
+        """Whether experts are kept as (..., in, out): their biases tell, or the width that is read beside them."""
         rows, columns = subject.shape[-2:]
         bias = bias_of(subject.owner, subject.own)
-        if bias is not None and bias.dim() >= 1 and rows != columns:
+        if bias is not None and rows != columns:
             return bool(bias.shape[-1] == columns)
-        is_down = bool(names.DOWN.search(subject.own.lower()) or names.DOWN.search((subject.words or [""])[-1].lower()))
-        for width in self._widths(subject):
+        is_down = any(names.DOWN.search(word.lower()) for word in (subject.own, *subject.words[-1:]))
+        for width in self._widths_beside(subject):
             if (rows == width) != (columns == width):
                 return (columns == width) == is_down
         return False
 
-    def _widths(self, subject: Subject) -> Iterator[int]:
-        """The widths that routers near these experts read."""
-        for mixture in self.around(subject) or self.found:
+    def _widths_beside(self, subject: Subject) -> Iterator[int]:
+        """The widths that routers and other layers beside these experts read."""
+        for mixture in self.around(subject):
             for layer in self.survey.layers:
                 if within(layer.path, mixture.scope) and not within(layer.path, mixture.path):
                     yield from layer.reads
 
+    def view(self, subject: Subject) -> dict[str, Any] | None:
+        """How Muon sees the experts in a parameter, or None if no expert's matrix can be seen in it."""
+        around = self.around(subject)
+        if subject.param.dim() == 2:
+            return {} if around[0].listed or isinstance(subject.owner, nn.Linear) else self._tall_view(subject, around)
+        if subject.param.dim() < 2 or subject.shape[0] not in {mixture.experts for mixture in around}:
+            return None
+        stack = {"matrix": "stack"}
+        return {**stack, "transposed": True} if self.stored_in_out(subject) else stack
 
-def tall_axis(subject: Subject, mixtures: list[Mixture]) -> tuple[int, int] | None:
-    """The count and the axis of experts that are laid out in one tall or wide matrix, if it is one."""
-    for mixture in mixtures:
-        for axis in (0, 1):
-            if subject.shape[axis] % mixture.count == 0 and subject.shape[axis] > mixture.count:
-                return mixture.count, axis
-    return None
+    def _tall_view(self, subject: Subject, around: list[Mixture]) -> dict[str, Any] | None:
+        """All experts in one tall or wide matrix: one part each, cut along the axis that they share."""
+        for mixture in around:
+            for axis, size in enumerate(subject.shape):
+                if size % mixture.experts == 0 and size > mixture.experts:
+                    swapped = self.stored_in_out(subject)
+                    view: dict[str, Any] = {"split_sizes": (size // mixture.experts,) * mixture.experts}
+                    view |= {"transposed": True} if swapped else {}
+                    return view | ({"split_dim": 1} if (axis == 1) != swapped else {})
+        return None
 
 
 def _signature(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(p.shape)) for name, p in module.named_parameters()]
 
 
-def experts_view(subject: Subject, mixtures: Mixtures) -> dict[str, object] | None:
-    """How Muon sees the experts in a parameter, or None if no expert's matrix can be seen in it."""
-    around = mixtures.around(subject)
-    if subject.param.dim() == 2:
-        if isinstance(subject.owner, nn.Linear) or _is_one_expert(subject, around):
-            return {}
-        tall = tall_axis(subject, around)
-        return None if tall is None else _tall_view(subject, mixtures, *tall)
-    if subject.param.dim() < 2 or subject.shape[0] not in {mixture.count for mixture in around}:
-        return None
-    view: dict[str, object] = {"matrix": "stack"}
-    return {**view, "transposed": True} if mixtures.stored_in_out(subject) else view
+def _is_named(path: str, element: nn.Module) -> bool:
+    return any(names.says_expert(word) for word in (*path.split(".")[-2:], type(element).__name__))
 
 
-def _is_one_expert(subject: Subject, around: list[Mixture]) -> bool:
-    """Whether the parameter belongs to a single element of a list of experts."""
-    words = subject.path.split(".")
-    return any(word.isdigit() for word in words[len(around[0].path.split(".")) :]) if around else False
+def _is_called_router(path: str) -> bool:
+    word = path.rpartition(".")[2]
+    return bool(names.GATE.match(word)) or names.says_router(word)
 
 
-def _tall_view(subject: Subject, mixtures: Mixtures, count: int, axis: int) -> dict[str, object]:
-    """One matrix for each expert, cut along the axis that they share; stored as (out, in) or (in, out)."""
-    swapped = mixtures.stored_in_out(subject)
-    view: dict[str, object] = {"split_sizes": (subject.shape[axis] // count,) * count}
-    if swapped:
-        view["transposed"] = True
-    return {**view, "split_dim": 1} if (axis == 1) != swapped else view
+def _routes(layer: Layer, scope: str) -> bool:
+    inside = layer.path.removeprefix(scope).split(".")
+    return within(layer.path, scope) and any(_is_called_router(word) for word in inside)
 
+
+def _outermost(path: str) -> str:
+    """The widest module around `path` that is still called after experts."""
+    best = path
+    while (path := holder_of(path)) and names.says_expert(path.rpartition(".")[2]):
+        best = path
+    return best

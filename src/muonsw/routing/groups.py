@@ -1,4 +1,4 @@
-"""Param groups for a whole model: the role of each parameter, then what patterns say, then one group for each outcome."""
+"""Param groups for a whole model: the role of each parameter, what patterns say, and one group for each outcome."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedParameter
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.options import COMMON, validate_option
@@ -30,6 +32,7 @@ class Routing(NamedTuple):
 def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw: Group) -> Routing:
     """Param groups for a model, one for each set of options that its parameters end up with."""
     _check_adamw(adamw)
+    _refuse_shapeless(model)
     routed = list(classify(model))
     if not routed:
         raise ValueError("the model has no parameter that requires a gradient")
@@ -49,6 +52,22 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
     if algorithm == MUON:
         _warn_without_matrices(ordered)
     return Routing(ordered, {entry.name: _reason(entry, chosen[entry.name]) for entry in routed})
+
+
+def _refuse_shapeless(model: nn.Module) -> None:
+    """Refuse parameters that have no shape yet, and those that FSDP1 has laid out as vectors."""
+    for name, param in model.named_parameters():
+        path, _, own = name.rpartition(".")
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet; run one batch through the model before for_model")
+        sized = isinstance(model.get_submodule(path), nn.Linear | nn.Embedding | _ConvNd)
+        piece = sized and own == "weight" and param.dim() < 2
+        if piece or own == "_flat_param" or type(param).__name__ == "FlatParameter":
+            raise ValueError(
+                f"{name} has been flattened to a vector, as FullyShardedDataParallel (FSDP1) does; no matrix can be "
+                f"seen in it any more, and every weight would get AdamW without decay. Shard with "
+                f"torch.distributed.fsdp.fully_shard (FSDP2), which keeps shapes, or use DistributedDataParallel"
+            )
 
 
 def _role_options(entry: Routed, algorithm: str, pattern: Group) -> Group:

@@ -17,12 +17,13 @@ PEFT_WORDS = frozenset({"base_layer", "modules_to_save"})
 
 ROUTER = re.compile(r"(^|_|k)(router|routing)($|_)")
 GATE = re.compile(r"^(gate|gating|gate_network|wg|w_gate|switch|selector)$")
+MIXTURE = re.compile(r"(^|_)(moe|mixture)($|_)")
 EXPERT = re.compile(r"(?<!shared)(^|_)experts?($|_|\d)")
 SHARED = re.compile(r"shared_?experts?")
 DOWN = re.compile(r"(^|_)(down|w2|wo|o|out|output|fc2|post|c_proj)($|_|\d)")
 HEAD = re.compile(
-    r"(^|_)(head|heads|classifier|classifiers|class|logits?|scores?|predictors?|predictions?|pred|bbox|outputs)"
-    r"($|_)|^(output|readout|embed_out|unembed|unembedding)$"
+    r"(^|_)(heads?|classifiers?|logits?|scores?|predictors?|predictions?|pred|outputs|class_embed|bbox_(embed|reg))"
+    r"(_(dist\w*|aux|\d+))?$|^(output|embed_out|unembed|unembedding)$"
 )
 NOT_HEAD = re.compile(r"^[qkvor]_heads?$")
 ADAPTER = re.compile(r"(^|_)(lora|hada|lokr)_", re.IGNORECASE)

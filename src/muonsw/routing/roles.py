@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from muonsw.routing import names
-from muonsw.routing.experts import Mixtures, experts_view
+from muonsw.routing.experts import Mixtures
 from muonsw.routing.heads import find_head
 from muonsw.routing.survey import (
     Subject,
@@ -78,26 +77,11 @@ def classify(model: nn.Module) -> Iterator[Routed]:
     survey = Survey(model)
     known = Known(survey, Mixtures(survey))
     for subject in survey.subjects():
-        _refuse_flattened(subject)
         role, reason, view = next(decision for rule in RULES if (decision := rule(subject, known)) is not None)
         decayed = role in MATRIX_ROLES and subject.name not in survey.without_decay
         if role in MATRIX_ROLES and not decayed:
             reason += "; the model declares it without decay"
         yield Routed(names.clean_name(model, subject.name), subject.param, role, reason, view, decayed)
-
-
-def _refuse_flattened(subject: Subject) -> None:
-    """Refuse parameters that have no shape yet, and those that FSDP1 has laid out as vectors."""
-    if isinstance(subject.param, UninitializedParameter):
-        raise ValueError(f"{subject.name} has no shape yet; run one batch through the model before for_model")
-    sized = isinstance(subject.owner, nn.Linear | nn.Embedding | _ConvNd)
-    piece = sized and subject.own == "weight" and subject.param.dim() < 2
-    if piece or subject.own == "_flat_param" or type(subject.param).__name__ == "FlatParameter":
-        raise ValueError(
-            f"{subject.name} has been flattened to a vector, as FullyShardedDataParallel (FSDP1) does; matrices cannot be "
-            f"seen in it any more, so every weight would get AdamW without decay. Shard with "
-            f"torch.distributed.fsdp.fully_shard (FSDP2), which keeps shapes, or use DistributedDataParallel"
-        )
 
 
 def adapter(subject: Subject, known: Known) -> Decision | None:
@@ -161,9 +145,13 @@ def router(subject: Subject, known: Known) -> Decision | None:
         return None
     mixture = known.mixtures.routed_by(subject)
     if mixture is not None:
-        return Decision("router", f"it chooses among the {mixture.count} experts beside it", _plain_view(subject, known))
+        return Decision(
+            "router", f"it chooses among the {mixture.experts} experts beside it", _plain_view(subject, known)
+        )
     if any(names.says_router(word) for word in (*subject.words, subject.own, type(subject.owner).__name__)):
         return Decision("router", "it is called a router", _plain_view(subject, known))
+    if any(names.MIXTURE.search(word) for word in subject.words[-2:-1]) and names.GATE.match(subject.words[-1]):
+        return Decision("router", "it is called the gate of a mixture", _plain_view(subject, known))
     return None
 
 
@@ -199,7 +187,11 @@ def convolution(subject: Subject, _: Known) -> Decision | None:
         view |= {"heads": module.groups, "split_dim": 1} if swapped else {"heads": module.groups}
     if module.out_channels == 1:
         return Decision("vector", "a single filter", {})
-    reason = f"a convolution of {module.groups} groups, one matrix each" if module.groups > 1 else "a convolution"
+    reason = (
+        f"a convolution of {module.groups} groups, one matrix each"
+        if module.groups > 1
+        else "a convolution, one row for each output channel"
+    )
     return Decision("convolution", reason, view)
 
 
@@ -224,10 +216,10 @@ def experts(subject: Subject, known: Known) -> Decision | None:
     around = known.mixtures.around(subject)
     if not around or has_row_for_each_expert(subject.owner, subject.param):
         return None
-    view = experts_view(subject, known.mixtures)
+    view = known.mixtures.view(subject)
     if view is None:
         return None
-    return Decision("experts", f"one of {around[0].count} experts, or all of them in one parameter", view)
+    return Decision("experts", f"one of {around[0].experts} experts, or all of them in one parameter", view)
 
 
 def known_module(subject: Subject, _: Known) -> Decision | None:
@@ -251,7 +243,7 @@ def linear(subject: Subject, known: Known) -> Decision | None:
     return None
 
 
-def heads_on_an_axis(subject: Subject, known: Known) -> Decision | None:
+def heads_on_an_axis(subject: Subject, _: Known) -> Decision | None:
     """Projections with an axis for heads, (width, heads, size) or (heads, in, out), as the module's own sizes tell."""
     if subject.param.dim() != 3:
         return None
@@ -299,7 +291,11 @@ RULES: tuple[Rule, ...] = (
 def _plain_view(subject: Subject, known: Known) -> View:
     """How Muon sees a matrix or kernel of its own, should a pattern send it there."""
     if isinstance(subject.owner, _ConvNd):
-        return {"matrix": "flatten", "transposed": True} if is_transposed_convolution(subject.owner) else {"matrix": "flatten"}
+        return (
+            {"matrix": "flatten", "transposed": True}
+            if is_transposed_convolution(subject.owner)
+            else {"matrix": "flatten"}
+        )
     layer = known.survey.layer_of.get(subject.param)
     swapped = layer is not None and layer.gives != subject.shape[0]
     return {"transposed": True} if swapped or is_in_out(subject.owner) else {}
@@ -315,4 +311,3 @@ def _offer(subject: Subject) -> str:
     if not names.FUSED.search(word):
         return ""
     return "; if several projections lie in it, split_sizes or heads part them"
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -67,12 +67,20 @@ class Survey:
         self.owners = self._find_owners()
         self.layers = self._turned(list(self._find_layers()))
         self.layer_of = {layer.weight: layer for layer in self.layers if layer.weight is not None}
+        self.reading: dict[int, list[Layer]] = {}
+        self.held_by: dict[str, list[Layer]] = {}
+        for layer in self.layers:
+            self.held_by.setdefault(holder_of(layer.path), []).append(layer)
+            for size in set(layer.reads):
+                self.reading.setdefault(size, []).append(layer)
+        self._blocks: dict[str, bool] = {}
         self.classes = Counter(type(module) for path, module in self.modules.items() if not _is_copy(path))
         self.heads = self._declared_heads()
         self.tables = self._declared_tables()
         self.without_decay = self._declared_without_decay()
         rows = [m.num_embeddings for m in self.modules.values() if isinstance(m, nn.Embedding)]
         self.vocabulary = max(rows, default=None)
+        self.outside = {layer.gives for layer in self.layers if layer.gives and not self.in_block(layer.path)}
 
     def subjects(self) -> Iterator[Subject]:
         """Every trainable parameter once, under its first name."""
@@ -91,24 +99,28 @@ class Survey:
         """The module itself and those around it, the innermost first, without the model itself."""
         while path:
             yield path, self.modules[path]
-            path = path.rpartition(".")[0]
+            path = holder_of(path)
 
     def in_block(self, path: str) -> bool:
-        """Whether a module lies in a part of the model that is repeated: an element of a list, or a class used twice."""
-        return any(bool(module._modules) and self._repeated(around, module) for around, module in self.ancestors(path))
+        """Whether a module lies in a repeated part of the model: an element of a list, or a class used twice."""
+        if not path:
+            return False
+        if path not in self._blocks:
+            repeated = bool(self.modules[path]._modules) and self._is_repeated(path)
+            self._blocks[path] = repeated or self.in_block(holder_of(path))
+        return self._blocks[path]
 
-    def _repeated(self, path: str, module: nn.Module) -> bool:
-        holder = self.modules[path.rpartition(".")[0]]
+    def _is_repeated(self, path: str) -> bool:
+        module, holder = self.modules[path], self.modules[holder_of(path)]
         if isinstance(holder, nn.ModuleList | nn.ModuleDict) and not isinstance(module, nn.ModuleList):
             return "modules_to_save" not in path.split(".")[-2:]
         return not isinstance(module, CONTAINERS) and self.classes[type(module)] > 1
 
-    def readers(self, layer: Layer, scope: str = "", *, later: bool = False) -> bool:
+    def is_read(self, layer: Layer, scope: str = "", *, later: bool = False) -> bool:
         """Whether another layer under `scope` reads as many features as this one gives."""
         return any(
-            layer.gives in other.reads
-            for other in self.layers
-            if other is not layer and within(other.path, scope) and (not later or other.order > layer.order)
+            other is not layer and within(other.path, scope) and (not later or other.order > layer.order)
+            for other in self.reading.get(layer.gives or 0, ())
         )
 
     def _find_owners(self) -> dict[Tensor, list[nn.Module]]:
@@ -123,7 +135,7 @@ class Survey:
         """Bare matrices the other way round where only that fits: others know the size of the first axis alone."""
         widths = {size for layer in layers if layer.certain for size in (*layer.reads, layer.gives)}
         return [
-            layer._replace(reads=(layer.gives,), gives=layer.reads[0])
+            layer._replace(reads=(layer.gives or 0,), gives=layer.reads[0])
             if not layer.certain and layer.gives in widths and layer.reads[0] not in widths
             else layer
             for layer in layers
@@ -158,6 +170,11 @@ class Survey:
         return marked
 
 
+def holder_of(path: str) -> str:
+    """The path of the module around another."""
+    return path.rpartition(".")[0]
+
+
 def within(path: str, scope: str) -> bool:
     """Whether a module's path lies under another's, or is it."""
     return not scope or path == scope or path.startswith(scope + ".")
@@ -186,7 +203,7 @@ def bias_of(module: nn.Module, own: str) -> Tensor | None:
 
 
 def is_linear(module: nn.Module, own: str, weight: Tensor) -> bool:
-    """Whether a bare matrix is a linear map: sizes that its module knows, a bias that fits, a class or name that says so."""
+    """Whether a bare matrix is a linear map: its module knows its sizes, a bias fits, or class or name say so."""
     if weight.dim() != 2 or is_norm(module) or _is_table(module) or has_row_for_each_expert(module, weight):
         return False
     sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
@@ -244,7 +261,7 @@ def _bare_layers(order: int, path: str, module: nn.Module) -> Iterator[Layer]:
         if param.dim() > 2:
             yield Layer(order, path, tuple(param.shape[-2:]), None, None)
         elif is_linear(module, own, param):
-            rows, columns = (cast(int, size) for size in param.shape)
+            rows, columns = param.shape
             gives, reads = (columns, rows) if is_in_out(module) else (rows, columns)
             certain = hasattr(module, "in_features") or bias_of(module, own) is not None
             yield Layer(order, path, (reads,), gives, param, certain)
@@ -252,7 +269,7 @@ def _bare_layers(order: int, path: str, module: nn.Module) -> Iterator[Layer]:
 
 def _normalized(module: nn.Module) -> tuple[int, ...]:
     """Sizes that a norm reads, also where it has no weights."""
-    found: list[int] = [size for param in module._parameters.values() if param is not None for size in param.shape]
+    found: list[Any] = [size for param in module._parameters.values() if param is not None for size in param.shape]
     for key in ("normalized_shape", "num_features", "num_channels"):
         value = getattr(module, key, ())
         found += list(value) if isinstance(value, tuple | list) else [value]
