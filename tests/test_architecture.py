@@ -39,11 +39,9 @@ def test_importing_the_library_loads_nothing_but_torch():
     assert loaded <= {"muonsw", "torch"}
 
 
-def test_files_and_functions_stay_short():
+def test_functions_stay_short():
     for path in SOURCE.rglob("*.py"):
-        text = path.read_text()
-        assert text.count("\n") <= 350, path
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name != "__init__":
                 assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name}"
 

@@ -49,6 +49,8 @@ def _in_a_block(layer: Layer, survey: Survey) -> tuple[str, str] | None:
 
 
 def _outside_blocks(layer: Layer, subject: Subject, survey: Survey) -> tuple[str, str] | None:
+    if sum(other.gives is not None for other in survey.layers) == 1:
+        return None  # a model of one layer has no inside and no outside
     if _is_last(layer, survey):
         return "head", f"it is the last layer of the model and the only one that gives {layer.gives} features"
     if isinstance(subject.owner, _ConvNd) or survey.is_read(layer):
@@ -100,7 +102,7 @@ def _is_last(layer: Layer, survey: Survey) -> bool:
     """Whether no layer comes after it, and no other gives as many features, as the layers of a trunk would."""
     giving = [other for other in survey.layers if other.gives is not None]
     unique = all(other.gives != layer.gives for other in giving[:-1])
-    return layer is giving[-1] and len(giving) > 1 and unique and layer.gives not in layer.reads
+    return layer is giving[-1] and unique and layer.gives not in layer.reads
 
 
 def _is_concatenated(layer: Layer, survey: Survey) -> bool:
