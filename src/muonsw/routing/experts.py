@@ -32,7 +32,11 @@ class Mixtures:
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
-        self.found = list(dict.fromkeys(self._find()))
+        self.by_path: dict[str, list[Mixture]] = {}
+        self.by_scope: dict[str, list[Mixture]] = {}
+        for mixture in dict.fromkeys(self._find()):
+            self.by_path.setdefault(mixture.path, []).append(mixture)
+            self.by_scope.setdefault(mixture.scope, []).append(mixture)
 
     def _find(self) -> Iterator[Mixture]:
         for path, module in self.survey.modules.items():
@@ -63,21 +67,20 @@ class Mixtures:
             outermost = _outermost(path)
             for number in declared or leading:
                 yield Mixture(outermost, holder_of(outermost), number, named=True, listed=False)
-        else:
-            routed = {layer.gives for layer in self.survey.layers if leading and _routes(layer, path)}
+        elif leading:
+            routed = {layer.gives for layer in self.survey.layers if _routes(layer, path)}
             yield from (Mixture(path, path, number, named=False, listed=False) for number in leading & routed)
 
     def around(self, subject: Subject) -> list[Mixture]:
         """Mixtures whose experts hold this parameter, the closest first."""
-        found = [mixture for mixture in self.found if within(subject.path, mixture.path)]
-        return sorted(found, key=lambda mixture: -len(mixture.path))
+        return [mixture for path in _outwards(subject.path) for mixture in self.by_path.get(path, ())]
 
     def routed_by(self, subject: Subject) -> Mixture | None:
         """The mixture that this matrix chooses for: it has a row (or column) for each expert, and lies beside them."""
         named = any(_is_called_router(word) for word in (*subject.words, subject.own))
-        for mixture in self.found:
+        for mixture in (mixture for path in _outwards(subject.path) for mixture in self.by_scope.get(path, ())):
             is_expert = within(subject.path, mixture.path) and mixture.path != mixture.scope
-            if is_expert or not within(subject.path, mixture.scope) or not self._counts(subject, mixture):
+            if is_expert or not self._counts(subject, mixture):
                 continue
             depth = len(subject.path.removeprefix(mixture.scope).strip(".").split("."))
             if (named or (mixture.named and depth <= UNNAMED_DEPTH)) and not self._feeds_sibling(subject):
@@ -135,6 +138,14 @@ class Mixtures:
                     view |= {"transposed": True} if swapped else {}
                     return view | ({"split_dim": 1} if (axis == 1) != swapped else {})
         return None
+
+
+def _outwards(path: str) -> Iterator[str]:
+    """A path and those around it, to the model itself."""
+    while path:
+        yield path
+        path = holder_of(path)
+    yield ""
 
 
 def _signature(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:

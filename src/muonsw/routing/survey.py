@@ -243,11 +243,11 @@ def _layers_of(order: int, path: str, module: nn.Module) -> Iterator[Layer]:
     elif isinstance(module, _ConvNd):
         yield Layer(order, path, (module.in_channels,), module.out_channels, weight)
     elif isinstance(module, nn.RNNBase):
-        yield Layer(order, path, (module.input_size, module.hidden_size), None, None)
+        yield Layer(order, path, (module.input_size,), module.hidden_size * (1 + module.bidirectional), None)
     elif isinstance(module, nn.MultiheadAttention):
-        yield Layer(order, path, (module.embed_dim, module.kdim, module.vdim), None, None)
+        yield Layer(order, path, (module.embed_dim, module.kdim, module.vdim), module.embed_dim, None)
     elif isinstance(module, nn.Bilinear):
-        yield Layer(order, path, (module.in1_features, module.in2_features), None, None)
+        yield Layer(order, path, (module.in1_features, module.in2_features), module.out_features, None)
     elif is_norm(module):
         yield Layer(order, path, _normalized(module), None, None)
     elif not isinstance(module, ParametrizationList) and not _is_table(module):
