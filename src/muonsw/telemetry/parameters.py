@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from muonsw import peak
 from muonsw.algorithms.base import Group
-from muonsw.algorithms.muon import FLATTEN, STACK
+from muonsw.algorithms.muon import FLATTEN, STACK, split_axis, split_sizes
 from muonsw.decay import DECAY_RULES
-from muonsw.route import classify
+from muonsw.routing import classify
 
 ModelView = dict[Tensor, tuple[str, str, str | None]]
 
@@ -32,7 +32,7 @@ class ParameterInfo(NamedTuple):
 
 def model_view(model: nn.Module | None) -> ModelView:
     """Name, role and matrix view of a model's parameters."""
-    return {} if model is None else {param: (name, role, matrix) for name, param, role, matrix in classify(model)}
+    return {} if model is None else {entry.param: (entry.name, entry.role, entry.matrix) for entry in classify(model)}
 
 
 def members(optimizer: Optimizer) -> Iterator[tuple[Group, str | None, str, Tensor]]:
@@ -86,9 +86,9 @@ def matrices(group: Group, param: Tensor, view: str | None) -> list[Tensor]:
     if param.dim() < 2 or (param.dim() > 2 and view is None) or param.numel() == 0:
         return []
     parts: Sequence[Tensor] = (param,)
-    if group.get("split_sizes") and group.get("algorithm") == "muon":
-        first = 0 if view == FLATTEN else param.dim() - 2
-        parts = torch.split_with_sizes(param, list(group["split_sizes"]), dim=first + group["split_dim"])
+    sizes = split_sizes(group, param) if group.get("algorithm") == "muon" else None
+    if sizes:
+        parts = torch.split_with_sizes(param, list(sizes), dim=split_axis(group, param))
     if view == FLATTEN:
         return [part.reshape(1, part.shape[0], -1) for part in parts]
     return [part.reshape(-1, *part.shape[-2:]) for part in parts]
