@@ -126,7 +126,7 @@ class ScaledDecayOptimizer(Optimizer):
             reasons: one line for each parameter instead of each group, with how Muon sees it and why it has its role.
         """
         if reasons:
-            return reasons_table(self.param_groups, getattr(self, "_reasons", {}))
+            return reasons_table(self.param_groups, self._reasons)
         return routing_table(self.param_groups)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -432,7 +432,7 @@ class ScaledDecayOptimizer(Optimizer):
         self._notices = Notices()
         self._observer = None
         self._last, self._last_was_skipped = [], False
-        self._left_out = []
+        self._left_out, self._reasons = [], {}
 
     def _chunk_bytes(self, device: torch.device) -> int:
         return self.chunk_bytes or (CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES)

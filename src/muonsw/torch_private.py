@@ -34,6 +34,10 @@ NAMES: Mapping[str, str] = MappingProxyType(
 ATTRIBUTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "optimizer": {"_optimizer_step_pre_hooks": "whether somebody's hook runs before a step"},
+        "module": {
+            "_modules": "the children of a module under all their names, also where two names share one",
+            "_parameters": "a module's own parameters under all their names, tied ones included",
+        },
         "scheduler": {"_step_count": "a scheduler that resumes must not warn that it came before the optimizer"},
     }
 )
@@ -51,7 +55,8 @@ def missing() -> list[str]:
         []
     """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    objects = {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    objects = {"module": torch.nn.Module(), "optimizer": optimizer, "scheduler": scheduler}
     gone = [name for name in NAMES if not _exists(name)]
     gone += [
         f"{kind}.{name}" for kind, names in ATTRIBUTES.items() for name in names if not hasattr(objects[kind], name)
