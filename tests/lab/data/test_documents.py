@@ -85,6 +85,7 @@ def test_patterns_are_checked_before_the_first_document(tmp_path):
     [
         ("a.jsonl", '{"text": "fine"}\n{"txt": 1}\n', "a.jsonl, line 2: not a JSON object with a `text` field"),
         ("a.jsonl", '{"text": "fine"}\n["text"]\n', "a.jsonl, line 2: not a JSON object"),
+        ("a.jsonl", '{"text": "fine"}\n' + "[" * 100_000, "a.jsonl, line 2: not a JSON object"),
         ("a.jsonl", '{"text": "fine"}\n{"text": "cu', "a.jsonl, line 2: not a JSON object"),
         ("a.jsonl", '{"text": "fine"}\n{"text": 3}', "a.jsonl, line 2: its `text` field is not a string"),
         ("a.txt", b"\xff\xfe", "a.txt cannot be read"),

@@ -259,6 +259,8 @@ def test_claims_follow_the_interval_and_nothing_moved_is_no_effect(gains, scaled
     assert [str(claim.verdict) for claim in effects(runs, Outcome(both, (pair,)))] == expected
     assert effects(runs, Outcome((both[0], replace(both[1], weight_decay=0.5)), (pair,))) == []
     assert effects(runs, Outcome(both, (replace(pair, interval=None),))) == []
+    unknown = replace(both[1], norm_change=(math.nan,) * 3)
+    assert [claim.id for claim in effects(runs, Outcome((both[0], unknown), (pair,)))] == ["loss"]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
-from muonsw.lab.data.corpus import Corpus, Source
+from muonsw.lab.data.corpus import FINEWEB, Corpus, Source
 from muonsw.lab.data.prepare import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
 from muonsw.lab.data.progress import watching
 from muonsw.lab.data.shards import SPLITS, Prepared, read_record, verify_folder
-from muonsw.lab.data.sources import FINEWEB
 from muonsw.lab.terminal import say
 
 

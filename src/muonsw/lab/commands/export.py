@@ -10,8 +10,7 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from muonsw.lab.errors import UsageError
-from muonsw.lab.train.export import export, load_model
-from muonsw.lab.train.sample import sample
+from muonsw.lab.train.export import export, load_model, sample
 
 
 @dataclass(frozen=True)

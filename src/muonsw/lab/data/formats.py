@@ -89,7 +89,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _text_field(path: Path, number: int, line: bytes) -> str:
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path}, line {number}: not a JSON object with a `text` field") from error
     if not isinstance(text, str):
         raise UsageError(f"{path}, line {number}: its `text` field is not a string")

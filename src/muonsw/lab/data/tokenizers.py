@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from muonsw.lab.errors import UsageError
-from muonsw.lab.storage import write_atomically
+from muonsw.lab.storage import parse_json, write_atomically
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
@@ -116,7 +116,7 @@ class BPETokenizer(Tokenizer):
 
     def __init__(self, definition: str) -> None:
         library = _library("tokenizers")
-        canonical = json.dumps(json.loads(definition), sort_keys=True)
+        canonical = json.dumps(parse_json(definition), sort_keys=True)
         self._definition, self._bpe = definition, library.Tokenizer.from_str(definition)
         super().__init__(self._bpe.get_vocab_size() + 1, _identity("bpe", canonical))
 

@@ -25,7 +25,6 @@ from muonsw.lab.studies.outcome import (
     describe_divergence,
     last_loss,
     mean,
-    norm_left,
     paired,
     pairs_table,
 )
@@ -129,7 +128,9 @@ def effects(runs: Runs, outcome: Outcome) -> list[Claim]:
             statement = f"{pair.arm} ends at a lower validation loss than {pair.baseline}"
             limits = "at this size and length the gain need not be the paper's"
             both = runs[pair.baseline], runs[pair.arm]
-            found += [lower_loss("loss", statement, *both, limits=limits), kept_norm("norm", HELD, *both)]
+            found.append(lower_loss("loss", statement, *both, limits=limits))
+            if not any(map(math.isnan, one.norm_change + other.norm_change)):  # they were recorded
+                found.append(kept_norm("norm", HELD, *both))
     return found
 
 
@@ -151,7 +152,7 @@ def lower_loss(
 
 def kept_norm(id: str, statement: str, constant: Sequence[Run], scaled: Sequence[Run]) -> Claim:
     """The scaled arm keeps more of its largest norm, seed by seed."""
-    kept = over_seeds(paired(scaled, constant, norm_left))
+    kept = over_seeds(paired(scaled, constant, lambda run: run.norm_change))
     return above(id, statement, Stated(paper.HEADLINE, SAME_LAMBDA), kept, 0.0, MOVED)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from muonsw.lab.costs import orthogonalizer_flops
 from muonsw.lab.model import ModelConfig, count
+from muonsw.lab.model.counts import orthogonalizer_flops
 from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.tables import Column, Table, Value
 from muonsw.lab.train.config import RunConfig

@@ -42,19 +42,9 @@ def lowest_loss(run: Run) -> float:
     return run.best_loss if diverged_at(run) is None else math.nan
 
 
-def end_norm(run: Run) -> float:
-    """Weight RMS of the decayed matrices at the last sample; of all where nothing decays."""
-    return run.final_norm
-
-
 def log_end_norm(run: Run) -> float:
-    """Its logarithm, whose differences are ratios."""
-    return math.log(end_norm(run))
-
-
-def norm_left(run: Run) -> float:
-    """The last norm relative to its largest value, minus one."""
-    return run.norm_change
+    """The logarithm of the last norm, so that differences are ratios; not a number where none was recorded."""
+    return math.log(run.final_norm) if run.final_norm > 0 else math.nan
 
 
 def by_seed(runs: Sequence[Run]) -> dict[int, Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from muonsw.lab.claims.table import Claims, any_failed
 from muonsw.lab.processes import environment
 from muonsw.lab.report.report import write_report
 from muonsw.lab.report.sections import Chart
-from muonsw.lab.storage import plain, write_json
+from muonsw.lab.storage import plain, write_atomically, write_json
 from muonsw.lab.studies.arms import Comparison, Results
 from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.outcome import arms_table, compare, completed, divergences, pairs_table
@@ -59,7 +60,7 @@ class Conclusion:
 
 
 class Study(ABC, Generic[Found]):
-    """A question with the work that answers it. `conduct` calls the methods in the order of this class.
+    """A question with the work that answers it; `conduct` runs it, judges it and draws it.
 
     Attributes:
         name: What `muonsw reproduce` is given.
@@ -187,7 +188,8 @@ class ExperimentStudy(Study[Mapping[str, Finished]]):
         """The curves as data, and the picture."""
         evidence = {name: result.evidence for name, result in found.items()}
         curves = [asdict(series) for one in evidence.values() for series in one.series]
-        paths = [write_json(folder / "series.json", seven_digits(plain(curves)), indent=None)] if curves else []
+        text = json.dumps(seven_digits(plain(curves)), separators=(",", ":"), allow_nan=False)
+        paths = [write_atomically(folder / "series.json", text + "\n")] if curves else []
         return [*paths, *self.picture(evidence, folder)]
 
 

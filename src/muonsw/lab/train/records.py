@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Losses
-from muonsw.lab.storage import plain, reported, write_atomically
+from muonsw.lab.storage import parse_json, plain, reported, write_atomically
 from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Training
 from muonsw.telemetry import TensorBoardSink, WandbSink
@@ -160,7 +160,7 @@ def _readable(path: Path) -> Iterator[tuple[str, Record]]:
     with path.open(encoding="utf-8") as file:
         for line in file:
             try:
-                yield line, json.loads(line)
+                yield line, parse_json(line)
             except ValueError:  # a killed process leaves half a line, and nothing after it
                 return
 

@@ -16,7 +16,7 @@ from muonsw.lab.diagnose.figures import draw
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Results, Runs
-from muonsw.lab.studies.outcome import Measure, log_end_norm, norm_left, paired
+from muonsw.lab.studies.outcome import Measure, log_end_norm, paired
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.rows import CONSTANT, SAME_RUNS, SCALED, larger_norm, subfolder
 
@@ -81,7 +81,7 @@ def _printed_steady_state(arms: Runs) -> list[Claim]:
             "fall",
             "constant decay: change of the norm since its largest value",
             STEADY_FIGURE,
-            over_seeds([norm_left(run) for run in arms[CONSTANT]]),
+            over_seeds([run.norm_change for run in arms[CONSTANT]]),
             paper.FALL_FROM_PEAK,
             paper.FALL,
         ),

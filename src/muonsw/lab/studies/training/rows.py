@@ -17,7 +17,7 @@ from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import CONTROL_SUFFIX, Arm, Comparison, Results, Runs, same_total
 from muonsw.lab.studies.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
 from muonsw.lab.studies.outcome import (
-    end_norm,
+    Measure,
     log_end_norm,
     lowest_loss,
     pair_outcome,
@@ -122,9 +122,16 @@ def judge_pair(id: str, where: str, arms: Runs, reference: str, limits: str) -> 
     ]
 
 
-def larger_norm(id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Stated) -> Claim:
+def larger_norm(
+    id: str,
+    statement: str,
+    small: Sequence[Run],
+    large: Sequence[Run],
+    source: Stated,
+    measure: Measure = log_end_norm,
+) -> Claim:
     """The weights of one arm end larger than those of another, seed by seed."""
-    return above(id, statement, source, over_seeds(paired(large, small, log_end_norm)), 0.0, MOVED)
+    return above(id, statement, source, over_seeds(paired(large, small, measure)), 0.0, MOVED)
 
 
 def judge_group(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
@@ -180,7 +187,7 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
         statement = f"width {width}: best validation loss, {arm} decay"
         claims.append(within(f"{name}-{arm}-loss", statement, table, losses, loss, paper.LOSS))
         if norm is not None:
-            norms, figure = over_seeds([end_norm(run) for run in runs]), Stated(paper.FIGURES[width], SAME_RUNS)
+            norms, figure = over_seeds([run.final_norm for run in runs]), Stated(paper.FIGURES[width], SAME_RUNS)
             statement = f"width {width}: weight RMS at the end, {arm} decay"
             claims.append(within_share(f"{name}-{arm}-norm", statement, figure, norms, norm, paper.NORM))
     return claims

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ from muonsw.decay import convert_weight_decay
 from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Stated, at_least, within
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.diagnose import open_history
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs, hidden_multiplier
 from muonsw.lab.studies.compare import lower_loss
 from muonsw.lab.studies.outcome import last_loss, paired
@@ -139,8 +142,13 @@ def judge_rules(results: Results, scale: Scale) -> list[Claim]:
         statement = f"{rule} decay with a converted lambda ends where {like} decay does"
         gap = over_seeds(paired(arms[rule], arms[like], last_loss))
         claims.append(within(f"{rule}-is-{like}", statement, source, gap, 0.0, SAME))
-    statement = "without decay the weights end larger than under scaled decay (logarithm of the ratio)"
-    return [*claims, larger_norm("none-norm", statement, arms[SCALED], arms["none"], source)]
+    statement = "without decay all weights together end larger than under scaled decay (logarithm of the ratio)"
+    return [*claims, larger_norm("none-norm", statement, arms[SCALED], arms["none"], source, log_norm_of_all)]
+
+
+def log_norm_of_all(run: Run) -> float:
+    """The logarithm of the last norm of all weights: where nothing decays, none is recorded of those that do."""
+    return math.log(open_history(run, "all").last("weight_rms"))
 
 
 def dense_and_moe(scale: Scale) -> list[Comparison]:
