@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from muonsw import kernels
 from muonsw.algorithms.base import Item
 
 POLICIES = ("skip", "raise", "propagate")
@@ -23,6 +24,11 @@ def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
     With the default, the largest absolute entry, that is whether every entry is finite. The Euclidean norm is
     several times faster on CPUs but overflows for gradients that are large and finite.
     """
+    if grads and kernels.available(grads[0].device):
+        from muonsw.kernels import finite
+
+        if finite.takes(grads):
+            return finite.all_finite(grads)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         if grad.numel():

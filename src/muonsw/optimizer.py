@@ -33,7 +33,7 @@ from muonsw.work import Work, work_of
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 CPU_CHUNK_BYTES = 4 * 2**20
-ACCELERATOR_CHUNK_BYTES = 2**30
+ACCELERATOR_CHUNK_BYTES = 2**29
 
 
 class ScaledDecayOptimizer(Optimizer):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from muonsw.orthogonalize import gram_newton_schulz, newton_schulz
-from muonsw.orthogonalize.gram import gram_cost, newton_schulz_cost, segment_lengths
+from muonsw.orthogonalize.iterations import LONGEST_SEGMENT, cost, gram_pays
 
 
 def with_spectrum(spectrum, columns, seed=0):

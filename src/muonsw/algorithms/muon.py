@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw import kernels
 from muonsw.algorithms import momentum
 from muonsw.algorithms.base import Algorithm, Budget, Group, Item, Part, Region, Update, are_large, clean
-from muonsw.orthogonalize import ORTHOGONALIZERS
+from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
 from muonsw.precision import compute_dtype
 from muonsw.scale import SHAPE_SCALES
 
@@ -35,18 +36,59 @@ def state_keys(group: Group) -> tuple[str, ...]:  # noqa: ARG001
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]:
     """Directions polar(M), one batch of equal matrices after another."""
-    scale, orthogonalize = SHAPE_SCALES[group["scale"]], ORTHOGONALIZERS[group["orthogonalizer"]]
+    scale = SHAPE_SCALES[group["scale"]]
     for bucket, parts in _batches(group, items, budget.chunk_bytes):
-        matrices = _momentum_matrices(group, bucket, parts, budget.ok)
-        orthogonal = orthogonalize(
-            matrices,
-            steps=group["ns_steps"],
-            dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
-        )
-        like = [part.grad for part in parts]
-        if budget.ok is not None and not are_large(like):
-            orthogonal = orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
-        yield Update(parts, _scatter(orthogonal, like), scale(bucket.rows, bucket.columns))
+        orthogonal = _fused_directions(group, bucket, parts, budget.ok)
+        if orthogonal is None:
+            orthogonal = _directions(group, bucket, parts, budget.ok)
+        yield Update(parts, _scatter(orthogonal, [part.grad for part in parts]), scale(bucket.rows, bucket.columns))
+
+
+def _directions(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor:
+    """Orthogonalized momentum of `parts`, (batch, rows, columns)."""
+    orthogonal = ORTHOGONALIZERS[group["orthogonalizer"]](
+        _momentum_matrices(group, bucket, parts, ok),
+        steps=group["ns_steps"],
+        dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
+    )
+    if ok is not None and not are_large([part.grad for part in parts]):
+        return orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
+    return orthogonal
+
+
+def _fused_directions(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor | None:
+    """The same from a kernel that reads gradients and momenta where they lie; None where there is none for them."""
+    iteration = ITERATIONS.get(ORTHOGONALIZERS[group["orthogonalizer"]])
+    if iteration is None or not kernels.available(bucket.device):
+        return None
+    from muonsw.kernels.momentum import normalized_momentum, takes
+
+    grads = [_as_matrices(part.grad, bucket) for part in parts]
+    momenta = [_as_matrices(part.state("momentum_buffer"), bucket) for part in parts]
+    dtype = iteration.inner(compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device), bucket.device)
+    if not takes(grads, momenta, dtype):
+        return None
+    X = normalized_momentum(
+        grads,
+        momenta,
+        form=group["momentum_form"],
+        beta=group["momentum"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        ok=ok,
+        dtype=dtype,
+    )
+    if bucket.rows > bucket.columns:
+        return iteration.run(X.mT, group["ns_steps"]).mT
+    return iteration.run(X, group["ns_steps"])
+
+
+def _as_matrices(tensor: Tensor, bucket: Bucket) -> Tensor:
+    """A part as one matrix or a stack of them, as a view where its layout allows."""
+    shape = (bucket.rows, bucket.columns)
+    if tensor.dim() <= 3 and tensor.shape[-2:] == shape:
+        return tensor
+    return tensor.view(-1, *shape) if tensor.is_contiguous() else tensor
 
 
 def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor:
@@ -191,7 +233,7 @@ MUON = Algorithm(
         "momentum": 0.95,
         "momentum_form": "ema",
         "nesterov": True,
-        "orthogonalizer": "newton_schulz",
+        "orthogonalizer": "auto",
         "ns_steps": 5,
         "ns_dtype": "auto",
         "scale": "match_rms_adamw",
