@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.algorithms.base import Group, Part, Update, are_large
+from muonsw.algorithms.base import FusedUpdate, Group, Part, Update, are_large, kernel_weights, rounding_key, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
-
-if TYPE_CHECKING:
-    from muonsw.kernels import elementwise
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
 
@@ -27,17 +24,25 @@ class Coefficients(NamedTuple):
     phi: float | Tensor
     ok: Tensor | None = None
 
+    @property
+    def on_host(self) -> bool:
+        """Whether these are numbers by which the host can divide."""
+        return self.ok is None and isinstance(self.eta, float) and isinstance(self.phi, float) and self.eta > 0
+
 
 class Observer(Protocol):
     """Someone who applies updates in the place of `apply_update`, to measure them; the weights must not differ."""
 
-    def apply(self, group: Group, update: Update, coefficients: Coefficients) -> None:
+    def apply(self, group: Group, update: Update | FusedUpdate, coefficients: Coefficients) -> None:
         """Apply an update with `apply_update`."""
 
 
-def apply_update(group: Group, update: Update, coefficients: Coefficients) -> None:
+def apply_update(group: Group, update: Update | FusedUpdate, coefficients: Coefficients) -> None:
     """Decay the weights of an update's parts and move them along its directions."""
-    weights = [part.region.of(part.item.param) for part in update.parts]
+    if isinstance(update, FusedUpdate):
+        update.take(coefficients)
+        return
+    weights = views(update.parts, [part.item.param for part in update.parts])
     if kernels.available(weights[0].device) and _apply_in_one_pass(group, update, weights, coefficients):
         return
     move = coefficients.eta * update.scale
@@ -50,23 +55,11 @@ def apply_update(group: Group, update: Update, coefficients: Coefficients) -> No
 
 def _apply_in_one_pass(group: Group, update: Update, weights: list[Tensor], coefficients: Coefficients) -> bool:
     """The same by a kernel; False, and nothing done, where there is none for this layout."""
-    from muonsw.kernels import elementwise
+    from muonsw.kernels.elementwise import Motion
+    from muonsw.kernels.move import move
 
-    motion = elementwise.Motion(*coefficients, update.scale, group["cautious"])
-    return elementwise.move(kernel_weights(group, update.parts, weights), update.directions, motion)
-
-
-def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> elementwise.Weights:
-    """Weights of one dtype, with what their rounding needs."""
-    from muonsw.kernels.elementwise import Weights
-
-    rounding = group["rounding"] if weights[0].dtype in LOW_PRECISION else "nearest"
-    if rounding == "kahan":
-        return Weights(weights, rounding, compensations=[part.state("compensation") for part in parts])
-    if rounding == "stochastic":
-        counters = [part.item.state["step"] for part in parts]
-        return Weights(weights, rounding, counters=counters, keys=[rounding_key(group, part) for part in parts])
-    return Weights(weights)
+    motion = Motion(*coefficients, update.scale, group["cautious"])
+    return move(kernel_weights(group, update.parts, weights), update.directions, motion)
 
 
 def shrink_and_move(
@@ -119,9 +112,3 @@ def _apply_rounded(
 def rounding_seed(group: Group, part: Part) -> Tensor:
     """A number for this part of this parameter at this step; the step is counted in the state."""
     return mix(part.item.state["step"].to(torch.int32) ^ rounding_key(group, part))
-
-
-def rounding_key(group: Group, part: Part) -> int:
-    """A number for this part of this parameter, whatever the step."""
-    place = part.item.position * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.narrows)
-    return int((group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF)

@@ -47,7 +47,7 @@ def finite_flag(items: Sequence[Item]) -> Tensor | bool:
         return bool(all_finite(grads, order=2)) or bool(all_finite(grads))
     home = next(iter(by_device))
     flags = [all_finite(grads).to(home, non_blocking=True) for grads in by_device.values()]
-    return torch.stack(flags).all()
+    return flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
 def raise_if_not_finite(items: Sequence[Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from muonsw import kernels
 from muonsw.algorithms import momentum
-from muonsw.algorithms.base import Algorithm, Budget, Group, Item, Part, Region, Update, are_large, clean
+from muonsw.algorithms.base import WHOLE, Algorithm, Budget, Group, Item, Part, Region, Update, are_large, clean, views
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
 from muonsw.precision import compute_dtype
 from muonsw.scale import SHAPE_SCALES
 
 STACK, FLATTEN = "stack", "flatten"
+
+Narrows = tuple[tuple[int, int, int], ...]
 
 
 class Bucket(NamedTuple):
@@ -38,33 +41,40 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
     """Directions polar(M), one batch of equal matrices after another."""
     scale = SHAPE_SCALES[group["scale"]]
     for bucket, parts in _batches(group, items, budget.chunk_bytes):
-        orthogonal = _fused_directions(group, bucket, parts, budget.ok)
-        if orthogonal is None:
-            orthogonal = _directions(group, bucket, parts, budget.ok)
-        yield Update(parts, _scatter(orthogonal, [part.grad for part in parts]), scale(bucket.rows, bucket.columns))
+        grads = views(parts, [part.item.grad for part in parts])
+        momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
+        yield Update(
+            parts,
+            _scatter(_directions(group, bucket, grads, momenta, budget.ok), grads),
+            scale(bucket.rows, bucket.columns),
+        )
 
 
-def _directions(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor:
-    """Orthogonalized momentum of `parts`, (batch, rows, columns)."""
+def _directions(group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None) -> Tensor:
+    """Orthogonalized momentum, (batch, rows, columns)."""
+    fused = _fused_directions(group, bucket, grads, momenta, ok)
+    if fused is not None:
+        return fused
     orthogonal = ORTHOGONALIZERS[group["orthogonalizer"]](
-        _momentum_matrices(group, bucket, parts, ok),
+        _momentum_matrices(group, bucket, grads, momenta, ok),
         steps=group["ns_steps"],
         dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
     )
-    if ok is not None and not are_large([part.grad for part in parts]):
+    if ok is not None and not are_large(grads):
         return orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
     return orthogonal
 
 
-def _fused_directions(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor | None:
+def _fused_directions(
+    group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None
+) -> Tensor | None:
     """The same from a kernel that reads gradients and momenta where they lie; None where there is none for them."""
     iteration = ITERATIONS.get(ORTHOGONALIZERS[group["orthogonalizer"]])
     if iteration is None or not kernels.available(bucket.device):
         return None
     from muonsw.kernels.momentum import normalized_momentum, takes
 
-    grads = [_as_matrices(part.grad, bucket) for part in parts]
-    momenta = [_as_matrices(part.state("momentum_buffer"), bucket) for part in parts]
+    grads, momenta = _as_matrices(grads, bucket), _as_matrices(momenta, bucket)
     dtype = iteration.inner(compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device), bucket.device)
     if not takes(grads, momenta, dtype):
         return None
@@ -83,19 +93,21 @@ def _fused_directions(group: Group, bucket: Bucket, parts: list[Part], ok: Tenso
     return iteration.run(X, group["ns_steps"])
 
 
-def _as_matrices(tensor: Tensor, bucket: Bucket) -> Tensor:
-    """A part as one matrix or a stack of them, as a view where its layout allows."""
-    shape = (bucket.rows, bucket.columns)
-    if tensor.dim() <= 3 and tensor.shape[-2:] == shape:
-        return tensor
-    return tensor.view(-1, *shape) if tensor.is_contiguous() else tensor
+def _as_matrices(tensors: list[Tensor], bucket: Bucket) -> list[Tensor]:
+    """Each tensor as one matrix or a stack of them, as a view where its layout allows."""
+    shape = torch.Size((bucket.rows, bucket.columns))
+    if all(tensor.shape == shape for tensor in tensors):
+        return tensors
+    return [
+        t.view(-1, *shape) if t.is_contiguous() and not (t.dim() <= 3 and t.shape[-2:] == shape) else t for t in tensors
+    ]
 
 
-def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor:
-    """Advance the momentum of `parts` and return what is to be orthogonalized, (batch, rows, columns)."""
+def _momentum_matrices(
+    group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None
+) -> Tensor:
+    """Advance momenta and return what is to be orthogonalized, (batch, rows, columns)."""
     form, beta, maximize = group["momentum_form"], group["momentum"], group["maximize"]
-    momenta = [part.state("momentum_buffer") for part in parts]
-    grads = [part.grad for part in parts]
     if ok is None or are_large(grads):
         grads = clean(grads, momenta, maximize, ok)
         ahead = _empty_batch(momenta, bucket)
@@ -134,52 +146,76 @@ def _scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _batches(group: Group, items: list[Item], chunk_bytes: int) -> Iterator[tuple[Bucket, list[Part]]]:
     """Matrices of equal shape, over all parameters of the group, in chunks bounded in bytes."""
-    buckets: dict[Bucket, list[tuple[Part, int]]] = {}
-    for item in items:
-        for narrow in _splits(group, item.param):
-            _collect(buckets, group, item, narrow, chunk_bytes)
-    for bucket, counted in buckets.items():
-        capacity = _capacity(bucket, chunk_bytes)
-        chunk: list[Part] = []
-        room = capacity
-        for part, count in counted:
-            if chunk and count > room:
-                yield bucket, chunk
-                chunk, room = [], capacity
-            chunk.append(part)
-            room -= count
-        yield bucket, chunk
+    shapes = tuple([item.param.shape for item in items])
+    dtypes = tuple([item.param.dtype for item in items])
+    sizes = group["split_sizes"] and tuple(group["split_sizes"])
+    plan = _plan if torch.compiler.is_compiling() else _remembered_plan
+    for (rows, columns, dtype), places in plan(shapes, dtypes, group["matrix"], sizes, group["split_dim"], chunk_bytes):
+        bucket = Bucket(rows, columns, dtype, items[0].param.device)
+        yield bucket, [Part(items[index], region) for index, region in places]
 
 
-def _collect(
-    buckets: dict[Bucket, list[tuple[Part, int]]],
-    group: Group,
-    item: Item,
-    narrow: tuple[tuple[int, int, int], ...],
+Chunk = tuple[tuple[int, int, torch.dtype], list[tuple[int, Region]]]
+
+
+def _plan(
+    shapes: Sequence[torch.Size],
+    dtypes: Sequence[torch.dtype],
+    matrix: str | None,
+    split_sizes: tuple[int, ...] | None,
+    split_dim: int,
     chunk_bytes: int,
-) -> None:
-    """Put the matrices of one (possibly split) parameter into their bucket, long stacks cut into even runs."""
-    shape = Region(narrow).of(item.param).shape
-    rows, columns = matrix_shape(shape, group["matrix"])
-    bucket = Bucket(rows, columns, item.param.dtype, item.param.device)
-    if shape.numel() == 0:
-        return
-    parts = buckets.setdefault(bucket, [])
-    count = shape.numel() // (rows * columns)
+) -> list[Chunk]:
+    """Which parts of which parameters are batched together: it follows from shapes and settings alone."""
+    buckets: dict[tuple[int, int, torch.dtype], list[tuple[int, Region, int]]] = {}
+    for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        for narrow in _splits(shape, matrix, split_sizes, split_dim):
+            part = _narrowed(shape, narrow)
+            if part.numel():
+                rows, columns = matrix_shape(part, matrix)
+                capacity = _capacity(rows, columns, chunk_bytes)
+                runs = [(index, region, count) for region, count in _runs(part, narrow, rows * columns, capacity)]
+                buckets.setdefault((rows, columns, dtype), []).extend(runs)
+    return [
+        (bucket, chunk)
+        for bucket, counted in buckets.items()
+        for chunk in _chunks(counted, _capacity(*bucket[:2], chunk_bytes))
+    ]
+
+
+_remembered_plan = lru_cache(maxsize=128)(_plan)
+
+
+def _runs(shape: torch.Size, narrow: Narrows, area: int, capacity: int) -> Iterator[tuple[Region, int]]:
+    """A parameter, or one split of it, with the number of its matrices; long stacks cut into even runs."""
+    whole = Region(narrow) if narrow else WHOLE
+    count = shape.numel() // area
     if count == 1:
-        parts.append((Part(item, Region(narrow)), 1))
+        yield whole, 1
         return
     slices, per_slice = shape[0], count // shape[0]
-    runs = min(slices, math.ceil(count / _capacity(bucket, chunk_bytes)))
-    bounds = [slices * i // runs for i in range(runs + 1)]
-    for start, end in pairwise(bounds):
-        cut = narrow if runs == 1 else (*narrow, (0, start, end - start))
-        parts.append((Part(item, Region(cut)), (end - start) * per_slice))
+    runs = min(slices, math.ceil(count / capacity))
+    for start, end in pairwise(slices * i // runs for i in range(runs + 1)):
+        region = whole if runs == 1 else Region((*narrow, (0, start, end - start)))
+        yield region, (end - start) * per_slice
 
 
-def _capacity(bucket: Bucket, chunk_bytes: int) -> int:
-    """How many matrices of a bucket fit into a chunk, as float32; at least one."""
-    return max(1, chunk_bytes // (4 * bucket.rows * bucket.columns))
+def _chunks(counted: list[tuple[int, Region, int]], capacity: int) -> Iterator[list[tuple[int, Region]]]:
+    """Parts with their numbers of matrices, as many together as fit."""
+    chunk: list[tuple[int, Region]] = []
+    room = capacity
+    for index, region, count in counted:
+        if chunk and count > room:
+            yield chunk
+            chunk, room = [], capacity
+        chunk.append((index, region))
+        room -= count
+    yield chunk
+
+
+def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:
+    """How many matrices fit into a chunk, as float32; at least one."""
+    return max(1, chunk_bytes // (4 * rows * columns))
 
 
 def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
@@ -189,21 +225,30 @@ def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
     return shape[-2], shape[-1]
 
 
-def _splits(group: Group, param: Tensor) -> Iterator[tuple[tuple[int, int, int], ...]]:
+def _splits(
+    shape: Sequence[int], matrix: str | None, sizes: tuple[int, ...] | None, split_dim: int
+) -> Iterator[Narrows]:
     """The cuts that turn a fused projection into its parts."""
-    if group["split_sizes"] is None:
+    if sizes is None:
         yield ()
         return
-    start = 0
-    for size in group["split_sizes"]:
-        yield ((_split_axis(group, param), start, size),)
+    axis, start = _split_axis(shape, matrix, split_dim), 0
+    for size in sizes:
+        yield ((axis, start, size),)
         start += size
 
 
-def _split_axis(group: Group, param: Tensor) -> int:
+def _split_axis(shape: Sequence[int], matrix: str | None, split_dim: int) -> int:
     """The tensor axis of `split_dim`, which counts the axes of the matrix: 0 out, 1 in."""
-    first = 0 if group["matrix"] == FLATTEN else param.dim() - 2
-    return int(first + group["split_dim"])
+    return (0 if matrix == FLATTEN else len(shape) - 2) + split_dim
+
+
+def _narrowed(shape: torch.Size, narrow: Narrows) -> torch.Size:
+    """The shape of a part."""
+    lengths = list(shape)
+    for axis, _, length in narrow:
+        lengths[axis] = length
+    return torch.Size(lengths)
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
@@ -221,11 +266,13 @@ def validate(group: Group, name: str, param: Tensor) -> None:
             f"axis is out and the others are in (convolutions)"
         )
     sizes = group["split_sizes"]
-    if sizes is not None and sum(sizes) != shape[_split_axis(group, param)]:
-        raise ValueError(
-            f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {name} of shape {shape} has "
-            f"{shape[_split_axis(group, param)]} along axis {_split_axis(group, param)}"
-        )
+    if sizes is not None:
+        axis = _split_axis(shape, group["matrix"], group["split_dim"])
+        if sum(sizes) != shape[axis]:
+            raise ValueError(
+                f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {name} of shape {shape} has {shape[axis]} "
+                f"along axis {axis}"
+            )
 
 
 MUON = Algorithm(

@@ -1,12 +1,12 @@
 """Triton kernels for accelerators; each does in one pass what a torch twin elsewhere does in several.
 
-| module       | one pass for                                               | its torch twin                              |
-|--------------|------------------------------------------------------------|---------------------------------------------|
-| `momentum`   | gradient, momentum, Nesterov, sum of squares, cast         | `algorithms.momentum`, `orthogonalize.normalize` |
-| `symmetric`  | `alpha A B + beta C`, one triangle, mirrored               | `torch.baddbmm`                             |
-| `move`       | decay, cautious mask, rounding, move of Muon's matrices    | `apply.apply_update`                        |
-| `elementwise`| the whole step of AdamW and of SGD                         | `algorithms.adamw`, `algorithms.sgd`, `apply` |
-| `finite`     | whether all gradients are finite                           | `nonfinite.all_finite`                      |
+| module | one pass for | its torch twin |
+|---|---|---|
+| `momentum` | gradient, momentum, Nesterov, sum of squares, cast; then division by the norm | `algorithms.momentum` |
+| `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
+| `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
+| `adamw`, `sgd` | the whole step, from gradient to weight | `algorithms.adamw`, `algorithms.sgd` and `apply` |
+| `finite` | whether all gradients are finite | `nonfinite.all_finite` |
 
 The modules import Triton, so they are imported where `available` has said yes and nowhere else.
 """
@@ -38,10 +38,8 @@ def available(device: torch.device) -> bool:
 def _usable(device: torch.device) -> bool:
     if os.environ.get(SWITCH) == "0":
         return False
-    if importlib.util.find_spec("triton") is None:
-        reason = "Triton is not installed"
-    else:
-        reason = _failure(device)
+    installed = importlib.util.find_spec("triton") is not None
+    reason = _failure(device) if installed else "Triton is not installed"
     if reason:
         warnings.warn(f"steps on {device} use plain torch operations, which are slower: {reason}", stacklevel=2)
     return not reason

@@ -12,11 +12,14 @@ from torch import Tensor
 from muonsw.kernels.common import DTYPES, start, whole_number
 from muonsw.kernels.tables import aligned, block_map, table
 
-BLOCK = 8192
+BLOCK = 2048
+WARPS = 4
 
 
 @triton.jit
-def _clear_if_not_finite(flag, grads, sizes, blocks, programs, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _clear_if_not_finite(
+    flag, grads, sizes, blocks, programs, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     program = tl.program_id(0)
     owner = tl.load(blocks + program)
     offsets = tl.load(blocks + programs + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -29,23 +32,27 @@ def _clear_if_not_finite(flag, grads, sizes, blocks, programs, DTYPE: tl.constex
 
 def takes(grads: Sequence[Tensor]) -> bool:
     """Whether these gradients are laid out as the kernel reads them."""
-    return all(grad.dtype in DTYPES and grad.is_contiguous() for grad in grads)
+    return {grad.dtype for grad in grads} <= DTYPES.keys() and all(grad.is_contiguous() for grad in grads)
 
 
 def all_finite(grads: Sequence[Tensor]) -> Tensor:
     """A boolean scalar on the gradients' device: whether every entry is finite."""
     device = grads[0].device
     flag = torch.ones((), dtype=torch.int8, device=device)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        if grad.numel():
-            by_dtype.setdefault(grad.dtype, []).append(grad)
-    for dtype, same in by_dtype.items():
+    for dtype in {grad.dtype for grad in grads}:
+        same = [grad for grad in grads if grad.dtype == dtype]
         addresses, sizes = [g.data_ptr() for g in same], tuple([g.numel() for g in same])
         both, blocks = table((addresses, sizes), device), block_map(sizes, BLOCK, device)
         programs = blocks.shape[1]
         _clear_if_not_finite[(programs,)](
-            flag, both[0], both[1], blocks, programs, DTYPE=DTYPES[dtype],
-            ALIGNED=aligned(addresses, sizes), BLOCK=BLOCK, num_warps=8,
+            flag,
+            both[0],
+            both[1],
+            blocks,
+            programs,
+            DTYPE=DTYPES[dtype],
+            ALIGNED=aligned(addresses, sizes),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
     return flag.view(torch.bool)

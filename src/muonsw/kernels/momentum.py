@@ -18,7 +18,8 @@ from torch import Tensor
 from muonsw.kernels.common import DTYPES, advance, flag, limit, look_ahead, start
 from muonsw.kernels.tables import aligned, table
 
-BLOCK = 4096
+BLOCK = 2048
+WARPS = 4
 # Blocks that one program of the second pass rescales, and sums of squares that it reads at a time.
 BLOCKS_RESCALED = 4
 SUMS_READ = 1024
@@ -26,10 +27,24 @@ SUMS_READ = 1024
 
 @triton.jit
 def _advance(
-    pointers, out, sums, exponents, ok, beta, gain, numel,
-    HAS_OK: tl.constexpr, MAXIMIZE: tl.constexpr, EMA: tl.constexpr, NESTEROV: tl.constexpr,
-    GAIN_SMALL: tl.constexpr, BETA_SMALL: tl.constexpr,
-    GRAD: tl.constexpr, MOMENTUM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    pointers,
+    out,
+    sums,
+    exponents,
+    ok,
+    beta,
+    gain,
+    numel,
+    HAS_OK: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    EMA: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    GAIN_SMALL: tl.constexpr,
+    BETA_SMALL: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     block, matrix = tl.program_id(0), tl.program_id(1)
     offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -58,8 +73,14 @@ def _advance(
 
 @triton.jit
 def _normalize(
-    out, sums, exponents, numel, blocks,
-    BLOCK: tl.constexpr, BLOCKS_RESCALED: tl.constexpr, SUMS_READ: tl.constexpr,
+    out,
+    sums,
+    exponents,
+    numel,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS_RESCALED: tl.constexpr,
+    SUMS_READ: tl.constexpr,
 ):
     group, matrix = tl.program_id(0), tl.program_id(1)
     first = matrix * blocks
@@ -89,18 +110,17 @@ def _normalize(
 def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Whether all matrices of these stacks are contiguous and in dtypes that the kernel reads."""
     return dtype in DTYPES and all(
-        tensors[0].dtype in DTYPES and all(t.dtype == tensors[0].dtype and _are_contiguous(t) for t in tensors)
+        tensors[0].dtype in DTYPES
+        and len({t.dtype for t in tensors}) == 1
+        and all(t.is_contiguous() or (t.dim() == 3 and t[0].is_contiguous()) for t in tensors)
         for tensors in (grads, momenta)
     )
 
 
-def _are_contiguous(tensor: Tensor) -> bool:
-    """Whether a matrix is, or the matrices of a stack are."""
-    return tensor.is_contiguous() or (tensor.dim() == 3 and tensor[0].is_contiguous())
-
-
 def matrix_addresses(stacks: Sequence[Tensor]) -> list[int]:
     """Where each matrix of these matrices and stacks begins."""
+    if stacks[0].dim() == 2 and all(stack.dim() == 2 for stack in stacks):
+        return [stack.data_ptr() for stack in stacks]
     addresses: list[int] = []
     for stack in stacks:
         begin = stack.data_ptr()
@@ -144,15 +164,35 @@ def normalized_momentum(
     exponents = torch.empty(len(sources), blocks, dtype=torch.int32, device=device)
     gain = 1 - beta if form == "ema" else 1.0
     _advance[(blocks, len(sources))](
-        table((sources, targets), device), out, sums, exponents, flag(ok, out), beta, gain, numel,
-        HAS_OK=ok is not None, MAXIMIZE=maximize, EMA=form == "ema", NESTEROV=nesterov,
-        GAIN_SMALL=gain < 0.5, BETA_SMALL=beta < 0.5,
-        GRAD=DTYPES[grads[0].dtype], MOMENTUM=DTYPES[momenta[0].dtype],
-        ALIGNED=aligned(sources, targets), BLOCK=BLOCK, num_warps=8,
+        table((sources, targets), device),
+        out,
+        sums,
+        exponents,
+        flag(ok, out),
+        beta,
+        gain,
+        numel,
+        HAS_OK=ok is not None,
+        MAXIMIZE=maximize,
+        EMA=form == "ema",
+        NESTEROV=nesterov,
+        GAIN_SMALL=gain < 0.5,
+        BETA_SMALL=beta < 0.5,
+        GRAD=DTYPES[grads[0].dtype],
+        MOMENTUM=DTYPES[momenta[0].dtype],
+        ALIGNED=aligned(sources, targets),
+        BLOCK=BLOCK,
+        num_warps=WARPS,
     )
     _normalize[(triton.cdiv(blocks, BLOCKS_RESCALED), len(sources))](
-        out, sums, exponents, numel, blocks,
-        BLOCK=BLOCK, BLOCKS_RESCALED=BLOCKS_RESCALED, SUMS_READ=min(SUMS_READ, triton.next_power_of_2(blocks)),
-        num_warps=8,
+        out,
+        sums,
+        exponents,
+        numel,
+        blocks,
+        BLOCK=BLOCK,
+        BLOCKS_RESCALED=BLOCKS_RESCALED,
+        SUMS_READ=min(SUMS_READ, triton.next_power_of_2(blocks)),
+        num_warps=WARPS,
     )
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -25,12 +26,22 @@ class Tiles(NamedTuple):
     engine: bool = False
 
 
-DEFAULT = Tiles(128, 1, 64, 8, 3)
+# The fastest of 14 ways to cut batches of 256 to 1024 rows on one H200, with the copy engine that chips have from
+# compute capability 9 on, and without.
+WITH_ENGINE = Tiles(128, 1, 64, 4, 3, engine=True)
+WITHOUT_ENGINE = Tiles(128, 1, 64, 8, 3)
+
+
+@functools.cache
+def best_tiles(device: torch.device) -> Tiles:
+    """How to cut products on this device."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return WITH_ENGINE if nvidia and torch.cuda.get_device_capability(device)[0] >= 9 else WITHOUT_ENGINE
 
 
 @triton.jit
 def _tile(number, RATIO: tl.constexpr):
-    """Row and column of a tile of the lower triangle, counted from the top; tiles are RATIO (1 or 2) times wider than high."""
+    """Row and column of a tile of the lower triangle, counted from the top; tiles are RATIO times wider than high."""
     # strips of RATIO rows of tiles; the strips above strip p hold RATIO p (p + 1) / 2 tiles
     p = ((tl.sqrt(8.0 / RATIO * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     p = tl.where(RATIO * p * (p + 1) // 2 > number, p - 1, p)
@@ -41,10 +52,30 @@ def _tile(number, RATIO: tl.constexpr):
 
 @triton.jit
 def _symmetric(
-    left, right, addend, out, size, inner, tiles, alpha, beta, diagonal,
-    left_batch, left_row, left_column, right_batch, right_row, right_column,
-    HAS_TERM: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, ENGINE: tl.constexpr, TURNED: tl.constexpr,
-    ROWS: tl.constexpr, RATIO: tl.constexpr, DEPTH: tl.constexpr,
+    left,
+    right,
+    addend,
+    out,
+    size,
+    inner,
+    tiles,
+    alpha,
+    beta,
+    diagonal,
+    left_batch,
+    left_row,
+    left_column,
+    right_batch,
+    right_row,
+    right_column,
+    HAS_TERM: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    ENGINE: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    RATIO: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = ROWS * RATIO
     batch = tl.program_id(0) // tiles
@@ -113,7 +144,7 @@ def symmetric_product(
     term: Tensor | None = None,
     beta: float = 0.0,
     diagonal: float = 0.0,
-    tiles: Tiles = DEFAULT,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """`alpha left right^T + beta term + diagonal I`, for a result that is symmetric.
 
@@ -124,8 +155,9 @@ def symmetric_product(
         term: a contiguous symmetric `(batch, m, m)` that is added.
         beta: its factor.
         diagonal: added to each diagonal entry.
-        tiles: how to cut the work.
+        tiles: how to cut the work; what was measured to be best unless given.
     """
+    tiles = tiles or best_tiles(left.device)
     batch, size, inner = left.shape
     out = torch.empty(batch, size, size, dtype=left.dtype, device=left.device)
     number = _tiles_below_diagonal(size, tiles)
@@ -134,20 +166,40 @@ def symmetric_product(
     engine = tiles.engine and all(_suits_engine(t, turned) for t in (left, right))
     a, b = left, right
     if engine:
-        a, b = _descriptor(left, tiles.rows, tiles.depth, turned), _descriptor(right, tiles.rows * tiles.ratio, tiles.depth, turned)
+        a, b = (
+            _descriptor(left, tiles.rows, tiles.depth, turned),
+            _descriptor(right, tiles.rows * tiles.ratio, tiles.depth, turned),
+        )
     _symmetric[(batch * number,)](
-        a, b, out if term is None else term, out, size, inner, number, alpha, beta, diagonal,
-        *left.stride(), *right.stride(),
-        HAS_TERM=term is not None, EVEN=size % (tiles.rows * tiles.ratio) == 0 and inner % tiles.depth == 0,
-        WIDE=largest >= 2**31, ENGINE=engine, TURNED=turned,
-        ROWS=tiles.rows, RATIO=tiles.ratio, DEPTH=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
+        a,
+        b,
+        out if term is None else term,
+        out,
+        size,
+        inner,
+        number,
+        alpha,
+        beta,
+        diagonal,
+        *left.stride(),
+        *right.stride(),
+        HAS_TERM=term is not None,
+        EVEN=size % (tiles.rows * tiles.ratio) == 0 and inner % tiles.depth == 0,
+        WIDE=largest >= 2**31,
+        ENGINE=engine,
+        TURNED=turned,
+        ROWS=tiles.rows,
+        RATIO=tiles.ratio,
+        DEPTH=tiles.depth,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     return out
 
 
 def _tiles_below_diagonal(size: int, tiles: Tiles) -> int:
     """How many tiles touch the lower triangle: strips of `ratio` rows of tiles hold 1, 2, 3, ... columns each."""
-    rows = triton.cdiv(size, tiles.rows)
+    rows = -(-size // tiles.rows)
     strips, rest = divmod(rows, tiles.ratio)
     return tiles.ratio * strips * (strips + 1) // 2 + rest * (strips + 1)
 

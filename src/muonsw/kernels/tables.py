@@ -30,7 +30,7 @@ def _kept(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
 
 
 def table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of addresses or other whole numbers, one column for each tensor, as int64 `(rows, columns)` on the device."""
+    """Rows of addresses or other whole numbers, one column for each tensor, as int64 on the device."""
     numbers = tuple(chain.from_iterable(rows))
     return _kept((device, numbers), lambda: _on_device(numbers, device).view(len(rows), -1))
 
@@ -45,7 +45,7 @@ def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
-    """For each program: the number of its tensor, and of its block of `block` entries in that tensor; int32 `(2, n)`."""
+    """For each program: the number of its tensor, and of its block in that tensor; int32 `(2, n)`."""
 
     def make() -> Tensor:
         counts = torch.tensor([-(-size // block) for size in sizes])
@@ -76,6 +76,8 @@ def runs(tensors: Sequence[Tensor]) -> list[Run] | None:
 
     A tensor is one stretch, or one for each index of its first axis.
     """
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return [Run(tensor.data_ptr(), tensor.numel(), owner, 0) for owner, tensor in enumerate(tensors)]
     found: list[Run] = []
     for owner, tensor in enumerate(tensors):
         begin, size = tensor.data_ptr(), tensor.numel()

@@ -1,17 +1,18 @@
 """Newton-Schulz and its relatives: polynomials that push the singular values of matrices towards one.
 
-**The polynomial.** One step replaces `X` by `a X + b (X X^T) X + c (X X^T)^2 X`, and with it each singular value `s`
-by `a s + b s^3 + c s^5`. A schedule is the sequence of `(a, b, c)`, one for each step: Muon repeats one polynomial, Polar
-Express uses another at each step.
+**The polynomial.** One step replaces `X` by `a X + b (X X^T) X + c (X X^T)^2 X`, and with it each singular value
+`s` by `a s + b s^3 + c s^5`. A schedule is the sequence of `(a, b, c)`, one for each step: Muon repeats one
+polynomial, Polar Express uses another at each step.
 
-**Segments.** With `R = X X^T`, one step is `X <- Z X`, `Z = a I + b R + c R^2`, and the next step's `R` is `Z R Z`. So several
-steps need `R` and the product `Q` of their `Z` alone, which are small where `X` is elongated; `X` is touched at the start
-and at the end of a segment. The plain iteration has segments of one step, the Gram iteration longer ones.
+**Segments.** With `R = X X^T`, one step is `X <- Z X`, `Z = a I + b R + c R^2`, and the next step's `R` is `Z R Z`.
+So several steps need `R` and the product `Q` of their `Z` alone, which are small where `X` is elongated; `X` is
+touched at the start and at the end of a segment. The plain iteration has segments of one step, the Gram iteration
+longer ones.
 
-**Rounding limits a segment.** An eigenvalue of `R` that should be zero is off by the rounding error, possibly negative,
-and each step multiplies it by about twelve. A new segment computes `R` from `X` again, which removes the error. Largest
-distance (spectral norm) to the exact polynomial and largest singular value after five steps, over spectra with condition
-numbers up to 1e6, 24 x 96 and 256 x 768, each product rounded once:
+**Rounding limits a segment.** An eigenvalue of `R` that should be zero is off by the rounding error, possibly
+negative, and each step multiplies it by about twelve. A new segment computes `R` from `X` again, which removes the
+error. Largest distance (spectral norm) to the exact polynomial and largest singular value after five steps, over
+spectra with condition numbers up to 1e6, each product rounded once:
 
     iteration                   24 x 96            256 x 768
     plain, bfloat16             0.50    1.20       0.20    1.20
@@ -32,8 +33,8 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from muonsw import kernels
 from muonsw.orthogonalize.normalize import check_matrices, iterate_normalized
+from muonsw.orthogonalize.products import kernel_pays, multiply, multiply_add, polynomial, symmetric
 
 Coefficients: TypeAlias = tuple[float, float, float]
 Schedule: TypeAlias = tuple[Coefficients, ...]
@@ -145,57 +146,17 @@ def iterate(X: Tensor, schedule: Schedule, longest: int = 1) -> Tensor:
 
 def _segment(X: Tensor, schedule: Schedule) -> Tensor:
     """Apply the polynomials of one segment; all matrices but `X` are symmetric and commute."""
-    R = _symmetric(X, X)
-    Q = Z = _polynomial(R, schedule[0])
+    R = symmetric(X, X)
+    if len(schedule) == 1 and not kernel_pays(R):  # two calls instead of three
+        a, b, c = schedule[0]
+        return multiply_add(X, multiply_add(R, R, R, beta=b, alpha=c), X, beta=a)
+    Q = Z = polynomial(R, schedule[0])
     for coefficients in schedule[1:]:
-        R = _symmetric(_symmetric(Z, R), Z)
-        Z = _polynomial(R, coefficients)
-        Q = _symmetric(Q, Z)
-    return _product(Q, X)
-
-
-def _polynomial(R: Tensor, coefficients: Coefficients) -> Tensor:
-    """`Z = a I + b R + c R^2`."""
-    a, b, c = coefficients
-    if _kernel_pays(R):
-        from muonsw.kernels.symmetric import symmetric_product
-
-        return symmetric_product(R, R, alpha=c, term=R, beta=b, diagonal=a)
-    add_product = torch.addmm if R.ndim == 2 else torch.baddbmm
-    Z = add_product(R, R, R, beta=b, alpha=c)
-    Z.diagonal(dim1=-2, dim2=-1).add_(a)
-    return Z
-
-
-def _symmetric(left: Tensor, right: Tensor) -> Tensor:
-    """`left right^T`, where that is symmetric: `X X^T`, or the product of two symmetric matrices that commute."""
-    if _kernel_pays(left):
-        from muonsw.kernels.symmetric import symmetric_product
-
-        return symmetric_product(left, right)
-    return left @ right.mT
-
-
-def _product(Q: Tensor, X: Tensor) -> Tensor:
-    """`Q X`, on accelerators in the memory order of `X`, so that a transposed view stays one."""
-    if X.ndim == 2 or X.device.type == "cpu" or X.requires_grad or torch.compiler.is_compiling():
-        return Q @ X
-    return torch.bmm(Q, X, out=torch.empty_like(X))
-
-
-# Rows from which computing one triangle in Triton was faster than the vendor's dense product (one H200, batches that
-# fill it); half-precision products only.
-KERNEL_ROWS = 512
-
-
-def _kernel_pays(left: Tensor) -> bool:
-    return (
-        left.ndim == 3
-        and left.dtype in (torch.float16, torch.bfloat16)
-        and left.shape[-2] >= KERNEL_ROWS
-        and not left.requires_grad
-        and kernels.available(left.device)
-    )
+        R = symmetric(symmetric(Z, R), Z)
+        Z = polynomial(R, coefficients)
+        Q = symmetric(Q, Z)
+    del R, Z
+    return multiply(Q, X)
 
 
 class Iteration(NamedTuple):
@@ -225,12 +186,22 @@ def _plain(X: Tensor, steps: int, schedule: Callable[[int], Schedule]) -> Tensor
 
 
 def _gram(X: Tensor, steps: int) -> Tensor:
-    pays = gram_pays(*X.shape[-2:], steps)
+    pays = gram_pays(X.shape[-2], X.shape[-1], steps)
     return iterate(X, newton_schulz_schedule(steps), LONGEST_SEGMENT if pays else 1)
 
 
+# Multiply-adds that the Gram iteration must save on an accelerator, because it takes more launches. Measured on one
+# H200: 192 matrices of 256 x 768 save 3e10 and gain nothing, the eightfold of 512 x 1408 gains.
+WORTH_MORE_LAUNCHES = 5e10
+
+
 def _fastest(X: Tensor, steps: int) -> Tensor:
-    return _plain(X, steps, newton_schulz_schedule) if X.dtype == torch.bfloat16 else _gram(X, steps)
+    short, long = X.shape[-2:]
+    saved = cost(short, long, steps) - cost(short, long, steps, LONGEST_SEGMENT)
+    launches_matter = X.device.type != "cpu" and X[..., 0, 0].numel() * saved < WORTH_MORE_LAUNCHES
+    if X.dtype == torch.bfloat16 or launches_matter:
+        return _plain(X, steps, newton_schulz_schedule)
+    return _gram(X, steps)
 
 
 def _fastest_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -347,4 +318,4 @@ def auto(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None = None) 
 def _orthogonalize(iteration: Iteration, matrices: Tensor, steps: int, dtype: torch.dtype | None) -> Tensor:
     dtype = check_matrices(matrices, dtype, steps=steps)
     inner = iteration.inner(dtype, matrices.device)
-    return iterate_normalized(partial(iteration.run, steps=steps), matrices, inner).to(dtype)
+    return iterate_normalized(lambda X: iteration.run(X, steps), matrices, inner).to(dtype)
