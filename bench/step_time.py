@@ -95,6 +95,27 @@ def ours(orthogonalizer: str = "auto", **options: object) -> Contender:
     return make
 
 
+def captured(contender: Contender) -> Contender:
+    """The same step, replayed from a CUDA graph."""
+
+    def make(case: Case, device: str) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+        if device != "cuda":
+            raise ValueError("graphs are captured on CUDA devices")
+        optimizer, params = contender(case, device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        optimizer.step = graph.replay  # type: ignore[method-assign]
+        return optimizer, params
+
+    return make
+
+
 def theirs(build: Build, stacked: bool = False) -> Contender:
     def make(case: Case, device: str) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
         params = parameters(list(case.stacks if stacked else case.plain), device)
@@ -140,6 +161,8 @@ PEERS: dict[str, Callable[[], Contender]] = {
 OURS_AND_TORCHS: dict[str, Contender] = {
     "muonsw": ours(),
     "muonsw plain": ours("newton_schulz"),
+    "muonsw unchecked": ours(nonfinite="propagate"),
+    "muonsw captured": captured(ours(capturable=True)),
     "muonsw gram": ours("gram_newton_schulz"),
     "torch.optim.Muon": theirs(
         lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")

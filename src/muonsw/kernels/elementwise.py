@@ -28,7 +28,7 @@ from muonsw.kernels.common import (
     stochastic_round,
     whole_number,
 )
-from muonsw.kernels.tables import Run, aligned, block_map, runs, table
+from muonsw.kernels.tables import Run, aligned, all_contiguous, block_map, runs, table
 
 BLOCK = 2048
 WARPS = 4
@@ -105,7 +105,7 @@ def write(
 def takes(*lists: Sequence[Tensor]) -> bool:
     """Whether each list has one dtype that the kernels read, and only contiguous tensors."""
     return all(
-        tensors[0].dtype in DTYPES and all(t.dtype == tensors[0].dtype and t.is_contiguous() for t in tensors)
+        tensors[0].dtype in DTYPES and len({t.dtype for t in tensors}) == 1 and all_contiguous(tensors)
         for tensors in lists
     )
 
@@ -114,7 +114,8 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) 
     """Run the kernel of an algorithm on weights, gradients and state of any sizes."""
     sizes = tuple([t.numel() for t in weights.tensors])
     columns = [[t.data_ptr() for t in tensors] for tensors in (weights.tensors, *state)]
-    companions = rounding_rows(weights, [Run(0, 0, owner, 0) for owner in range(len(sizes))])
+    nearest = weights.rounding == "nearest"
+    companions = [] if nearest else rounding_rows(weights, [Run(0, 0, owner, 0) for owner in range(len(sizes))])
     device = weights.tensors[0].device
     pointers = table((columns[0], *companions, *columns[1:], sizes), device)
     blocks = block_map(sizes, BLOCK, device)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels.common import DTYPES, start, whole_number
-from muonsw.kernels.tables import aligned, block_map, table
+from muonsw.kernels.tables import aligned, all_contiguous, block_map, table
 
 BLOCK = 2048
 WARPS = 4
@@ -32,7 +32,7 @@ def _clear_if_not_finite(
 
 def takes(grads: Sequence[Tensor]) -> bool:
     """Whether these gradients are laid out as the kernel reads them."""
-    return {grad.dtype for grad in grads} <= DTYPES.keys() and all(grad.is_contiguous() for grad in grads)
+    return {grad.dtype for grad in grads} <= DTYPES.keys() and all_contiguous(grads)
 
 
 def all_finite(grads: Sequence[Tensor]) -> Tensor:

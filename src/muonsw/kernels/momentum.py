@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels.common import DTYPES, advance, flag, limit, look_ahead, start
-from muonsw.kernels.tables import aligned, table
+from muonsw.kernels.tables import aligned, all_contiguous, table
 
 BLOCK = 2048
 WARPS = 4
@@ -112,7 +112,7 @@ def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype
     return dtype in DTYPES and all(
         tensors[0].dtype in DTYPES
         and len({t.dtype for t in tensors}) == 1
-        and all(t.is_contiguous() or (t.dim() == 3 and t[0].is_contiguous()) for t in tensors)
+        and (all_contiguous(tensors) or all(t.dim() <= 3 and t[0].is_contiguous() for t in tensors))
         for tensors in (grads, momenta)
     )
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
 from itertools import chain
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -58,6 +60,11 @@ def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tenso
     return _kept((device, block, sizes), make)
 
 
+def all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor has gaps; a list is several times faster here than a generator."""
+    return False not in [tensor.is_contiguous() for tensor in tensors]
+
+
 class Run(NamedTuple):
     """A stretch of memory that belongs to one tensor of a list."""
 
@@ -76,7 +83,7 @@ def runs(tensors: Sequence[Tensor]) -> list[Run] | None:
 
     A tensor is one stretch, or one for each index of its first axis.
     """
-    if all(tensor.is_contiguous() for tensor in tensors):
+    if all_contiguous(tensors):
         return [Run(tensor.data_ptr(), tensor.numel(), owner, 0) for owner, tensor in enumerate(tensors)]
     found: list[Run] = []
     for owner, tensor in enumerate(tensors):
@@ -94,4 +101,4 @@ def runs(tensors: Sequence[Tensor]) -> list[Run] | None:
 
 def aligned(*rows: Sequence[int]) -> bool:
     """Whether these addresses and sizes let a kernel read sixteen bytes at a time."""
-    return not any(number % 16 for row in rows for number in row)
+    return reduce(or_, chain.from_iterable(rows), 0) % 16 == 0

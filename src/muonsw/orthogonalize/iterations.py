@@ -198,7 +198,7 @@ WORTH_MORE_LAUNCHES = 5e10
 def _fastest(X: Tensor, steps: int) -> Tensor:
     short, long = X.shape[-2:]
     saved = cost(short, long, steps) - cost(short, long, steps, LONGEST_SEGMENT)
-    launches_matter = X.device.type != "cpu" and X[..., 0, 0].numel() * saved < WORTH_MORE_LAUNCHES
+    launches_matter = X.device.type != "cpu" and X.numel() // (short * long) * saved < WORTH_MORE_LAUNCHES
     if X.dtype == torch.bfloat16 or launches_matter:
         return _plain(X, steps, newton_schulz_schedule)
     return _gram(X, steps)
