@@ -48,14 +48,42 @@ def test_nothing_is_read_back_inside_a_traced_step():
     trained("eager", tensor_lr=True)
     counters = torch._dynamo.utils.counters
     assert not counters["unimplemented"]
-    assert all("_update_peaks" in reason for reason in counters["graph_break"])
+    assert all("_prepare" in reason for reason in counters["graph_break"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_inductor_step_equals_the_eager_one(dtype):
-    """Needs a C++ compiler, and a minute."""
+    """Needs a C++ compiler, and a minute. Low-precision weights may differ by one rounding in each of five steps."""
     expected, _ = trained(None, tensor_lr=True, dtype=dtype)
     params, _ = trained("inductor", tensor_lr=True, dtype=dtype)
     for a, b in zip(params, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+        if dtype == torch.bfloat16:
+            assert ((a - b).abs() <= 5 * torch.finfo(dtype).eps * b.abs().max()).all()
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_rounding_is_left_as_it_is_written(rounding):
+    """Inductor fuses away the casts that rounding is made of; so a compiled step calls it uncompiled."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def trained_in(backend):
+        params = matrices((4, 12), (8, 8), dtype=torch.bfloat16)
+        optimizer = MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.3, rounding=rounding)
+        step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
+        for t in range(3):
+            set_gradients(params, t)
+            step()
+        return params
+
+    for a, b in zip(trained_in(backend), trained_in(None), strict=True):
+        assert ((a - b).abs() <= 3 * torch.finfo(a.dtype).eps * b.abs().max()).all()
+    calls = [node for graph in graphs for node in graph.graph.nodes if node.op.startswith("call_")]
+    casts = [node for node in calls if torch.bfloat16 in (*node.args, *node.kwargs.values())]
+    assert all(node.target is torch.zeros_like for node in casts), "only the state that the first step makes"

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
 
-from muonsw import AdamWSW, MuonSW, PeakLRError, drive_weight_decay
+from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, drive_weight_decay
 from tests.common.problems import clones, matrices, run
 
 RULES = ["constant", "scaled", "squared", "independent", "none"]
@@ -114,3 +114,56 @@ def test_removing_the_driver_right_after_adding_a_group():
 def test_optimizers_that_cannot_be_driven(make, message):
     with pytest.raises(ValueError, match=message):
         drive_weight_decay(make([nn.Parameter(torch.ones(4, 4))]))
+
+
+def test_a_state_that_was_not_driven_leaves_the_peak_where_it_was():
+    """Its learning rate may be any of the schedule; taken for the peak it would make decay many times too strong."""
+    plain_params = matrices((4, 4))
+    plain = torch.optim.AdamW(plain_params, lr=0.1, weight_decay=0.3)
+    run(plain, plain_params, 2)
+    plain.param_groups[0]["lr"] = 0.01  # a hand-written schedule leaves no record
+    params = clones(plain_params)
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.7)
+    drive_weight_decay(optimizer)
+    optimizer.load_state_dict(plain.state_dict())
+    run(optimizer, params, 1, start=2)
+    group = optimizer.param_groups[0]
+    assert group["base_weight_decay"] == 0.3
+    assert group["resolved_peak_lr"] == 0.1
+    assert group["weight_decay"] == pytest.approx(0.3 * 0.01 / 0.1)
+
+
+def test_layer_decay_is_part_of_the_peak_of_a_driven_optimizer():
+    first, second = matrices((4, 4), (4, 4))
+    groups = [{"params": [first], "lr_scale": 1.0}, {"params": [second], "lr_scale": 0.25}]
+    optimizer = torch.optim.AdamW(groups, lr=0.2, weight_decay=0.3)
+    drive_weight_decay(optimizer)
+    for multiple in (0.5, 1.0, 0.2):
+        for group in optimizer.param_groups:
+            group["initial_lr"] = 0.2
+            group["lr"] = 0.2 * multiple * group["lr_scale"]  # as timm's schedulers do it
+        run(optimizer, [first, second], 1)
+        assert [g["weight_decay"] for g in optimizer.param_groups] == pytest.approx([0.3 * multiple] * 2)
+
+
+def test_a_schedule_that_never_comes_near_its_peak_is_told_of_once():
+    params = matrices((4, 4))
+    optimizer = torch.optim.AdamW(params, lr=1.0, weight_decay=0.3)
+    drive_weight_decay(optimizer)
+    noam = LambdaLR(optimizer, lambda t: 0.01 * min((t + 1) / 4, ((t + 1) / 4) ** -0.5))
+    with pytest.warns(PeakLRWarning, match=r"turned down at 0\.01 without coming near its peak 1") as told:
+        run(optimizer, params, 10, scheduler=noam)
+    assert len(told) == 1
+
+
+class Wrapped(torch.optim.Optimizer):
+    """What Accelerate hands out: an optimizer that keeps the real one under `optimizer`."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_a_wrapped_optimizer_is_unwrapped():
+    optimizer = torch.optim.AdamW(matrices((4, 4)), lr=0.1, weight_decay=0.3)
+    assert drive_weight_decay(Wrapped(optimizer)).optimizer is optimizer
+    assert Telemetry(Wrapped(optimizer)).optimizer is optimizer

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, PeakLRError
+from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from tests.common.cuda import no_waiting
@@ -173,3 +173,46 @@ def test_adamw_matches_torchs_fused_kernel():
         b.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_graph_captured_at_a_rate_of_zero_contains_the_decay(scheduled):
+    """A warmup begins at zero; the peak that decay divides by must be in the graph all the same."""
+    param = nn.Parameter(torch.ones(64, 64, device="cuda"))
+    optimizer = AdamWSW([param], lr=0.1, weight_decay=0.5, capturable=True)
+    if scheduled:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: t / 10)
+    lr = optimizer.param_groups[0]["lr"]
+    lr.zero_()
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    lr.fill_(0.05)
+    graph.replay()
+    torch.testing.assert_close(param.detach(), torch.full_like(param, 1 - 0.5 * 0.05**2 / 0.1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_graph_is_refused_where_the_peak_cannot_be_known():
+    param = nn.Parameter(torch.ones(64, 64, device="cuda"))
+    optimizer = AdamWSW([param], lr=0.0, weight_decay=0.5, capturable=True)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="it would contain no decay; pass peak_lr"), torch.cuda.graph(graph):
+        optimizer.step()
+    torch.cuda.synchronize()
+
+
+def test_a_schedule_of_a_tensor_that_never_comes_near_its_peak_is_told_at_the_next_check():
+    params = on_gpu((64, 64))
+    optimizer = MuonSW(params, lr=torch.tensor(1.0, device="cuda"), weight_decay=0.1)
+    feed(params, 0)
+    for lr in (0.001, 0.01, 0.005):
+        optimizer.param_groups[0]["lr"].fill_(lr)
+        optimizer.step()
+    with pytest.warns(PeakLRWarning, match=r"turned down at 0\.01 without coming near its peak 1"):
+        optimizer.check()
+    assert optimizer.summary().matrices == 1

@@ -171,3 +171,69 @@ def test_repr_names_the_class_and_the_rule(cls):
     text = repr(cls(matrices((4, 4)), lr=0.1, weight_decay=0.1))
     assert cls.__name__ in text
     assert "scaled" in text
+
+
+def named(order, dtype=torch.float32):
+    """Three parameters, two of them of equal shape, in an order of the caller's."""
+    tensors = dict(zip(("a", "b", "c"), matrices((4, 6), (4, 6), (6, 6), dtype=dtype), strict=True))
+    return [(name, tensors[name]) for name in order]
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module."])
+def test_parameters_that_have_changed_places_are_matched_by_name(prefix):
+    """torch goes by position, and would hand `a` the momentum of `b`."""
+    before, after = named("abc"), named("cba")
+    optimizer = MuonSW([(prefix + name, param) for name, param in before], lr=0.05)
+    run(optimizer, [param for _, param in before], 5)
+    other = MuonSW(after, lr=0.05)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, param in after:
+        expected = optimizer.state[dict(before)[name]]["momentum_buffer"]
+        assert torch.equal(other.state[param]["momentum_buffer"], expected), name
+    assert other.param_groups[0]["param_names"] == ["c", "b", "a"]
+
+
+def test_names_that_do_not_agree_go_by_position_as_torch_does():
+    optimizer = MuonSW(named("abc"), lr=0.05)
+    run(optimizer, optimizer.param_groups[0]["params"], 2)
+    renamed = [(f"new.{name}", param) for name, param in named("abc")]
+    other = MuonSW(renamed, lr=0.05)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for (_, mine), theirs in zip(renamed, optimizer.param_groups[0]["params"], strict=True):
+        assert torch.equal(other.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"])
+
+
+def state_of(make):
+    params = matrices((4, 4))
+    optimizer = make(params)
+    run(optimizer, params, 2)
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1), r"of Adam with weight_decay=0\.1, which it adds"),
+        (lambda p: torch.optim.RAdam(p, lr=0.1), "of RAdam or NAdam"),
+        (lambda p: torch.optim.RAdam(p, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True), "of RAdam or NAdam"),
+        (lambda p: torch.optim.NAdam(p, lr=0.1), "of RAdam or NAdam"),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True), "amsgrad=True"),
+    ],
+    ids=["Adam", "RAdam", "RAdam decoupled", "NAdam", "AMSGrad"],
+)
+def test_states_of_other_rules_are_not_taken_for_adamw(make, message):
+    with pytest.raises(ValueError, match=message):
+        AdamWSW(matrices((4, 4)), lr=0.1).load_state_dict(state_of(make))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam], ids=["AdamW", "Adam without decay"])
+def test_states_that_mean_the_same_load(make):
+    params = matrices((4, 4))
+    theirs = make(params, lr=0.1, weight_decay=0.0, betas=(0.9, 0.95))
+    run(theirs, params, 3)
+    resumed = clones(params)
+    ours = AdamWSW(resumed, lr=0.1, weight_decay=0.0)
+    ours.load_state_dict(theirs.state_dict())
+    run(theirs, params, 3, start=3)
+    run(ours, resumed, 3, start=3)
+    torch.testing.assert_close(resumed[0], params[0], rtol=1e-5, atol=1e-7)

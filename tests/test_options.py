@@ -1,5 +1,6 @@
 """Wrong settings are named, with the fix, before anything is built."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ def weights():
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (MuonSW, {"lr": -1.0}, r"lr=-1\.0: must be in \[0, inf\]"),
+        (MuonSW, {"lr": -1.0}, r"lr=-1\.0: must be a finite number of at least 0"),
         (MuonSW, {"lr": float("nan")}, "lr=nan"),
         (MuonSW, {"lr": "fast"}, "must be a number"),
         (MuonSW, {"lr": torch.ones(2)}, "one floating-point number"),
@@ -39,7 +40,14 @@ def weights():
         (MuonSW, {"nonfinite": "ignore"}, "nonfinite='ignore': must be one of 'skip', 'raise', 'propagate'"),
         (MuonSW, {"chunk_bytes": 0}, "chunk_bytes=0"),
         (MuonSW, {"cautious": 1}, "cautious=1: must be True or False"),
-        (MuonSW, {"foreach": True}, "'foreach' is not an option: equal shapes are always batched"),
+        (MuonSW, {"lr": float("inf")}, "lr=inf: must be a finite number"),
+        (MuonSW, {"lr": torch.tensor(float("nan"))}, "lr=tensor.*must be a finite number"),
+        (MuonSW, {"lr": torch.ones(1, 1)}, "one floating-point number"),
+        (MuonSW, {"peak_lr": 0.0}, r"peak_lr=0\.0: a peak of zero would mean no decay for ever"),
+        (MuonSW, {"differentiable": True}, "'differentiable' is not an option: steps are not differentiable"),
+        (AdamWSW, {"amsgrad": True}, "no AMSGrad variant"),
+        (AdamWSW, {"state_dtype": "float16"}, "cannot hold the average squared gradient of parameter 0 of group 0"),
+        (MuonSW, {"name": "matrices"}, "unknown option 'name'"),
         (MuonSW, {"adjust_lr_fn": "original"}, "it is called scale here"),
         (MuonSW, {"decya": "scaled"}, r"unknown option 'decya' \(did you mean 'decay'\?\)"),
         (SGDSW, {"nesterov": True}, "nesterov=True needs a momentum above zero"),
@@ -66,6 +74,76 @@ def test_bad_groups_leave_the_optimizer_as_it_was(group, message):
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": weights(), **group})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"name": "matrices"},
+        {"lr_scale": 0.5},
+        {"fused": True, "foreach": None},
+        {"weight_decay_mult": 2.0},
+        {"lr_mult": 1},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_keys_of_other_libraries_are_kept_saved_and_loaded(extra):
+    """torch takes any key in a group; frameworks write names, layer scales and hints into them, early or late."""
+    early = MuonSW([{"params": weights(), **extra}], lr=0.1)
+    late = MuonSW(weights(), lr=0.1)
+    late.param_groups[0].update(extra)
+    for optimizer in (early, late):
+        fresh = MuonSW(weights(), lr=0.1)
+        fresh.load_state_dict(optimizer.state_dict())
+        assert {key: fresh.param_groups[0][key] for key in extra} == extra
+
+
+def test_hints_for_torch_s_kernels_are_taken_and_change_nothing():
+    assert MuonSW(weights(), lr=0.1, fused=True, foreach=False).param_groups[0]["fused"] is True
+    assert AdamWSW(weights(), lr=0.1, amsgrad=False, differentiable=False).param_groups[0]["lr"] == 0.1
+
+
+def test_numbers_of_numpy_are_numbers():
+    optimizer = MuonSW(weights(), lr=np.float32(0.1), weight_decay=np.float64(0.2), ns_steps=np.int64(5))
+    group = optimizer.param_groups[0]
+    assert type(group["lr"]) is float
+    group["lr"] = np.float32(0.05)
+    group["params"][0].grad = torch.zeros(4, 4)
+    optimizer.step()
+    assert type(group["lr"]) is float
+    assert group["params"][0][0, 0].item() == pytest.approx(1 - 0.2 * 0.05**2 / np.float32(0.1), rel=1e-6)
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -0.1])
+def test_a_rate_that_goes_wrong_later_is_refused_with_nothing_changed(lr):
+    optimizer = MuonSW(weights(), lr=0.1)
+    (param,) = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["lr"] = lr
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=f"the learning rate of param group 0 is {lr:g}"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones_like(param))
+
+
+def test_a_model_in_the_place_of_parameters_is_told_from_them():
+    with pytest.raises(TypeError, match=r"MuonSW takes parameters, not a model; call MuonSW\.for_model"):
+        MuonSW(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_eight_bit_weights_are_refused_by_name():
+    weight = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"w has dtype torch\.float8_e4m3fn, too coarse"):
+        AdamWSW([("w", weight)], lr=0.1)
+
+
+def test_weights_without_memory_are_refused_when_they_are_stepped():
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    optimizer = MuonSW.for_model(model, lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.empty_like(param)
+    with pytest.raises(ValueError, match=r"weight is on the meta device .*to_empty"):
+        optimizer.step()
 
 
 def test_the_callers_group_is_not_changed():

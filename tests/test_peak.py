@@ -1,6 +1,7 @@
 """The peak learning rate under every scheduler, loop, save and load that people use."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
+    ConstantLR,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     CyclicLR,
+    ExponentialLR,
     LambdaLR,
     LinearLR,
     MultiplicativeLR,
@@ -20,7 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning
-from muonsw.peak import scheduler_peaks
+from muonsw.peak import resolve_before_capture, scheduler_peaks
 
 LAMBDA = 0.5
 
@@ -117,7 +120,8 @@ def test_scheduler_peaks_looks_into_nested_schedulers_and_lambdas():
     optimizer = SGDSW([weight()], lr=0.1)
     rising = LambdaLR(optimizer, lambda t: 1 + t)
     assert scheduler_peaks(rising, total_steps=5) == pytest.approx([0.5])
-    assert scheduler_peaks(rising) == pytest.approx([0.1])
+    with pytest.raises(ValueError, match="a LambdaLR tells its learning rate only step by step; pass total_steps"):
+        optimizer.set_peak_lr(rising)
     growing = MultiplicativeLR(optimizer, lambda t: 2.0 if t < 3 else 0.5)
     assert scheduler_peaks(growing, total_steps=6) == pytest.approx([0.1 * 2 * 2])
     both = SequentialLR(optimizer, [rising, CosineAnnealingLR(optimizer, 5)], [5])
@@ -180,12 +184,26 @@ def test_group_peak_is_the_default_under_a_multiplier():
     assert 1 - divided[0, 0].item() == pytest.approx(LAMBDA * 0.05)
 
 
-def test_a_group_added_mid_run_has_its_own_peak():
+def test_a_group_that_joins_at_the_current_rate_has_the_peak_of_its_neighbours():
+    first, second = weight(), weight()
+    optimizer = SGDSW([first], lr=0.1, weight_decay=LAMBDA)
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    decay_only(optimizer, scheduler, 8)
+    optimizer.add_param_group({"params": [second], "lr": scheduler.get_last_lr()[0]})
+    before = first[0, 0].item()
+    for p in (first, second):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert second[0, 0].item() == pytest.approx(first[0, 0].item() / before, rel=1e-12)
+
+
+def test_a_group_that_joins_at_a_rate_of_its_own_has_its_own_peak_and_says_so():
     first, second = weight(), weight()
     optimizer = SGDSW([first], lr=0.1, weight_decay=LAMBDA)
     scheduler = CosineAnnealingLR(optimizer, 10)
     decay_only(optimizer, scheduler, 5)
-    optimizer.add_param_group({"params": [second], "lr": 0.4})
+    with pytest.warns(PeakLRWarning, match=r"param group 1 joins a run .* taken to be its learning rate 0\.4"):
+        optimizer.add_param_group({"params": [second], "lr": 0.4})
     for p in (first, second):
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -300,8 +318,8 @@ def test_rules_that_need_no_peak_do_not_check_it(decay, weight_decay):
 
 
 def test_a_saved_explicit_peak_that_differs_is_reported():
-    never_stepped = SGDSW([weight()], lr=0.1, peak_lr=0.5)
-    other = SGDSW([weight()], lr=0.1, peak_lr=0.2)
+    never_stepped = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=0.5)
+    other = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=0.2)
     with pytest.warns(PeakLRWarning, match=r"peak learning rate of 0\.2 and loaded one of 0\.5"):
         other.load_state_dict(never_stepped.state_dict())
 
@@ -346,3 +364,200 @@ def test_decay_of_more_than_the_weight_is_an_error_before_anything_changes():
     tensor.step()
     with pytest.raises(PeakLRError, match="decay factor exceeded 1"):
         tensor.check()
+
+
+NEVER_REACHED = {
+    # the rates themselves, as a LambdaLR's factors over lr=1: the idiom of the first Transformer
+    "Noam": (1.0, lambda o: LambdaLR(o, lambda t: 0.1 * min((t + 1) / 8, ((t + 1) / 8) ** -0.5)), 0.1),
+    "chained from below": (1.0, lambda o: ChainedScheduler([ConstantLR(o, 0.1, 99), ExponentialLR(o, 0.9)]), 0.1),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_REACHED)
+@pytest.mark.parametrize("kind", ["float", "tensor"])
+def test_a_schedule_that_never_comes_near_its_peak_is_told_once(name, kind):
+    lr, make, top = NEVER_REACHED[name]
+    optimizer = SGDSW(
+        [weight()], lr=lr if kind == "float" else torch.tensor(lr, dtype=torch.float64), weight_decay=LAMBDA
+    )
+    scheduler = make(optimizer)
+    message = rf"param group 0 has turned down at {top:g} without coming near its peak 1, .* 10 times weaker"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        decay_only(optimizer, scheduler, 20)
+        optimizer.check()
+    assert [entry.category for entry in told] == [PeakLRWarning]
+    assert re.search(message, str(told[0].message))
+    assert optimizer.summary().groups[0].highest_lr == pytest.approx(top)
+    optimizer.state_dict()
+    optimizer.set_peak_lr(top)
+    assert_scaled_by(decay_only(optimizer, scheduler, 2), top)
+
+
+def test_the_remedy_for_a_schedule_below_its_peak_needs_no_second_run():
+    for remedy in (
+        lambda o, s: o.set_peak_lr(s, total_steps=20),
+        lambda o, _: o.set_peak_lr(0.1),
+        lambda o, _: o.set_peak_lr("running_max"),
+    ):
+        lr, make, top = NEVER_REACHED["Noam"]
+        optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA)
+        scheduler = make(optimizer)
+        remedy(optimizer, scheduler)
+        seen = decay_only(optimizer, scheduler, 20)
+        assert seen[-1][1] == pytest.approx(LAMBDA * seen[-1][0] ** 2 / top)
+
+
+@pytest.mark.parametrize("peak", ["group", "base"])
+@pytest.mark.parametrize("how", ["constructor", "set_peak_lr", "group", "one group"])
+def test_an_explicit_peak_knows_the_multiplier(peak, how):
+    """What is said for all groups is multiplied, as the learning rate is; what a group says of itself is its own."""
+    param, lam = weight(), {"weight_decay": LAMBDA, "peak": peak}
+    group = {"params": [param], "lr_multiplier": 0.25, **({"peak_lr": 0.05} if how == "group" else {})}
+    optimizer = SGDSW([group], lr=0.2, **lam, **({"peak_lr": 0.2} if how == "constructor" else {}))
+    if how == "set_peak_lr":
+        optimizer.set_peak_lr(0.2)
+    if how == "one group":
+        optimizer.set_peak_lr(0.05, group=0)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert 1 - param[0, 0].item() == pytest.approx(LAMBDA * 0.05**2 / (0.05 if peak == "group" else 0.2))
+
+
+@pytest.mark.parametrize("handed_over", ["before", "after"])
+@pytest.mark.parametrize("kind", ["cyclic", "lambda"])
+def test_resuming_a_run_whose_peak_was_handed_over_is_no_surprise(handed_over, kind):
+    def make():
+        groups = [{"params": [weight()]}, {"params": [weight()], "weight_decay": 0.0}]
+        optimizer = SGDSW(groups, lr=0.1, weight_decay=LAMBDA)
+        if kind == "cyclic":
+            return optimizer, CyclicLR(optimizer, base_lr=0.1, max_lr=0.4, step_size_up=5, cycle_momentum=False)
+        return optimizer, LambdaLR(optimizer, lambda t: 1 + 3 * min(t, 5) / 5 if t < 6 else 2)
+
+    optimizer, scheduler = make()
+    optimizer.set_peak_lr(scheduler, total_steps=10)
+    for _ in range(8):
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.zeros(4, 4, dtype=torch.float64)
+        optimizer.step()
+        scheduler.step()
+    fresh, its_scheduler = make()
+    if handed_over == "before":
+        fresh.set_peak_lr(its_scheduler, total_steps=10)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # warnings are errors here
+    assert fresh.param_groups[0]["resolved_peak_lr"] == pytest.approx(0.4)
+
+
+def test_several_groups_with_another_peak_are_told_in_one_warning():
+    def make(lr):
+        return SGDSW([{"params": [weight()]}, {"params": [weight()]}], lr=lr, weight_decay=LAMBDA)
+
+    optimizer = make(0.1)
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.zeros(4, 4, dtype=torch.float64)
+    optimizer.step()
+    with pytest.warns(PeakLRWarning, match="param group 0, param group 1: built for") as told:
+        make(0.2).load_state_dict(optimizer.state_dict())
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("steps", [7, 100, 1000])
+@pytest.mark.parametrize("start", [0.01, 0.1, 1 / 3])
+def test_roundings_of_a_rate_in_a_tensor_are_not_an_excess(steps, start):
+    """LinearLR multiplies the rate once a step, so float32 strays by about a rounding each time."""
+    lr = torch.tensor(0.1)
+    optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA)
+    scheduler = LinearLR(optimizer, start, total_iters=steps)
+    decay_only(optimizer, scheduler, steps + 1)
+    assert abs(float(lr) / 0.1 - 1) < steps * 2**-23
+    optimizer.state_dict()
+
+
+def test_a_rate_of_shape_one_is_a_rate():
+    plain, held = weight(), weight()
+    a = SGDSW([plain], lr=0.1, weight_decay=LAMBDA)
+    b = SGDSW([held], lr=torch.full((1,), 0.1, dtype=torch.float64), weight_decay=LAMBDA)
+    for optimizer, param in ((a, plain), (b, held)):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.state_dict()
+    torch.testing.assert_close(plain, held, rtol=1e-14, atol=0)
+
+
+def test_a_rate_in_a_tensor_that_becomes_nan_is_told():
+    lr = torch.tensor(0.1)
+    optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA)
+    decay_only(optimizer, LambdaLR(optimizer, lambda _: 1.0), 1)
+    lr.fill_(float("nan"))
+    optimizer.step()
+    with pytest.raises(PeakLRError, match="or was NaN"):
+        optimizer.check()
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    optimizer, other = (SGDSW([weight()], lr=0.1) for _ in range(2))
+    with pytest.raises(ValueError, match="this CosineAnnealingLR schedules another optimizer"):
+        optimizer.set_peak_lr(CosineAnnealingLR(other, 10))
+
+
+def test_a_group_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="group=7: this optimizer has param groups 0 to 0"):
+        SGDSW([weight()], lr=0.1).set_peak_lr(0.2, group=7)
+
+
+class Wrapped:
+    """What Accelerate hands out: the scheduler under `scheduler`, and no `optimizer`."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def step(self):
+        self.scheduler.step()
+
+
+def test_a_wrapped_scheduler_is_unwrapped():
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
+    scheduler = Wrapped(CyclicLR(optimizer, base_lr=0.1, max_lr=0.4, step_size_up=5, cycle_momentum=False))
+    optimizer.set_peak_lr(scheduler)
+    assert_scaled_by(decay_only(optimizer, scheduler, 20), 0.4)
+
+
+def timm_like_schedule(optimizer, peak):
+    """As timm's schedulers do it: the rate of a group is multiplied by its `lr_scale`, the record is not."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    for multiple in (0.1, 0.5, 1.0, 0.7, 0.2):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * multiple * group["lr_scale"]
+        yield multiple
+
+
+def test_layer_decay_is_part_of_the_peak():
+    params = [weight(), weight()]
+    groups = [{"params": [p], "lr_scale": s} for p, s in zip(params, (1.0, 0.25), strict=True)]
+    optimizer = SGDSW(groups, lr=0.2, weight_decay=LAMBDA)
+    for multiple in timm_like_schedule(optimizer, 0.2):
+        before = [p[0, 0].item() for p in params]
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for p, old, scale in zip(params, before, (1.0, 0.25), strict=True):
+            assert 1 - p[0, 0].item() / old == pytest.approx(LAMBDA * 0.2 * scale * multiple**2, rel=1e-9)
+
+
+def test_a_scheduler_that_does_not_know_lr_scale_is_found_out():
+    param = weight()
+    optimizer = SGDSW([{"params": [param], "lr_scale": 0.25}], lr=0.2, weight_decay=LAMBDA)
+    assert_scaled_by(decay_only(optimizer, CosineAnnealingLR(optimizer, 10), 8), 0.2)
+
+
+def test_a_graph_takes_its_peak_from_what_the_host_knows():
+    """While a graph is captured nothing can be read from the device; a peak left open would be no decay for ever."""
+    group = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA).param_groups[0]
+    for known, expected in (({}, 0.1), ({"peak_record": 0.4}, 0.4), ({"peak_record": 0.4, "peak_lr": 0.7}, 0.7)):
+        asked = {**group, **known}
+        resolve_before_capture(asked, "param group 0")
+        assert asked["resolved_peak_lr"] == expected
+    with pytest.raises(RuntimeError, match="the peak learning rate of param group 0 is not known"):
+        resolve_before_capture({**group, "constructor_lr": 0.0}, "param group 0")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW
-from muonsw.precision import compute_dtype, stochastic_round
+from muonsw.precision import compute_dtype, cuda_dtype, stochastic_round
 from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run
 
 LOW = [torch.bfloat16, torch.float16]
@@ -57,6 +57,42 @@ def test_a_thousand_small_decays_shrink_as_they_should(algorithm, rounding, dtyp
         optimizer.step()
     expected = (1 - 1e-3) ** 1000
     assert float(param.detach().float().norm()) / 64 == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)], ids=str)
+def test_weights_of_several_dtypes_in_one_group_are_each_treated_as_their_own(algorithm, rounding, order):
+    """What is right for a dtype must not be decided by whichever weight comes first in the group."""
+    dtypes = [(torch.float32, torch.bfloat16, torch.float64)[place] for place in order]
+    params = [nn.Parameter(torch.ones(64, dtype=dtype)) for dtype in dtypes]
+    optimizer = OPTIMIZERS[algorithm](params, lr=0.01, weight_decay=0.1, rounding=rounding)
+    for _ in range(1000):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    expected = (1 - 1e-3) ** 1000
+    tolerances = {torch.float64: 1e-12, torch.float32: 1000 * 2**-24, torch.bfloat16: 0.01}
+    for param in params:
+        mean = param.detach().double().mean().item()
+        assert mean == pytest.approx(expected, rel=tolerances[param.dtype])
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+@pytest.mark.parametrize("large", [1, 10**9])
+def test_float64_keeps_its_digits_under_the_device_flag(algorithm, large, monkeypatch):
+    from muonsw import nonfinite
+
+    def trained():
+        params = matrices((4, 6), dtype=torch.float64)
+        extra = {"momentum": 0.9} if algorithm == "sgd" else {}
+        run(OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **extra), params, 20)
+        return params[0].detach()
+
+    host = trained()
+    monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
+    monkeypatch.setattr("muonsw.optimizer.finite_flag", lambda items: nonfinite.all_finite([i.grad for i in items]))
+    torch.testing.assert_close(trained(), host, rtol=1e-11, atol=1e-13)
 
 
 def test_plain_rounding_loses_the_decay_and_warns():
@@ -122,11 +158,17 @@ def test_muon_keeps_one_buffer():
 
 
 def test_automatic_compute_dtype():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    cpu, mps = torch.device("cpu"), torch.device("mps")
     assert compute_dtype("auto", torch.float64, cpu) == torch.float64
-    assert compute_dtype("auto", torch.float32, cuda) == torch.bfloat16
+    assert compute_dtype("auto", torch.float32, mps) == torch.float32
     assert compute_dtype("auto", torch.float32, cpu) in (torch.float32, torch.bfloat16)
     assert compute_dtype("float16", torch.float32, cpu) == torch.float16
+
+
+def test_gpus_without_bfloat16_units_compute_in_what_they_have():
+    assert cuda_dtype(multiplies_bfloat16=True, has_tensor_cores=True) == torch.bfloat16
+    assert cuda_dtype(multiplies_bfloat16=False, has_tensor_cores=True) == torch.float16
+    assert cuda_dtype(multiplies_bfloat16=False, has_tensor_cores=False) == torch.float32
 
 
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])

@@ -1,10 +1,12 @@
 """What a step promises: order, atomicity, closures, hooks, missing and bad gradients."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
-from muonsw import MuonSW, NonFiniteGradientError
+from muonsw import MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
 from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run, set_gradients
 
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -55,7 +57,8 @@ def test_a_non_finite_gradient_skips_the_whole_step(algorithm, bad):
     before = snapshot(optimizer)
     set_gradients(params, 3)
     params[1].grad[2, 1] = bad
-    optimizer.step()
+    with pytest.warns(NonFiniteGradientWarning, match="1 step has been skipped so far: the gradient of parameter 1"):
+        optimizer.step()
     assert_same(snapshot(optimizer), before)
     assert optimizer.skipped_steps == 1
     run(optimizer, params, 1, start=3)
@@ -92,13 +95,54 @@ def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, 
     host_params = clones(params)
     host = make(algorithm, host_params)
     if not first:
-        host.load_state_dict(optimizer.state_dict())
+        with pytest.warns(NonFiniteGradientWarning, match="gradients held infinities or NaNs"):
+            host.load_state_dict(optimizer.state_dict())
     run(optimizer, params, 3, start=4)
     monkeypatch.undo()
     run(host, host_params, 3, start=4)
     if dtype == torch.float32:
         for a, b in zip(params, host_params, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_skipped_steps_are_told_of_at_growing_intervals():
+    (param,) = matrices((4, 4))
+    optimizer = MuonSW([param], lr=0.1)
+    param.grad = torch.full_like(param, float("nan"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(150):
+            optimizer.step()
+    assert [str(entry.message).split()[0] for entry in told] == ["1", "10", "100"]
+    assert optimizer.skipped_steps == 150
+
+
+def test_a_step_that_finds_no_gradient_is_told_of_once():
+    params = matrices((4, 4))
+    optimizer = MuonSW(params, lr=0.1)
+    with pytest.warns(UserWarning, match="no gradient at all, so nothing was changed; .* build the optimizer last"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_a_parameter_that_is_unfrozen_later_is_told_of_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = MuonSW.for_model(model, lr=0.1)
+
+    def step():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    step()
+    model[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"0\.weight was frozen when this optimizer was built.*add_param_group"):
+        step()
+    step()
+    optimizer.add_param_group({"params": [("0.weight", model[0].weight)]})
+    before = model[0].weight.detach().clone()
+    step()
+    assert not torch.equal(model[0].weight, before)
 
 
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)

@@ -11,6 +11,7 @@ from muonsw.decay import convert_weight_decay as convert_weight_decay
 from muonsw.decay import decay_factor as decay_factor
 from muonsw.foreign import drive_weight_decay as drive_weight_decay
 from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
+from muonsw.nonfinite import NonFiniteGradientWarning as NonFiniteGradientWarning
 from muonsw.options import GroupOptions as GroupOptions
 from muonsw.orthogonalize import ORTHOGONALIZERS as ORTHOGONALIZERS
 from muonsw.peak import PeakLRError as PeakLRError
@@ -33,6 +34,7 @@ __all__ = [
     "GroupOptions",
     "MuonSW",
     "NonFiniteGradientError",
+    "NonFiniteGradientWarning",
     "PeakLRError",
     "PeakLRWarning",
     "Telemetry",

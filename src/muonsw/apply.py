@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from muonsw import kernels
 from muonsw.algorithms.base import FusedUpdate, Group, Part, Update, are_large, kernel_weights, rounding_key, views
@@ -84,6 +85,7 @@ def shrink_and_move(
         torch._foreach_add_(weights, directions, alpha=-move)
 
 
+@_disable_dynamo  # Inductor fuses the casts away that rounding is made of, and would write other weights
 def _apply_rounded(
     group: Group,
     part: Part,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from muonsw import peak
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.options import validate_option
+from muonsw.wrapped import unwrap_optimizer
 
 # torch optimizers that add their decay to the gradient: no weight_decay makes that a shrinkage of the weight.
 _COUPLED = (
@@ -33,7 +35,8 @@ def drive_weight_decay(
     is found as for our own optimizers.
 
     Args:
-        optimizer: one whose decay is decoupled: torch's AdamW and Muon, timm's and dion's optimizers.
+        optimizer: one whose decay is decoupled: torch's AdamW and Muon, timm's and dion's optimizers. One that
+            Accelerate has wrapped is unwrapped.
         decay: a name from `DECAY_RULES`.
         peak_lr: the highest learning rate of the run, None to find it, or "running_max".
 
@@ -50,6 +53,7 @@ def drive_weight_decay(
         0.25
     """
     DECAY_RULES[decay]
+    optimizer = unwrap_optimizer(optimizer)
     setting = validate_option("peak_lr", peak_lr)
     for group in optimizer.param_groups:
         _refuse_coupled(optimizer, group)
@@ -64,15 +68,35 @@ class DecayDriver:
         self.optimizer = optimizer
         self.decay = decay
         self.peak_lr = peak_lr
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        self._told = False
+        self._before_load: list[dict[str, Any]] = []
+        self._handles = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_load_state_dict_pre_hook(self._remember),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        )
 
     def remove(self) -> None:
         """Stop driving, and give the groups their own `weight_decay` back."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         for group in self.optimizer.param_groups:
             group["weight_decay"] = group.pop("base_weight_decay", group["weight_decay"])
-            for key in ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "decay"):
+            for key in (*_KEYS, "decay"):
                 group.pop(key, None)
+
+    def _remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:  # noqa: ARG002
+        self._before_load = [{key: group[key] for key in _KEYS if key in group} for group in optimizer.param_groups]
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        """Groups of a state that was not driven know no peak: theirs is the one that this optimizer was built with.
+
+        Their learning rate may be any of the schedule, and their `weight_decay` is their own lambda.
+        """
+        for group, known in zip(optimizer.param_groups, self._before_load, strict=True):
+            if "constructor_lr" not in group:
+                group.update({**known, "highest_lr": None})
+                group["highest_lr"] = peak.expected_peak(group)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         for number, group in enumerate(optimizer.param_groups):
@@ -82,10 +106,21 @@ class DecayDriver:
             lam, eta = group["base_weight_decay"], float(group["lr"])
             if DECAY_RULES[self.decay].uses_peak and lam:
                 peak.check_lr(group, label)
+                self._tell_if_never_reached(group, label)
             phi = float(decay_factor(self.decay, lam, eta, group["resolved_peak_lr"]))
             if phi > 1:
                 raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
             group["weight_decay"] = phi / eta if eta else 0.0
+
+    def _tell_if_never_reached(self, group: dict[str, Any], label: str) -> None:
+        message = peak.never_reached(group, label)
+        if message is not None and not self._told:
+            self._told = True
+            warnings.warn(message, peak.PeakLRWarning, stacklevel=4)
+
+
+# What driving keeps in a group, beside its lambda.
+_KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr")
 
 
 def _adopt_group(group: dict[str, Any], decay: str, peak_lr: float | str | None) -> None:
@@ -95,6 +130,7 @@ def _adopt_group(group: dict[str, Any], decay: str, peak_lr: float | str | None)
     group.setdefault("peak_lr", peak_lr)
     group.setdefault("resolved_peak_lr", None)
     group.setdefault("peak_record", None)
+    group.setdefault("highest_lr", None)
     group["decay"] = decay
 
 

@@ -11,21 +11,15 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Group
-from muonsw.options import SCHEDULER_KEYS, validate_option
+from muonsw.options import CHECKS, validate_option
 from muonsw.orthogonalize import NS5
+from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.state import dtype_of
 
 StateDict = dict[str, Any]
 
-# Keys of torch's groups that say how torch computes, not what; they mean nothing here.
-_IMPLEMENTATION_KEYS = (
-    "foreach",
-    "fused",
-    "differentiable",
-    "decoupled_weight_decay",
-    "amsgrad",
-    "ns_coefficients",
-)
+# Keys of torch's groups that mean nothing here once they have been looked at.
+_TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
 
 def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
@@ -39,30 +33,60 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
             f"build it with the same groups"
         )
     adopted = []
-    for old, own in zip(saved["param_groups"], groups, strict=True):
+    for old, own in zip(_match_by_name(saved["param_groups"], groups), groups, strict=True):
         if len(old["params"]) != len(own["params"]):
             raise ValueError(
                 f"a saved param group has {len(old['params'])} parameters and this optimizer's has "
                 f"{len(own['params'])}; build it with the same groups"
             )
         own_settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
-        fresh = {"resolved_peak_lr": None, "peak_record": None}
+        fresh = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None}
         adopted.append({**own_settings, **fresh, **_checked(_translate(old))})
         _check_states(saved["state"], adopted[-1], own)
     return {**saved, "param_groups": adopted}
 
 
+def _match_by_name(saved: list[Group], groups: list[Group]) -> list[Group]:
+    """Saved groups with their parameters in the order of this optimizer's, where both know the same names.
+
+    torch goes by position alone, so two parameters of equal shape that have changed places would swap their states.
+    """
+    theirs = {
+        plain_name(name): number
+        for group in saved
+        for name, number in zip(group.get("param_names") or (), group["params"], strict=False)
+    }
+    wanted = [[plain_name(name) for name in group.get("param_names") or ()] for group in groups]
+    own = [name for names in wanted for name in names]
+    if (
+        len(own) != sum(len(group["params"]) for group in groups)
+        or len(set(own)) != len(own)
+        or set(own) != set(theirs)
+    ):
+        return saved
+    return [
+        {**old, "params": [theirs[name] for name in names], "param_names": list(group["param_names"])}
+        for old, group, names in zip(saved, groups, wanted, strict=True)
+    ]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what compilers and parallel wrappers put into it."""
+    return ".".join(word for word in name.split(".") if word not in {*WRAPPER_WORDS, "module"})
+
+
 def _translate(group: Group) -> Group:
     """A group of torch's Muon, AdamW or SGD in this library's words; a group of ours as it is."""
-    if group.get("amsgrad"):
-        raise ValueError("the saved state is of AdamW with amsgrad=True, which has no counterpart here")
+    if "algorithm" in group:
+        return group
+    _refuse_other_rules(group)
     coefficients = group.get("ns_coefficients")
     if coefficients is not None and tuple(coefficients) != NS5:
         raise ValueError(
             f"the saved state used Newton-Schulz coefficients {tuple(coefficients)}; register an orthogonalizer with "
             f"them, and remove ns_coefficients from the saved groups"
         )
-    translated = {key: value for key, value in group.items() if key not in _IMPLEMENTATION_KEYS}
+    translated = {key: value for key, value in group.items() if key not in _TORCH_KEYS}
     if "adjust_lr_fn" in translated:
         translated["scale"] = translated.pop("adjust_lr_fn") or "original"
         translated.pop("eps", None)  # torch's floor under the norm, which scale invariance makes unnecessary
@@ -71,13 +95,23 @@ def _translate(group: Group) -> Group:
     return translated
 
 
+def _refuse_other_rules(group: Group) -> None:
+    """States that have the keys of one of our algorithms, and were made by another one."""
+    if group.get("amsgrad"):
+        raise ValueError("the saved state is of AdamW with amsgrad=True, which has no counterpart here")
+    if "momentum_decay" in group or ("decoupled_weight_decay" in group and "amsgrad" not in group):
+        raise ValueError("the saved state is of RAdam or NAdam, whose averages mean something else; start AdamW afresh")
+    if group.get("decoupled_weight_decay") is False and float(group["weight_decay"]):
+        raise ValueError(
+            f"the saved state is of Adam with weight_decay={float(group['weight_decay']):g}, which it adds to the "
+            f"gradient; here decay is decoupled and means something else. To go on from its averages, set weight_decay "
+            f"to 0 in the saved groups, and choose a decoupled one in optimizer.param_groups after loading"
+        )
+
+
 def _checked(group: Group) -> Group:
-    """Names of rules and functions must be known here, before anything is replaced."""
-    plain = ("params", "param_names")
-    return {
-        key: value if key in plain or key in SCHEDULER_KEYS else validate_option(key, value)
-        for key, value in group.items()
-    }
+    """Names of rules and functions must be known here, before anything is replaced; unknown keys are kept."""
+    return {key: validate_option(key, value) if key in CHECKS else value for key, value in group.items()}
 
 
 def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:

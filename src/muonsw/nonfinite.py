@@ -18,6 +18,10 @@ class NonFiniteGradientError(FloatingPointError):
     """A gradient holds an infinity or a NaN, and the optimizer was told to raise."""
 
 
+class NonFiniteGradientWarning(RuntimeWarning):
+    """Steps were skipped because a gradient held an infinity or a NaN."""
+
+
 def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
     """A boolean scalar on the gradients' device: whether every norm of this order is finite.
 
@@ -50,9 +54,8 @@ def finite_flag(items: Sequence[Item]) -> Tensor | bool:
     return flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
-def raise_if_not_finite(items: Sequence[Item]) -> None:
+def describe_non_finite(items: Sequence[Item]) -> str:
     """Name the parameters whose gradients are not finite; waits for the device."""
     bad = [item.name for item in items if not bool(all_finite([item.grad]))]
-    if bad:
-        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        raise NonFiniteGradientError(f"the gradient of {shown} holds infinities or NaNs; nothing was changed")
+    shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+    return f"the gradient of {shown} holds infinities or NaNs"

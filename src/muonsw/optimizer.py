@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self, overload
 
@@ -15,7 +17,8 @@ from muonsw import loading, peak
 from muonsw.algorithms import ALGORITHMS, Budget, Item
 from muonsw.apply import Coefficients, Observer, apply_update
 from muonsw.decay import DECAY_RULES, decay_factor
-from muonsw.nonfinite import POLICIES, finite_flag, raise_if_not_finite
+from muonsw.nonfinite import POLICIES, NonFiniteGradientError, describe_non_finite, finite_flag
+from muonsw.notices import Notices
 from muonsw.options import (
     BOOKKEEPING,
     COMMON,
@@ -24,13 +27,18 @@ from muonsw.options import (
     refuse_parameter,
     validate_option,
 )
-from muonsw.peak import Group, PeakLRError
+from muonsw.peak import Group, PeakLRWarning
 from muonsw.precision import LOW_PRECISION
-from muonsw.route import route, routing_table
+from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import ensure_state
-from muonsw.work import Work, work_of
+from muonsw.summary import GroupSummary, Summary
+from muonsw.work import Batch, work_of
+from muonsw.wrapped import unwrap_optimizer, unwrap_scheduler
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+
+# Schedules that end at zero may pass it by a rounding error.
+_ROUNDING = 1e-12
 
 CPU_CHUNK_BYTES = 4 * 2**20
 ACCELERATOR_CHUNK_BYTES = 9 * 2**26
@@ -43,19 +51,27 @@ class ScaledDecayOptimizer(Optimizer):
     """
 
     algorithm: ClassVar[str]
-    _skipped_on_host: int
-    _skipped_on_device: Tensor
-    _excess: Tensor
+    _notices: Notices
     _observer: Observer | None
+    _last: list[tuple[Group, list[Tensor], float | Tensor]]
+    _last_was_skipped: bool
+    _left_out: list[tuple[str, weakref.ref[Tensor]]]
+    _reasons: dict[str, str]
 
     def __init__(self, params: Params, options: Group, *, nonfinite: str, chunk_bytes: int | None) -> None:
+        if isinstance(params, torch.nn.Module):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} takes parameters, not a model; call {name}.for_model(model, lr=...), which gives each "
+                f"parameter the algorithm that suits it"
+            )
         if nonfinite not in POLICIES:
             raise ValueError(f"nonfinite={nonfinite!r}: must be one of {', '.join(map(repr, POLICIES))}")
         if chunk_bytes is not None and chunk_bytes < 1:
             raise ValueError(f"chunk_bytes={chunk_bytes}: must be at least 1, or None for the default")
         self.nonfinite = nonfinite
         self.chunk_bytes = chunk_bytes
-        self._reset_flags()
+        self._reset()
         checked = {key: validate_option(key, value) for key, value in options.items()}
         refuse_options_of_others(checked, self.algorithm)
         super().__init__(params, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})
@@ -73,36 +89,53 @@ class ScaledDecayOptimizer(Optimizer):
     ) -> Self:
         """Build one optimizer for a whole model, each parameter in the group that its role asks for.
 
-        Hidden matrices, convolutions and stacked experts get this class's algorithm with decay. Embeddings,
-        heads, routers, norms, biases and other vectors get no decay, and AdamW where this class is Muon.
+        Hidden matrices, convolutions and experts get this class's algorithm with decay, in the first groups.
+        Embeddings, heads, routers, norms, biases, other vectors, low-rank factors of adapters and whatever stays
+        unclear get no decay, and AdamW where this class is Muon. `routing(reasons=True)` tells why.
 
         Args:
             model: the model; frozen parameters are left out, tied ones are seen once.
             lr: learning rate of every group that has none of its own.
             weight_decay: lambda of the decayed groups.
-            patterns: options for parameters by name (`"layers.*.attn.qkv.weight"`, shell wildcards) or by role
-                (`"role:embedding"`). The first match wins; one that matches nothing is an error.
-            adamw: options for everything that is routed to AdamW, such as a learning rate of its own.
+            patterns: options for parameters by name (`"layers.*.attn.qkv.weight"`, shell wildcards, without the words
+                that torch.compile and other wrappers add) or by role (`"role:embedding"`). The first match wins; one
+                that matches nothing is an error.
+            adamw: options for everything that is routed to AdamW, such as a learning rate of its own; an error where
+                nothing is.
             **options: options of the class, for all groups.
 
         Examples:
             >>> import torch
             >>> from muonsw import MuonSW
-            >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 16))
+            >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 10))
             >>> optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
             >>> [(g["role"], g["algorithm"], g["weight_decay"]) for g in optimizer.param_groups]
-            [('embedding', 'adamw', 0.0), ('hidden', 'muon', 0.1), ('bias', 'adamw', 0.0)]
+            [('hidden', 'muon', 0.1), ('embedding', 'adamw', 0.0), ('bias', 'adamw', 0.0), ('head', 'adamw', 0.0)]
         """
-        groups = route(model, cls.algorithm, patterns=patterns or {}, adamw=adamw or {})
-        return cls(groups, lr=lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg]
+        groups, reasons = route(model, cls.algorithm, patterns=patterns or {}, adamw=adamw or {})
+        optimizer = cls(groups, lr=lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg]
+        optimizer._reasons = reasons
+        frozen = ((name, param) for name, param in model.named_parameters() if not param.requires_grad)
+        optimizer._left_out = [(name, weakref.ref(param)) for name, param in frozen]
+        return optimizer
 
-    def routing(self) -> str:
-        """A table of which parameters are in which group, to print."""
+    def routing(self, *, reasons: bool = False) -> str:
+        """A table of which parameters are in which group, to print.
+
+        Args:
+            reasons: one line for each parameter instead of each group, with how Muon sees it and why it has its role.
+        """
+        if reasons:
+            return reasons_table(self.param_groups, self._reasons)
         return routing_table(self.param_groups)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters with options of their own; what they leave open comes from the constructor."""
+        """Add parameters with options of their own; what they leave open comes from the constructor.
+
+        In the middle of a run, a group whose learning rate is the current one of another group gets its peak as well.
+        """
         group = self._complete(dict(param_group))
+        peak.join_in_mid_run(group, self.param_groups, f"param group {len(self.param_groups)}")
         super().add_param_group(group)
         try:
             for name, param in zip(_names(group, len(self.param_groups) - 1), group["params"], strict=True):
@@ -131,8 +164,9 @@ class ScaledDecayOptimizer(Optimizer):
         inherited = self.defaults if algorithm == self.defaults["algorithm"] else algorithm_defaults(algorithm)
         common = {key: self.defaults[key] for key in COMMON}
         completed: Group = {**inherited, **common, **BOOKKEEPING, **group}
-        if "lr" not in group and completed["lr_multiplier"] != 1:
-            completed["lr"] = completed["lr"] * completed["lr_multiplier"]
+        for key in ("lr", "peak_lr"):  # what a group says of itself is its own; what it inherits is multiplied
+            if key not in group and isinstance(completed[key], float | Tensor) and completed["lr_multiplier"] != 1:
+                completed[key] = completed[key] * completed["lr_multiplier"]
         if completed["peak_lr"] == peak.RUNNING_MAX and (
             completed["capturable"] or isinstance(completed["lr"], Tensor)
         ):
@@ -159,25 +193,27 @@ class ScaledDecayOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = work_of(self)
-        self._update_peaks(work[0][1][0].param.device if work else None)
+        self._prepare(work)
         if self._observer is None:
             self._update(work)
         else:
             self._update_uncompiled(work)
         return loss
 
-    def _update(self, work: Work) -> None:
-        ok = self._finite([item for _, batch in work for item in batch])
+    def _update(self, work: list[Batch]) -> None:
+        items = [item for batch in work for item in batch.items]
+        ok = self._finite(items)
         if ok is False:
-            self._skipped_on_host += 1
+            self._notices.skip_on_host(items)
+            self._last_was_skipped = True
             return
         flag = ok if isinstance(ok, Tensor) else None
-        coefficients = [self._coefficients(group, batch[0].param.device, flag) for group, batch in work]
-        for (group, batch), factors in zip(work, coefficients, strict=True):
-            self._step_group(group, batch, factors)
+        coefficients = [self._coefficients(batch, flag) for batch in work]
+        for batch, factors in zip(work, coefficients, strict=True):
+            self._step_group(batch.group, batch.items, factors)
 
     @_disable_dynamo  # torch.compiler.disable would import the compiler at once
-    def _update_uncompiled(self, work: Work) -> None:
+    def _update_uncompiled(self, work: list[Batch]) -> None:
         """An update that is measured runs as it is written, whatever the step was compiled to."""
         self._update(work)
 
@@ -199,92 +235,158 @@ class ScaledDecayOptimizer(Optimizer):
         ok = finite_flag(items)
         if self.nonfinite == "raise":
             if not bool(ok):
-                raise_if_not_finite(items)
+                raise NonFiniteGradientError(f"{describe_non_finite(items)}; nothing was changed")
             return True
         if isinstance(ok, Tensor):
-            self._skipped_on_device.add_(~ok)
+            self._notices.skip_on_device(ok)
         return ok
 
     @_disable_dynamo
-    def _update_peaks(self, device: torch.device | None) -> None:
+    def _prepare(self, work: list[Batch]) -> None:
         """Resolve peaks and check learning rates, on the host and before anything changes."""
-        if device is not None:
-            self._skipped_on_device, self._excess = self._skipped_on_device.to(device), self._excess.to(device)
+        self._last = [(batch.group, [item.param for item in batch.items], batch.group["lr"]) for batch in work]
+        self._last_was_skipped = False
+        if work:
+            self._notices.place(work[0].device, len(self.param_groups))
+        else:
+            self._notices.no_gradient()
+        for name, reference in self._left_out:
+            param = reference()
+            if param is not None and param.requires_grad and not self._has(param):
+                self._notices.unfrozen(name)
         for number, group in enumerate(self.param_groups):
-            lr = group["lr"]
-            if isinstance(lr, Tensor):
-                if group["resolved_peak_lr"] is None and not _capturing(lr):
-                    peak.update_peak(group, self._label(number))
-                continue
-            if any(p.is_cuda and _capturing(p) for p in group["params"][:1]):
-                raise RuntimeError(
-                    f"a CUDA graph would freeze the learning rate {lr:g} of {self._label(number)}; "
-                    f"pass capturable=True or a tensor lr"
-                )
-            peak.update_peak(group, self._label(number))
-            if _decay_needs_peak(group):
-                peak.check_lr(group, self._label(number))
+            if isinstance(group["lr"], Tensor):
+                self._prepare_tensor_lr(number, group)
+            else:
+                self._prepare_lr(number, group)
 
-    def _coefficients(self, group: Group, device: torch.device, ok: Tensor | None) -> Coefficients:
-        """Learning rate and decay of a group; with a tensor learning rate nothing is read back from the device."""
+    def _prepare_lr(self, number: int, group: Group) -> None:
+        label, lr = self._label(number), float(group["lr"])
+        if any(p.is_cuda and _capturing(p) for p in group["params"][:1]):
+            raise RuntimeError(
+                f"a CUDA graph would freeze the learning rate {lr:g} of {label}; pass capturable=True or a tensor lr"
+            )
+        if not math.isfinite(lr) or lr < -_ROUNDING:
+            raise ValueError(f"the learning rate of {label} is {lr:g}; it must be a finite number of at least 0")
+        group["lr"] = lr  # numpy's numbers would compute in their own precision
+        peak.update_peak(group, label)
+        if _decay_needs_peak(group):
+            peak.check_lr(group, label)
+            self._notices.never_reached(group, label)
+
+    def _prepare_tensor_lr(self, number: int, group: Group) -> None:
+        if group["resolved_peak_lr"] is not None:
+            return
+        if not _capturing(group["lr"]):
+            peak.update_peak(group, self._label(number))
+        elif _decay_needs_peak(group):
+            peak.resolve_before_capture(group, self._label(number))
+
+    def _coefficients(self, batch: Batch, ok: Tensor | None) -> Coefficients:
+        """Learning rate and decay of a batch; with a tensor learning rate nothing is read back from the device."""
+        group, device = batch.group, batch.device
         eta, lam, top = group["lr"], group["weight_decay"], peak.eta_max(group)
-        eta, lam = (x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in (eta, lam))
+        eta, lam = (x.to(device, non_blocking=True).reshape(()) if isinstance(x, Tensor) else x for x in (eta, lam))
         phi = decay_factor(group["decay"], lam, eta, top)
         if isinstance(phi, Tensor):
-            self._flag_excess(group, eta, phi)
+            needs_peak = isinstance(eta, Tensor) and _decay_needs_peak(group)
+            self._notices.record_rate(batch.number, group, eta, phi, needs_peak)
         elif phi > 1:
             raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
         if ok is None:
             return Coefficients(eta, phi)
         here = ok.to(device, non_blocking=True)
-        return Coefficients(here * eta, here * phi, here)
-
-    def _flag_excess(self, group: Group, eta: float | Tensor, phi: Tensor) -> None:
-        """Remember on the device that a learning rate or a decay was too large; `check` reads it."""
-        excess = phi > 1
-        if _decay_needs_peak(group) and group["resolved_peak_lr"] is not None:
-            excess = excess | (eta > group["resolved_peak_lr"] * (1 + peak.PEAK_TOLERANCE))
-        self._excess.logical_or_(excess.to(self._excess.device, non_blocking=True))
+        factor = here.to(torch.float64 if batch.dtype == torch.float64 else torch.float32)
+        return Coefficients(factor * eta, factor * phi, here)
 
     def check(self) -> None:
         """Raise if a learning rate held in a tensor has exceeded its peak since the last check.
 
-        It waits for the device, so a training loop calls it now and then; `state_dict` calls it too.
+        It also warns of what only the device knew until now: skipped steps, and a schedule that has turned down
+        without coming near its peak. It waits for the device, so a training loop calls it now and then; `state_dict`
+        and telemetry call it too.
         """
-        excess = bool(self._excess)
-        self._excess.zero_()  # in place: a captured graph writes to this very tensor
-        if excess:
-            raise PeakLRError(
-                "a tensor learning rate exceeded its peak, or a decay factor exceeded 1, in an earlier step; pass "
-                "peak_lr=<the highest learning rate of the run>, or call set_peak_lr(scheduler) before training"
-            )
+        self._notices.read_rates(self.param_groups)
+        for number, group in enumerate(self.param_groups):
+            if isinstance(group["lr"], Tensor) and _decay_needs_peak(group):
+                self._notices.never_reached(group, self._label(number))
+        self._notices.check()
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped for gradients that were not finite; waits for the device. Not saved."""
-        return self._skipped_on_host + int(self._skipped_on_device)
+        return self._notices.skipped_steps
 
     def set_peak_lr(self, peak_lr: Any, *, group: int | None = None, total_steps: int | None = None) -> None:
         """Set eta_max: a number, None or "running_max" for all groups (or one), or from a scheduler object.
 
         Args:
             peak_lr: the highest learning rate of the run, or a torch scheduler that knows it. A scheduler is not
-                asked about groups that have a number of their own.
-            group: the number of the only group to change.
+                asked about groups that have a number of their own. A number for all groups is multiplied by the
+                `lr_multiplier` of each, as `lr` is.
+            group: the number of the only group to change; a number for it is its own peak.
             total_steps: length of the run, to find the top of a LambdaLR.
         """
+        if group is not None and group not in range(len(self.param_groups)):
+            raise ValueError(f"group={group!r}: this optimizer has param groups 0 to {len(self.param_groups) - 1}")
         chosen = range(len(self.param_groups)) if group is None else [group]
-        if hasattr(peak_lr, "step") and hasattr(peak_lr, "optimizer"):
-            found = peak.scheduler_peaks(peak_lr, total_steps)
+        scheduler = unwrap_scheduler(peak_lr)
+        if hasattr(scheduler, "step") and hasattr(scheduler, "optimizer"):
+            if unwrap_optimizer(scheduler.optimizer) is not self:
+                raise ValueError(
+                    f"this {type(scheduler).__name__} schedules another optimizer; hand over this one's own"
+                )
+            found = peak.scheduler_peaks(scheduler, total_steps)
             for number in chosen:
                 if self.param_groups[number]["peak_lr"] is None:
                     peak.set_resolved_peak(self.param_groups[number], found[number])
             return
         setting = validate_option("peak_lr", peak_lr)
         for number in chosen:
-            self.param_groups[number]["peak_lr"] = setting
             known = setting if isinstance(setting, float) else None
-            peak.set_resolved_peak(self.param_groups[number], known)  # type: ignore[arg-type]
+            if known is not None and group is None:
+                known *= self.param_groups[number]["lr_multiplier"]
+            self.param_groups[number]["peak_lr"] = setting if known is None else known
+            peak.set_resolved_peak(self.param_groups[number], known)
+
+    def summary(self) -> Summary:
+        """What the last step did: matrices orthogonalized, parameters moved by each algorithm, decay and peak.
+
+        It reads learning rates and flags from the device. A rate held in a tensor is shown as it is now: call it
+        before the scheduler moves on.
+
+        Examples:
+            >>> import torch
+            >>> from muonsw import MuonSW
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8), torch.nn.Linear(8, 8))
+            >>> optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
+            >>> model(torch.ones(2, 8)).square().mean().backward()
+            >>> optimizer.step()
+            >>> optimizer.summary().matrices
+            2
+            >>> optimizer.summary().parameters
+            {'muon': 128, 'adamw': 24}
+        """
+        groups = [self._summarize(number, group) for number, group in enumerate(self.param_groups)]
+        return Summary(tuple(groups), self._last_was_skipped, self.skipped_steps)
+
+    def _summarize(self, number: int, group: Group) -> GroupSummary:
+        batches = [(params, lr) for stepped, params, lr in self._last if stepped is group]
+        moved = [] if self._last_was_skipped else [param for params, _ in batches for param in params]
+        lr = float(batches[0][1] if batches else group["lr"])
+        top = peak.eta_max(group) if _decay_needs_peak(group) else None
+        return GroupSummary(
+            group=number,
+            role=group["role"],
+            algorithm=group["algorithm"],
+            parameters=sum(param.numel() for param in moved),
+            matrices=sum(ALGORITHMS[group["algorithm"]].matrices(group, param) for param in moved),
+            lr=lr,
+            rule=group["decay"],
+            decay=float(decay_factor(group["decay"], float(group["weight_decay"]), lr, peak.eta_max(group))),
+            peak_lr=top,
+            highest_lr=group["highest_lr"],
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`."""
@@ -296,19 +398,26 @@ class ScaledDecayOptimizer(Optimizer):
 
         The saved peak learning rate wins over this optimizer's own, with a warning where they differ.
         """
-        expected = [peak.expected_peak(group) for group in self.param_groups]
+        before = [peak.built(group) for group in self.param_groups]
         with loading.through_hooks(self):
             super().load_state_dict(state_dict)
+        surprises: dict[str, list[str]] = {}
         for number, group in enumerate(self.param_groups):
-            peak.warn_after_load(expected[number], group, self._label(number), _decay_needs_peak(group))
+            message = peak.surprise_after_load(before[number], group) if _decay_needs_peak(group) else None
+            if message is not None:
+                surprises.setdefault(message, []).append(self._label(number))
+            if group["highest_lr"] is None:  # a state that does not tell: assume the best
+                group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
+        for message, labels in surprises.items():
+            warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_excess" not in self.__dict__:
-            self._reset_flags()
+        if "_notices" not in self.__dict__:
+            self._reset()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}\n{self.routing()}"
@@ -320,14 +429,17 @@ class ScaledDecayOptimizer(Optimizer):
         """
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
 
-    def _reset_flags(self) -> None:
-        self._skipped_on_host = 0
-        self._skipped_on_device = torch.zeros((), dtype=torch.int64)
-        self._excess = torch.zeros((), dtype=torch.bool)
+    def _reset(self) -> None:
+        self._notices = Notices()
         self._observer = None
+        self._last, self._last_was_skipped = [], False
+        self._left_out, self._reasons = [], {}
 
     def _chunk_bytes(self, device: torch.device) -> int:
         return self.chunk_bytes or (CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES)
+
+    def _has(self, param: Tensor) -> bool:
+        return any(param is own for group in self.param_groups for own in group["params"])
 
     def _label(self, number: int) -> str:
         role = self.param_groups[number]["role"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
 import torch
@@ -76,15 +78,17 @@ COMMON: Group = {
 }
 
 # Kept by the optimizer itself in each group; not for the user to set, and saved with the rest.
-BOOKKEEPING: Group = {"resolved_peak_lr": None, "peak_record": None, "constructor_lr": None}
+BOOKKEEPING: Group = {"resolved_peak_lr": None, "peak_record": None, "constructor_lr": None, "highest_lr": None}
 
-# Written by torch's schedulers; tolerated in a group, since resuming a scheduler needs them there.
-SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+# How torch's optimizers are asked to compute; frameworks put these into every group. Equal shapes are always batched
+# here, so they are kept and change nothing.
+HINTS = ("foreach", "fused")
+
+# Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
+_KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
 # Options of torch's optimizers that people will try, and what to do instead.
 NOT_NEEDED = {
-    "foreach": "equal shapes are always batched",
-    "fused": "equal shapes are always batched",
     "differentiable": "steps are not differentiable",
     "amsgrad": "AdamW here has no AMSGrad variant",
     "dampening": "use momentum_form='ema' for dampening equal to momentum",
@@ -104,35 +108,60 @@ def algorithm_defaults(algorithm: str) -> Group:
 
 
 def validate_option(key: str, value: Any) -> Any:
-    """The value as a group stores it, or an error that names the option and what it takes."""
+    """The value as a group stores it, or an error that names the option and what it takes.
+
+    A key that is no option of ours is kept, as torch keeps it: frameworks write names, scales and hints into groups.
+    Refused are only a misspelt option, and an option of torch's that asks for something else than is done here.
+    """
     check = CHECKS.get(key)
     if check is None:
-        if key in SCHEDULER_KEYS or key in BOOKKEEPING or any(key in a.defaults for a in ALGORITHMS.values()):
-            return value
-        hint = NOT_NEEDED.get(key)
-        raise ValueError(f"{key!r} is not an option: {hint}" if hint else unknown("option", key, sorted(CHECKS)))
+        if key in NOT_NEEDED and value:
+            raise ValueError(f"{key!r} is not an option: {NOT_NEEDED[key]}")
+        if _looks_misspelt(key):
+            raise ValueError(unknown("option", key, sorted(CHECKS)))
+        return value
     try:
         return check(value)
     except ValueError as error:
         raise ValueError(f"{key}={value!r}: {error}") from None
 
 
+def _looks_misspelt(key: str) -> bool:
+    """Whether a key is one or two letters away from an option; a longer name is a name of its own."""
+    if key in _KEYS_OF_OTHERS or key in BOOKKEEPING or any(key in entry.defaults for entry in ALGORITHMS.values()):
+        return False
+    close = difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
+    return bool(close) and abs(len(close[0]) - len(key)) <= 2
+
+
 def refuse_options_of_others(options: Group, algorithm: str) -> None:
     """A constructor's options must mean something to its algorithm; those of another belong in a group."""
-    known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys()
+    known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys() | {*HINTS, *NOT_NEEDED}
     for key in options:
         if key not in known:
             owners = [name for name, entry in ALGORITHMS.items() if key in entry.defaults]
+            if not owners:
+                raise ValueError(unknown("option", key, sorted(known)))
             raise ValueError(
-                f"{key!r} is an option of {' and '.join(owners) or 'a group'}, not of {algorithm}; set it in a param "
+                f"{key!r} is an option of {' and '.join(owners)}, not of {algorithm}; set it in a param "
                 f"group with that algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
             )
 
 
 def refuse_parameter(name: str, param: Tensor) -> None:
-    """Refuse what no algorithm here can optimize: integers, complex numbers, shards."""
+    """Refuse what no algorithm here can optimize: integers, complex and 8-bit numbers, shards, flattened weights."""
     if not param.is_floating_point():
         raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be optimized")
+    if param.dtype not in DTYPES.values():
+        raise ValueError(
+            f"{name} has dtype {param.dtype}, too coarse to take updates in; optimize a copy of it in bfloat16 or "
+            f"float32, from which the {str(param.dtype).removeprefix('torch.')} weight is made"
+        )
+    if getattr(param, "_is_flat_param", False):
+        raise ValueError(
+            f"{name} is a flattened parameter of FullyShardedDataParallel, in which matrices are no longer matrices; "
+            f"use DistributedDataParallel instead"
+        )
     if type(param).__name__ == "DTensor" or hasattr(param, "device_mesh"):
         raise ValueError(
             f"{name} is sharded (a DTensor, as FSDP2 and tensor parallelism make); sharded parameters are not "
@@ -141,12 +170,15 @@ def refuse_parameter(name: str, param: Tensor) -> None:
 
 
 def _number(low: float, high: float = math.inf, *, open_end: bool = False) -> Check:
-    def check(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+    def check(given: Any) -> float:
+        if isinstance(given, bool) or not isinstance(given, Real):  # numpy's numbers are Real too
             raise ValueError("must be a number")
+        value = float(given)
+        if high == math.inf and not (math.isfinite(value) and value >= low):
+            raise ValueError(f"must be a finite number of at least {low:g}")
         if not low <= value <= high or (open_end and value == high):
             raise ValueError(f"must be in [{low:g}, {high:g}{')' if open_end else ']'}")
-        return float(value)
+        return value
 
     return check
 
@@ -154,16 +186,18 @@ def _number(low: float, high: float = math.inf, *, open_end: bool = False) -> Ch
 def _number_or_tensor(value: Any) -> float | Tensor:
     if not isinstance(value, Tensor):
         return float(_number(0.0)(value))
-    if value.numel() != 1 or not value.is_floating_point():
+    if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
         raise ValueError("a tensor must hold one floating-point number")
+    if value.device.type == "cpu":
+        _number(0.0)(value.item())
     return value
 
 
 def _whole(low: int) -> Check:
     def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
             raise ValueError(f"must be a whole number of at least {low}")
-        return value
+        return int(value)
 
     return check
 
@@ -203,6 +237,8 @@ def _peak_lr(value: Any) -> Any:
         return value
     if isinstance(value, Tensor):
         raise ValueError("must be a float, None or 'running_max'; a peak is read by the host")
+    if value == 0:
+        raise ValueError("a peak of zero would mean no decay for ever; leave it out to have it found, or give the peak")
     return float(_number(0.0)(value))
 
 
@@ -219,6 +255,10 @@ def _split_sizes(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, tuple | list) or not value:
         raise ValueError("must be None or a sequence of whole numbers")
     return tuple(_whole(1)(size) for size in value)
+
+
+def _heads(value: Any) -> int | None:
+    return None if value is None else int(_whole(1)(value))
 
 
 def _role(value: Any) -> Any:
@@ -254,4 +294,6 @@ CHECKS: dict[str, Check] = {
     "matrix": _one_of(None, STACK, FLATTEN),
     "split_sizes": _split_sizes,
     "split_dim": _one_of(0, 1),  # type: ignore[arg-type]
+    "transposed": _flag,
+    "heads": _heads,
 }

@@ -7,10 +7,12 @@ Scaled decay is only right if the peak is. A param group carries:
 - `peak`, whether eta_max is the group's own peak (`"group"`) or the peak before the group's learning rate
   was multiplied (`"base"`), with `lr_multiplier` the factor between the two;
 - `constructor_lr` and `peak_record`: the learning rate the group was made with, and what a scheduler had
-  written when the peak was resolved, so that a later change of mind is noticed.
+  written when the peak was resolved, so that a later change of mind is noticed;
+- `highest_lr`, the highest learning rate of any step so far: a schedule that turns down before it has come near its
+  peak was given the wrong one.
 
-All of it is plain data, so `state_dict` carries it. Schedulers write `max_lr`, `min_lr` and `initial_lr`;
-these keys are read here and never written.
+All of it is plain data, so `state_dict` carries it. Schedulers write `max_lr`, `min_lr` and `initial_lr`, timm's
+layer decay writes `lr_scale`; these keys are read here and never written.
 """
 
 from __future__ import annotations
@@ -19,12 +21,21 @@ import warnings
 from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import MultiplicativeLR
 
-# LinearLR and others reach the peak with a rounding error.
+# LinearLR and others reach the peak with a rounding error. They multiply the rate again and again, so a rate that is
+# held in a tensor may be off by many roundings of its dtype: allow a thousand, but never a noticeable excess.
 PEAK_TOLERANCE = 1e-6
+_ROUNDINGS = 1000
+_LARGEST_TOLERANCE = 0.05
+
+# A rate that turns down below this fraction of its peak will never reach it.
+_REACHED = 0.9
+_TURNED_DOWN = 0.999
 
 RUNNING_MAX = "running_max"
 
@@ -36,7 +47,14 @@ class PeakLRError(ValueError):
 
 
 class PeakLRWarning(UserWarning):
-    """The peak learning rate was changed, or a change to it was ignored."""
+    """The peak learning rate was changed, a change to it was ignored, or the schedule never came near it."""
+
+
+def tolerance(lr: float | Tensor) -> float:
+    """By which fraction a learning rate may exceed its peak through rounding alone."""
+    if not isinstance(lr, Tensor):
+        return PEAK_TOLERANCE
+    return min(max(PEAK_TOLERANCE, _ROUNDINGS * torch.finfo(lr.dtype).eps), _LARGEST_TOLERANCE)
 
 
 def scheduler_record(group: Group) -> float | None:
@@ -53,7 +71,16 @@ def expected_peak(group: Group) -> float:
     if setting is not None and setting != RUNNING_MAX:
         return float(setting)
     record = scheduler_record(group)
-    return float(group["constructor_lr"]) if record is None else record
+    return _after_lr_scale(group, float(group["constructor_lr"]) if record is None else record)
+
+
+def _after_lr_scale(group: Group, base: float) -> float:
+    """The peak under `lr_scale`, by which timm's schedulers and loops like its multiply every rate of a group.
+
+    torch's own schedulers do not know the key: a rate above the scaled peak shows that nobody multiplies.
+    """
+    scaled = base * float(group.get("lr_scale", 1.0))
+    return scaled if float(group["lr"]) <= scaled * (1 + tolerance(group["lr"])) else base
 
 
 def eta_max(group: Group) -> float | None:
@@ -65,12 +92,13 @@ def eta_max(group: Group) -> float | None:
 
 
 def update_peak(group: Group, label: str) -> None:
-    """Bring `resolved_peak_lr` up to date before a step, from a learning rate that the host knows.
+    """Bring `resolved_peak_lr` and `highest_lr` up to date before a step, from a learning rate that the host knows.
 
     The peak is resolved at the first step with a learning rate above zero: distributed checkpointing
     steps a fresh optimizer at zero before it loads the real state.
     """
     lr = float(group["lr"])
+    group["highest_lr"] = max(lr, group["highest_lr"] or 0.0)
     if group["peak_lr"] == RUNNING_MAX:
         group["resolved_peak_lr"] = max(lr, group["resolved_peak_lr"] or 0.0) or None
     elif group["peak_lr"] is not None:
@@ -78,11 +106,28 @@ def update_peak(group: Group, label: str) -> None:
     elif group["resolved_peak_lr"] is None:
         if lr > 0:
             set_resolved_peak(group, expected_peak(group))
+        else:
+            group["peak_record"] = scheduler_record(group)  # a graph that is captured now cannot read it any more
     else:
         _follow_record(group, label)
 
 
-def set_resolved_peak(group: Group, peak: float) -> None:
+def resolve_before_capture(group: Group, label: str) -> None:
+    """Settle the peak while a CUDA graph is being captured, from numbers that the host already has.
+
+    The graph would otherwise contain no decay at all, for ever.
+    """
+    setting = group["peak_lr"]
+    known = setting if setting is not None else group["peak_record"] or group["constructor_lr"]
+    if not known:
+        raise RuntimeError(
+            f"a CUDA graph is being captured while the peak learning rate of {label} is not known, so it would contain "
+            f"no decay; pass peak_lr=<the highest learning rate of the run>, or take a step above zero before capturing"
+        )
+    group["resolved_peak_lr"] = float(known)
+
+
+def set_resolved_peak(group: Group, peak: float | None) -> None:
     """Fix the peak in use, and remember what the scheduler's record was at that moment."""
     group["resolved_peak_lr"] = peak
     group["peak_record"] = scheduler_record(group)
@@ -91,18 +136,46 @@ def set_resolved_peak(group: Group, peak: float) -> None:
 def _follow_record(group: Group, label: str) -> None:
     """A scheduler that starts later may raise the peak; it may not lower it."""
     record, peak = scheduler_record(group), group["resolved_peak_lr"]
-    if record is None or record == group["peak_record"]:
+    if record is None or (record == group["peak_record"] and "lr_scale" not in group):
         return
-    if record > peak * (1 + PEAK_TOLERANCE):
-        message = f"a scheduler raised the peak learning rate of {label} from {peak:g} to {record:g}"
-        peak = record
-    else:
+    implied = _after_lr_scale(group, record)
+    if implied > peak * (1 + PEAK_TOLERANCE):
+        message = f"a scheduler raised the peak learning rate of {label} from {peak:g} to {implied:g}"
+        peak, group["highest_lr"] = implied, float(group["lr"])
+    elif record != group["peak_record"]:
         message = (
-            f"a scheduler recorded a peak of {record:g} for {label}, below the {peak:g} in use, which is kept; "
-            f"call set_peak_lr({record:g}) if a new run starts here"
+            f"a scheduler recorded a peak of {implied:g} for {label}, below the {peak:g} in use, which is kept; "
+            f"call set_peak_lr({implied:g}) if a new run starts here"
         )
+    else:
+        return
     set_resolved_peak(group, peak)
     warnings.warn(message, PeakLRWarning, stacklevel=2)
+
+
+def join_in_mid_run(group: Group, others: list[Group], label: str) -> None:
+    """Give a group that is added during a run the peak that its neighbours have at the same learning rate.
+
+    Its learning rate is most often the current one of the run; taken for the peak, that would mean far more decay
+    than its neighbours get.
+    """
+    lr = float(group["lr"])
+    running = [g for g in others if g["resolved_peak_lr"] and float(g["lr"]) < g["resolved_peak_lr"] * _TURNED_DOWN]
+    if group["peak_lr"] is not None or group["resolved_peak_lr"] is not None or not running or lr == 0:
+        return
+    if scheduler_record(group) is not None:
+        return
+    for other in running:
+        if not _differ(lr, float(other["lr"])):
+            group["constructor_lr"] = other["resolved_peak_lr"]
+            group["highest_lr"] = other["highest_lr"]
+            return
+    warnings.warn(
+        f"{label} joins a run whose learning rate is below its peak; its own peak is taken to be its learning rate "
+        f"{lr:g}; pass peak_lr in the group if it is another",
+        PeakLRWarning,
+        stacklevel=3,
+    )
 
 
 def check_lr(group: Group, label: str) -> None:
@@ -112,28 +185,62 @@ def check_lr(group: Group, label: str) -> None:
         raise PeakLRError(
             f"the learning rate of {label} is {lr:g}, above its peak {peak:g}, so decay={group['decay']!r} would "
             f"be too strong; pass peak_lr=<the highest learning rate of the run> to the optimizer, or hand over "
-            f"the scheduler with optimizer.set_peak_lr(scheduler), or use peak_lr='running_max'"
+            f"the scheduler with optimizer.set_peak_lr(scheduler), a LambdaLR with total_steps=<steps of the run>, or "
+            f"use peak_lr='running_max'"
         )
 
 
-def warn_after_load(expected: float, group: Group, label: str, matters: bool) -> None:
-    """After a load the saved peak wins; the user hears of one that is not theirs, or that had to be guessed."""
+def never_reached(group: Group, label: str) -> str | None:
+    """What to say of a learning rate that has turned down well below its peak, or None.
+
+    A peak that the user has set is taken at their word.
+    """
+    peak, highest = group["resolved_peak_lr"], group["highest_lr"]
+    if group["peak_lr"] is not None or not peak or not highest:
+        return None
+    if highest >= _REACHED * peak or float(group["lr"]) >= _TURNED_DOWN * highest:
+        return None
+    return (
+        f"the learning rate of {label} has turned down at {highest:g} without coming near its peak {peak:g}, so "
+        f"decay={group['decay']!r} is {peak / highest:.3g} times weaker than it should be; pass "
+        f"peak_lr=<the highest learning rate of the run>, or call set_peak_lr({highest:g}) on the optimizer now"
+    )
+
+
+class Built(NamedTuple):
+    """What a group believed of its peak before a state was loaded into it."""
+
+    expected: float
+    handed_over: float | None
+
+
+def built(group: Group) -> Built:
+    """What this group was built for."""
+    return Built(expected_peak(group), group["resolved_peak_lr"])
+
+
+def surprise_after_load(before: Built, group: Group) -> str | None:
+    """After a load the saved peak wins; what to say of one that is not the user's, or that had to be guessed.
+
+    Where both optimizers were built alike, a saved peak that is higher was handed over by a scheduler or found during
+    the run, and resuming that run is no surprise.
+    """
     setting = group["peak_lr"] if group["peak_lr"] != RUNNING_MAX else None
     saved = group["resolved_peak_lr"] if group["resolved_peak_lr"] is not None else setting
     lr = float(group["lr"])
-    if saved is not None and _differ(saved, expected):
-        message = (
-            f"{label} was built for a peak learning rate of {expected:g} and loaded one of {saved:g}, which is kept; "
-            f"call set_peak_lr({expected:g}) if a new run starts here"
+    mine = before.expected if before.handed_over is None else before.handed_over
+    built_alike = before.handed_over is None and not _differ(before.expected, expected_peak(group))
+    if saved is not None and _differ(saved, mine) and not (built_alike and saved > mine):
+        return (
+            f"built for a peak learning rate of {mine:g} and loaded one of {saved:g}, which is kept; "
+            f"call set_peak_lr({mine:g}) if a new run starts here"
         )
-    elif matters and saved is None and scheduler_record(group) is None and lr > 0 and _differ(lr, expected):
-        message = (
-            f"the state loaded into {label} knows no peak learning rate; its own is {lr:g} and the {expected:g} that "
+    if saved is None and scheduler_record(group) is None and lr > 0 and _differ(lr, mine):
+        return (
+            f"the loaded state knows no peak learning rate; its own is {lr:g} and the {mine:g} that "
             f"this optimizer was built with is taken for the peak; pass peak_lr or call set_peak_lr if it was another"
         )
-    else:
-        return
-    warnings.warn(message, PeakLRWarning, stacklevel=3)
+    return None
 
 
 def _differ(a: float, b: float) -> bool:
@@ -141,12 +248,12 @@ def _differ(a: float, b: float) -> bool:
 
 
 def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[float]:
-    """The highest learning rate that a torch scheduler reaches, for each param group of its optimizer.
+    """The highest learning rate that a scheduler reaches, for each param group of its optimizer.
 
     Args:
-        scheduler: any scheduler of `torch.optim.lr_scheduler`; SequentialLR and ChainedScheduler are
+        scheduler: any scheduler of `torch.optim.lr_scheduler` or of timm; SequentialLR and ChainedScheduler are
             looked into.
-        total_steps: lets the lambdas of a LambdaLR be evaluated; without it they are taken to peak at 1.
+        total_steps: the length of the run, at which the lambdas of a LambdaLR are evaluated; they need it.
     """
     children = getattr(scheduler, "_schedulers", None)
     if children:
@@ -154,8 +261,18 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
     if hasattr(scheduler, "max_lrs"):  # CyclicLR
         return [float(lr) for lr in scheduler.max_lrs]
     groups: list[Group] = scheduler.optimizer.param_groups
+    if hasattr(scheduler, "base_values"):  # timm
+        return [
+            float(lr) * float(group.get("lr_scale", 1.0))
+            for lr, group in zip(scheduler.base_values, groups, strict=True)
+        ]
     base_lrs = [float(lr) for lr in getattr(scheduler, "base_lrs", None) or [group["lr"] for group in groups]]
-    if hasattr(scheduler, "lr_lambdas") and total_steps:
+    if hasattr(scheduler, "lr_lambdas"):
+        if not total_steps:
+            raise ValueError(
+                f"a {type(scheduler).__name__} tells its learning rate only step by step; pass total_steps=<steps of "
+                f"the run> with it, or the highest learning rate itself"
+            )
         running = isinstance(scheduler, MultiplicativeLR)
         return [
             base * _highest_factor(factor, total_steps, running)

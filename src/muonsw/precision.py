@@ -36,13 +36,40 @@ def state_dtype(setting: str, param_dtype: torch.dtype) -> torch.dtype:
 
 
 def compute_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the orthogonalizer's products: bfloat16 where the hardware multiplies it."""
+    """The dtype of the orthogonalizer's products: the fastest that this hardware multiplies without emulation."""
     if setting != AUTO:
         return DTYPES[setting]
     if param_dtype == torch.float64:
         return torch.float64
-    fast = CPU_MULTIPLIES_BFLOAT16 if device.type == "cpu" else True
-    return torch.bfloat16 if fast else torch.float32
+    if device.type == "cpu":
+        return torch.bfloat16 if CPU_MULTIPLIES_BFLOAT16 else torch.float32
+    if device not in _FASTEST:
+        _FASTEST[device] = _ask(device)
+    return _FASTEST[device]
+
+
+# What each accelerator answered, asked once.
+_FASTEST: dict[torch.device, torch.dtype] = {}
+
+
+def _ask(device: torch.device) -> torch.dtype:
+    if device.type == "cuda":
+        return cuda_dtype(torch.cuda.is_bf16_supported(including_emulation=False), _has_tensor_cores(device))
+    return torch.float32 if device.type == "mps" else torch.bfloat16
+
+
+def cuda_dtype(multiplies_bfloat16: bool, has_tensor_cores: bool) -> torch.dtype:
+    """Older GPUs (V100, T4) multiply float16 on their tensor cores and emulate bfloat16; still older ones have neither.
+
+    The orthogonalizers normalize first, so float16 neither overflows nor loses anything against bfloat16.
+    """
+    if multiplies_bfloat16:
+        return torch.bfloat16
+    return torch.float16 if has_tensor_cores else torch.float32
+
+
+def _has_tensor_cores(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def cpu_multiplies_bfloat16() -> bool:

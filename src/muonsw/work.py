@@ -1,6 +1,8 @@
-"""What one step has to do: the parameters that have gradients, by group and device."""
+"""What one step has to do: the parameters that have gradients, in batches that share a group, a device and a dtype."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -8,23 +10,51 @@ from torch.optim import Optimizer
 from muonsw.algorithms import Item
 from muonsw.algorithms.base import Group
 
-Work = list[tuple[Group, list[Item]]]
+
+class Batch(NamedTuple):
+    """Parameters that are updated together: of one group, on one device, in one dtype.
+
+    Kernels and coefficients are chosen for a whole batch, so nothing in it may ask for another choice.
+    """
+
+    number: int
+    group: Group
+    items: list[Item]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.items[0].param.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return self.items[0].param.dtype
 
 
-def work_of(optimizer: Optimizer) -> Work:
-    """The parameters that have gradients, by group and device; refuses what no algorithm can use."""
+def work_of(optimizer: Optimizer) -> list[Batch]:
+    """The parameters that have gradients, in batches; refuses what no algorithm can use."""
     position = 0
-    work: Work = []
+    work: list[Batch] = []
     for number, group in enumerate(optimizer.param_groups):
-        batches: dict[torch.device, list[Item]] = {}
+        batches: dict[tuple[torch.device, torch.dtype], list[Item]] = {}
         names = group.get("param_names")
         for place, param in enumerate(group["params"]):
             if param.grad is not None:
                 name = names[place] if names else f"parameter {place} of group {number}"
-                if param.grad.layout != torch.strided:
-                    raise ValueError(f"the gradient of {name} is sparse; make it dense, or freeze the parameter")
+                _refuse(name, param)
                 item = Item(position + place, name, param, param.grad, optimizer.state[param])
-                batches.setdefault(param.device, []).append(item)
+                batches.setdefault((param.device, param.dtype), []).append(item)
         position += len(group["params"])
-        work += [(group, items) for items in batches.values()]
+        work += [Batch(number, group, items) for items in batches.values()]
     return work
+
+
+def _refuse(name: str, param: torch.Tensor) -> None:
+    if param.grad is not None and param.grad.layout != torch.strided:
+        raise ValueError(f"the gradient of {name} is sparse; make it dense, or freeze the parameter")
+    if param.device.type == "meta":
+        raise ValueError(
+            f"{name} is on the meta device and has no values to change; give the model memory with "
+            f"model.to_empty(device=...), initialize it, and build the optimizer after that"
+        )

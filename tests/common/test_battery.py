@@ -35,7 +35,9 @@ def build(params, algorithm, decay, orthogonalizer, cautious, lr=0.05):
 
 @battery
 def test_it_finds_the_minimum_of_a_quadratic(algorithm, decay, orthogonalizer, cautious):
+    # Muon moves singular values by at most 0.2 sqrt(6) times the sum of the rates, 3.7: a target of norm one is near
     target = torch.randn(6, 4)
+    target /= torch.linalg.matrix_norm(target, 2)
     param = nn.Parameter(torch.zeros(6, 4))
     optimizer = build([param], algorithm, decay, orthogonalizer, cautious)
     schedule = cosine(0.05, 300, final=0.0)
@@ -44,8 +46,9 @@ def test_it_finds_the_minimum_of_a_quadratic(algorithm, decay, orthogonalizer, c
         optimizer.zero_grad()
         (param - target).square().sum().backward()
         optimizer.step()
-    # constant decay settles a little short of the target, the others at it
-    assert (param.detach() - target).norm() < (0.25 if decay in ("constant", "independent") else 0.15) * target.norm()
+    # constant decay settles short of the target: where momentum makes the gradient tenfold, by lambda / 20 at most
+    short = 0.1 / 20 if decay in ("constant", "independent") else 0.0
+    assert (param.detach() - target).norm() < (short + 0.002) * target.norm()
 
 
 @battery

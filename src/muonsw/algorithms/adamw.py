@@ -143,8 +143,13 @@ def _directions(group: Group, parts: list[Part], tensors: Tensors) -> list[Tenso
     return list(torch._foreach_div(tensors.averages, denominators))
 
 
-def validate(group: Group, name: str, param: Tensor) -> None:
-    """Any shape will do."""
+def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001
+    """Any shape will do, but squared gradients need the range of float32."""
+    if group["state_dtype"] == "float16":
+        raise ValueError(
+            f"state_dtype='float16' cannot hold the average squared gradient of {name}: whatever is below 6e-8 becomes "
+            f"zero, and the update divides by its root; use 'float32' or 'bfloat16'"
+        )
 
 
 ADAMW = Algorithm(

@@ -113,13 +113,21 @@ class Budget(NamedTuple):
     on_host: bool = False
 
 
+def _no_matrices(group: Group, param: Tensor) -> int:  # noqa: ARG001
+    return 0
+
+
 class Algorithm(NamedTuple):
-    """An update rule: its own options with their defaults, its state, and its directions."""
+    """An update rule: its own options with their defaults, its state, and its directions.
+
+    `matrices` counts the matrices that it orthogonalizes in a parameter.
+    """
 
     defaults: dict[str, Any]
     state_keys: Callable[[Group], tuple[str, ...]]
     updates: Callable[[Group, list[Item], Budget], Iterator[Update | FusedUpdate]]
     validate: Callable[[Group, str, Tensor], None]
+    matrices: Callable[[Group, Tensor], int] = _no_matrices
 
 
 def are_large(tensors: list[Tensor]) -> bool:
@@ -175,7 +183,13 @@ def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: T
 
 def decay_average(averages: list[Tensor], beta: float, ok: Tensor | None) -> None:
     """Multiply running averages by `beta`, or leave them as they are where `ok` is false."""
-    torch._foreach_mul_(averages, beta if ok is None else torch.where(ok, beta, 1.0))
+    torch._foreach_mul_(averages, beta if ok is None else where_ok(ok, beta, 1.0, averages[0].dtype))
+
+
+def where_ok(ok: Tensor, value: float, otherwise: float, dtype: torch.dtype) -> Tensor:
+    """One of two numbers, chosen on the device; in float64 where the tensors that it multiplies are."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.where(ok, torch.full_like(ok, value, dtype=wide), otherwise)
 
 
 def elementwise_parts(items: list[Item], keys: tuple[str, ...], chunk_bytes: int) -> Iterator[list[Part]]:

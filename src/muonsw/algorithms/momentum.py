@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.base import are_large, decay_average
+from muonsw.algorithms.base import are_large, decay_average, where_ok
 
 FORMS = ("ema", "heavy_ball")
 
@@ -23,7 +23,7 @@ def advance(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, 
         torch._foreach_lerp_(momenta, grads, gain)
         return
     if form == "ema" and ok is not None and are_large(momenta):
-        weight = torch.where(ok, gain, 0.0).to(momenta[0].dtype)
+        weight = where_ok(ok, gain, 0.0, momenta[0].dtype).to(momenta[0].dtype)
         for average, grad in zip(momenta, grads, strict=True):
             average.lerp_(grad, weight)
         return

@@ -46,7 +46,7 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
         yield Update(
             parts,
             _scatter(_directions(group, bucket, grads, momenta, budget.ok), grads),
-            scale(bucket.rows, bucket.columns),
+            scale(*_out_in(group, bucket)),
         )
 
 
@@ -122,6 +122,11 @@ def _momentum_matrices(
     return ahead
 
 
+def _out_in(group: Group, bucket: Bucket) -> tuple[int, int]:
+    """(out, in) of a bucket's matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
+    return (bucket.columns, bucket.rows) if group["transposed"] else (bucket.rows, bucket.columns)
+
+
 def _empty_batch(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """Room for all matrices of these tensors."""
     count = sum(t.numel() for t in tensors) // (bucket.rows * bucket.columns)
@@ -148,9 +153,8 @@ def _batches(group: Group, items: list[Item], chunk_bytes: int) -> Iterator[tupl
     """Matrices of equal shape, over all parameters of the group, in chunks bounded in bytes."""
     shapes = tuple([item.param.shape for item in items])
     dtypes = tuple([item.param.dtype for item in items])
-    sizes = group["split_sizes"] and tuple(group["split_sizes"])
     plan = _plan if torch.compiler.is_compiling() else _remembered_plan
-    for (rows, columns, dtype), places in plan(shapes, dtypes, group["matrix"], sizes, group["split_dim"], chunk_bytes):
+    for (rows, columns, dtype), places in plan(shapes, dtypes, _cuts(group), chunk_bytes):
         bucket = Bucket(rows, columns, dtype, items[0].param.device)
         yield bucket, [Part(items[index], region) for index, region in places]
 
@@ -161,18 +165,16 @@ Chunk = tuple[tuple[int, int, torch.dtype], list[tuple[int, Region]]]
 def _plan(
     shapes: Sequence[torch.Size],
     dtypes: Sequence[torch.dtype],
-    matrix: str | None,
-    split_sizes: tuple[int, ...] | None,
-    split_dim: int,
+    cuts: Cuts,
     chunk_bytes: int,
 ) -> list[Chunk]:
     """Which parts of which parameters are batched together: it follows from shapes and settings alone."""
     buckets: dict[tuple[int, int, torch.dtype], list[tuple[int, Region, int]]] = {}
     for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        for narrow in _splits(shape, matrix, split_sizes, split_dim):
+        for narrow in _splits(shape, cuts):
             part = _narrowed(shape, narrow)
             if part.numel():
-                rows, columns = matrix_shape(part, matrix)
+                rows, columns = matrix_shape(part, cuts.matrix)
                 capacity = _capacity(rows, columns, chunk_bytes)
                 runs = [(index, region, count) for region, count in _runs(part, narrow, rows * columns, capacity)]
                 buckets.setdefault((rows, columns, dtype), []).extend(runs)
@@ -219,28 +221,73 @@ def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:
 
 
 def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
-    """(rows, columns) = (out, in) of the matrices in a parameter."""
+    """(rows, columns) of the matrices in a parameter as they are stored."""
     if matrix == FLATTEN:
         return shape[0], math.prod(shape[1:])
     return shape[-2], shape[-1]
 
 
-def _splits(
-    shape: Sequence[int], matrix: str | None, sizes: tuple[int, ...] | None, split_dim: int
-) -> Iterator[Narrows]:
+def count_matrices(group: Group, param: Tensor) -> int:
+    """How many matrices of a parameter are orthogonalized, each on its own."""
+    cuts = _cuts(group)
+    shapes = [_narrowed(param.shape, narrow) for narrow in _splits(param.shape, cuts)]
+    return sum(shape.numel() // math.prod(matrix_shape(shape, cuts.matrix)) for shape in shapes if shape.numel())
+
+
+class Cuts(NamedTuple):
+    """The options of a group that say which matrices its parameters hold."""
+
+    matrix: str | None
+    transposed: bool
+    split_sizes: tuple[int, ...] | None
+    split_dim: int
+    heads: int | None
+
+
+def _cuts(group: Group) -> Cuts:
+    sizes = group["split_sizes"]
+    return Cuts(
+        group["matrix"],
+        group["transposed"],
+        None if sizes is None else tuple(sizes),
+        group["split_dim"],
+        group["heads"],
+    )
+
+
+def _splits(shape: Sequence[int], cuts: Cuts) -> Iterator[Narrows]:
     """The cuts that turn a fused projection into its parts."""
+    sizes = _split_sizes(shape, cuts)
     if sizes is None:
         yield ()
         return
-    axis, start = _split_axis(shape, matrix, split_dim), 0
+    start, axis = 0, _split_axis(shape, cuts)
     for size in sizes:
         yield ((axis, start, size),)
         start += size
 
 
-def _split_axis(shape: Sequence[int], matrix: str | None, split_dim: int) -> int:
+def split_sizes(group: Group, param: Tensor) -> tuple[int, ...] | None:
+    """Sizes of the matrices along the split axis of a parameter, or None where it is not split."""
+    return _split_sizes(param.shape, _cuts(group))
+
+
+def split_axis(group: Group, param: Tensor) -> int:
+    """The axis of a parameter along which it is split."""
+    return _split_axis(param.shape, _cuts(group))
+
+
+def _split_sizes(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...] | None:
+    """Sizes of the parts along the split axis, or None for a parameter that is whole; `heads` means equal parts."""
+    if cuts.heads is None:
+        return cuts.split_sizes
+    return (shape[_split_axis(shape, cuts)] // cuts.heads,) * cuts.heads
+
+
+def _split_axis(shape: Sequence[int], cuts: Cuts) -> int:
     """The tensor axis of `split_dim`, which counts the axes of the matrix: 0 out, 1 in."""
-    return (0 if matrix == FLATTEN else len(shape) - 2) + split_dim
+    first, second = (0, 1) if cuts.matrix == FLATTEN else (len(shape) - 2, len(shape) - 1)
+    return second if bool(cuts.split_dim) != cuts.transposed else first
 
 
 def _narrowed(shape: torch.Size, narrow: Narrows) -> torch.Size:
@@ -265,14 +312,18 @@ def validate(group: Group, name: str, param: Tensor) -> None:
             f"two axes are (out, in) and the others count matrices (experts), or matrix='flatten' where the first "
             f"axis is out and the others are in (convolutions)"
         )
-    sizes = group["split_sizes"]
-    if sizes is not None:
-        axis = _split_axis(shape, group["matrix"], group["split_dim"])
-        if sum(sizes) != shape[axis]:
-            raise ValueError(
-                f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {name} of shape {shape} has {shape[axis]} "
-                f"along axis {axis}"
-            )
+    _validate_splits(group, name, param)
+
+
+def _validate_splits(group: Group, name: str, param: Tensor) -> None:
+    heads, sizes, axis = group["heads"], group["split_sizes"], split_axis(group, param)
+    found = f"{name} of shape {tuple(param.shape)} has {param.shape[axis]} along axis {axis}"
+    if heads is not None and sizes is not None:
+        raise ValueError(f"heads={heads} and split_sizes={tuple(sizes)} both say how to split {name}; give one of them")
+    if heads is not None and param.shape[axis] % heads:
+        raise ValueError(f"heads={heads} asks for equal blocks, but {found}")
+    if sizes is not None and sum(sizes) != param.shape[axis]:
+        raise ValueError(f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {found}")
 
 
 MUON = Algorithm(
@@ -285,10 +336,13 @@ MUON = Algorithm(
         "ns_dtype": "auto",
         "scale": "match_rms_adamw",
         "matrix": None,
+        "transposed": False,
         "split_sizes": None,
         "split_dim": 0,
+        "heads": None,
     },
     state_keys=state_keys,
     updates=updates,
     validate=validate,
+    matrices=count_matrices,
 )

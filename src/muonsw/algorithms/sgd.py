@@ -46,7 +46,7 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update 
         if take is None and budget.on_host:
             take = _torch_kernel(group, weights, grads, momenta)
         if take is not None:
-            yield FusedUpdate(parts, take, partial(_directions, group, grads, momenta))
+            yield FusedUpdate(parts, take, partial(_directions, group, grads, momenta, budget.ok))
         else:
             clean_grads = clean(grads, momenta or grads, group["maximize"], budget.ok)
             if momenta:
@@ -54,9 +54,9 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update 
             yield Update(parts, _look_ahead(group, clean_grads, momenta))
 
 
-def _directions(group: Group, grads: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
+def _directions(group: Group, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None) -> list[Tensor]:
     """Where the last step went, from the advanced momentum."""
-    return _look_ahead(group, clean(grads, momenta or grads, group["maximize"], None), momenta)
+    return _look_ahead(group, clean(grads, momenta or grads, group["maximize"], ok), momenta)
 
 
 def _look_ahead(group: Group, grads: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:

@@ -105,7 +105,7 @@ def scalars(record: Record, *, parameters: bool = False) -> Iterator[tuple[str, 
     """
     kind = record.get("kind", KIND)
     for key, value in record.items():
-        if key not in ("kind", "step") and (parameters or key != "parameters"):
+        if key not in ("kind", "step", "groups") and (parameters or key != "parameters"):
             yield from _leaves(f"{kind}/{key}", value)
 
 

@@ -1,0 +1,122 @@
+"""What steps notice on the way, on the host or on the device, and what the user has been told of it.
+
+The device is never asked during a step. What only it knows (a skipped step, a learning rate in a tensor that was too
+high) is remembered there, in tensors that are written in place because a captured graph writes to these very ones, and
+read when somebody waits for the device anyway: in `check`, which `state_dict` and telemetry call.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from muonsw import peak
+from muonsw.algorithms import Item
+from muonsw.nonfinite import NonFiniteGradientWarning, describe_non_finite
+from muonsw.peak import Group, PeakLRError, PeakLRWarning
+
+_NO_GRADIENT = (
+    "this step found no gradient at all, so nothing was changed; if the model was wrapped, sharded or moved after the "
+    "optimizer was built, build the optimizer last"
+)
+
+
+class Notices:
+    """Flags and counters of one optimizer. None of them is saved."""
+
+    def __init__(self) -> None:
+        self.skipped_on_host = 0
+        self._skipped_on_device = torch.zeros((), dtype=torch.int64)
+        self._excess = torch.zeros((), dtype=torch.bool)
+        self._highest: list[Tensor] = []
+        self._told: set[str] = set()
+        self._told_of_skips = 0
+
+    def place(self, device: torch.device, groups: int) -> None:
+        """Bring the flags to the device of the parameters, with a place for each group's highest learning rate."""
+        self._skipped_on_device, self._excess = self._skipped_on_device.to(device), self._excess.to(device)
+        self._highest = [highest.to(device) for highest in self._highest]
+        self._highest += [torch.zeros((), device=device) for _ in range(groups - len(self._highest))]
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped for gradients that were not finite; waits for the device."""
+        return self.skipped_on_host + int(self._skipped_on_device)
+
+    def skip_on_device(self, ok: Tensor) -> None:
+        """Count a step that the device will skip where `ok` is false."""
+        self._skipped_on_device.add_(~ok)
+
+    @_disable_dynamo
+    def skip_on_host(self, items: Sequence[Item]) -> None:
+        """Count a step that is skipped, and warn of it at growing intervals."""
+        self.skipped_on_host += 1
+        self._warn_of_skips(self.skipped_on_host, items)
+
+    def record_rate(self, number: int, group: Group, eta: Tensor, phi: Tensor, needs_peak: bool) -> None:
+        """Remember on the device how high a group's learning rate was, and whether it or its decay was too high."""
+        excess = ~(phi <= 1)  # true for NaN as well
+        if needs_peak and group["resolved_peak_lr"] is not None:
+            excess = excess | ~(eta <= group["resolved_peak_lr"] * (1 + peak.tolerance(eta)))
+            self._highest[number].clamp_(min=eta.to(self._excess.device, torch.float32, non_blocking=True))
+        self._excess.logical_or_(excess.to(self._excess.device, non_blocking=True))
+
+    def read_rates(self, groups: Iterable[Group]) -> None:
+        """Bring the highest learning rates from the device into the groups."""
+        for group, highest in zip(groups, self._highest, strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["highest_lr"] = max(group["highest_lr"] or 0.0, float(highest))
+
+    def check(self) -> None:
+        """Warn of skipped steps and raise for rates that were too high, once; waits for the device."""
+        self._warn_of_skips(self.skipped_steps)
+        excess = bool(self._excess)
+        self._excess.zero_()
+        if excess:
+            raise PeakLRError(
+                "a tensor learning rate exceeded its peak or was NaN, or a decay factor exceeded 1, in an earlier "
+                "step; pass peak_lr=<the highest learning rate of the run>, or call set_peak_lr(scheduler) before it"
+            )
+
+    def no_gradient(self) -> None:
+        """A step that finds nothing to do is most often an optimizer of another model's parameters."""
+        self._tell("no gradient", _NO_GRADIENT)
+
+    def never_reached(self, group: Group, label: str) -> None:
+        """Warn of a schedule that has turned down well below its peak."""
+        message = peak.never_reached(group, label)
+        if message is not None:
+            self._tell("peak never reached", message, PeakLRWarning)
+
+    def unfrozen(self, name: str) -> None:
+        """Warn of a parameter that was frozen when the optimizer was built, and is not any more."""
+        self._tell(
+            "unfrozen",
+            f"{name} was frozen when this optimizer was built; it requires a gradient now but is in no param group, so "
+            f"it is not trained; add it with add_param_group, or build the optimizer after unfreezing",
+        )
+
+    def _tell(self, topic: str, message: str, category: type[Warning] = UserWarning) -> None:
+        if topic not in self._told:
+            self._told.add(topic)
+            warnings.warn(message, category, stacklevel=6)
+
+    def _warn_of_skips(self, skipped: int, items: Sequence[Item] = ()) -> None:
+        """Warn at the first skipped step, and whenever their number has grown tenfold."""
+        told = self._told_of_skips
+        if skipped <= told or (told and skipped < 10 * 10 ** int(math.log10(told))):
+            return
+        self._told_of_skips = skipped
+        cause = describe_non_finite(items) if items else "gradients held infinities or NaNs"
+        steps = "1 step has" if skipped == 1 else f"{skipped} steps have"
+        warnings.warn(
+            f"{steps} been skipped so far: {cause}; weights and state stayed as they were. If it goes on, lower the "
+            f"learning rate, or find the cause with nonfinite='raise'",
+            NonFiniteGradientWarning,
+            stacklevel=6,
+        )

@@ -1,0 +1,91 @@
+"""What the last step did, in numbers: which algorithm moved how much, and with what decay."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from muonsw.text import text_table
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """One param group in the last step.
+
+    Attributes:
+        group: its number.
+        role: its label, or None.
+        algorithm: the algorithm that moved its parameters.
+        parameters: how many numbers it moved; those without a gradient are not among them.
+        matrices: how many matrices it orthogonalized.
+        lr: the learning rate of the step.
+        rule: the decay rule.
+        decay: phi, the fraction of each weight that the step took away.
+        peak_lr: the peak that the decay was divided by, None where the rule needs none or it is not known yet.
+        highest_lr: the highest learning rate so far.
+    """
+
+    group: int
+    role: str | None
+    algorithm: str
+    parameters: int
+    matrices: int
+    lr: float
+    rule: str
+    decay: float
+    peak_lr: float | None
+    highest_lr: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the last step did; `print` shows it as a table.
+
+    Attributes:
+        groups: one entry for each param group.
+        skipped: whether that step changed nothing because a gradient was not finite.
+        skipped_steps: how many steps were skipped so far.
+    """
+
+    groups: tuple[GroupSummary, ...]
+    skipped: bool
+    skipped_steps: int
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices were orthogonalized."""
+        return sum(group.matrices for group in self.groups)
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """How many numbers each algorithm moved."""
+        moved: dict[str, int] = {}
+        for group in self.groups:
+            moved[group.algorithm] = moved.get(group.algorithm, 0) + group.parameters
+        return moved
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data, for a log."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        moved = ", ".join(f"{count:,} parameters by {name}" for name, count in self.parameters.items())
+        first = f"{self.matrices:,} matrices orthogonalized; moved {moved}"
+        if self.skipped:
+            first = "the last step was skipped: a gradient was not finite"
+        rows = [("group", "role", "algorithm", "parameters", "matrices", "lr", "rule", "decay", "peak")]
+        rows += [
+            (
+                str(g.group),
+                g.role or "-",
+                g.algorithm,
+                f"{g.parameters:,}",
+                str(g.matrices),
+                f"{g.lr:.4g}",
+                g.rule,
+                f"{g.decay:.4g}",
+                "-" if g.peak_lr is None else f"{g.peak_lr:.4g}",
+            )
+            for g in self.groups
+        ]
+        return f"{first}\n{text_table(rows)}"

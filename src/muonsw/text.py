@@ -1,0 +1,18 @@
+"""Plain-text tables for a terminal or a log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the first one a header, in columns as wide as they need.
+
+    Examples:
+        >>> print(text_table([("role", "tensors"), ("hidden", "2")]))
+        role    tensors
+        hidden  2
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

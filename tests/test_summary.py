@@ -1,0 +1,70 @@
+"""One look tells whether Muon is Muon: what was orthogonalized, moved and decayed in the last step."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import MuonSW, NonFiniteGradientWarning, Telemetry
+from tests.common.problems import matrices, run
+
+
+def optimizer_of_many_kinds():
+    plain, fused, experts, conv, vector, unused = matrices((6, 4), (9, 4), (5, 4, 4), (3, 2, 2, 2), (7,), (4, 4))
+    groups = [
+        {"params": [plain, unused], "role": "hidden"},
+        {"params": [fused], "split_sizes": (3, 3, 3)},
+        {"params": [experts], "matrix": "stack"},
+        {"params": [conv], "matrix": "flatten"},
+        {"params": [vector], "algorithm": "adamw", "weight_decay": 0.0},
+    ]
+    return MuonSW(groups, lr=0.1, weight_decay=0.5), [plain, fused, experts, conv, vector]
+
+
+def test_it_counts_what_the_step_orthogonalized_and_moved():
+    optimizer, params = optimizer_of_many_kinds()
+    optimizer.param_groups[0]["lr"] = 0.05
+    run(optimizer, params, 1)
+    summary = optimizer.summary()
+    assert [group.matrices for group in summary.groups] == [1, 3, 5, 1, 0]
+    assert summary.matrices == 10
+    assert summary.parameters == {"muon": 24 + 36 + 80 + 24, "adamw": 7}
+    assert [group.decay for group in summary.groups] == pytest.approx([0.5 * 0.05**2 / 0.1, 0.05, 0.05, 0.05, 0.0])
+    assert [group.peak_lr for group in summary.groups] == [0.1, 0.1, 0.1, 0.1, None]
+    text = str(summary)
+    assert "10 matrices orthogonalized; moved 164 parameters by muon, 7 parameters by adamw" in text
+    assert "hidden" in text
+    json.dumps(summary.as_data(), allow_nan=False)
+
+
+def test_before_the_first_step_and_after_a_skipped_one_nothing_was_moved():
+    optimizer, params = optimizer_of_many_kinds()
+    assert optimizer.summary().parameters == {"muon": 0, "adamw": 0}
+    run(optimizer, params, 1)
+    params[0].grad[0, 0] = torch.nan
+    with pytest.warns(NonFiniteGradientWarning):
+        optimizer.step()
+    summary = optimizer.summary()
+    assert (summary.skipped, summary.skipped_steps, summary.matrices) == (True, 1, 0)
+    assert "the last step was skipped" in str(summary)
+
+
+def test_the_rates_are_those_of_the_step_and_not_of_the_next_one():
+    optimizer, params = optimizer_of_many_kinds()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t)
+    run(optimizer, params, 2, scheduler=scheduler)
+    assert optimizer.summary().groups[0].lr == pytest.approx(0.05)
+
+
+def test_telemetry_carries_it():
+    optimizer, params = optimizer_of_many_kinds()
+    telemetry = Telemetry(optimizer, every=1)
+    run(optimizer, params, 1)
+    groups = telemetry.last["groups"]
+    assert [group["matrices"] for group in groups] == [1, 3, 5, 1, 0]
+    assert [group["highest_lr"] for group in groups] == [0.1] * 5
+    theirs = [nn.Parameter(torch.ones(2, 2))]
+    other = Telemetry(torch.optim.SGD(theirs, lr=0.1), every=1)
+    run(other.optimizer, theirs, 1)
+    assert "groups" not in other.last
