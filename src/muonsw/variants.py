@@ -40,7 +40,7 @@ class MuonSW(ScaledDecayOptimizer):
             last axis for out.
         nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
             the device), or "propagate".
-        chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 1 GiB elsewhere.
+        chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 576 MiB elsewhere.
         **options: see `GroupOptions`.
 
     Examples:

@@ -24,7 +24,7 @@ def small_tiles(monkeypatch):
     from muonsw.kernels import symmetric
     from muonsw.orthogonalize import products
 
-    monkeypatch.setattr(symmetric, "best_tiles", lambda device: symmetric.Tiles(32, 1, 16, 4, 2))
+    monkeypatch.setattr(symmetric, "best_tiles", lambda _: symmetric.Tiles(32, 1, 16, 4, 2))
     monkeypatch.setattr(products, "KERNEL_ROWS", 16)
 
 
@@ -34,6 +34,6 @@ def kernels_on(monkeypatch):
     from muonsw import kernels
 
     def switch(on):
-        monkeypatch.setattr(kernels, "available", lambda device: on)
+        monkeypatch.setattr(kernels, "available", lambda _: on)
 
     return switch

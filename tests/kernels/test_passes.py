@@ -17,7 +17,10 @@ SCALES = [1.0, 1e-25, 0.0, 1e30]
 
 def problem(shape, device, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *s: torch.randn(*s, generator=generator)
+
+    def draw(*s):
+        return torch.randn(*s, generator=generator)
+
     grads = [draw(2, *shape), *(draw(*shape) * scale for scale in SCALES)]
     momenta = [draw(*g.shape) * float(g.abs().max()) for g in grads]
     return [g.to(device, dtype) for g in grads], [m.to(device, dtype) for m in momenta]

@@ -60,9 +60,10 @@ def test_undefined_entries_stay_in_their_matrix(device):
     assert R[[0, 2]].isfinite().all()
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("log_condition", [0, 6])
 @pytest.mark.parametrize(("columns", "tall"), [(40, False), (96, False), (96, True)])
-def test_iterations_with_kernels_are_as_good_as_without(columns, tall, log_condition, device, kernels_on, small_tiles):
+def test_iterations_with_kernels_are_as_good_as_without(columns, tall, log_condition, device, kernels_on):
     batch = torch.stack([with_spectrum(s, columns) for s in hard_spectra(40, log_condition)]).to(device)
     batch = batch.mT if tall else batch
     expected = newton_schulz(batch)
@@ -76,7 +77,8 @@ def test_iterations_with_kernels_are_as_good_as_without(columns, tall, log_condi
     assert torch.linalg.matrix_norm(found, 2).max() < 1.22
 
 
-def test_rank_one_and_zero(device, kernels_on, small_tiles):
+@pytest.mark.usefixtures("small_tiles")
+def test_rank_one_and_zero(device, kernels_on):
     kernels_on(True)
     one = torch.randn(2, 40, 1, device=device) @ torch.randn(2, 1, 120, device=device)
     values = torch.linalg.svdvals(gram_newton_schulz(one, dtype=torch.float16).double())

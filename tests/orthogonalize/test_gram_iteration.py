@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from muonsw.orthogonalize import auto, gram_newton_schulz, newton_schulz
+from muonsw.orthogonalize.iterations import LONGEST_SEGMENT, cost, gram_pays
 
 
 def with_spectrum(spectrum, columns, seed=0):
