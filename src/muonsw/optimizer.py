@@ -41,7 +41,7 @@ Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, An
 _ROUNDING = 1e-12
 
 CPU_CHUNK_BYTES = 4 * 2**20
-ACCELERATOR_CHUNK_BYTES = 2**30
+ACCELERATOR_CHUNK_BYTES = 9 * 2**26
 
 
 class ScaledDecayOptimizer(Optimizer):
@@ -223,10 +223,11 @@ class ScaledDecayOptimizer(Optimizer):
         if counters:
             taken = 1 if coefficients.ok is None else [coefficients.ok.float()] * len(counters)
             torch._foreach_add_(counters, taken)
-        budget = Budget(self._chunk_bytes(items[0].param.device), coefficients.ok)
+        budget = Budget(self._chunk_bytes(items[0].param.device), coefficients.ok, coefficients.on_host)
         apply = apply_update if self._observer is None else self._observer.apply
         for update in ALGORITHMS[group["algorithm"]].updates(group, items, budget):
             apply(group, update, coefficients)
+            del update  # its directions need not outlive it
 
     def _finite(self, items: list[Item]) -> Tensor | bool:
         if self.nonfinite == "propagate" or not items:
