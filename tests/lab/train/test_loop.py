@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,7 +94,9 @@ train(read_config_file(Path(sys.argv[1])), Path(sys.argv[2]), Watch(record=die))
     assert killed.returncode == -signal.SIGKILL
     notes = []
     train(small_run(), run, Watch(note=notes.append))
-    assert bool(notes) == (kill_at > 4), "there is a checkpoint to go on from once update 4 is done"
+    (note,) = notes
+    assert ("going on after" in note) == (kill_at > 4), "there is a checkpoint to go on from once update 4 is done"
+    assert (run / "metrics.jsonl.1").exists() == ("begins again" in note) == (kill_at < 4)
     assert_same_run(uninterrupted, run, 12)
 
 
@@ -121,12 +124,57 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, numb
     assert checkpoint.load(saved).step == last
 
 
+def damage(path):
+    """Flip the last bit of a checkpoint's model."""
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_damaged_checkpoints_of_later_updates_take_no_place_from_good_ones(uninterrupted, tmp_path):
+    """They would be the newest for ever, and every checkpoint that the resumed run saves the oldest."""
+    stop_at(4, small_run(keep=1), tmp_path)
+    good = tmp_path / "checkpoints" / "step-00000004"
+    for step in (20, 30):
+        shutil.copytree(good, damaged := good.with_name(f"step-{step:08d}"))
+        damage(damaged)
+    notes = []
+    train(small_run(keep=1), tmp_path, Watch(note=notes.append))
+    assert [note.partition(":")[0] for note in notes[:2]] == ["damaged checkpoint left out"] * 2
+    assert checkpoints(tmp_path) == ["damaged-step-00000020.1", "damaged-step-00000030.1", "step-00000012"]
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
+def test_a_damaged_checkpoint_of_an_earlier_update_is_not_counted_either(tmp_path):
+    stop_at(8, small_run(keep=3, steps=16), tmp_path)
+    damage(tmp_path / "checkpoints" / "step-00000004")
+    notes = []
+    train(small_run(keep=3, steps=16), tmp_path, Watch(note=notes.append))
+    assert "after update 8" in notes[0]
+    assert "step-00000004/model.safetensors does not match" in notes[1]
+    whole = ["step-00000008", "step-00000012", "step-00000016"]
+    assert checkpoints(tmp_path) == ["damaged-step-00000004.1", *whole]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_keeps_its_records(uninterrupted, tmp_path):
+    stop_at(4, small_run(), tmp_path)
+    before = losses(tmp_path)
+    damage(tmp_path / "checkpoints" / "step-00000004")
+    notes = []
+    train(small_run(), tmp_path, Watch(note=notes.append))
+    assert f"its earlier records are in {tmp_path / 'metrics.jsonl.1'}" in notes[1]
+    assert losses(tmp_path, "metrics.jsonl.1") == before
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(uninterrupted, tmp_path):
     stop_at(8, small_run(), tmp_path)
-    newest = tmp_path / "checkpoints" / "step-00000008" / "model.safetensors"
-    data = bytearray(newest.read_bytes())
-    data[-1] ^= 1
-    newest.write_bytes(data)
+    damage(tmp_path / "checkpoints" / "step-00000008")
     notes = []
     train(small_run(), tmp_path, Watch(note=notes.append))
     assert "model.safetensors does not match its checksum" in notes[0]

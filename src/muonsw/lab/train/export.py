@@ -17,7 +17,6 @@ from muonsw.lab.settings import as_data, from_data
 from muonsw.lab.storage import placing, prepare_folder, read_object, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.folder import CHECKPOINTS, read_config
-from muonsw.lab.train.loop import best_saved
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
 FORMAT = "muonsw-decoder"
@@ -47,7 +46,7 @@ def load_newest(run: Path, *, best: bool = False) -> checkpoint.Checkpoint:
         UsageError: If there is none.
     """
     checkpoints = run / CHECKPOINTS
-    wanted = best_saved(checkpoints) if best else None
+    wanted = checkpoint.best_saved(checkpoint.newest_first(checkpoints)) if best else None
     for path in checkpoint.newest_first(checkpoints):
         if wanted in (None, checkpoint.step_of(path)):
             try:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Losses
-from muonsw.lab.storage import parse_json, plain, reported, write_atomically
+from muonsw.lab.storage import numbered, parse_json, plain, reported, write_atomically
 from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Training
 from muonsw.telemetry import TensorBoardSink, WandbSink
@@ -128,15 +128,31 @@ class MetricsFile:
 
     Args:
         folder: The run's folder.
-        after: Records of updates after this one are cut off: the run resumes there and will write them again.
+        after: Records of updates after this one are cut off: the run resumes there and will write them again. At 0
+            the run begins, and what an earlier beginning wrote is kept under another name.
+        note: Is told what was put aside or is missing.
     """
 
-    def __init__(self, folder: Path, *, after: int) -> None:
-        self.path = folder / METRICS
-        kept = [line for line, record in _readable(self.path) if record["step"] <= after] if after > 0 else []
-        write_atomically(self.path, "".join(kept))
+    def __init__(self, folder: Path, *, after: int, note: Callable[[str], None] = lambda _text: None) -> None:
+        self.path, self._note = folder / METRICS, note
+        if after == 0 or (self.path.exists() and not self.path.is_file()):
+            self._put_aside()
+        else:
+            self._cut(after)
         with reported(self.path):
             self._file = self.path.open("a", encoding="utf-8")
+
+    def _put_aside(self) -> None:
+        if not os.path.lexists(self.path) or (self.path.is_file() and not self.path.stat().st_size):
+            return
+        aside = numbered(self.path)
+        with reported(self.path):
+            self.path.rename(aside)
+        self._note(f"no checkpoint to go on from: the run begins again, and its earlier records are in {aside}")
+
+    def _cut(self, after: int) -> None:
+        kept = [line for line, record in _readable(self.path) if record["step"] <= after]
+        write_atomically(self.path, "".join(kept))
 
     def __call__(self, record: Record) -> None:
         """Append one record."""
