@@ -1,4 +1,4 @@
-"""No worker of `muonsw reproduce theory` outlives the command, however that ends, and a killed worker is told in a sentence."""
+"""No worker of `muonsw reproduce theory` outlives the command, and a killed one is told in a sentence."""
 
 import os
 import signal

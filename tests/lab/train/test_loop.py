@@ -167,7 +167,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_keeps_its_reco
     damage(tmp_path / "checkpoints" / "step-00000004")
     notes = []
     train(small_run(), tmp_path, Watch(note=notes.append))
-    assert f"its earlier records are in {tmp_path / 'metrics.jsonl.1'}" in notes[1]
+    assert f"was moved to {tmp_path / 'metrics.jsonl.1'}: there is no checkpoint to go on from" in notes[1]
     assert losses(tmp_path, "metrics.jsonl.1") == before
     assert_same_run(uninterrupted, tmp_path, 12)
 
@@ -180,6 +180,50 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(unin
     assert "model.safetensors does not match its checksum" in notes[0]
     assert "after update 4" in notes[1]
     assert_same_run(uninterrupted, tmp_path, 12)
+
+
+BROKEN_LINES = [
+    b"7\n",
+    b'{"kind":"train","loss":1.0}\n',
+    b'{"kind":"train","step":"3"}\n',
+    b'{"kind":"train","step":true}\n',
+    b'{"kind":"train","step":1e400}\n',
+    b'{"kind":"train","st\n',
+    b"\xff\xfe\n",
+    b"[" * 5000 + b"\n",
+    b"\n",
+]
+
+
+def test_damaged_lines_of_the_metrics_are_moved_aside_and_every_whole_record_stays(uninterrupted, tmp_path):
+    stop_at(8, small_run(), tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join([*BROKEN_LINES, *lines[:2], *BROKEN_LINES, *lines[2:], b'{"half": ']))
+    notes = []
+    train(small_run(), tmp_path, Watch(note=notes.append))
+    aside = tmp_path / "metrics.jsonl.damaged.1"
+    assert notes[1:] == [f"{2 * len(BROKEN_LINES)} damaged lines of {metrics} were moved to {aside}"]
+    assert aside.read_bytes() == b"".join(BROKEN_LINES * 2)
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
+@pytest.mark.parametrize(
+    ("harm", "note"),
+    [
+        (lambda path: path.unlink(), "of the updates 1 to 4, 4 have no training record"),
+        (lambda path: os.truncate(path, path.stat().st_size // 2), "have no training record; the run itself is not"),
+        (lambda path: (path.unlink(), path.mkdir()), "metrics.jsonl.1: it is no file of records"),
+    ],
+    ids=["missing", "cut", "folder"],
+)
+def test_records_that_are_gone_are_told_and_the_run_goes_on(uninterrupted, tmp_path, harm, note):
+    stop_at(4, small_run(), tmp_path)
+    harm(tmp_path / "metrics.jsonl")
+    notes = []
+    train(small_run(), tmp_path, Watch(note=notes.append))
+    assert note in "\n".join(notes)
+    assert losses(tmp_path)[-9:] == losses(uninterrupted)[-9:]
 
 
 class StoppedError(Exception):

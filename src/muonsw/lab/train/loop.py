@@ -50,7 +50,7 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
         training = _usable(config)
         shelf = checkpoint.Shelf(folder / CHECKPOINTS, config.keep, watch.note)
         resume(training, shelf, watch)
-        metrics = MetricsFile(folder, after=training.step, note=watch.note)
+        metrics = MetricsFile(folder, after=training.step, log_every=config.log_every, note=watch.note)
         journal = Journal(training, _sinks(metrics, config, folder, watch))
         watch.started(training)
         try:
