@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.errors import Diverged, UsageError
+from muonsw.lab.processes import torch_threads
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
@@ -282,6 +283,21 @@ def test_other_tokens_under_the_same_path_are_refused(tmp_path):
         train(replace(config, data=replace(config.data, fingerprint="0" * 16)), tmp_path)
 
 
+def test_a_decay_that_is_too_strong_at_the_peak_is_refused_before_the_first_update(tmp_path):
+    with pytest.raises(UsageError, match=r"learning rate of 100 with weight_decay=0.1 .* take 10 times the weight"):
+        train(small_run(optimizer={"lr": 100.0}), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_rate_above_its_peak_is_the_user_s_error(tmp_path):
+    def raise_it(training):
+        for group in training.optimizer.param_groups:
+            group["peak_lr"] = 1e-6
+
+    with pytest.raises(UsageError, match=r"update 1 cannot be taken: .*above its peak"):
+        train(small_run(), tmp_path, Watch(started=raise_it))
+
+
 def test_a_model_without_room_for_the_vocabulary_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"vocabulary of 257 tokens, more than model\.vocab=128"):
         train(small_run(model={"vocab": 128}), tmp_path)
@@ -307,6 +323,50 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(tmp_p
 def test_a_diverging_loss_stops_the_run(tmp_path):
     with pytest.raises(Diverged, match="at best"):
         train(small_run(steps=200, diverged=0.5, optimizer={"lr": 3.0, "weight_decay": 0.0}), tmp_path)
+
+
+def with_gradients(broken):
+    """A watch whose run has infinite gradients, though a finite loss, in the updates for which `broken` holds."""
+
+    def break_them(training):
+        weight = next(training.model.parameters())
+        weight.register_hook(lambda gradient: gradient * (math.inf if broken(training.step + 1) else 1.0))
+
+    return Watch(started=break_them)
+
+
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+def test_a_run_that_skips_update_after_update_stops(tmp_path):
+    said = r"gradients of 4 updates in a row, up to update 9, are not finite.*setting `skipped`.*step-00000008"
+    with pytest.raises(Diverged, match=said) as stopped:
+        train(small_run(skipped=4), tmp_path, with_gradients(lambda step: step == 2 or step >= 6))
+    assert stopped.value.step == 9
+
+
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+def test_updates_that_are_skipped_now_and_then_are_counted_also_over_a_resume(tmp_path):
+    def stop(record):
+        if record["step"] == 6:
+            raise StoppedError
+
+    broken = with_gradients(lambda step: step % 4)
+    with pytest.raises(StoppedError):
+        train(small_run(skipped=4), tmp_path, replace(broken, record=stop))
+    assert train(small_run(skipped=4), tmp_path, broken)["skipped"] == 9
+
+
+def test_the_threads_of_a_run_are_restored_and_the_difference_is_said(uninterrupted, tmp_path):
+    """What torch would choose differs from process to process; a resumed run has the number that it began with."""
+    with torch_threads(2):
+        stop_at(4, small_run(threads=0), tmp_path)
+    notes, used = [], []
+    watch = Watch(note=notes.append, record=lambda _record: used.append(torch.get_num_threads()))
+    train(small_run(threads=0), tmp_path, watch)
+    assert set(used) == {2}
+    assert torch.get_num_threads() == 1
+    assert notes[1] == "torch uses 2 CPU threads, as before, and not the 1 it would choose here"
+    assert json.loads((tmp_path / "environment.json").read_text())["threads"] == 2
+    assert json.loads((uninterrupted / "environment.json").read_text())["threads"] == 1
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])

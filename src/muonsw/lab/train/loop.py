@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from muonsw import Telemetry
 from muonsw.lab.errors import Diverged, Interrupted, UsageError
-from muonsw.lab.processes import StopRequest, stop_requests
+from muonsw.lab.processes import StopRequest, stop_requests, torch_threads
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_result
+from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_environment, write_result
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sink, wandb_sink
 from muonsw.lab.train.state import Training, with_fingerprint
 
@@ -46,10 +48,11 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
     """
     watch = watch or Watch()
     config = with_fingerprint(config)
-    with claimed(folder, config), stop_requests() as request:
+    with claimed(folder, config), stop_requests() as request, torch_threads(None):
         training = _usable(config)
         shelf = checkpoint.Shelf(folder / CHECKPOINTS, config.keep, watch.note)
         resume(training, shelf, watch)
+        write_environment(folder)
         metrics = MetricsFile(folder, after=training.step, log_every=config.log_every, note=watch.note)
         journal = Journal(training, _sinks(metrics, config, folder, watch))
         watch.started(training)
@@ -113,10 +116,13 @@ def save(training: Training, journal: Journal, metrics: MetricsFile, shelf: chec
 
 def resume(training: Training, shelf: checkpoint.Shelf, watch: Watch) -> None:
     """Load the newest checkpoint that is whole; a damaged one is put aside and the one before it tried."""
+    here = torch.get_num_threads()
     for path in checkpoint.newest_first(shelf.folder):
         try:
             training.load(checkpoint.load(path))
             watch.note(f"going on after update {training.step}, from {path}")
+            if here != (threads := torch.get_num_threads()):
+                watch.note(f"torch uses {threads} CPU threads, as before, and not the {here} it would choose here")
             return
         except checkpoint.CheckpointError as error:
             shelf.put_aside(path, error)
@@ -155,4 +161,5 @@ def _result(training: Training) -> dict[str, Any]:
         "best_step": training.best.step,
         "tokens": training.step * training.config.tokens_per_step,
         "seconds": training.seconds,
+        "skipped": training.guard.skipped,
     }

@@ -76,7 +76,7 @@ class Journal:
             record = self._record(step, lr, row) | {"tokens_per_second": rate}
             if step % self.training.config.log_every == 0 or step == self.training.config.steps:
                 self.write(record)
-            self.training.guard.watch(step, record["loss"])
+            self.training.guard.watch(step, record["loss"], record["grad_norm"])
 
     def restart_clock(self) -> None:
         """Leave what was not training out of the speed."""
