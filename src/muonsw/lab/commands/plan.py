@@ -18,7 +18,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
 from muonsw.lab.plan import GroupPlan, RecipePlan, RunPlan, parse_amount, plan, plan_recipe
-from muonsw.lab.terminal import say
+from muonsw.lab.terminal import harmless, say
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 
 GIB = 2**30
@@ -256,5 +256,5 @@ def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Seque
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="right" if any(headings) and place else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(harmless(cell)) for cell in row))
     console.print(table)
