@@ -29,10 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"muonsw: the lab needs {error.name}; install it with: pip install 'muonsw[lab]'", file=sys.stderr)
         return USAGE
+    from muonsw.lab.terminal import harmless  # needs what the lab needs
+
     try:
         return int(commands.run(given))
     except (UsageError, Interrupted) as error:
-        print(f"muonsw: {error}", file=sys.stderr)
+        print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("muonsw: interrupted", file=sys.stderr)
