@@ -38,7 +38,7 @@ def by_torch(grads, momenta, form, nesterov, maximize):
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("form", ["ema", "heavy_ball"])
-@pytest.mark.parametrize("shape", [(60, 71), (64, 64), (1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(60, 71), (1, 3)], ids=str)
 def test_momentum_and_norm_are_the_twins(shape, form, nesterov, maximize, device):
     grads, momenta = problem(shape, device)
     after, ahead = by_torch(grads, momenta, form, nesterov, maximize)
