@@ -11,9 +11,21 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import momentum
-from muonsw.algorithms.base import Algorithm, Budget, Group, Item, Part, Region, Update, are_large, clean
+from muonsw.algorithms.base import (
+    Algorithm,
+    Budget,
+    Group,
+    Item,
+    Narrows,
+    Part,
+    Region,
+    Update,
+    WholeMatrices,
+    are_large,
+    clean,
+)
 from muonsw.orthogonalize import ORTHOGONALIZERS
-from muonsw.precision import compute_dtype
+from muonsw.precision import compute_dtype, state_dtype
 from muonsw.scale import SHAPE_SCALES
 
 STACK, FLATTEN = "stack", "flatten"
@@ -149,8 +161,10 @@ def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
 
 def count_matrices(group: Group, param: Tensor) -> int:
     """How many matrices of a parameter are orthogonalized, each on its own."""
-    shapes = [Region(narrow).of(param).shape for narrow in _splits(group, param)]
-    return sum(shape.numel() // math.prod(matrix_shape(shape, group["matrix"])) for shape in shapes if shape.numel())
+    if not param.numel():
+        return 0
+    stack = math.prod(param.shape[: _first_axis(group, param.dim())])
+    return stack * sum(1 for _, rows, columns in _cells(group, param.shape) if rows * columns)
 
 
 def _splits(group: Group, param: Tensor) -> Iterator[tuple[tuple[int, int, int], ...]]:
@@ -192,6 +206,43 @@ def validate(group: Group, name: str, param: Tensor) -> None:
         )
 
 
+def _first_axis(group: Group, axes: int) -> int:
+    return 0 if group["matrix"] == FLATTEN else axes - 2
+
+
+def _cells(group: Group, shape: torch.Size) -> Iterator[tuple[Narrows, int, int]]:
+    """The parts of a parameter of this shape, with the shape of their matrices."""
+    like = torch.empty(shape, device="meta")
+    for narrow in _splits(group, like):
+        yield narrow, *matrix_shape(Region(narrow).of(like).shape, group["matrix"])
+
+
+def _advance(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
+    """Advance the momentum of `parts`, and write what is to be orthogonalized to `targets`."""
+    form, beta = group["momentum_form"], group["momentum"]
+    momenta = [part.state("momentum_buffer") for part in parts]
+    grads = clean([part.grad for part in parts], momenta, group["maximize"], ok)
+    momentum.advance(form, momenta, grads, beta, ok)
+    if targets is not None and group["nesterov"]:
+        momentum.look_ahead(form, momenta, grads, beta, out=targets)
+    elif targets is not None:
+        torch._foreach_copy_(targets, momenta)
+
+
+# The rule of `updates` in two halves, for matrices that are spread over ranks.
+WHOLE_MATRICES = WholeMatrices(
+    first_axis=_first_axis,
+    cells=_cells,
+    sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
+    result_dtype=lambda group, dtype, device: compute_dtype(group["ns_dtype"], dtype, device),
+    advance=_advance,
+    directions=lambda group, matrices, dtype: ORTHOGONALIZERS[group["orthogonalizer"]](
+        matrices, steps=group["ns_steps"], dtype=dtype
+    ),
+    scale=lambda group, rows, columns: SHAPE_SCALES[group["scale"]](rows, columns),
+)
+
+
 MUON = Algorithm(
     defaults={
         "momentum": 0.95,
@@ -209,4 +260,5 @@ MUON = Algorithm(
     updates=updates,
     validate=validate,
     matrices=count_matrices,
+    whole=WHOLE_MATRICES,
 )

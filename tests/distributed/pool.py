@@ -1,0 +1,93 @@
+"""Processes that form ranks: started once for a test module, they run one function after another.
+
+They are forked from a server that has imported torch, so that a pool costs one import. A case that does not come back
+in time, as a collective that waits for ever, is a failure; its pool is ended and the next case gets a new one.
+"""
+
+import contextlib
+import multiprocessing
+import tempfile
+from multiprocessing.connection import wait
+from pathlib import Path
+
+TIMEOUT = 60.0
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.distributed.worker"])
+
+
+class CaseError(AssertionError):
+    """A function failed on a rank, or did not return."""
+
+
+class Pool:
+    """`size` ranks of one process group (gloo)."""
+
+    def __init__(self, size):
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._started = 0
+        self._start()
+
+    def _start(self):
+        from tests.distributed.worker import serve
+
+        self._started += 1
+        store = Path(self._folder.name) / f"store{self._started}"
+        self._pipes, self._processes = [], []
+        for rank in range(self.size):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=serve, args=(rank, self.size, str(store), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function, *args, ranks=None, timeout=TIMEOUT, **kwargs):
+        """What `function(*args)` returns on each rank; `ranks` limits it to the first so many.
+
+        The others of the pool run it as well, inside a mesh or group they are no member of.
+        """
+        answers = self.attempt(function, *args, timeout=timeout, **kwargs)
+        failed = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
+        if failed:
+            raise CaseError("\n".join(failed))
+        return [answer for _, answer in answers][: ranks or self.size]
+
+    def attempt(self, function, *args, timeout=TIMEOUT, **kwargs):
+        """(True, result) or (False, traceback) of each rank."""
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        answers = {}
+        while len(answers) < self.size:
+            ready = wait([p for r, p in enumerate(self._pipes) if r not in answers], timeout)
+            if not ready:
+                self._restart()
+                raise CaseError(f"ranks {sorted(set(range(self.size)) - set(answers))} did not return in {timeout} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    self._restart()
+                    raise CaseError(f"rank {rank} died") from None
+        return [answers[rank] for rank in range(self.size)]
+
+    def _restart(self):
+        self._end()
+        self._start()
+
+    def _end(self):
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        for process in self._processes:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def close(self):
+        self._end()
+        self._folder.cleanup()
