@@ -447,8 +447,15 @@ class ScaledDecayOptimizer(Optimizer):
     def gather_state(self) -> None:
         """Bring the momenta that other ranks keep (`momentum_on_owner`) to this one; every rank must call it.
 
-        They stay until the next step. Without `momentum_on_owner` there is nothing to do.
+        They stay until the next step. A fresh optimizer gets the state with which it would begin, so that a checkpoint
+        can be loaded into it. Without `momentum_on_owner` there is nothing to do.
         """
+        if not self._ranks.momentum_on_owner:
+            return
+        if not self.state:
+            trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            for batch in work_of(self, trainable):
+                ensure_state(batch.group, batch.items)
         for group in self.param_groups:
             for param in group["params"]:
                 if self._ranks.has_owner(param):

@@ -1,4 +1,4 @@
-"""Processes that form ranks: started once for a test module, they run one function after another.
+"""Processes that form ranks: started once, they run one function after another.
 
 They are forked from a server that has imported torch, so that a pool costs one import. A case that does not come back
 in time, as a collective that waits for ever, is a failure; its pool is ended and the next case gets a new one.
@@ -43,16 +43,13 @@ class Pool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function, *args, ranks=None, timeout=TIMEOUT, **kwargs):
-        """What `function(*args)` returns on each rank; `ranks` limits it to the first so many.
-
-        The others of the pool run it as well, inside a mesh or group they are no member of.
-        """
+    def run(self, function, *args, timeout=TIMEOUT, **kwargs):
+        """What `function(*args)` returns on each rank."""
         answers = self.attempt(function, *args, timeout=timeout, **kwargs)
         failed = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
         if failed:
             raise CaseError("\n".join(failed))
-        return [answer for _, answer in answers][: ranks or self.size]
+        return [answer for _, answer in answers]
 
     def attempt(self, function, *args, timeout=TIMEOUT, **kwargs):
         """(True, result) or (False, traceback) of each rank."""

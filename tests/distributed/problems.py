@@ -95,11 +95,15 @@ def mesh_of(*shape, names=None):
 def worst(left, right):
     """The largest difference between what two optimizers made of their parameters, in units of the larger weight."""
     differences = [0.0]
-    for a, b in zip(parameters(left), parameters(right), strict=True):
-        a, b = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (a.detach(), b.detach()))
+    for a, b in zip(whole(left), whole(right), strict=True):
         if a.numel():
             differences.append(((a - b).abs().max() / b.abs().max()).item())
     return max(differences)
+
+
+def whole(optimizer):
+    """All parameters of an optimizer, put together from their shards."""
+    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in parameters(optimizer)]
 
 
 def compare(mesh, placements, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64, **options):

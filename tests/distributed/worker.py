@@ -4,6 +4,7 @@ import traceback
 import warnings
 
 import torch
+import torch._dynamo  # DTensors import it at their first use
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp

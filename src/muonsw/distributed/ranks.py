@@ -143,8 +143,8 @@ class Ranks:
         if self.elsewhere:
             name = next(iter(self.elsewhere.values()))
             raise RuntimeError(
-                f"the momentum of {name} and {len(self.elsewhere) - 1} more is on other ranks (momentum_on_owner=True); "
-                f"call optimizer.gather_state() on every rank first"
+                f"the momentum of {name} and {len(self.elsewhere) - 1} more are on other ranks, as momentum_on_owner=True "
+                f"asks; call optimizer.gather_state() on every rank first"
             )
 
     def _is_divided(self, group: Group, param: Tensor) -> bool:
