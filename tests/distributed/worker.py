@@ -14,12 +14,16 @@ import muonsw
 
 assert muonsw.MuonSW
 
+# Warnings of torch about torch, which no test here is about.
+TORCHS_OWN = (".*torch.jit.script.*", "FSDP2-wrapped module .* returned a view tensor")
+
 
 def serve(rank, size, store, pipe):
     """The life of a rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
+    for message in TORCHS_OWN:
+        warnings.filterwarnings("ignore", message=message)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (job := pipe.recv()) is not None:
         function, args, kwargs = job
