@@ -11,6 +11,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 TIMEOUT = 60.0
+# How long the others may go on when one rank has failed: they may be waiting for it.
+GRACE = 5.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.distributed.worker"])
@@ -57,10 +59,12 @@ class Pool:
             pipe.send((function, args, kwargs))
         answers = {}
         while len(answers) < self.size:
-            ready = wait([p for r, p in enumerate(self._pipes) if r not in answers], timeout)
+            failed = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in answers.items() if not ok]
+            waiting = [rank for rank in range(self.size) if rank not in answers]
+            ready = wait([self._pipes[rank] for rank in waiting], GRACE if failed else timeout)
             if not ready:
                 self._restart()
-                raise CaseError(f"ranks {sorted(set(range(self.size)) - set(answers))} did not return in {timeout} s")
+                raise CaseError("\n".join([f"ranks {waiting} did not return", *failed]))
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:

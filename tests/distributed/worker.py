@@ -30,6 +30,6 @@ def serve(rank, size, store, pipe):
         try:
             torch.manual_seed(0)
             pipe.send((True, function(*args, **kwargs)))
-        except BaseException:
+        except Exception:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
