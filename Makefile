@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Apart from the rest: a torchvision that cannot load its operators would break other packages' imports.
+MODELS_VENV := .venv-models
+MODELS_INSTALLED := $(MODELS_VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint types pytest test-again test-slow test-gpu bench docs clean
+.PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models bench docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -33,7 +36,7 @@ types: install
 	$(BIN)/mypy
 
 # One thread for each worker: two workers with two threads each on two cores run many times slower.
-QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu"
+QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu and not models"
 
 pytest: install
 	$(QUICK) -p no:randomly
@@ -53,6 +56,14 @@ test-slow: install  ## the tests that take minutes
 test-gpu:  ## the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
 
+test-models: $(MODELS_INSTALLED)  ## routing of 145 models of transformers, timm, torchvision and PEFT
+	OMP_NUM_THREADS=1 $(MODELS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m models tests/models
+
+$(MODELS_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(MODELS_VENV)
+	$(MODELS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[models]' pytest pytest-xdist hypothesis
+	@touch $@
+
 bench: install  ## time our step and the demo model against torch's, on this machine
 	$(BIN)/python bench/step_time.py
 	$(BIN)/python bench/demo_speed.py
@@ -63,4 +74,4 @@ docs: install  ## build the documentation into site/
 	@echo "open site/index.html"
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MODELS_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis

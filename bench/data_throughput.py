@@ -26,8 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from muonsw.lab.data.corpus import Corpus, up_to
-from muonsw.lab.data.groups import grouped
-from muonsw.lab.data.prepare import open_split, prepare
+from muonsw.lab.data.prepare import grouped, open_split, prepare
 from muonsw.lab.data.tokenizers import BPETokenizer, GPT2Tokenizer, Tokenizer
 
 # what the library gets at a time: enough for its threads, and its working memory stays below a gigabyte

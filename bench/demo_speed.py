@@ -23,7 +23,7 @@ from torch.nn import functional
 from muonsw.lab.model import Decoder, ModelConfig, preset
 from muonsw.lab.model.moe import FeedForwardOutput, MoE, balance_loss, z_loss
 from muonsw.lab.train.groups import build_optimizer
-from muonsw.lab.train.presets import recipe
+from muonsw.lab.train.presets import preset_run
 
 
 class LoopedExperts(nn.Module):
@@ -66,7 +66,7 @@ def plain_twin(model: Decoder) -> tuple[Decoder, list[torch.optim.Optimizer]]:
     twin.load_state_dict(model.state_dict())
     for layer in twin.layers:
         layer.moe = LoopedExperts(model.config, layer.moe)
-    settings = recipe("demo").optimizer
+    settings = preset_run("demo", "").optimizer
     matrices = [p for name, p in twin.named_parameters() if p.dim() == 2 and not _is_other(name)]
     others = [p for name, p in twin.named_parameters() if p.dim() != 2 or _is_other(name)]
     muon = torch.optim.Muon(
@@ -82,13 +82,13 @@ def _is_other(name: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=recipe("demo").batch)
+    parser.add_argument("--batch", type=int, default=preset_run("demo", "").batch)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     config = preset("demo")
     ours = Decoder(config)
     twin, torch_optimizers = plain_twin(ours)
-    mine = build_optimizer(ours, recipe("demo").optimizer)
+    mine = build_optimizer(ours, preset_run("demo", "").optimizer)
     tokens = torch.randint(config.vocab, (options.batch, config.sequence + 1))
     sides = {"muonsw": (ours, [mine]), "loop over nn.Linear + torch.optim": (twin, torch_optimizers)}
     check(ours, twin, tokens)

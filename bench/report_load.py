@@ -1,14 +1,13 @@
-"""Times a report over many runs, cold and warm: `python bench/report_load.py [--runs 200] [--records 10000]`.
+"""Times a report over many runs: `python bench/report_load.py [--runs 200] [--records 10000]`.
 
-Prints seconds for reading every metrics file, for the page and for the pictures beside it, and the size of the page.
-The folders are synthetic, in a temporary folder, and as long as real ones: of a hundred records 88 are of training, ten
-of telemetry over eight scopes, two of evaluation.
+Prints seconds for reading every metrics file, for the page and for the pictures beside it, and the size of the page;
+seconds of processor time tell a slow machine from a busy one. The folders are synthetic, in a temporary folder, and as
+long as real ones: of a hundred records 88 are of training, ten of telemetry over eight scopes, two of evaluation.
 """
 
 import argparse
 import json
 import math
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -56,9 +55,13 @@ def write_runs(folder: Path, runs: int, count: int) -> list[Path]:
     return paths
 
 
-def processor() -> float:
-    """Seconds that this process and its finished children have computed; tells a slow machine from a busy one."""
-    return sum(os.times()[:4])
+def timed(what: str, work):
+    """Do the work and print how long it took."""
+    computed, start = time.process_time(), time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - start
+    print(f"{what}: {seconds:.2f} s, {time.process_time() - computed:.2f} s of processor time")
+    return result
 
 
 def main() -> None:
@@ -71,16 +74,10 @@ def main() -> None:
         paths = write_runs(folder, options.runs, options.records)
         size = sum((path / "metrics.jsonl").stat().st_size for path in paths)
         print(f"{options.runs} runs of {options.records} records, {size / 1e6:.0f} MB of metrics")
-        for state in ("cold", "warm"):
-            before, start = processor(), time.perf_counter()
-            runs = load_runs(paths)
-            loaded = time.perf_counter()
-            page = write_report(folder / "report.html", "bench", runs, images=False)[0]
-            paged = time.perf_counter()
-            write_report(folder / "report.html", "bench", runs)
-            seconds = (loaded - start, paged - loaded, time.perf_counter() - paged, processor() - before)
-            shown = "load {:.2f} s, page {:.2f} s, page with pictures {:.2f} s, all {:.2f} s of processor time"
-            print(f"{state}: {shown.format(*seconds)}; the page has {page.stat().st_size / 1e6:.1f} MB")
+        runs = timed("load", lambda: load_runs(paths))
+        page = timed("page", lambda: write_report(folder / "report.html", "bench", runs, images=False)[0])
+        timed("page with pictures", lambda: write_report(folder / "report.html", "bench", runs))
+        print(f"the page has {page.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import ByteTokenizer
 from muonsw.lab.model import count
-from muonsw.lab.train.journal import Journal
+from muonsw.lab.train.graph import WARM_CALLS
 from muonsw.lab.train.presets import preset_run
+from muonsw.lab.train.records import Journal
 from muonsw.lab.train.state import Training, with_fingerprint
 
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=32, help="sequences in a micro-batch")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--updates", type=int, default=2)
+    parser.add_argument("--graphs", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="Synchronization debug mode")
@@ -62,16 +64,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float | str]:
     journal = Journal(training, [])
 
     def update() -> None:
-        losses = training.forward_backward(batches)
-        norm = training.clip()
         lr = training.base_lr()
-        training.optimizer.step()
-        training.scheduler.step()
-        training.optimizer.zero_grad(set_to_none=True)
-        training.step += 1
+        losses, norm = training.update(batches, measured=False)
         journal.note_update(lr, losses, norm)
 
-    for _ in range(2):
+    for _ in range(2 if training.replayed_update is None else WARM_CALLS + 2):
         update()
     journal.catch_up()
     torch.cuda.reset_peak_memory_stats()
@@ -107,7 +104,9 @@ def prepared(name: str, options: argparse.Namespace) -> Training:
     config = preset_run(name, str(folder))
     sizes = {"batch": options.batch, "accumulation": options.batch // options.micro}
     return Training(
-        with_fingerprint(replace(config, data=replace(config.data, eval_windows=1), device="cuda", **sizes))
+        with_fingerprint(
+            replace(config, data=replace(config.data, eval_windows=1), device="cuda", graphs=options.graphs, **sizes)
+        )
     )
 
 

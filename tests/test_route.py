@@ -1,11 +1,14 @@
 """Routing a model: by role, by pattern, strict."""
 
+import sys
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
-from muonsw.route import classify
+from muonsw.routing import classify
 
 
 class Experts(nn.Module):
@@ -58,12 +61,16 @@ EXPECTED = {
 }
 
 
+def by_name(optimizer):
+    return {name: g for g in optimizer.param_groups for name in g["param_names"]}
+
+
 def roles_of(optimizer):
     return {name: g["role"] for g in optimizer.param_groups for name in g["param_names"]}
 
 
 def test_roles():
-    found = {name: role for name, _, role, _ in classify(Model(tied=False))}
+    found = {entry.name: entry.role for entry in classify(Model(tied=False))}
     assert {name: found[name] for name in EXPECTED} == EXPECTED
 
 
@@ -160,13 +167,15 @@ def test_other_optimizers_route_too(cls):
     assert {g["role"]: g["weight_decay"] for g in optimizer.param_groups}["hidden"] == 0.1
 
 
-def test_what_cannot_be_a_matrix_is_an_error_by_name_until_the_user_says_how():
+def test_what_nothing_explains_gets_adamw_without_decay_until_the_user_says_how():
     model = nn.Module()
-    model.blob = nn.Parameter(torch.randn(2, 3, 4, 5))
+    model.blob, model.body = nn.Parameter(torch.randn(2, 3, 4, 5)), nn.Linear(4, 4, bias=False)
+    of = by_name(MuonSW.for_model(model, lr=0.02))
+    assert (of["blob"]["role"], of["blob"]["algorithm"], of["blob"]["weight_decay"]) == ("unclear", "adamw", 0.0)
+    told = {"algorithm": "muon", "matrix": "stack", "weight_decay": 0.1}
+    assert by_name(MuonSW.for_model(model, lr=0.02, patterns={"blob": told}))["blob"]["matrix"] == "stack"
     with pytest.raises(ValueError, match=r"blob has shape \(2, 3, 4, 5\)"):
-        MuonSW.for_model(model, lr=0.02)
-    optimizer = MuonSW.for_model(model, lr=0.02, patterns={"blob": {"matrix": "stack"}})
-    assert optimizer.param_groups[0]["matrix"] == "stack"
+        MuonSW.for_model(model, lr=0.02, patterns={"role:unclear": {"algorithm": "muon"}})
 
 
 def test_a_model_without_parameters_is_an_error():
@@ -198,3 +207,185 @@ def test_one_scheduler_drives_the_whole_model():
         scheduler.step()
     assert loss_of().item() < 0.5 * first
     assert {g["resolved_peak_lr"] for g in optimizer.param_groups} == {0.1}
+
+
+def test_matrices_come_first():
+    """Loggers that show the first group show the matrices' learning rate."""
+    for cls in (MuonSW, AdamWSW, SGDSW):
+        roles = [
+            g["role"] in ("hidden", "experts", "convolution") for g in cls.for_model(Model(), lr=0.02).param_groups
+        ]
+        assert roles == sorted(roles, reverse=True)
+        assert roles[0]
+
+
+def test_every_parameter_has_a_reason():
+    optimizer = MuonSW.for_model(Model(), lr=0.02, patterns={"*.qkv.*": {"lr": 0.01}})
+    lines = optimizer.routing(reasons=True).splitlines()
+    names = [name for g in optimizer.param_groups for name in g["param_names"]]
+    assert len(lines) == 1 + len(names)
+    assert lines[0].split() == ["group", "role", "algorithm", "shape", "seen", "as", "name", "reason"]
+    for name, line in zip(names, lines[1:], strict=True):
+        words = line.split()
+        reason = line.split(name, 1)[1].strip()
+        assert name in words
+        assert len(reason.split()) > 3, line
+    assert "pattern '*.qkv.*'" in next(line for line in lines if "blocks.0.qkv.weight" in line)
+
+
+def test_groups_made_by_hand_have_a_table_too():
+    layer = nn.Linear(4, 4, bias=False)
+    assert "by hand" in MuonSW(layer.named_parameters(), lr=0.1).routing(reasons=True)
+    assert "by hand" in MuonSW(layer.parameters(), lr=0.1).routing(reasons=True)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
+def test_patterns_and_names_see_through_wrappers(wrap):
+    patterns = {"embed.weight": {"lr": 0.5}, "blocks.*.qkv.weight": {"split_sizes": (8, 8, 8)}}
+    plain = MuonSW.for_model(Model(), lr=0.02, patterns=patterns)
+    wrapped = MuonSW.for_model(wrap(Model()), lr=0.02, patterns=patterns)
+    assert [g["param_names"] for g in wrapped.param_groups] == [g["param_names"] for g in plain.param_groups]
+    assert roles_of(wrapped) == roles_of(plain)
+
+
+def test_a_module_that_is_only_called_module_keeps_its_name():
+    model = nn.Module()
+    model.module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    assert set(roles_of(MuonSW.for_model(model, lr=0.02))) == {"module.0.weight", "module.1.weight"}
+
+
+def test_activation_checkpointing_changes_nothing():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model()
+    expected = roles_of(MuonSW.for_model(model, lr=0.02))
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    assert roles_of(MuonSW.for_model(model, lr=0.02)) == expected
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_flattened_parameters_are_refused_by_name(use_orig_params):
+    """FSDP1 on two ranks, the other of which is pretended: weights become vectors."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = FullyShardedDataParallel(
+                nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+                use_orig_params=use_orig_params,
+                device_id=torch.device("cpu"),
+            )
+        with pytest.raises(ValueError, match=r"(_flat_param|0\.weight) has been flattened .*fully_shard"):
+            MuonSW.for_model(model, lr=0.02)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_parameters_without_a_shape_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"1\.weight has no shape yet; run one batch"):
+        MuonSW.for_model(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), lr=0.02)
+
+
+def test_muon_without_a_matrix_warns():
+    with pytest.warns(UserWarning, match=r"found no matrix to orthogonalize.*roles: bias, embedding, norm"):
+        MuonSW.for_model(nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4)), lr=0.02)
+    AdamWSW.for_model(nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4)), lr=0.02)
+
+
+def test_adamw_options_must_be_known_and_reach_something():
+    with pytest.raises(ValueError, match=r"adamw=\{'beta': \.\.\.\}.*betas"):
+        MuonSW.for_model(Model(), lr=0.02, adamw={"beta": (0.9, 0.95)})
+    with pytest.raises(ValueError, match="momentum"):
+        MuonSW.for_model(Model(), lr=0.02, adamw={"momentum": 0.9})
+    with pytest.raises(ValueError, match="betas"):
+        MuonSW.for_model(Model(), lr=0.02, adamw={"betas": 0.9})
+    with pytest.raises(ValueError, match="applies to nothing"):
+        SGDSW.for_model(Model(), lr=0.02, adamw={"lr": 1e-3})
+    with pytest.raises(ValueError, match="applies to nothing"):
+        MuonSW.for_model(
+            nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), lr=0.02, adamw={"lr": 1}
+        )
+
+
+def test_adamw_options_follow_what_a_pattern_moves():
+    """They apply to what ends at AdamW, and not to what leaves it."""
+    patterns = {"*.qkv.*": {"algorithm": "adamw"}, "role:router": {"algorithm": "muon", "weight_decay": 0.1}}
+    of = by_name(MuonSW.for_model(Model(), lr=0.02, adamw={"lr": 3e-4}, patterns=patterns))
+    assert of["blocks.0.qkv.weight"]["lr"] == of["embed.weight"]["lr"] == 3e-4
+    assert of["blocks.0.moe.router.weight"]["lr"] == 0.02
+    sgd = by_name(
+        SGDSW.for_model(Model(), lr=0.02, adamw={"lr": 3e-4}, patterns={"embed.weight": {"algorithm": "adamw"}})
+    )
+    assert (sgd["embed.weight"]["lr"], sgd["blocks.0.qkv.weight"]["lr"]) == (3e-4, 0.02)
+
+
+def test_a_model_on_the_meta_device_is_routed_as_any_other():
+    with torch.device("meta"):
+        abstract = MuonSW.for_model(Model(), lr=0.02)
+    assert roles_of(abstract) == roles_of(MuonSW.for_model(Model(), lr=0.02))
+
+
+def test_declared_decay_is_kept():
+    """A matrix that the model itself lists without decay is orthogonalized and not decayed."""
+
+    class Declares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def no_weight_decay(self):
+            return {"a.weight"}
+
+    of = by_name(MuonSW.for_model(Declares(), lr=0.02, weight_decay=0.1))
+    assert [(of[n]["algorithm"], of[n]["weight_decay"]) for n in ("a.weight", "b.weight")] == [
+        ("muon", 0),
+        ("muon", 0.1),
+    ]
+
+
+def test_low_rank_factors_move_to_muon_on_request():
+    model = nn.Module()
+    model.base = nn.Linear(16, 16, bias=False)
+    model.lora_A, model.lora_B = nn.Parameter(torch.randn(4, 16)), nn.Parameter(torch.zeros(16, 4))
+    model.base.requires_grad_(False)
+    with pytest.warns(UserWarning, match="'role:lora'"):
+        optimizer = MuonSW.for_model(model, lr=0.02)
+    assert {(g["role"], g["algorithm"], g["weight_decay"]) for g in optimizer.param_groups} == {("lora", "adamw", 0.0)}
+    moved = MuonSW.for_model(model, lr=0.02, patterns={"role:lora": {"algorithm": "muon"}})
+    assert {(g["algorithm"], g["weight_decay"]) for g in moved.param_groups} == {("muon", 0.0)}
+
+
+def lines_run_to_classify(model):
+    """How many lines of the library run, loops counted by their turns."""
+    lines = 0
+
+    def tally(frame, event, _):
+        nonlocal lines
+        lines += event == "line"
+        return tally if "muonsw" in frame.f_code.co_filename else None
+
+    sys.settrace(tally)
+    try:
+        list(classify(model))
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+def test_work_grows_with_the_model_and_not_with_its_square():
+    """Four times the layers run at most eight times the lines; squared growth would be sixteen."""
+
+    def expert():
+        return nn.ModuleDict({"gate": nn.Linear(8, 4), "up": nn.Linear(8, 4), "down": nn.Linear(4, 8)})
+
+    def mixture(layers):
+        moes = [
+            {"router": nn.Linear(8, 6), "experts": nn.ModuleList(expert() for _ in range(6))} for _ in range(layers)
+        ]
+        blocks = [nn.ModuleDict({"attention": nn.Linear(8, 8), "moe": nn.ModuleDict(moe)}) for moe in moes]
+        return nn.ModuleDict({"layers": nn.ModuleList(blocks), "head": nn.Linear(8, 50)})
+
+    assert lines_run_to_classify(mixture(16)) < 8 * lines_run_to_classify(mixture(4))

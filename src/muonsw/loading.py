@@ -14,15 +14,13 @@ from muonsw.algorithms.base import Group
 from muonsw.distributed.shards import put_like
 from muonsw.options import CHECKS, validate_option
 from muonsw.orthogonalize.coefficients import NS5
+from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.state import dtype_of
 
 StateDict = dict[str, Any]
 
 # Keys of torch's groups that mean nothing here once they have been looked at.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
-
-# What wrappers put before or between the names of a model's parameters.
-_WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
@@ -75,7 +73,7 @@ def _match_by_name(saved: list[Group], groups: list[Group]) -> list[Group]:
 
 def plain_name(name: str) -> str:
     """A parameter's name without what compilers and parallel wrappers put into it."""
-    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+    return ".".join(word for word in name.split(".") if word not in {*WRAPPER_WORDS, "module"})
 
 
 def _translate(group: Group) -> Group:

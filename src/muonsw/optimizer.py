@@ -30,7 +30,7 @@ from muonsw.options import (
 )
 from muonsw.peak import Group, PeakLRWarning
 from muonsw.precision import LOW_PRECISION
-from muonsw.route import route, routing_table
+from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import ensure_state
 from muonsw.summary import GroupSummary, Summary
 from muonsw.work import Batch, work_of
@@ -62,6 +62,7 @@ class ScaledDecayOptimizer(Optimizer):
     _last: list[tuple[Group, list[Tensor], float | Tensor]]
     _last_was_skipped: bool
     _left_out: list[tuple[str, weakref.ref[Tensor]]]
+    _reasons: dict[str, str]
     _ranks: Ranks
 
     def __init__(
@@ -105,34 +106,44 @@ class ScaledDecayOptimizer(Optimizer):
     ) -> Self:
         """Build one optimizer for a whole model, each parameter in the group that its role asks for.
 
-        Hidden matrices, convolutions and stacked experts get this class's algorithm with decay. Embeddings,
-        heads, routers, norms, biases and other vectors get no decay, and AdamW where this class is Muon.
+        Hidden matrices, convolutions and experts get this class's algorithm with decay, in the first groups.
+        Embeddings, heads, routers, norms, biases, other vectors, low-rank factors of adapters and whatever stays
+        unclear get no decay, and AdamW where this class is Muon. `routing(reasons=True)` tells why.
 
         Args:
             model: the model; frozen parameters are left out, tied ones are seen once.
             lr: learning rate of every group that has none of its own.
             weight_decay: lambda of the decayed groups.
-            patterns: options for parameters by name (`"layers.*.attn.qkv.weight"`, shell wildcards) or by role
-                (`"role:embedding"`). The first match wins; one that matches nothing is an error.
-            adamw: options for everything that is routed to AdamW, such as a learning rate of its own.
+            patterns: options for parameters by name (`"layers.*.attn.qkv.weight"`, shell wildcards, without the words
+                that torch.compile and other wrappers add) or by role (`"role:embedding"`). The first match wins; one
+                that matches nothing is an error.
+            adamw: options for everything that is routed to AdamW, such as a learning rate of its own; an error where
+                nothing is.
             **options: options of the class, for all groups.
 
         Examples:
             >>> import torch
             >>> from muonsw import MuonSW
-            >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 16))
+            >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 10))
             >>> optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
             >>> [(g["role"], g["algorithm"], g["weight_decay"]) for g in optimizer.param_groups]
-            [('embedding', 'adamw', 0.0), ('hidden', 'muon', 0.1), ('bias', 'adamw', 0.0)]
+            [('hidden', 'muon', 0.1), ('embedding', 'adamw', 0.0), ('bias', 'adamw', 0.0), ('head', 'adamw', 0.0)]
         """
-        groups = route(model, cls.algorithm, patterns=patterns or {}, adamw=adamw or {})
+        groups, reasons = route(model, cls.algorithm, patterns=patterns or {}, adamw=adamw or {})
         optimizer = cls(groups, lr=lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg]
+        optimizer._reasons = reasons
         frozen = ((name, param) for name, param in model.named_parameters() if not param.requires_grad)
         optimizer._left_out = [(name, weakref.ref(param)) for name, param in frozen]
         return optimizer
 
-    def routing(self) -> str:
-        """A table of which parameters are in which group, to print."""
+    def routing(self, *, reasons: bool = False) -> str:
+        """A table of which parameters are in which group, to print.
+
+        Args:
+            reasons: one line for each parameter instead of each group, with how Muon sees it and why it has its role.
+        """
+        if reasons:
+            return reasons_table(self.param_groups, self._reasons)
         return routing_table(self.param_groups)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -509,7 +520,7 @@ class ScaledDecayOptimizer(Optimizer):
         self._notices = Notices()
         self._observer = None
         self._last, self._last_was_skipped = [], False
-        self._left_out = []
+        self._left_out, self._reasons = [], {}
         self._ranks = Ranks()
 
     def _chunk_bytes(self, device: torch.device) -> int:

@@ -252,6 +252,10 @@ def _split_sizes(value: Any) -> tuple[int, ...] | None:
     return tuple(_whole(1)(size) for size in value)
 
 
+def _heads(value: Any) -> int | None:
+    return None if value is None else int(_whole(1)(value))
+
+
 def _role(value: Any) -> Any:
     if value is not None and not isinstance(value, str):
         raise ValueError("must be a string or None")
@@ -285,4 +289,6 @@ CHECKS: dict[str, Check] = {
     "matrix": _one_of(None, STACK, FLATTEN),
     "split_sizes": _split_sizes,
     "split_dim": _one_of(0, 1),  # type: ignore[arg-type]
+    "transposed": _flag,
+    "heads": _heads,
 }

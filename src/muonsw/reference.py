@@ -62,7 +62,10 @@ class Decay:
 
 @dataclass
 class ReferenceMuonSW:
-    """Algorithm 1 (heavy-ball, no Nesterov) and the listing's form (EMA, Nesterov), for one matrix."""
+    """Algorithm 1 (heavy-ball, no Nesterov) and the listing's form (EMA, Nesterov), for one matrix.
+
+    `stretch` is a function of (out, in); `in_out` says that W is stored as (in, out).
+    """
 
     W: Tensor
     decay: Decay
@@ -70,7 +73,8 @@ class ReferenceMuonSW:
     nesterov: bool = False
     heavy_ball: bool = True
     orthogonalize: Callable[[Tensor], Tensor] = polar
-    shape_scale: float = 0.2
+    stretch: Callable[[int, int], float] = lambda out, into: 0.2 * max(out, into) ** 0.5
+    in_out: bool = False
     cautious: bool = False
     M: Tensor = field(init=False)
 
@@ -85,8 +89,8 @@ class ReferenceMuonSW:
         self.M = self.beta * self.M + gain * G
         ahead = gain * G + self.beta * self.M if self.nesterov else self.M
         O = self.orthogonalize(ahead)  # noqa: E741
-        m, n = self.W.shape
-        eta_hat = self.shape_scale * eta * max(m, n) ** 0.5
+        m, n = reversed(self.W.shape) if self.in_out else self.W.shape
+        eta_hat = eta * self.stretch(m, n)
         self.W = self.decay.shrink(self.W, O, eta, self.cautious) - eta_hat * O
 
 

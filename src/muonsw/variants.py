@@ -37,6 +37,9 @@ class MuonSW(ScaledDecayOptimizer):
             count matrices) or "flatten" (the first is out, the others are in).
         split_sizes: sizes of the matrices that a fused projection holds side by side.
         split_dim: along which axis of the matrix they lie, 0 for out, 1 for in.
+        heads: that many equal parts along `split_dim`, in place of `split_sizes`: one matrix for each head.
+        transposed: matrices are stored as (in, out), as by the Conv1D of GPT-2; `scale` and `split_dim` then take the
+            last axis for out.
         nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
             the device), or "propagate".
         chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 1 GiB elsewhere.
@@ -75,6 +78,8 @@ class MuonSW(ScaledDecayOptimizer):
         matrix: str | None = None,
         split_sizes: tuple[int, ...] | None = None,
         split_dim: int = 0,
+        heads: int | None = None,
+        transposed: bool = False,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
         process_group: ProcessGroup | None = None,
@@ -94,6 +99,8 @@ class MuonSW(ScaledDecayOptimizer):
             "matrix": matrix,
             "split_sizes": split_sizes,
             "split_dim": split_dim,
+            "heads": heads,
+            "transposed": transposed,
         }
         super().__init__(
             params,

@@ -18,6 +18,8 @@ GROUPS = {
     "convolution": ([(6, 2, 3, 3), (3, 5, 2)], {"matrix": "flatten"}),
     "fused": ([(12, 5), (12, 7)], {"split_sizes": (5, 3, 4)}),
     "fused_in": ([(5, 9)], {"split_sizes": (4, 5), "split_dim": 1}),
+    "heads": ([(8, 6)], {"heads": 4}),
+    "transposed": ([(6, 8), (3, 10)], {"transposed": True, "scale": "spectral", "split_sizes": None}),
     "vectors": ([(7,), (2, 3)], {"algorithm": "adamw", "weight_decay": 0.2}),
     "sgd": ([(9,)], {"algorithm": "sgd", "momentum": 0.9}),
 }

@@ -121,7 +121,9 @@ def experts(placements):
         **options,
     )
     for step in range(3):
-        for left, right in zip(*(sum((g["params"] for g in o.param_groups), []) for o in (alone, together)), strict=True):
+        for left, right in zip(
+            *(sum((g["params"] for g in o.param_groups), []) for o in (alone, together)), strict=True
+        ):
             generator = torch.Generator().manual_seed(step + left.numel())
             left.grad = torch.randn(left.shape, generator=generator, dtype=torch.float64)
             right.grad = distribute_tensor(left.grad, mesh, list(right.placements))

@@ -160,7 +160,10 @@ def mixed_group():
     values = [torch.randn(6, 5, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(4)]
     alone = MuonSW([nn.Parameter(v.clone()) for v in values], lr=PEAK, weight_decay=0.5)
     together = MuonSW(
-        [nn.Parameter(v.clone() if k is None else distribute_tensor(v, mesh, k)) for v, k in zip(values, kinds, strict=True)],
+        [
+            nn.Parameter(v.clone() if k is None else distribute_tensor(v, mesh, k))
+            for v, k in zip(values, kinds, strict=True)
+        ],
         lr=PEAK,
         weight_decay=0.5,
     )

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from muonsw.lab.commands.plan import Plan as PlanCommand
-from muonsw.lab.costs import activation_bytes, estimate_memory, orthogonalizer_flops
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig, moe, preset
+from muonsw.lab.model.counts import activation_bytes, estimate_memory, orthogonalizer_flops
+from muonsw.lab.paper import RECIPES
 from muonsw.lab.plan import MOST_STEPS, lr_multiples, parse_amount, plan, plan_recipe
-from muonsw.lab.recipes import RECIPES
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.schedule import warmup_cosine

@@ -58,7 +58,7 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
         like = [part.grad for part in parts]
         if budget.ok is not None and not are_large(like):
             orthogonal = orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
-        yield Update(parts, _scatter(orthogonal, like), scale(bucket.rows, bucket.columns))
+        yield Update(parts, _scatter(orthogonal, like), scale(*_out_in(group, bucket.rows, bucket.columns)))
 
 
 def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor:
@@ -78,6 +78,11 @@ def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tens
         return _gather(momenta, bucket)
     momentum.look_ahead(form, momenta, grads, beta, out=targets)
     return ahead
+
+
+def _out_in(group: Group, rows: int, columns: int) -> tuple[int, int]:
+    """(out, in) of matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
+    return (columns, rows) if group["transposed"] else (rows, columns)
 
 
 def _empty_batch(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
@@ -153,7 +158,7 @@ def _capacity(bucket: Bucket, chunk_bytes: int) -> int:
 
 
 def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
-    """(rows, columns) = (out, in) of the matrices in a parameter."""
+    """(rows, columns) of the matrices in a parameter as they are stored."""
     if matrix == FLATTEN:
         return shape[0], math.prod(shape[1:])
     return shape[-2], shape[-1]
@@ -169,19 +174,30 @@ def count_matrices(group: Group, param: Tensor) -> int:
 
 def _splits(group: Group, param: Tensor) -> Iterator[tuple[tuple[int, int, int], ...]]:
     """The cuts that turn a fused projection into its parts."""
-    if group["split_sizes"] is None:
+    sizes = split_sizes(group, param)
+    if sizes is None:
         yield ()
         return
-    start = 0
-    for size in group["split_sizes"]:
-        yield ((_split_axis(group, param), start, size),)
+    start, axis = 0, split_axis(group, param)
+    for size in sizes:
+        yield ((axis, start, size),)
         start += size
 
 
-def _split_axis(group: Group, param: Tensor) -> int:
+def split_sizes(group: Group, param: Tensor) -> tuple[int, ...] | None:
+    """Sizes of the parts along the split axis, or None for a parameter that is whole; `heads` means equal parts."""
+    if group["heads"] is None:
+        sizes: tuple[int, ...] | None = group["split_sizes"]
+        return sizes
+    heads: int = group["heads"]
+    return (param.shape[split_axis(group, param)] // heads,) * heads
+
+
+def split_axis(group: Group, param: Tensor) -> int:
     """The tensor axis of `split_dim`, which counts the axes of the matrix: 0 out, 1 in."""
-    first = 0 if group["matrix"] == FLATTEN else param.dim() - 2
-    return int(first + group["split_dim"])
+    first, second = (0, 1) if group["matrix"] == FLATTEN else (param.dim() - 2, param.dim() - 1)
+    is_second = bool(group["split_dim"]) != group["transposed"]
+    return second if is_second else first
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
@@ -198,12 +214,18 @@ def validate(group: Group, name: str, param: Tensor) -> None:
             f"two axes are (out, in) and the others count matrices (experts), or matrix='flatten' where the first "
             f"axis is out and the others are in (convolutions)"
         )
-    sizes = group["split_sizes"]
-    if sizes is not None and sum(sizes) != shape[_split_axis(group, param)]:
-        raise ValueError(
-            f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {name} of shape {shape} has "
-            f"{shape[_split_axis(group, param)]} along axis {_split_axis(group, param)}"
-        )
+    _validate_splits(group, name, param)
+
+
+def _validate_splits(group: Group, name: str, param: Tensor) -> None:
+    heads, sizes, axis = group["heads"], group["split_sizes"], split_axis(group, param)
+    found = f"{name} of shape {tuple(param.shape)} has {param.shape[axis]} along axis {axis}"
+    if heads is not None and sizes is not None:
+        raise ValueError(f"heads={heads} and split_sizes={tuple(sizes)} both say how to split {name}; give one of them")
+    if heads is not None and param.shape[axis] % heads:
+        raise ValueError(f"heads={heads} asks for equal blocks, but {found}")
+    if sizes is not None and sum(sizes) != param.shape[axis]:
+        raise ValueError(f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {found}")
 
 
 def _first_axis(group: Group, axes: int) -> int:
@@ -239,7 +261,7 @@ WHOLE_MATRICES = WholeMatrices(
     directions=lambda group, matrices, dtype: ORTHOGONALIZERS[group["orthogonalizer"]](
         matrices, steps=group["ns_steps"], dtype=dtype
     ),
-    scale=lambda group, rows, columns: SHAPE_SCALES[group["scale"]](rows, columns),
+    scale=lambda group, rows, columns: SHAPE_SCALES[group["scale"]](*_out_in(group, rows, columns)),
 )
 
 
@@ -253,8 +275,10 @@ MUON = Algorithm(
         "ns_dtype": "auto",
         "scale": "match_rms_adamw",
         "matrix": None,
+        "transposed": False,
         "split_sizes": None,
         "split_dim": 0,
+        "heads": None,
     },
     state_keys=state_keys,
     updates=updates,

@@ -6,14 +6,22 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-OK, CLAIM_FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+from muonsw.lab.errors import OK, USAGE, Interrupted, UsageError
+from muonsw.version import __version__
+
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 all well, 1 a claim failed, 2 it was not usable.
+    """Run one command and return its exit code.
 
-    A command that was stopped by a signal and has saved its work returns 128 plus the signal, as shells do.
+    0 is done, 1 a claim that failed, 2 something that cannot be done as it was asked, 3 a fault of the machine. A
+    command that was stopped by a signal and has saved its work returns 128 plus the signal, as shells do.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given == ["--version"]:
+        print(f"muonsw {__version__}")
+        return OK
     try:
         commands = importlib.import_module("muonsw.lab.commands")
     except ModuleNotFoundError as error:
@@ -21,14 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"muonsw: the lab needs {error.name}; install it with: pip install 'muonsw[lab]'", file=sys.stderr)
         return USAGE
+    from muonsw.lab.terminal import harmless  # needs what the lab needs
+
     try:
-        return int(commands.run(arguments))
-    except commands.UsageError as error:
-        print(f"muonsw: {error}", file=sys.stderr)
-        return USAGE
-    except commands.Interrupted as error:
-        print(f"muonsw: {error}", file=sys.stderr)
-        return 128 + int(error.signal)
+        return int(commands.run(given))
+    except (UsageError, Interrupted) as error:
+        print(f"muonsw: {harmless(error)}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print("muonsw: interrupted", file=sys.stderr)
         return INTERRUPTED

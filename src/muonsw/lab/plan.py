@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import cast
 
 from muonsw.decay import decay_factor
-from muonsw.lab.costs import Memory, estimate_memory, orthogonalizer_flops
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, count, muon_lr_multiplier, preset, scalings
-from muonsw.lab.recipes import PAPER_BATCH_TOKENS, Recipe
+from muonsw.lab.model.counts import Memory, estimate_memory, orthogonalizer_flops
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, Recipe
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
-from muonsw.schedule import WarmupShape, peak_lr_for_horizon, warmup_cosine, warmup_stable_decay
+from muonsw.schedule import peak_lr_for_horizon
 from muonsw.theory.steady_state import relaxation_number
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -24,7 +23,7 @@ DECAYS = (("constant", "group"), ("scaled", "group"), ("scaled", "base"))
 
 
 @dataclass(frozen=True)
-class Decay:
+class DecayPlan:
     """What one decay rule does to one group over the run.
 
     Attributes:
@@ -47,7 +46,7 @@ class Decay:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupPlan:
     """Hidden and expert matrices under one rule for their learning rate.
 
     Attributes:
@@ -62,11 +61,11 @@ class Group:
     multiplier: float
     peak_lr: float
     product: float
-    decays: tuple[Decay, ...]
+    decays: tuple[DecayPlan, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run, computed without running it.
 
     Attributes:
@@ -104,7 +103,7 @@ class Plan:
     weight_decay: float
     final_fraction: float
     warmup_steps: int
-    groups: tuple[Group, ...]
+    groups: tuple[GroupPlan, ...]
     flops_per_token: int
     flops: float
     orthogonalizer_share: float
@@ -136,7 +135,7 @@ class RecipePlan:
     scaled_over_constant: float
     final_ratio: float
     equal_total_weight_decay: float
-    groups: tuple[Group, ...] | None
+    groups: tuple[GroupPlan, ...] | None
 
 
 def parse_amount(text: str) -> int:
@@ -169,7 +168,7 @@ def plan(
     schedule: ScheduleConfig | None = None,
     micro_batch: int = 8,
     tflops: float = 400.0,
-) -> Plan:
+) -> RunPlan:
     """Compute a run of so many steps.
 
     Args:
@@ -196,7 +195,7 @@ def plan(
     flops = float(sizes.flops_per_token) * tokens
     share = orthogonalizer_flops(model) * steps / flops
     multiples = lr_multiples(schedule, steps)
-    return Plan(
+    return RunPlan(
         model=model,
         parameters=sizes.total,
         active=sizes.active,
@@ -231,7 +230,7 @@ def plan_recipe(
         schedule: Its shape and warmup; its final fraction is not read, the recipe prints one.
 
     Examples:
-        >>> from muonsw.lab.recipes import RECIPES
+        >>> from muonsw.lab.paper import RECIPES
         >>> result = plan_recipe(RECIPES["kimi-k2"])
         >>> result.steps, round(result.scaled_over_constant, 2), round(result.final_ratio, 2)
         (None, 0.73, 0.1)
@@ -260,37 +259,40 @@ def plan_recipe(
 
 def plan_groups(
     model: ModelConfig | None, peak_lr: float, steps: int, multiples: list[float], optimizer: OptimizerConfig
-) -> tuple[Group, ...]:
+) -> tuple[GroupPlan, ...]:
     """Learning rates and decay of hidden matrices by every rule; without a model, by the learning rate as it is."""
-    if model is None:
-        return (_group("Muon", 1.0, peak_lr, steps, multiples, optimizer, 1.0 - optimizer.momentum),)
-    rates = {f"Muon, {rule}": muon_lr_multiplier(model, rule) for rule in MUON_LR_POWERS}
-    groups = [
-        _group(name, rate, peak_lr, steps, multiples, optimizer, 1.0 - optimizer.momentum)
-        for name, rate in rates.items()
-    ]
-    adamw = scalings(model)["hidden"].lr
-    return (*groups, _group("AdamW", adamw, peak_lr, steps, multiples, optimizer, 1.0 - optimizer.betas[0]))
+    muon, adamw = 1.0 - optimizer.momentum, 1.0 - optimizer.betas[0]
+    rules = [("Muon", 1.0, muon)]
+    if model is not None:
+        rules = [(f"Muon, {rule}", muon_lr_multiplier(model, rule), muon) for rule in MUON_LR_POWERS]
+        rules.append(("AdamW", scalings(model)["hidden"].lr, adamw))
+    lam, stretch = optimizer.weight_decay, steps / len(multiples)
+    groups = []
+    for name, multiplier, forgets in rules:
+        own = peak_lr * multiplier
+        decays = [
+            _decay(rule, peak, lam, own, own if peak == "group" else peak_lr, multiples, stretch, forgets)
+            for rule, peak in DECAYS
+        ]
+        groups.append(GroupPlan(name, multiplier, own, lam * own * steps, tuple(decays)))
+    return tuple(groups)
 
 
-def _group(
-    name: str,
-    multiplier: float,
-    base_lr: float,
-    steps: int,
+def _decay(
+    rule: str,
+    peak: str,
+    lam: float,
+    own: float,
+    eta_max: float,
     multiples: list[float],
-    optimizer: OptimizerConfig,
+    stretch: float,
     forgets: float,
-) -> Group:
-    lam, peak_lr, stretch = optimizer.weight_decay, base_lr * multiplier, steps / len(multiples)
-    decays = []
-    for rule, peak in DECAYS:
-        eta_max = peak_lr if peak == "group" else base_lr
-        phis = [float(decay_factor(rule, lam, peak_lr * multiple, eta_max)) for multiple in multiples]
-        relaxation = stretch * relaxation_number(phis)
-        at_peak = float(decay_factor(rule, lam, peak_lr, eta_max))
-        decays.append(Decay(rule, peak, relaxation / 2.0, relaxation, at_peak, phis[-1], at_peak / forgets))
-    return Group(name, multiplier, peak_lr, lam * peak_lr * steps, tuple(decays))
+) -> DecayPlan:
+    """What a rule takes from a group whose own highest learning rate is `own`; `stretch` steps for each multiple."""
+    phis = [float(decay_factor(rule, lam, own * multiple, eta_max)) for multiple in multiples]
+    relaxation = stretch * relaxation_number(phis)
+    at_peak = float(decay_factor(rule, lam, own, eta_max))
+    return DecayPlan(rule, peak, relaxation / 2.0, relaxation, at_peak, phis[-1], at_peak / forgets)
 
 
 def lr_multiples(schedule: ScheduleConfig, steps: int) -> list[float]:
@@ -300,25 +302,9 @@ def lr_multiples(schedule: ScheduleConfig, steps: int) -> list[float]:
         >>> [round(multiple, 2) for multiple in lr_multiples(ScheduleConfig(warmup_steps=1), 5)]
         [1.0, 0.87, 0.55, 0.23, 0.1]
     """
-    kept = min(steps, MOST_STEPS)
+    kept, multiple = min(steps, MOST_STEPS), schedule.multiple(steps)
     places = [(2 * number + 1) * steps // (2 * kept) for number in range(kept - 1)] + [steps - 1]
-    return [_multiple(schedule, place, steps) for place in places]
-
-
-def _multiple(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    warmup = schedule.warmup(steps)
-    shape = cast("WarmupShape", schedule.warmup_shape)
-    final = 1.0 if schedule.shape == "constant" else schedule.final_fraction
-    if schedule.shape != "wsd":
-        return warmup_cosine(step, total_steps=steps, warmup_steps=warmup, final_fraction=final, warmup_shape=shape)
-    return warmup_stable_decay(
-        step,
-        total_steps=steps,
-        warmup_steps=warmup,
-        decay_fraction=schedule.decay_fraction,
-        final_fraction=final,
-        warmup_shape=shape,
-    )
+    return [multiple(place) for place in places]
 
 
 def _horizon_note(horizon: int) -> str:

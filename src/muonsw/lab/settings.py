@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -97,16 +97,24 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in choices:
             return None
-        hint = next(choice for choice in choices if choice is not type(None))
-        return _typed(hint, value, name)
+        return _typed(next(choice for choice in choices if choice is not type(None)), value, name)
     if is_dataclass(hint):
         return from_data(hint, value, name)  # type: ignore[arg-type]
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{name}={value!r} must be a list")
-        return tuple(value)
+        return tuple(_typed(choices[0], item, f"{name}[{place}]") for place, item in enumerate(value))
+    if origin is dict and isinstance(value, Mapping):
+        return {_typed(choices[0], key, name): _typed(choices[1], item, f"{name}.{key}") for key, item in value.items()}
+    if origin is Literal and value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, choices))}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):
-        raise ValueError(f"{name}={value!r} must be of type {hint.__name__}")
+    kind = origin if origin is dict else hint
+    if (
+        kind is not Any
+        and isinstance(kind, type)
+        and (not isinstance(value, kind) or (kind is int and isinstance(value, bool)))
+    ):
+        raise ValueError(f"{name}={value!r} must be of type {kind.__name__}")
     return value

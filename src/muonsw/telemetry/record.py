@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from muonsw.telemetry.columns import ALIGNMENTS, PER_MATRIX, Rows, parameter_columns, together
-from muonsw.telemetry.places import Place
+from muonsw.telemetry.measurements import Measurements
+from muonsw.telemetry.parameters import ParameterInfo
+from muonsw.telemetry.pooling import ALIGNMENTS, PER_MATRIX, Rows, parameter_columns, pooled
 from muonsw.telemetry.spectrum import Spectra
-from muonsw.telemetry.sums import Sums
 
 Record = dict[str, Any]
 Values = dict[str, float | int | None]
@@ -22,8 +22,8 @@ _KNOWN_WHEN_SKIPPED = ("weight_rms", "lr", "peak_lr", "spectral_norm", "conditio
 
 def build(
     step: int,
-    sums: Sums,
-    places: Mapping[Tensor, Place],
+    measured: Measurements,
+    infos: Mapping[Tensor, ParameterInfo],
     spectra: Spectra,
     *,
     skipped: int,
@@ -31,15 +31,15 @@ def build(
     parameters: bool,
 ) -> Record:
     """The record of update number `step`."""
-    rows, found = parameter_columns(sums, places, spectra)
+    rows, found = parameter_columns(measured, infos, spectra)
     members: dict[tuple[str, ...], list[int]] = {
         ("all",): list(range(len(found))),
-        ("decayed",): [i for i, place in enumerate(found) if place.decayed],
-        **{("roles", role): chosen for role, chosen in _collect(place.role for place in found).items()},
-        **{("layers", layer): chosen for layer, chosen in _collect(place.layer for place in found).items()},
+        ("decayed",): [i for i, info in enumerate(found) if info.decayed],
+        **{("roles", role): chosen for role, chosen in _collect(info.role for info in found).items()},
+        **{("layers", layer): chosen for layer, chosen in _collect(info.layer for info in found).items()},
     }
     record: Record = {"kind": "telemetry", "step": step, "all": {}, "decayed": {}, "roles": {}, "layers": {}}
-    for (first, *rest), values in zip(members, describe(together(rows, list(members.values()))), strict=True):
+    for (first, *rest), values in zip(members, describe(pooled(rows, list(members.values()))), strict=True):
         if rest:
             record[first][rest[0]] = values
         else:
@@ -47,7 +47,7 @@ def build(
     if parameters:
         described = describe(rows)
         record["parameters"] = dict(
-            zip((place.name for place in found), map(_own, described, rows["matrices"].tolist()), strict=True)
+            zip((info.name for info in found), map(_own, described, rows["matrices"].tolist()), strict=True)
         )
     if was_skipped:
         _forget_update(record)

@@ -14,9 +14,9 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.telemetry.inside import Inside
-from muonsw.telemetry.outside import Outside
-from muonsw.telemetry.places import find_places, matrices, members, model_view
+from muonsw.telemetry.observe_any import AnyOptimizerObserver
+from muonsw.telemetry.observe_ours import OurOptimizerObserver
+from muonsw.telemetry.parameters import matrices, members, model_view, parameter_infos
 from muonsw.telemetry.record import Record, build
 from muonsw.telemetry.spectrum import Spectra, SpectralNorms, condition_numbers
 from muonsw.wrapped import unwrap_optimizer
@@ -88,9 +88,9 @@ class Telemetry:
         self.sinks = _as_sinks(sink)
         self._records: deque[Record] = deque(maxlen=keep)
         self._view = model_view(model)
-        self._observer: Inside | Outside = Outside(optimizer, self._view)
+        self._observer: OurOptimizerObserver | AnyOptimizerObserver = AnyOptimizerObserver(optimizer, self._view)
         if isinstance(optimizer, ScaledDecayOptimizer):
-            self._observer = Inside(optimizer, self._view)
+            self._observer = OurOptimizerObserver(optimizer, self._view)
         self._norms = SpectralNorms(seed=seed) if spectral_norm else None
         self._condition = condition
         self._spectra: Spectra = {}
@@ -150,8 +150,8 @@ class Telemetry:
             was_skipped = self._observer.finish()
             record = build(
                 self.step,
-                self._observer.sums,
-                find_places(optimizer, self._view),
+                self._observer.measured,
+                parameter_infos(optimizer, self._view),
                 self._spectra,
                 skipped=self._observer.skipped,
                 was_skipped=was_skipped,
@@ -168,13 +168,13 @@ class Telemetry:
 
     @torch.no_grad()
     def _measure_spectra(self, optimizer: Optimizer, closure: bool) -> Spectra:
-        """Singular values of the weights before the update, for those who asked."""
+        """Singular values of the weights before the update, where they were asked for."""
         spectra: Spectra = {}
         if self._norms is None and not self._condition:
             return spectra
-        places = find_places(optimizer, self._view)
+        infos = parameter_infos(optimizer, self._view)
         for group, _, _, param in members(optimizer):
-            batches = matrices(group, param, places[param].matrix)
+            batches = matrices(group, param, infos[param].matrix)
             if not batches or not (closure or param.grad is not None):
                 continue
             if self._norms is not None:

@@ -1,4 +1,4 @@
-"""Largest singular values and condition numbers of weight matrices, for those who ask for them."""
+"""Largest singular values and condition numbers of weight matrices; measured only on request."""
 
 from __future__ import annotations
 

@@ -1,21 +1,29 @@
 """Small shards for the tests of the data folder."""
 
-import hashlib
-
 import numpy as np
 
-from muonsw.lab.data.shards import open_shard, write_shard
+from muonsw.lab.data.shards import Group, Prepared, open_shard, shard_path, write_shard
 
-TOKENIZER = hashlib.sha256(b"a tokenizer").hexdigest()
-FOREIGN = hashlib.sha256(b"another tokenizer").hexdigest()
+DIGEST = "0123456789abcdef"
+
+
+def record_of(vocab_size=50_000, **fields):
+    return Prepared("ab" * 32, vocab_size, validation_fraction=0.1, group_characters=1000, **fields)
 
 
 def make_shards(folder, *counts, vocab_size=50_000):
     """Shards of the given lengths; their tokens count upwards, so that every token says where it came from."""
-    shards, first = [], 0
+    shards, first, record = [], 0, record_of(vocab_size)
     for number, count in enumerate(counts):
-        path = folder / f"train-{number:05}.tokens"
-        write_shard(path, np.arange(first, first + count), vocab_size=vocab_size, tokenizer=TOKENIZER)
-        shards.append(open_shard(path, tokenizer=TOKENIZER))
+        path = shard_path(folder, "train", number, DIGEST)
+        size, checksum = write_shard(path, [np.arange(first, first + count)], record)
+        shards.append(open_shard(path, Group(DIGEST, 1, {"train": size}, {"train": checksum}), "train", record))
         first += count
     return shards
+
+
+def damage(path):
+    """Flip a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

@@ -6,10 +6,9 @@ import sys
 
 import pytest
 
-from muonsw.lab.data.corpus import Corpus, Extent
-from muonsw.lab.data.sources import fineweb_documents, python_documents
+from muonsw.lab.data.corpus import Corpus, Extent, fineweb_documents, python_roots, source_files
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from tests.lab.data.test_formats import write_parquet
 
 
@@ -84,7 +83,7 @@ def test_limits_count_documents_and_characters():
 
 def test_the_standard_library_is_the_default_and_its_size_is_known():
     documents = list(Corpus().documents())
-    assert documents == list(python_documents())
+    assert documents == list(source_files(python_roots()))
     size = sum(len(text.encode("utf-8", "surrogatepass")) for text in documents)
     assert size <= Corpus().extent().bytes < 1.2 * size
 

@@ -1,11 +1,10 @@
-"""A shard is whole, unaltered and of the expected tokenizer, or it is refused by name."""
+"""A shard is what is on record, or it is refused by name; and so is the record."""
 
+import json
 import os
 import signal
-import struct
 import subprocess
 import sys
-import zlib
 
 import numpy as np
 import pytest
@@ -13,40 +12,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonsw.lab.data import shards as module
-from muonsw.lab.data.shards import HEADER_BYTES, MAGIC, ShardError, ShardHeader, open_shard, verify_shard, write_shard
-
-from .small import FOREIGN, TOKENIZER
+from muonsw.lab.data.prepare import prepare
+from muonsw.lab.data.shards import (
+    RECORD,
+    Group,
+    ShardError,
+    check_tokens,
+    open_shard,
+    open_split,
+    read_record,
+    save_record,
+    verify_folder,
+    write_shard,
+)
+from muonsw.lab.data.tokenizers import ByteTokenizer
+from muonsw.lab.errors import UsageError
+from tests.lab.data.small import DIGEST, damage, make_shards, record_of
 
 IDS = np.arange(1000) % 257
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "train-00000.tokens"
+def folder(tmp_path):
+    """A prepared folder with one shard for each split."""
+    texts = [f"document {number}" for number in range(100)]
+    prepare(texts, ByteTokenizer(), tmp_path / "data", validation_fraction=0.3)
+    return tmp_path / "data"
 
 
-@pytest.fixture
-def shard(path):
-    write_shard(path, IDS, vocab_size=257, tokenizer=TOKENIZER)
+def shard_of(folder, split="train"):
+    (path,) = read_record(folder).paths(folder, split)
     return path
-
-
-def assert_refused(path, match, *, only_by_verify=False):
-    for check in [verify_shard] if only_by_verify else [verify_shard, open_shard]:
-        with pytest.raises(ShardError, match=match) as caught:
-            check(path, tokenizer=TOKENIZER)
-        assert str(path) in str(caught.value)
-        assert "prepare" in str(caught.value), "the message says what to do"
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32), (1 << 32, np.uint32)]
 )
-def test_what_is_written_is_what_is_read(path, vocab_size, dtype):
-    ids = np.array([0, 1, vocab_size - 1])
-    written = write_shard(path, ids, vocab_size=vocab_size, tokenizer=TOKENIZER)
-    shard = open_shard(path, tokenizer=TOKENIZER)
-    assert shard.header == written == verify_shard(path)
+def test_what_is_written_is_what_is_read(tmp_path, vocab_size, dtype):
+    ids, record = np.array([0, 1, vocab_size - 1]), record_of(vocab_size)
+    count, checksum = write_shard(tmp_path / "a", [ids[:1], ids[1:]], record)
+    shard = open_shard(tmp_path / "a", Group(DIGEST, 1, {"train": count}, {"train": checksum}), "train", record)
     assert shard.tokens.dtype == dtype
     assert shard.tokens.tolist() == ids.tolist()
     assert isinstance(shard.tokens, np.memmap)
@@ -58,115 +63,76 @@ def test_what_is_written_is_what_is_read(path, vocab_size, dtype):
 @given(cuts=st.lists(st.integers(0, len(IDS)), max_size=5))
 def test_pieces_give_the_same_file_as_the_whole(tmp_path_factory, cuts):
     folder = tmp_path_factory.mktemp("pieces")
-    whole, pieces = folder / "whole", folder / "pieces"
-    write_shard(whole, IDS, vocab_size=257, tokenizer=TOKENIZER)
-    write_shard(pieces, iter(np.split(IDS.astype(np.int32), sorted(cuts))), vocab_size=257, tokenizer=TOKENIZER)
-    assert whole.read_bytes() == pieces.read_bytes()
-
-
-def test_every_truncation_is_refused(shard):
-    data = shard.read_bytes()
-    for size in [1, len(MAGIC) - 1, len(MAGIC), 12, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, len(data) - 1]:
-        shard.write_bytes(data[:size])
-        assert_refused(shard, "is truncated")
-
-
-def test_more_bytes_than_announced_are_refused(shard):
-    shard.write_bytes(shard.read_bytes() + b"\0\0")
-    assert_refused(shard, "has bytes after its end")
-
-
-def test_an_empty_file_a_missing_file_and_a_folder_are_refused(path):
-    assert_refused(path, "cannot be read")
-    path.touch()
-    assert_refused(path, "is empty")
-    assert_refused(path.parent, "cannot be read")
-
-
-def test_a_file_of_another_kind_is_refused(path):
-    path.write_bytes(b"PK\3\4" + bytes(200))
-    assert_refused(path, "is not a token shard")
-
-
-def test_every_flipped_byte_of_the_header_is_refused_at_open(shard):
-    data = shard.read_bytes()
-    for place in range(HEADER_BYTES):
-        shard.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        assert_refused(shard, r"not a token shard|version|altered header|truncated|after its end|another tokenizer")
-
-
-@pytest.mark.parametrize("place", [HEADER_BYTES, HEADER_BYTES + 999, -2])
-def test_a_flipped_byte_of_the_ids_is_refused_by_verify(shard, place):
-    data = bytearray(shard.read_bytes())
-    data[place] ^= 2
-    shard.write_bytes(data)
-    assert_refused(shard, "was altered|outside the vocabulary", only_by_verify=True)
-
-
-def test_a_shard_of_another_tokenizer_is_refused(path):
-    write_shard(path, IDS, vocab_size=257, tokenizer=FOREIGN)
-    assert_refused(path, f"another tokenizer .{FOREIGN[:12]}..., not {TOKENIZER[:12]}")
-    assert open_shard(path).header.tokenizer == FOREIGN
-
-
-def with_fields(path, **changes):
-    """Rewrite header fields with a valid CRC, as another program or version would."""
-    places = {"version": ("<I", 8), "count": ("<Q", 16)}
-    data = bytearray(path.read_bytes())
-    for name, value in changes.items():
-        struct.pack_into(places[name][0], data, places[name][1], value)
-    struct.pack_into("<I", data, HEADER_BYTES - 4, zlib.crc32(data[: HEADER_BYTES - 4]))
-    path.write_bytes(data)
-
-
-def test_a_shard_of_another_version_is_refused(shard):
-    with_fields(shard, version=2)
-    assert_refused(shard, "of shard version 2, and this muonsw reads version 1")
-
-
-def test_a_shard_without_tokens_is_refused(shard, path):
-    with_fields(shard, count=0)
-    assert_refused(shard, "holds no token")
-    path.unlink()
-    for nothing in [np.array([], dtype=np.int64), iter([])]:
-        with pytest.raises(ShardError, match="would hold no token"):
-            write_shard(path, nothing, vocab_size=257, tokenizer=TOKENIZER)
-    assert list(path.parent.iterdir()) == []
+    whole = write_shard(folder / "whole", [IDS], record_of(257))
+    assert write_shard(folder / "pieces", np.split(IDS.astype(np.int32), sorted(cuts)), record_of(257)) == whole
+    assert (folder / "whole").read_bytes() == (folder / "pieces").read_bytes() == IDS.astype("<u2").tobytes()
 
 
 @pytest.mark.parametrize("bad", [257, -1, 70_000])
-def test_a_token_outside_the_vocabulary_is_refused_while_writing(shard, bad):
-    before = shard.read_bytes()
-    with pytest.raises(ShardError, match=f"token {bad} at position 1002 is outside the vocabulary of 257") as caught:
-        write_shard(shard, [IDS, np.array([1, 2, bad])], vocab_size=257, tokenizer=TOKENIZER)
-    assert str(shard) in str(caught.value)
-    assert shard.read_bytes() == before
-    assert list(shard.parent.iterdir()) == [shard]
+def test_a_token_outside_the_vocabulary_is_refused_while_writing(tmp_path, bad):
+    path = tmp_path / "a"
+    write_shard(path, [IDS], record_of(257))
+    before = path.read_bytes()
+    with pytest.raises(ShardError, match=f"a: token {bad} is outside the vocabulary of 257"):
+        write_shard(path, [IDS, np.array([1, 2, bad])], record_of(257))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_token_outside_the_vocabulary_is_refused_by_verify_even_with_a_right_checksum(shard, monkeypatch):
-    monkeypatch.setattr(module, "_check_ids", lambda *_, **__: None)
-    write_shard(shard, np.array([0, 300]), vocab_size=257, tokenizer=TOKENIZER)
-    monkeypatch.undo()
-    assert_refused(shard, "token 300 at position 1 is outside the vocabulary of 257", only_by_verify=True)
+def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_READ_BYTES", 7)
+    (shard,) = make_shards(tmp_path, 300)
+    check_tokens(shard)
+    with pytest.raises(ShardError, match=rf"{shard.path.name}: token 250 at position 250 is outside .* of 250"):
+        check_tokens(shard._replace(vocab_size=250))
 
 
-def test_verify_reads_in_pieces(shard, monkeypatch):
-    monkeypatch.setattr(module, "_VERIFY_IDS", 7)
-    assert verify_shard(shard).count == len(IDS)
-    data = bytearray(shard.read_bytes())
-    data[-1] = 255
-    shard.write_bytes(data)
-    assert_refused(shard, f"token {0xFF00 + IDS[-1]} at position 999", only_by_verify=True)
+@pytest.mark.parametrize("cut", [0, 1, -1, 2])
+def test_a_shard_of_another_size_is_refused(folder, cut):
+    path = shard_of(folder)
+    data = path.read_bytes()
+    path.write_bytes(data[:cut] if cut <= 0 else data + b"\0" * cut)
+    with pytest.raises(ShardError, match=rf"{path.name} has \d+ bytes, not {len(data)} as on record: delete it"):
+        open_split(folder, "train")
 
 
-def test_a_shorter_file_put_in_a_shards_place_is_noticed_at_open(shard):
-    opened = open_shard(shard)
-    shorter = shard.with_name("shorter")
-    shorter.write_bytes(shard.read_bytes()[: HEADER_BYTES + 100])
-    shorter.replace(shard)
-    assert_refused(shard, "is truncated")
-    assert opened.tokens.tolist() == IDS.tolist(), "what was open stays the old file"
+def test_a_missing_shard_and_a_folder_in_its_place_are_refused(folder):
+    path = shard_of(folder)
+    path.unlink()
+    with pytest.raises(ShardError, match=rf"{path.name} cannot be read \(No such file"):
+        open_split(folder, "train")
+    path.mkdir()
+    with pytest.raises(ShardError, match=rf"{path.name} cannot be read \(Is a directory"):
+        open_split(folder, "train")
+
+
+def test_an_altered_byte_is_found_at_once_in_small_splits_and_by_verify_in_all(folder, monkeypatch):
+    path = shard_of(folder)
+    damage(path)
+    with pytest.raises(ShardError, match=rf"{path.name} was altered"):
+        open_split(folder, "train")
+    monkeypatch.setattr(module, "CHECKED_BYTES", 0)
+    assert len(open_split(folder, "train")) == 1
+    (bad,) = [checked for checked in verify_folder(folder) if checked.problem]
+    assert bad.path == path
+    assert "was altered" in bad.problem
+
+
+def test_verify_finds_a_token_that_the_vocabulary_on_record_does_not_have(folder):
+    record = read_record(folder)
+    fields = json.loads((folder / RECORD).read_text())
+    (folder / RECORD).write_text(json.dumps({**fields, "vocab_size": 200}))
+    problems = [checked.problem for checked in verify_folder(folder) if checked.problem]
+    assert "is not the one that made its tokens" in problems[0]
+    assert f"token {record.vocab_size - 1} at position" in problems[1]
+
+
+def test_a_shorter_file_put_in_a_shards_place_leaves_what_is_open(folder):
+    (opened,), path = open_split(folder, "train"), shard_of(folder)
+    before, shorter = opened.tokens.tolist(), folder / "shorter"
+    shorter.write_bytes(path.read_bytes()[:100])
+    shorter.replace(path)
+    assert opened.tokens.tolist() == before, "what was open stays the old file"
 
 
 KILLED = """
@@ -174,6 +140,7 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 from muonsw.lab.data.shards import write_shard
+from tests.lab.data.small import record_of
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -185,39 +152,91 @@ def pieces():
 
 if sys.argv[2] == "before the rename":
     Path.replace = die
-write_shard(Path(sys.argv[1]), pieces(), vocab_size=257, tokenizer="0" * 64)
+write_shard(Path(sys.argv[1]), pieces(), record_of(257))
 """
 
 
 @pytest.mark.parametrize("moment", ["while writing", "before the rename"])
-def test_a_kill_leaves_no_shard_and_does_not_disturb_the_next_writer(path, moment):
-    result = subprocess.run([sys.executable, "-c", KILLED, str(path), moment], check=False, timeout=60)
+def test_a_kill_leaves_no_shard_and_does_not_disturb_the_next_writer(tmp_path, moment):
+    path, environment = (
+        tmp_path / "train-00000-01234567.tokens",
+        {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    command = [sys.executable, "-c", KILLED, str(path), moment]
+    result = subprocess.run(command, env=environment, check=False, timeout=60)
     assert result.returncode == -signal.SIGKILL
     assert not path.exists()
     assert list(path.parent.glob("*.tokens")) == [], "what is left behind does not look like a shard"
-    write_shard(path, IDS, vocab_size=257, tokenizer=TOKENIZER)
-    assert verify_shard(path).count == len(IDS)
+    assert write_shard(path, [IDS], record_of(257))[0] == len(IDS)
 
 
-def test_the_data_is_on_disk_before_the_name_is(path, monkeypatch):
-    order = []
+def test_the_data_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
+    order, path = [], tmp_path / "a"
     sync, rename = os.fsync, type(path).replace
     monkeypatch.setattr(os, "fsync", lambda file: (order.append("fsync"), sync(file)))
     monkeypatch.setattr(type(path), "replace", lambda *args: (order.append("rename"), rename(*args)))
-    write_shard(path, IDS, vocab_size=257, tokenizer=TOKENIZER)
+    write_shard(path, [IDS], record_of(257))
     assert order == ["fsync", "rename", "fsync"], "the file, its name, the folder"
 
 
-def test_arguments_that_no_shard_can_hold_are_refused(path):
-    with pytest.raises(ValueError, match="64 lowercase hexadecimal digits"):
-        write_shard(path, IDS, vocab_size=257, tokenizer="gpt2")
-    with pytest.raises(ValueError, match="1 to 2"):
-        write_shard(path, IDS, vocab_size=0, tokenizer=TOKENIZER)
-    for bad in [np.zeros(3), np.zeros((2, 2), dtype=np.int64)]:
-        with pytest.raises(TypeError, match="one-dimensional integer"):
-            write_shard(path, bad, vocab_size=257, tokenizer=TOKENIZER)
-    assert list(path.parent.iterdir()) == []
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    group = Group(DIGEST, 3, {"train": 5, "validation": 1}, {"train": "a", "validation": "b"}, bytes=20)
+    record = record_of(groups=(group,), complete=True, recipe={"corpus": {"limit": None}})
+    save_record(tmp_path, record)
+    assert read_record(tmp_path) == record
 
 
-def test_the_header_has_its_documented_size():
-    assert len(ShardHeader(1, 257, TOKENIZER, TOKENIZER).pack()) == HEADER_BYTES
+def test_a_folder_of_an_earlier_format_is_refused_with_the_remedy(folder):
+    fields = json.loads((folder / RECORD).read_text())
+    del fields["format"]
+    (folder / RECORD).write_text(json.dumps(fields))
+    with pytest.raises(UsageError, match=r"data\.json is of format 1, and .* reads format 2: delete the folder"):
+        open_split(folder, "train")
+
+
+def changed(folder, change):
+    fields = json.loads((folder / RECORD).read_text())
+    change(fields)
+    (folder / RECORD).write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields.update(vocab_size=0),
+        lambda fields: fields.update(vocab_size="257"),
+        lambda fields: fields.update(vocab_size=True),
+        lambda fields: fields.update(groups=3),
+        lambda fields: fields.update(groups=[3]),
+        lambda fields: fields.update(extra=1),
+        lambda fields: fields.pop("tokenizer"),
+        lambda fields: fields["groups"][0].update(tokens={"train": 5}),
+        lambda fields: fields["groups"][0].update(tokens={"train": -1, "validation": 1}),
+        lambda fields: fields["groups"][0].update(checksums={"elsewhere": "a"}),
+        lambda fields: fields["groups"][0].update(digest="../../x"),
+    ],
+)
+def test_a_record_that_says_nonsense_is_refused(folder, change):
+    changed(folder, change)
+    with pytest.raises(UsageError, match=r"data\.json cannot be read .*: delete the folder and prepare the data again"):
+        open_split(folder, "train")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    content=st.binary(max_size=200)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["format", "groups", "tokenizer", "vocab_size", "complete", "digest", "tokens"]), inner
+            )
+        ),
+    ).map(lambda data: json.dumps(data).encode())
+)
+def test_whatever_a_record_holds_it_is_read_or_refused(tmp_path_factory, content):
+    folder = tmp_path_factory.mktemp("record")
+    (folder / RECORD).write_bytes(content)
+    with pytest.raises(UsageError):
+        read_record(folder)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from muonsw.lab.data import tokenizers as module
 from muonsw.lab.data.tokenizers import END_TEXT, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 CORPUS = ["the quick brown fox jumps over the lazy dog. " * 20, "def the_function(there): return there\n" * 20]
 NAMES = {"bytes": None, "bpe": "tokenizers", "gpt2": "tiktoken"}

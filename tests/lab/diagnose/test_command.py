@@ -11,11 +11,10 @@ from rich.console import Console
 from muonsw.lab.commands.diagnose import Diagnose
 from muonsw.lab.diagnose import diagnose, figures
 from muonsw.lab.diagnose.diagnosis import as_data
-from muonsw.lab.diagnose.drawing import arms
-from muonsw.lab.diagnose.figures import FIGURES
+from muonsw.lab.diagnose.figures import FIGURES, draw, legend
 from muonsw.lab.diagnose.terminal import print_diagnosis
-from muonsw.lab.files import UsageError
-from muonsw.lab.report.theme import LIGHT
+from muonsw.lab.errors import UsageError
+from muonsw.lab.report.theme import LIGHT, arm_styles
 from muonsw.lab.runs import load_run
 from tests.lab.diagnose.runs import make_run, simulate
 
@@ -35,7 +34,7 @@ def written(tmp_path_factory):
 @pytest.fixture
 def one_figure(monkeypatch):
     """Draw what depends on most, and leave the rest to the test that draws all."""
-    monkeypatch.setattr(figures, "FIGURES", {"alignment-and-prediction": figures.draw_alignment})
+    monkeypatch.setattr(figures, "FIGURES", {"alignment-and-prediction": figures.alignment_and_prediction})
 
 
 def test_every_figure_is_written_twice(written):
@@ -71,7 +70,7 @@ def test_one_run_is_written_beside_it_and_printed_plainly(tmp_path, capsys):
     assert Diagnose(runs=(run,)).run() == 0
     printed = capsys.readouterr().out
     assert (run / "diagnose" / "diagnose.json").exists()
-    assert f"wrote {run / 'diagnose' / 'diagnose.json'}" in printed
+    assert f"wrote {run / 'diagnose'}: diagnose.json and 1 figures" in printed
     assert "$走 (constant)" in printed
     assert "Only 6 telemetry samples" in " ".join(printed.split())
     assert "role:experts" in printed
@@ -84,6 +83,39 @@ def test_a_terminal_gets_the_same_numbers_in_a_table(tmp_path):
     print_diagnosis(Console(file=buffer, force_terminal=True, width=200), [diagnosis])
     for text in ("run[1]", "lost", "decayed", f"{diagnosis.history.last('weight_rms'):.3g}"):
         assert text in buffer.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("verbose", [False, True])
+def test_no_number_is_cut_in_a_narrow_terminal(written, width, verbose):
+    diagnoses = [diagnose(load_run(written / rule)) for rule in ("constant", "scaled")]
+    buffer = io.StringIO()
+    console = Console(file=buffer, force_terminal=True, width=width, color_system=None)
+    print_diagnosis(console, diagnoses, verbose=verbose)
+    text = buffer.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for diagnosis in diagnoses:
+        assert f" {diagnosis.history.last('weight_rms'):.3g} " in text
+    assert (("memory" in text.split("Late")[0]) and "Not shown" not in text) == verbose or width == 120
+
+
+@pytest.mark.usefixtures("one_figure")
+def test_the_lines_of_somebodys_own_loop_are_diagnosed(written, tmp_path, capsys):
+    """Without a run folder: the rule comes from the recorded decay, momentum from the command line."""
+    file = tmp_path / "telemetry.jsonl"
+    lines = (written / "constant" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"telemetry"' in line))
+    assert Diagnose(runs=(file,), momentum=0.95).run() == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "telemetry (constant)" in printed
+    assert "not complete" not in printed
+    found = {}
+    for place, path in (("file", tmp_path / "telemetry-diagnose"), ("folder", written / "out")):
+        run = json.loads((path / "diagnose.json").read_text())["runs"][0]
+        found[place] = [(finding["rule"], finding["text"]) for finding in run["findings"]]
+    assert found["file"] == found["folder"]
+    assert "at least 0 and below 1" in refused(file, momentum=1.0)
 
 
 def test_a_scope_can_be_chosen(tmp_path):
@@ -117,10 +149,10 @@ def test_numbers_that_are_missing_or_null_do_not_stop_it(tmp_path):
     assert json.dumps(data, allow_nan=False)
     assert data["series"]["alignment_update"][-1] is None
     assert data["samples"] < len(data["series"]["step"])
-    named = arms([diagnose(run)])
-    assert figures.draw_defect(named, tmp_path) == []
-    for draw in (figures.draw_alignment, figures.draw_tracking, figures.draw_late_alignment):
-        assert all(path.exists() for path in draw(named, tmp_path))
+    # Nothing is left of the late alignment, nor of the defect.
+    drawn = draw([diagnose(run)], tmp_path, ["orthogonality", "late-alignment", "alignment-and-prediction", "tracking"])
+    assert [path.name for path in drawn[::2]] == ["alignment-and-prediction.png", "tracking.png"]
+    assert all(path.exists() for path in drawn)
 
 
 def test_telemetry_of_the_norm_alone_is_drawn(tmp_path):
@@ -134,12 +166,14 @@ def test_runs_have_the_colour_of_their_rule_and_a_name_that_tells_them_apart(tmp
     rules = ("constant", "scaled", "constant", "squared")
     runs = [load_run(make_run(tmp_path / str(n), rule=rule, **FEW)) for n, rule in enumerate(rules)]
     diagnoses = [diagnose(run) for run in runs]
-    both = arms(diagnoses[:2])
-    assert [arm.colour for arm in both] == [LIGHT.constant, LIGHT.scaled]
-    assert "constant" in both[0].label
-    four = arms(diagnoses)
-    assert [arm.colour for arm in four] == [LIGHT.constant, LIGHT.scaled, *LIGHT.extra[:2]]
-    assert [arm.label for arm in four] == ["0", "1", "2", "3"]
+    both = legend(diagnoses[:2])
+    assert [style.colour for style in arm_styles([arm.rule for arm in both])] == [LIGHT.constant, LIGHT.scaled]
+    assert "constant" in both[0].name
+    four = legend(diagnoses)
+    styles = arm_styles([arm.rule for arm in four])
+    assert [style.colour for style in styles] == [LIGHT.constant, LIGHT.scaled, *LIGHT.extra[:2]]
+    assert {style.dash for style in styles} == {"solid"}  # dashes mean something else in these figures
+    assert [arm.name for arm in four] == ["0", "1", "2", "3"]
 
 
 def refused(*runs: Path, **options) -> str:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muonsw.lab.model.attention import Attention, rotary_table, rotate
+from muonsw.lab.model.decoder import Attention, rotary_table, rotate
 from tests.lab.model.small import small
 
 

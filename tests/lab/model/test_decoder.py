@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from muonsw import MuonSW
 from muonsw.lab.model import Decoder, MuP
-from muonsw.lab.model.attention import rotary_table
+from muonsw.lab.model.decoder import rotary_table
 from tests.lab.model.small import small, tokens
 
 

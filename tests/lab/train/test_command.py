@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from muonsw.lab import run as entry
 from muonsw.lab.cli import main
+from muonsw.lab.train import __main__ as entry
 from tests.lab.train.small import losses, small_run, tokens
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from muonsw.lab.settings import differences
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import RECIPES, preset_run
+from muonsw.lab.train.presets import DEFAULTS, preset_run
 from tests.lab.train.small import small_run
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "w256-dense"])
+@pytest.mark.parametrize("name", [*DEFAULTS, "w256-dense"])
 def test_every_preset_survives_json(name):
     config = preset_run(name, "tokens", seed=3)
     assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config

@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.train import checkpoint
-from muonsw.lab.train.guard import Diverged
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
 from muonsw.schedule import lr_scheduler
@@ -82,7 +81,7 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(uninterrupted, tmp_path, k
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from muonsw.lab.run import read_config_file
+from muonsw.lab.train.__main__ import read_config_file
 from muonsw.lab.train.loop import Watch, train
 def die(record):
     if record["kind"] == "train" and record["step"] == {kill_at}:
@@ -301,3 +300,17 @@ def test_learning_rates_on_a_device_go_through_a_checkpoint(tmp_path):
     assert all(isinstance(group["lr"], torch.Tensor) for group in resumed.optimizer.param_groups)
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_an_evaluation_without_a_number_goes_through_a_checkpoint(tmp_path):
+    """A validation loss may overflow though the training losses are well; the run goes on, and so does its resume."""
+    whole = Training(with_fingerprint(small_run()))
+    whole.evaluate()
+    whole.best = whole.latest = whole.latest._replace(loss=math.nan)
+    path = checkpoint.save(tmp_path, whole.checkpoint())
+    resumed = Training(with_fingerprint(small_run()))
+    resumed.load(checkpoint.load(path))
+    assert math.isnan(resumed.latest.loss)
+    resumed.evaluate()
+    assert resumed.best == resumed.latest
+    assert math.isfinite(resumed.best.loss)

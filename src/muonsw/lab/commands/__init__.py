@@ -18,8 +18,6 @@ from muonsw.lab.commands.plan import Plan
 from muonsw.lab.commands.report import Report
 from muonsw.lab.commands.reproduce import Reproduce
 from muonsw.lab.commands.train import Train
-from muonsw.lab.files import UsageError as UsageError
-from muonsw.lab.train.interrupt import Interrupted as Interrupted
 
 
 class Command(Protocol):
@@ -48,7 +46,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         dict(COMMANDS),
         prog="muonsw",
-        description="Muon-SW and its paper: train, compare, measure, and reproduce with claims that are checked.",
+        description="Muon-SW and its paper: train, compare, measure, and reproduce with claims that are checked. "
+        "`muonsw --version` prints the version.",
         args=arguments,
     )
     return command.run()

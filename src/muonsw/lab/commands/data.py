@@ -11,13 +11,11 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
-from muonsw.lab.console import say
-from muonsw.lab.data.corpus import Corpus, Source
+from muonsw.lab.data.corpus import FINEWEB, Corpus, Source
+from muonsw.lab.data.prepare import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
 from muonsw.lab.data.progress import watching
-from muonsw.lab.data.ready import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
-from muonsw.lab.data.record import SPLITS, Prepared, read_record
-from muonsw.lab.data.sources import FINEWEB
-from muonsw.lab.data.verify import verify_folder
+from muonsw.lab.data.shards import SPLITS, Prepared, read_record, verify_folder
+from muonsw.lab.terminal import say
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Prepare:
     """Add the installed packages to the source `python`."""
 
     files: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
-    """Paths or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz, .zst) and .parquet."""
+    """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz, .zst) and .parquet."""
 
     dataset: Annotated[str, arg(metavar="NAME")] = FINEWEB
     """Name on the hub for the source `fineweb`, or a local folder of Parquet files with the same fields."""

@@ -9,9 +9,8 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.export import export, load_model
-from muonsw.lab.files import UsageError
-from muonsw.lab.sample import sample
+from muonsw.lab.errors import UsageError
+from muonsw.lab.train.export import export, load_model, sample
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, arg
 
-from muonsw.lab.console import say
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import preset
-from muonsw.lab.plan import Group, RecipePlan, parse_amount, plan, plan_recipe
-from muonsw.lab.plan import Plan as RunPlan
-from muonsw.lab.recipes import PAPER_BATCH_TOKENS, find_recipe
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
+from muonsw.lab.plan import GroupPlan, RecipePlan, RunPlan, parse_amount, plan, plan_recipe
+from muonsw.lab.terminal import say
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 
 GIB = 2**30
@@ -37,9 +36,9 @@ GROUP_NOTE = (
 )
 
 
-# A step at the peak should take less than momentum remembers; above this, runs are not like long ones.
+# Above this, decay acts nearly as fast as momentum forgets, which never happens in a long run.
 LARGE_PHI = 0.01
-# What may be given beside a recipe; it prints the rest.
+# Options that may be given beside a recipe, which fixes all others.
 WITH_RECIPE = ("recipe", "batch_tokens", "shape", "decay_fraction", "warmup_steps", "json")
 
 
@@ -207,7 +206,7 @@ def recipe_rows(result: RecipePlan) -> list[Row]:
     ]
 
 
-def group_row(group: Group) -> tuple[str, ...]:
+def group_row(group: GroupPlan) -> tuple[str, ...]:
     """One line of the table of learning rates and decay."""
     constant, scaled, base = group.decays
     return (

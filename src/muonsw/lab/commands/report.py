@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from rich.markup import escape
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.report import check_target, write_report
 from muonsw.lab.runs import load_runs
+from muonsw.lab.terminal import say
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Report:
     """
 
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUNS")] = ()
-    """Run folders, or folders that hold run folders."""
+    """Run folders, folders that hold run folders, or files of JSON lines that `muonsw.Telemetry` wrote."""
 
     out: Annotated[Path, arg(aliases=("-o",), metavar="FILE")] = Path("report.html")
     """The page; its figures go into a folder of the same name beside it."""
@@ -41,12 +41,9 @@ class Report:
         check_target(self.out)
         loaded = load_runs(find_runs(self.runs))
         title = self.title or (f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs")
-        console = Console()
         written = write_report(self.out, title, loaded, images=not self.no_images)
-        console.print(f"wrote {escape(str(written[0]))}", highlight=False, soft_wrap=True)
-        if len(written) > 1:
-            folder = escape(str(written[1].parent))
-            console.print(f"wrote {len(written) - 1} figures into {folder}", highlight=False, soft_wrap=True)
+        charts = f", and {(len(written) - 1) // 2} charts as PNG and SVG in {written[1].parent}" if written[1:] else ""
+        say(Console(), f"wrote {written[0]}{charts}")
         return 0
 
 
@@ -54,6 +51,7 @@ def find_runs(paths: tuple[Path, ...]) -> list[Path]:
     """The run folders among paths; a folder that is none itself stands for those inside it."""
     found: list[Path] = []
     for path in paths:
-        inside = [] if (path / "config.json").is_file() else sorted(path.glob("*/config.json"))
+        single = path.is_file() or (path / "config.json").is_file()
+        inside = [] if single else sorted(path.glob("*/config.json"))
         found += [config.parent for config in inside] or [path]
     return list(dict.fromkeys(found))

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.console import say
-from muonsw.lab.experiments.experiment import Study
-from muonsw.lab.experiments.runner import run_all
-from muonsw.lab.experiments.store import write_results
-from muonsw.lab.experiments.training import SCALES, Scale, TrainingStudy
-from muonsw.lab.experiments.training.conduct import Workshop, conduct, find_data, find_device
-from muonsw.lab.experiments.training.costs import cost_table
-from muonsw.lab.files import UsageError, prepare_folder
-from muonsw.lab.machine import cores
-from muonsw.lab.report.progress import watching
-from muonsw.lab.report.terminal import print_list, print_results
-from muonsw.lab.report.terminal_table import print_claims, print_table
-from muonsw.lab.studies import STUDIES, AnyStudy, find_study
+from muonsw.lab.claims.table import claims_table
+from muonsw.lab.commands.show import paragraph, print_conclusion
+from muonsw.lab.errors import UsageError
+from muonsw.lab.processes import cores
+from muonsw.lab.storage import prepare_folder
+from muonsw.lab.studies.catalogue import STUDIES, find_study
+from muonsw.lab.studies.costs import cost_table
+from muonsw.lab.studies.scales import SCALES, find_data
+from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy, conduct
+from muonsw.lab.studies.workshop import BySettings, Workshop
+from muonsw.lab.tables import print_table
+from muonsw.lab.terminal import say
+from muonsw.lab.train.state import resolve_device
 
 DEFAULT_SCALE = "cpu"
 
@@ -32,8 +31,8 @@ DEFAULT_SCALE = "cpu"
 class Reproduce:
     """Run a study of the paper and print claim, prediction, measurement and verdict.
 
-    Exits with 0 when every claim holds, with 1 when one fails. Training studies are resumable: the same command again
-    goes on where it stopped, and studies of one scale share their runs.
+    Exits with 1 when a claim fails, else with 0; a claim that is undecided does not fail. Training studies are
+    resumable: the same command again goes on where it stopped, and studies of one scale share their runs.
     """
 
     name: Annotated[str, Positional, arg(metavar="NAME")] = ""
@@ -65,6 +64,9 @@ class Reproduce:
     workers: Annotated[int | None, arg(metavar="N")] = None
     """Runs of a training study at a time; one for each core, or one on a GPU, unless given."""
 
+    retry_diverged: FlagCreatePairsOff[bool] = False
+    """Try runs again that diverged in an earlier call."""
+
     device: str = "auto"
     """cpu, cuda or auto, for training."""
 
@@ -75,66 +77,55 @@ class Reproduce:
     """How many experiments of theory and coordinates run at a time, on one thread each; one for each core unless
     given."""
 
+    verbose: FlagCreatePairsOff[bool] = False
+    """Print all columns of every table, and what each claim assumes and tolerates."""
+
     def run(self) -> int:
-        """Run, write, print; the exit code says whether all claims hold."""
+        """Run, write, print; the exit code says whether a claim fails."""
         console = Console()
         if self.list:
             print_studies(console, STUDIES.values())
             return 0
         study = self._study()
-        if isinstance(study, TrainingStudy):
-            return self._train(console, study)
-        return self._run(console, study)
+        return self._train(console, study) if isinstance(study, TrainingStudy) else self._run(console, study)
 
-    def _run(self, console: Console, study: Study) -> int:
-        """A study that needs no training runs."""
+    def _run(self, console: Console, study: ExperimentStudy) -> int:
+        """A study of experiments that are run anew each time."""
         processes = _at_least_one("--processes", self.processes) or cores()
         if self.scale is not None:
             say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
         if self.dry_run:
-            seconds = sum(experiment.cost for experiment in study.experiments)
-            count = len(study.experiments)
+            seconds, count = sum(experiment.cost for experiment in study.experiments), len(study.experiments)
             say(console, f"{study.name}: {count} experiments, about {seconds:.0f} s on one core; no training runs")
             return 0
         folder = self.out or Path("out") / study.name
         prepare_folder(folder)
-        start = time.perf_counter()
-        with watching(console, study) as watch:
-            results = run_all(study.experiments, seed=self.seed, processes=processes, watch=watch)
-        figures = study.draw({name: result.outcome for name, result in results.items()}, folder)
-        seconds = time.perf_counter() - start
-        paths = write_results(study, results, folder, seed=self.seed, seconds=seconds) + figures
-        print_results(console, results, paths, seconds)
-        return int(any(not claim.holds for result in results.values() for claim in result.outcome.claims))
+        conclusion = conduct(replace(study, seed=self.seed), Workshop(console, processes), folder)
+        table = claims_table(conclusion.claims, ("predicted", "measured"), named=True)
+        print_conclusion(console, conclusion, folder, [table], verbose=self.verbose)
+        return int(conclusion.failed)
 
     def _train(self, console: Console, study: TrainingStudy) -> int:
         """A study that trains."""
         scale = SCALES[self.scale or DEFAULT_SCALE].with_seeds(_at_least_one("--seeds", self.seeds))
-        workers = _at_least_one("--workers", self.workers)
+        study, workers = study.at(scale), _at_least_one("--workers", self.workers)
         if self.tflops is not None and not self.tflops > 0:
             raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
         if self.dry_run:
-            print_cost(console, study, scale, self.tflops or scale.tflops, workers or scale.workers)
+            print_cost(console, study, self.tflops or scale.tflops, workers or scale.workers)
             return 0
-        folder = self.out or Path("out") / f"{study.name}-{scale.name}"
-        device = find_device(self.device)
+        folder, device = self.out or Path("out") / f"{study.name}-{scale.name}", resolve_device(self.device).type
         prepare_folder(folder)
-        data = find_data(scale, self.data) if study.planned(scale) else Path()
+        data = find_data(scale, self.data) if study.planned() else Path()
+        places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
         workers = workers or (cores() if device == "cpu" else 1)
-        workshop = Workshop(folder.parent / f"runs-{scale.name}", data, device, workers, console)
-        start = time.perf_counter()
-        report = conduct(study, scale, workshop, folder)
-        for table in report.tables:
-            print_table(console, table)
-        print_claims(console, report.claims)
-        say(console, f"\n{report.verdict} ({time.perf_counter() - start:.0f} s)")
-        kept = [path for path in report.paths if path.suffix in (".html", ".json")]
-        for path in kept:
-            say(console, f"wrote {path}")
-        say(console, f"wrote {len(report.paths) - len(kept)} figures below {folder}; runs are in {workshop.runs}")
-        return int(report.failed)
+        conclusion = conduct(study, Workshop(console, workers, places, self.retry_diverged), folder)
+        tables = [claims_table(conclusion.claims, ("expected", "measured")), *conclusion.tables]
+        kept = f"; runs are in {places.folder}" if study.planned() else ""
+        print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
+        return int(conclusion.failed)
 
-    def _study(self) -> AnyStudy:
+    def _study(self) -> ExperimentStudy | TrainingStudy:
         if not self.name:
             raise UsageError(f"say what to reproduce: {', '.join(STUDIES)} (or --list)")
         try:
@@ -143,23 +134,26 @@ class Reproduce:
             raise UsageError(str(error)) from error
 
 
-def print_studies(console: Console, studies: Iterable[AnyStudy]) -> None:
-    """What can be reproduced, with the scales of each study that trains."""
+def print_studies(console: Console, studies: Iterable[ExperimentStudy | TrainingStudy]) -> None:
+    """What can be reproduced: the experiments of each study, or the scales of one that trains."""
     for study in studies:
         if isinstance(study, TrainingStudy):
             say(console, f"{study.name}: {study.title} (--scale {', '.join(study.scaled)})")
-        else:
-            print_list(console, [study])
+            continue
+        say(console, f"{study.name}: {study.title}")
+        for experiment in study.experiments:
+            name = f"{study.name}/{experiment.name}"
+            say(console, f"  {name:<28} {experiment.title}")
     for scale in SCALES.values():
         say(console, f"scale {scale.name}: {scale.title}")
     say(console, "what a study takes at a scale: muonsw reproduce NAME --scale SCALE --dry-run")
 
 
-def print_cost(console: Console, study: TrainingStudy, scale: Scale, tflops: float, workers: int) -> None:
+def print_cost(console: Console, study: TrainingStudy, tflops: float, workers: int) -> None:
     """What a study would take, and how it was scaled."""
-    say(console, f"{study.name}, scale {scale.name} ({scale.title}); {study.reference}")
-    say(console, study.scaled[scale.name])
-    print_table(console, cost_table(study, scale, tflops, workers))
+    paragraph(console, f"{study.name}, scale {study.scale.name} ({study.scale.title}); {study.reference}")
+    paragraph(console, study.how_scaled)
+    print_table(console, cost_table(study, tflops, workers), hint="a pipe shows them, as in | cat")
 
 
 def _at_least_one(option: str, value: int | None) -> int | None:

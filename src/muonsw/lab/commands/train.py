@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from tyro.conf import arg
 
-from muonsw.lab.files import UsageError
-from muonsw.lab.run import read_config_file, run
+from muonsw.lab.errors import UsageError
+from muonsw.lab.train.__main__ import read_config_file, run
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import run_on, with_steps
 
@@ -53,6 +53,8 @@ class Train:
     """Sequences in an update, instead of the preset's."""
     accumulation: int | None = None
     """Micro-batches an update is cut into, for less memory."""
+    telemetry_every: Annotated[int | None, arg(metavar="N")] = None
+    """Updates between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
     seed: int = 0
     """Of the initial weights and the data order."""
     device: str = "auto"
@@ -72,7 +74,7 @@ class Train:
     def _config(self) -> RunConfig:
         try:
             config = run_on(self.preset, self.data, seed=self.seed)
-            given = {"batch": self.batch, "accumulation": self.accumulation}
+            given = {"batch": self.batch, "accumulation": self.accumulation, "telemetry_every": self.telemetry_every}
             changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
             optimizer = {name: value for name, value in vars(self.optimizer).items() if value is not None}
             extras: dict[str, Any] = {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}

@@ -1,28 +1,32 @@
-"""Which documents a corpus has, as plain settings that can be recorded and compared."""
+"""Which documents a corpus has: its settings, and the sources behind them.
+
+Each source is an iterator of texts in an order that does not change from one machine or day to the next.
+"""
 
 from __future__ import annotations
 
+import glob
+import hashlib
+import io
 import os
+import sysconfig
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from muonsw.lab.data.sources import (
-    FINEWEB,
-    fineweb_documents,
-    matching_files,
-    python_documents,
-    python_files,
-    python_roots,
-    text_documents,
-)
+from muonsw.lab.data.formats import KINDS, check_kind, file_documents, is_readable
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 _PLAIN = {".txt", ".md"}
+FINEWEB = "HuggingFaceFW/fineweb"
+# folders of the standard library that hold tests, installed packages, or caches
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Corpus:
         source: `python` is the running interpreter's standard library, `text` are files, `fineweb` is streamed from the
             Hugging Face hub, `synthetic` is an endless Markov chain.
         packages: Add the installed packages to `python`.
-        files: Paths or globs of `text`.
+        files: Files, folders or globs of `text`.
         dataset: The hub's name of `fineweb`, or a local folder of the same format.
         sample: Which part of `fineweb`.
         seed: Of `synthetic`.
@@ -46,7 +50,7 @@ class Corpus:
         (3, True)
         >>> Corpus("synthetic")
         Traceback (most recent call last):
-        muonsw.lab.files.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
+        muonsw.lab.errors.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
     """
 
     source: Source = "python"
@@ -62,7 +66,9 @@ class Corpus:
         if self.source not in _DOCUMENTS:
             raise UsageError(f"there is no source {self.source!r}: give {', '.join(_DOCUMENTS)}")
         if (self.source == "text") != bool(self.files):
-            raise UsageError("--source text needs --files, paths or quoted globs, and no other source takes them")
+            raise UsageError(
+                "--source text needs --files (files, folders or quoted globs), and no other source takes them"
+            )
         for name, limit in (("documents", self.limit_documents), ("characters", self.limit_characters)):
             if limit is not None and limit < 1:
                 raise UsageError(f"--limit-{name} must be at least 1, got {limit}")
@@ -137,8 +143,137 @@ def _size(paths: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
+def python_roots(*, packages: bool = False) -> list[Path]:
+    """The folders of the running interpreter's standard library and, if asked for, of the installed packages."""
+    paths = sysconfig.get_paths()
+    roots = [paths["stdlib"], *([paths["purelib"], paths["platlib"]] if packages else [])]
+    return list(dict.fromkeys(Path(root).resolve() for root in roots))
+
+
+def source_files(roots: Iterable[Path]) -> Iterator[str]:
+    """The Python files below folders, sorted by path, each content once; what does not decode is left out.
+
+    Raises:
+        UsageError: If a file cannot be read.
+    """
+    seen: set[bytes] = set()
+    for path in (path for root in roots for path in python_files(root)):
+        data = _read(path)
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        text = None if digest in seen else _decoded(data)
+        seen.add(digest)
+        if text:
+            yield text
+
+
+def python_files(root: Path) -> list[Path]:
+    """The Python files below a folder, sorted, without tests and without what is installed below it."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        found += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; make it readable") from error
+
+
+def _decoded(data: bytes) -> str | None:
+    """A Python file's text in the encoding that it declares."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        return data.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def text_documents(patterns: Iterable[str | Path]) -> Iterator[str]:
+    """Documents from files: .txt and .md are one each, .jsonl one for each line's `text`, .parquet one for each row's.
+
+    All but .parquet may be compressed as .gz, .xz or .zst.
+
+    Args:
+        patterns: Files, folders (all files below them that can be read) or globs (`**` goes into folders). Files are
+            read in the order of the patterns, sorted within each, and once even if two patterns name them.
+
+    Raises:
+        UsageError: Before any document if a pattern names no file, a file of another kind, or one that needs a package
+            which is not installed; at the place if a file cannot be read.
+    """
+    files = matching_files(patterns)
+    for path in files:
+        check_kind(path)
+    return (text for path in files for text in file_documents(path))
+
+
+def matching_files(patterns: Iterable[str | Path]) -> list[Path]:
+    """The files that paths, folders or globs name, in the order in which `text_documents` reads them."""
+    return list(dict.fromkeys(path for pattern in patterns for path in _matching(str(pattern))))
+
+
+def _matching(pattern: str) -> list[Path]:
+    """The files that a path, a folder or a glob names; a name with brackets in it may be a path."""
+    path = Path(pattern)
+    if path.is_dir():
+        return _readable_below(path)
+    named = [pattern] if path.is_file() else glob.glob(pattern, recursive=True)
+    if not (files := sorted(path for path in map(Path, named) if path.is_file())):
+        raise UsageError(f"no file matches {pattern}: check the path, or quote the glob")
+    return files
+
+
+def _readable_below(folder: Path) -> list[Path]:
+    """All files below a folder whose kind can be read, sorted; hidden files and folders are left out."""
+    found = [path for path in folder.rglob("*") if is_readable(path) and path.is_file()]
+    seen = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    if not seen:
+        raise UsageError(f"the folder {folder} holds no file that can be read: put {KINDS} into it")
+    return sorted(seen, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def fineweb_documents(dataset: str | Path = FINEWEB, sample: str = "sample-10BT") -> Iterator[str]:
+    """The texts of FineWeb, streamed by the `datasets` library without storing them.
+
+    Args:
+        dataset: The name on the Hugging Face hub, or a local folder with Parquet files of the same fields.
+        sample: Which named part of the hub's dataset: `sample-10BT`, `sample-100BT`, `sample-350BT`, a crawl such as
+            `CC-MAIN-2024-10`, or `default` for all. A local folder has no parts.
+
+    Raises:
+        UsageError: If the library is missing, the dataset cannot be reached, or a file of it is damaged.
+    """
+    try:
+        library: Any = import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise UsageError("FineWeb needs the package datasets: pip install 'muonsw[data]'") from error
+    local = Path(dataset).exists()
+    name = str(dataset) if local else f"{dataset} ({sample})"
+    try:
+        stream = library.load_dataset(str(dataset), None if local else sample, split="train", streaming=True)
+        for row in stream.select_columns(["text"]):
+            if text := row["text"]:
+                yield text
+    except Exception as error:  # the network, the hub, the library and pyarrow each raise their own
+        if local:
+            _name_damaged(Path(dataset))
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        fix = "check the name, the connection and the files; what was prepared is kept"
+        raise UsageError(f"the dataset {name} cannot be read: {reason}; {fix}") from error
+
+
+def _name_damaged(dataset: Path) -> None:
+    """Read a local dataset file by file, so that the one which cannot be read is named; streaming does not tell."""
+    for path in sorted(dataset.rglob("*.parquet")) if dataset.is_dir() else [dataset]:
+        for _ in file_documents(path):
+            pass
+
+
 _DOCUMENTS: dict[Source, Callable[[Corpus], Iterator[str]]] = {
-    "python": lambda corpus: python_documents(packages=corpus.packages),
+    "python": lambda corpus: source_files(python_roots(packages=corpus.packages)),
     "text": lambda corpus: text_documents(corpus.files),
     "fineweb": lambda corpus: fineweb_documents(corpus.dataset, corpus.sample),
     "synthetic": lambda corpus: iter(MarkovSource(corpus.seed)),

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 
 _READ_BYTES = 1 << 16
 _PARQUET_ROWS = 256
@@ -33,16 +33,25 @@ def check_kind(path: Path) -> None:
         >>> check_kind(Path("notes.txt.gz"))
         >>> check_kind(Path("notes.pdf"))
         Traceback (most recent call last):
-        muonsw.lab.files.UsageError: notes.pdf is of no known kind: give .txt, .md, .jsonl, .parquet files...
+        muonsw.lab.errors.UsageError: notes.pdf is of no known kind: give .txt, .md, .jsonl, .parquet files...
     """
-    kind = _kind(path)
-    if kind not in _READERS or (kind == ".parquet" and path.suffix != kind):
-        plain, packed = ", ".join(_READERS), ", ".join(_COMPRESSED)
-        raise UsageError(f"{path} is of no known kind: give {plain} files, all but the last also as {packed}")
+    if not is_readable(path):
+        raise UsageError(f"{path} is of no known kind: give {KINDS}")
     if path.suffix == ".zst":
         _zstd()
-    if kind == ".parquet":
+    if path.suffix == ".parquet":
         _needed("pyarrow.parquet")
+
+
+def is_readable(path: Path) -> bool:
+    """Whether files of this name are of a kind that can be read.
+
+    Examples:
+        >>> [is_readable(Path(name)) for name in ("a.txt", "a.jsonl.zst", "a.pdf", "a.parquet.gz")]
+        [True, True, False, False]
+    """
+    kind = _kind(path)
+    return kind in _READERS and (kind != ".parquet" or path.suffix == kind)
 
 
 def file_documents(path: Path) -> Iterator[str]:
@@ -80,7 +89,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _text_field(path: Path, number: int, line: bytes) -> str:
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path}, line {number}: not a JSON object with a `text` field") from error
     if not isinstance(text, str):
         raise UsageError(f"{path}, line {number}: its `text` field is not a string")
@@ -99,7 +108,7 @@ def _rows(path: Path) -> Iterator[str]:
             if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
                 raise UsageError(f"{path}: its column `text` holds {kind}, not strings")
             for number in range(file.num_row_groups):
-                # over several row groups at once, the library keeps what it has read
+                # One row group at a time: over several, the library keeps all that it has read in memory.
                 for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[number], columns=["text"]):
                     yield from filter(None, batch.column(0).to_pylist())
     except arrow.ArrowException as error:
@@ -124,7 +133,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of a .zst, whose last frame must be whole: the library's own reader takes a cut one for the end."""
+    """The content of a .zst; one that was cut short is an error, which the library's own reader takes for the end."""
 
     def __init__(self, path: Path) -> None:
         self._new_frame, self._error = _zstd()
@@ -177,6 +186,9 @@ _COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".xz": lzma.open,
     ".zst": lambda path: io.BufferedReader(_ZstdFile(path), _READ_BYTES),
 }
+
+
+KINDS = f"{', '.join(_READERS)} files, all but the last also as {', '.join(_COMPRESSED)}"
 
 
 def _needed(name: str) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from muonsw.lab.data.bijection import Bijection, Indices
-from muonsw.lab.data.shards import Shard
+from muonsw.lab.data.shards import Shard, check_tokens
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -40,34 +40,33 @@ class Windows:
             raise ValueError(f"a sequence has at least 1 token, not {sequence}")
         if not shards:
             raise ValueError("there is no shard to read: prepare the data, or check the path")
-        _check_same_tokenizer(shards)
         self.shards, self.sequence = tuple(shards), sequence
-        counts = np.array([(shard.header.count - 1) // sequence for shard in shards], dtype=np.int64)
+        counts = np.array([(len(shard.tokens) - 1) // sequence for shard in shards], dtype=np.int64)
         covered = np.where(counts > 0, counts * sequence + 1, 0)
         self._ends = np.cumsum(counts)
         self.count = int(self._ends[-1])
-        tokens = sum(shard.header.count for shard in shards)
+        tokens = sum(len(shard.tokens) for shard in shards)
         self.dropped = tokens - int(covered.sum())
         if self.count == 0:
             needs = f"no shard holds one window of {sequence + 1} tokens"
             raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
 
     def gather(self, ids: Indices) -> Batch:
-        """Inputs and targets of the windows with these ids, int64 of shape (len(ids), sequence)."""
+        """Inputs and targets of the windows with these ids, int64 of shape (len(ids), sequence).
+
+        Raises:
+            ShardError: If a token is outside the vocabulary, with its shard: a model would fail on it without a name.
+        """
         rows = np.empty((len(ids), self.sequence + 1), dtype=np.int64)
         owners = np.searchsorted(self._ends, ids, side="right")
         for row, window, owner in zip(rows, ids.tolist(), owners.tolist(), strict=True):
             start = (window - (int(self._ends[owner - 1]) if owner else 0)) * self.sequence
             row[:] = self.shards[owner].tokens[start : start + self.sequence + 1]
+        if rows.max() >= min(shard.vocab_size for shard in self.shards):
+            for owner in dict.fromkeys(owners.tolist()):
+                check_tokens(self.shards[owner])
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
-    first = shards[0]
-    for shard in shards:
-        if (shard.header.tokenizer, shard.header.vocab_size) != (first.header.tokenizer, first.header.vocab_size):
-            raise ValueError(f"{shard.path} and {first.path} were made by different tokenizers: do not mix them")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class TokenLoader:
     Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next.
 
     Attributes:
-        shards: Open shards of one tokenizer; their order is part of the data order.
+        shards: Open shards of one folder; their order is part of the data order.
         sequence: Tokens in an input.
         batch: Sequences in a batch, over all ranks and micro-batches.
         seed: Decides the order.
@@ -129,14 +128,10 @@ class TokenLoader:
         """The windows in rows first to last of a step's batch."""
         if step < 0:
             raise ValueError(f"steps are counted from 0, not {step}")
-        # Python integers: step * batch may exceed 64 bits long before an epoch's own indices do
+        # Python's integers have no largest value: step * batch may pass 64 bits though no index within an epoch does.
         samples = range(step * self.batch + first, step * self.batch + last)
-        epochs, size = (
-            range(samples[0] // self.windows.count, samples[-1] // self.windows.count + 1),
-            self.windows.count,
-        )
-        parts = []
-        for epoch in epochs:
+        size, parts = self.windows.count, []
+        for epoch in range(samples[0] // size, samples[-1] // size + 1):
             begin, end = max(samples.start - epoch * size, 0), min(samples.stop - epoch * size, size)
             parts.append(Bijection(size, (self.seed, epoch))(np.arange(begin, end)))
         return np.concatenate(parts)
@@ -146,7 +141,7 @@ class ValidationLoader:
     """The same windows in the same order for every run that is to be compared, whatever its seed or batch.
 
     Args:
-        shards: Open shards of one tokenizer.
+        shards: Open shards of one folder.
         sequence: Tokens in an input.
         batch: Sequences in a batch; the last batch may have fewer.
         windows: How many windows to read, spread evenly over the shards; `None` reads all.

@@ -6,29 +6,219 @@ groups is written after each one, so a second run over the same documents only e
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from filelock import FileLock, Timeout
+import numpy as np
 
-from muonsw.lab.data.groups import Job, digest_of, grouped, is_validation
-from muonsw.lab.data.record import RECORD, Group, Prepared, Split, open_split, read_record, save_record, shard_path
-from muonsw.lab.data.shards import ShardError, open_shard
-from muonsw.lab.data.stored import store_tokenizer
-from muonsw.lab.data.tokenizers import Tokenizer
-from muonsw.lab.data.workers import write_groups
-from muonsw.lab.files import UsageError, prepare_folder
+from muonsw.lab import storage
+from muonsw.lab.data.corpus import Corpus, Source, up_to
+from muonsw.lab.data.shards import (
+    RECORD,
+    SPLITS,
+    Group,
+    Prepared,
+    ShardError,
+    Split,
+    Tokens,
+    load_tokenizer,
+    open_shard,
+    open_split,
+    read_record,
+    save_record,
+    shard_path,
+    write_shard,
+)
+from muonsw.lab.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer, store
+from muonsw.lab.errors import UsageError
+from muonsw.lab.processes import Audience, Tell, cores, run_jobs
 
-__all__ = ["RECORD", "Group", "Prepared", "Split", "is_validation", "open_split", "prepare", "read_record"]
+__all__ = ["RECORD", "DataSettings", "Group", "Prepared", "Split", "TokenizerChoice", "is_validation", "open_split"]
+__all__ += ["prepare", "prepare_corpus", "prepare_default", "read_record"]
 
-LOCK = ".lock"
+Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
+DEFAULT_VOCAB = 1024
+# Merges learned from more text than this hardly differ, and learning them takes a second.
+TRAINING_CHARACTERS = 1 << 22
+# What is encoded at a time, for each thread: the libraries need some hundred bytes for a token while they work.
+BATCH_CHARACTERS = 1 << 20
+# Small corpora get several shards, so that a killed run loses little; large ones not too many to be open at once.
+# A small corpus holds out more of its documents, so that the loss on them means something.
+_SHARD_CHARACTERS: dict[Source, int] = {"python": 1 << 22, "synthetic": 1 << 22, "text": 1 << 24, "fineweb": 1 << 26}
+_HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "text": 0.01, "fineweb": 0.001}
+# Threads of one process encode as fast as a few processes, and need no start. On many cores they are held back by what
+# is not in threads, the hashing and writing.
+_SMALL_BYTES = 1 << 28
+_FEW_CORES = 4
 _UNFINISHED = Group("", 0, tokens={}, checksums={})
-# what writing beside and renaming leaves behind when a process is killed: a dot, a name, and the process
+# What a killed process leaves behind: files that it wrote beside their place, and shards that are not on record.
 _LEFTOVER = re.compile(r"\..+\.(tokens|json|bpe)\.\d+")
+_SHARD = re.compile(r"(train|validation)-\d{5}-[0-9a-f]{8}\.tokens")
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which tokenizer to make.
+
+    Attributes:
+        kind: `bytes`, `bpe` trained on the corpus, or `gpt2`.
+        vocab: Tokens of `bpe`, the end of a document included.
+        gpt2_files: A folder with GPT-2's `vocab.bpe` and `encoder.json`; `None` lets tiktoken download them.
+        training_characters: `bpe` is trained on the first documents that are not held out, up to so many characters.
+    """
+
+    kind: Kind = "bpe"
+    vocab: int = DEFAULT_VOCAB
+    gpt2_files: Path | None = None
+    training_characters: int = TRAINING_CHARACTERS
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("bytes", "bpe", "gpt2"):
+            raise UsageError(f"there is no tokenizer {self.kind!r}: give bytes, bpe, gpt2")
+        if self.kind == "bpe" and (not BYTES < self.vocab < 1 << 31 or self.training_characters < 1):
+            given = f"{self.vocab} and {self.training_characters}"
+            raise UsageError(
+                f"a bpe needs a --vocab above {BYTES} (below 2**31) and characters to train on, got {given}"
+            )
+        if self.kind != "gpt2" and self.gpt2_files is not None:
+            raise UsageError(f"--gpt2-files go with --tokenizer gpt2, not with {self.kind}")
+
+    def recorded(self) -> dict[str, Any]:
+        """What decides the tokenizer, besides the corpus."""
+        trained = {"vocab": self.vocab, "training_characters": self.training_characters}
+        return {"kind": self.kind, **(trained if self.kind == "bpe" else {})}
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Everything that decides what a folder of prepared data holds.
+
+    Attributes:
+        corpus: Which documents.
+        tokenizer: What encodes them.
+        validation_fraction: The share of documents that is held out; `None` takes what suits the source.
+        group_characters: The size of a shard before encoding; `None` takes what suits the source.
+    """
+
+    corpus: Corpus = field(default_factory=Corpus)
+    tokenizer: TokenizerChoice = field(default_factory=TokenizerChoice)
+    validation_fraction: float | None = None
+    group_characters: int | None = None
+
+    def sizes(self) -> dict[str, Any]:
+        """The two sizes, as they are recorded.
+
+        Raises:
+            UsageError: If one of them makes no sense.
+        """
+        source, fraction, characters = self.corpus.source, self.validation_fraction, self.group_characters
+        fraction = _HELD_OUT[source] if fraction is None else fraction
+        characters = _SHARD_CHARACTERS[source] if characters is None else characters
+        if not 0.0 <= fraction < 1.0:
+            raise UsageError(f"--validation-fraction is at least 0 and below 1, not {fraction}")
+        if characters < 1:
+            raise UsageError(f"--group-characters must be at least 1, got {characters}")
+        return {"validation_fraction": fraction, "group_characters": characters}
+
+    def recipe(self) -> dict[str, Any]:
+        """Corpus and tokenizer, as they are recorded."""
+        return {"corpus": self.corpus.recorded(), "made_with": self.tokenizer.recorded()}
+
+
+def prepare_default(
+    folder: Path,
+    *,
+    source: Source = "python",
+    tokenizer: Kind = "bpe",
+    vocab: int = DEFAULT_VOCAB,
+    gpt2_files: Path | None = None,
+    validation_fraction: float | None = None,
+    limit_characters: int | None = None,
+    processes: int | None = None,
+    wait: float = 600.0,
+    finished: Callable[[Group], None] = lambda _: None,
+    **corpus: Any,
+) -> Prepared:
+    """Data without a command line: prepares the folder once, and only looks at it from then on.
+
+    A folder that is complete and has these settings is taken as it is, without reading the documents again. Several
+    processes may ask for the same folder: one prepares it, and the others wait.
+
+    Arguments are fields of `Corpus`, `TokenizerChoice` and `DataSettings`, and those of `prepare_corpus`; `corpus` are
+    further fields of `Corpus`, such as `files` or `seed`. The default needs nothing but this machine and some seconds.
+
+    Raises:
+        UsageError: As `prepare_corpus`.
+    """
+    choice = TokenizerChoice(tokenizer, vocab=vocab, gpt2_files=gpt2_files)
+    documents = Corpus(source, limit_characters=limit_characters, **corpus)
+    settings = DataSettings(documents, choice, validation_fraction)
+    if (record := _complete(folder, settings)) is not None:
+        return record
+    return prepare_corpus(folder, settings, processes=processes, wait=wait, finished=finished)
+
+
+def _complete(folder: Path, settings: DataSettings) -> Prepared | None:
+    """The record of a folder that needs no work: same settings, and every shard in its place."""
+    if not (folder / RECORD).exists():
+        return None
+    record = read_record(folder)
+    recipe = {name: value for name, value in (record.recipe or {}).items() if name != "trained_on"}
+    theirs = {"validation_fraction": record.validation_fraction, "group_characters": record.group_characters}
+    if not record.complete or recipe != settings.recipe() or theirs != settings.sizes():
+        return None
+    try:
+        for split in SPLITS:
+            if record.tokens(split):
+                open_split(folder, split)
+        load_tokenizer(folder)
+    except UsageError:
+        return None
+    return record
+
+
+def prepare_corpus(
+    folder: Path,
+    settings: DataSettings,
+    *,
+    processes: int | None = None,
+    wait: float = 0.0,
+    finished: Callable[[Group], None] = lambda _: None,
+    begun: Callable[[str], None] = lambda _: None,
+) -> Prepared:
+    """Make the tokenizer and the shards of a folder; what is there already of the same settings is kept.
+
+    Args:
+        folder: Made if missing.
+        settings: What to put there.
+        processes: How many encode, on one thread each; 1 is this one alone. `None` takes every core: by processes if
+            there are many cores and the corpus may be large, else by threads of this one. The result is the same.
+        wait: How many seconds to wait for another process that prepares the same folder.
+        finished: Called after every group, in the order in which they finish.
+        begun: Called with the name of a stage before it: "tokenizer", then "documents".
+
+    Raises:
+        UsageError: If the documents cannot be read, the folder cannot be written or holds other data, or a package is
+            missing.
+    """
+    sizes, recipe = settings.sizes(), settings.recipe()
+    if processes is not None and processes < 1:
+        raise UsageError(f"--processes must be at least 1, got {processes}")
+    with locked(folder, wait=wait):
+        earlier_groups(folder, {**sizes, **recipe})
+        begun("tokenizer")
+        tokenizer, trained_on = _make_tokenizer(folder, settings)
+        record = _record(tokenizer, **sizes, recipe={**recipe, "trained_on": trained_on})
+        number, threads = _workforce(settings.corpus, processes)
+        begun("documents")
+        documents = settings.corpus.documents()
+        return _fill(documents, tokenizer, folder, record, finished=finished, processes=number, threads=threads)
 
 
 def prepare(
@@ -58,19 +248,14 @@ def prepare(
         UsageError: If there is no document, the folder holds data with other settings or is being prepared by another
             process, or something cannot be written.
     """
-    settings = Prepared(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters)
-    _check_settings(settings, processes, threads)
-    with locked(folder):
-        return fill(documents, tokenizer, folder, settings, finished=finished, processes=processes, threads=threads)
-
-
-def _check_settings(settings: Prepared, processes: int, threads: int) -> None:
-    fraction, characters = settings.validation_fraction, settings.group_characters
-    if not 0.0 <= fraction < 1.0 or characters < 1:
-        given = f"{fraction} and {characters}"
+    if not 0.0 <= validation_fraction < 1.0 or group_characters < 1:
+        given = f"{validation_fraction} and {group_characters}"
         raise ValueError(f"a validation fraction is in [0, 1) and a group has at least 1 character, not {given}")
     if processes < 1 or threads < 1:
         raise ValueError(f"preparing needs at least 1 process and 1 thread, not {processes} and {threads}")
+    record = _record(tokenizer, validation_fraction=validation_fraction, group_characters=group_characters)
+    with locked(folder):
+        return _fill(documents, tokenizer, folder, record, finished=finished, processes=processes, threads=threads)
 
 
 @contextmanager
@@ -84,58 +269,171 @@ def locked(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     Raises:
         UsageError: If another process holds it, or it cannot be written.
     """
-    prepare_folder(folder)
-    lock = FileLock(folder / LOCK, timeout=wait)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        fix = "wait for it to end, or choose another folder"
-        raise UsageError(f"{folder} is being prepared by another process: {fix}") from error
-    try:
+    fix = "wait for it to end, or choose another folder"
+    with storage.locked(folder, f"{folder} is being prepared by another process: {fix}", wait=wait):
         for path in folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         yield
-    finally:
-        lock.release()
 
 
-def fill(
+def _fill(
     documents: Iterable[str],
     tokenizer: Tokenizer,
     folder: Path,
-    settings: Prepared,
+    record: Prepared,
     *,
     finished: Callable[[Group], None],
     processes: int,
     threads: int,
 ) -> Prepared:
-    """`prepare` inside a folder that is locked."""
-    earlier = earlier_groups(folder, _settings(settings))
-    settings = replace(settings, tokenizer_description=store_tokenizer(tokenizer, folder))
+    """Write every shard that a locked folder lacks, and its record."""
+    earlier = earlier_groups(folder, _settings(record))
+    record = replace(record, tokenizer_description=store(tokenizer, folder))
     if not earlier:
-        save_record(folder, settings)
+        save_record(folder, record)
     done: dict[int, Group] = {}
-    jobs = _jobs(documents, folder, settings, earlier)
-    for number, group, is_new in write_groups(jobs, tokenizer, processes=processes, threads=threads):
+
+    def missing() -> Iterator[tuple[str, _Texts]]:
+        for number, texts in enumerate(grouped(documents, record.group_characters)):
+            job = _Texts(number, texts, *digest_of(texts))
+            if (kept := _kept_group(folder, job, earlier, record)) is not None:
+                done[number] = kept
+                finished(kept)
+            else:
+                yield f"shard {number:05}", job
+
+    def keep(_name: str, written: tuple[int, Group]) -> None:
+        number, group = written
         done[number] = group
-        if is_new:
-            save_record(folder, replace(settings, groups=_so_far(done, earlier)))
+        save_record(folder, replace(record, groups=_so_far(done, earlier)))
         finished(group)
+
+    several = processes > 1
+    work = partial(_encode, tokenizer=tokenizer, folder=folder, record=record, threads=1 if several else threads)
+    run_jobs(work, missing(), Audience(finished=keep), workers=processes, threads=1 if several else None)
     if not done:
         raise UsageError("the source gave no document: check its path")
-    record = replace(settings, groups=tuple(done[number] for number in sorted(done)), complete=True)
+    record = replace(record, groups=tuple(done[number] for number in sorted(done)), complete=True)
     save_record(folder, record)
+    _remove_others(folder, record)
     return record
 
 
-def _jobs(
-    documents: Iterable[str], folder: Path, settings: Prepared, earlier: tuple[Group, ...]
-) -> Iterator[Job | tuple[int, Group]]:
-    for number, texts in enumerate(grouped(documents, settings.group_characters)):
-        digest, size = digest_of(texts)
-        kept = _kept_group(folder, number, digest, earlier, settings.tokenizer)
-        yield (number, kept) if kept else Job(folder, number, texts, digest, size, settings.validation_fraction)
+@dataclass(frozen=True)
+class _Texts:
+    """The documents of a group, with its number, a hash of them, and their size in UTF-8."""
+
+    number: int
+    texts: Sequence[str]
+    digest: str
+    bytes: int
+
+
+def _encode(
+    job: _Texts, _tell: Tell, *, tokenizer: Tokenizer, folder: Path, record: Prepared, threads: int
+) -> tuple[int, Group]:
+    """Write the shards of a group, one for each split that got documents."""
+    tokens: dict[Split, int] = {}
+    checksums: dict[Split, str] = {}
+    for split in SPLITS:
+        texts = [text for text in job.texts if is_validation(text, record.validation_fraction) == (split != "train")]
+        if texts:
+            path = shard_path(folder, split, job.number, job.digest)
+            tokens[split], checksums[split] = write_shard(path, encoded(texts, tokenizer, threads), record)
+    return job.number, Group(job.digest, len(job.texts), tokens, checksums, job.bytes)
+
+
+def encoded(texts: Iterable[str], tokenizer: Tokenizer, threads: int = 1) -> Iterator[Tokens]:
+    """The tokens of documents, each followed by an end of document, in pieces of many documents."""
+    end = np.array([tokenizer.end_of_document], dtype=np.uint32)
+    for batch in grouped(texts, BATCH_CHARACTERS * threads):
+        ids = tokenizer.encode_batch(batch, threads=threads)
+        yield np.concatenate([part for document in ids for part in (document, end)])
+
+
+def grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Consecutive documents together; a group ends with the document that reaches so many characters.
+
+    Examples:
+        >>> list(grouped(["ab", "c", "defg", "h"], 3))
+        [['ab', 'c'], ['defg'], ['h']]
+    """
+    group: list[str] = []
+    size = 0
+    for text in documents:
+        group.append(text)
+        size += len(text)
+        if size >= characters:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def is_validation(text: str, fraction: float) -> bool:
+    """Whether a document is held out: decided by its text alone, so copies of it are never on both sides."""
+    digest = hashlib.blake2b(_utf8(text), digest_size=8, person=b"validation").digest()
+    return int.from_bytes(digest, "little") < fraction * 2.0**64
+
+
+def digest_of(texts: Iterable[str]) -> tuple[str, int]:
+    """A hash of documents, and how many bytes they have in UTF-8.
+
+    Examples:
+        >>> digest_of(["ab", "c"])[1], digest_of(["ab", "c"]) == digest_of(["a", "bc"])
+        (3, False)
+    """
+    digest, size = hashlib.blake2b(digest_size=16), 0
+    for text in texts:
+        data = _utf8(text)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+        size += len(data)
+    return digest.hexdigest(), size
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _record(tokenizer: Tokenizer, **fields: Any) -> Prepared:
+    return Prepared(tokenizer.identity, tokenizer.vocab_size, **fields)
+
+
+def earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
+    """What a folder holds of these settings.
+
+    Raises:
+        UsageError: If it holds data with other settings. Only settings that are on both sides are compared: whoever
+            prepares without a recipe answers for the documents.
+    """
+    if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
+        return ()
+    theirs = _settings(record)
+    changed = {name: value for name, value in settings.items() if name in theirs and theirs[name] != value}
+    if changed:
+        different = ", ".join(f"{name} {theirs[name]} (now {value})" for name, value in changed.items())
+        raise UsageError(f"{folder} holds data with other settings: {different}; choose another folder or delete it")
+    return record.groups
+
+
+def _settings(record: Prepared) -> dict[str, Any]:
+    names = ("tokenizer", "vocab_size", "validation_fraction", "group_characters")
+    return {**{name: getattr(record, name) for name in names}, **(record.recipe or {})}
+
+
+def _kept_group(folder: Path, job: _Texts, earlier: tuple[Group, ...], record: Prepared) -> Group | None:
+    """The group on record, if it was made of the same texts and its shards are still there."""
+    if job.number >= len(earlier) or earlier[job.number].digest != job.digest:
+        return None
+    group = earlier[job.number]
+    try:
+        for split in group.tokens:
+            open_shard(shard_path(folder, split, job.number, job.digest), group, split, record, check=True)
+    except ShardError:
+        return None
+    return group
 
 
 def _so_far(done: dict[int, Group], earlier: tuple[Group, ...]) -> tuple[Group, ...]:
@@ -146,39 +444,44 @@ def _so_far(done: dict[int, Group], earlier: tuple[Group, ...]) -> tuple[Group, 
     )
 
 
-def earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
-    """What a folder holds of these settings.
-
-    Raises:
-        UsageError: If it holds data with other settings.
-    """
-    if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
-        return ()
-    if different := ", ".join(_differences(_settings(record), settings)):
-        raise UsageError(f"{folder} holds data with other settings: {different}; choose another folder or delete it")
-    return record.groups
+def _remove_others(folder: Path, record: Prepared) -> None:
+    """Delete shards of documents that have changed since they were written."""
+    ours = {path for split in SPLITS for path in record.paths(folder, split)}
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path not in ours:
+            path.unlink(missing_ok=True)
 
 
-def _settings(record: Prepared) -> dict[str, Any]:
-    names = ("tokenizer", "vocab_size", "validation_fraction", "group_characters")
-    return {**{name: getattr(record, name) for name in names}, **(record.recipe or {})}
+def _make_tokenizer(folder: Path, settings: DataSettings) -> tuple[Tokenizer, str | None]:
+    """The tokenizer, and a hash of the documents it was trained on."""
+    choice = settings.tokenizer
+    if choice.kind == "bytes":
+        return ByteTokenizer(), None
+    if choice.kind == "gpt2":
+        return GPT2Tokenizer(choice.gpt2_files), None
+    fraction = settings.sizes()["validation_fraction"]
+    allowed = (text for text in settings.corpus.documents() if not is_validation(text, fraction))
+    sample = list(up_to(allowed, choice.training_characters))
+    if not sample:
+        raise UsageError("the source gave no document to train a tokenizer on: check its path")
+    digest, _ = digest_of(sample)
+    return _trained_before(folder, settings, digest) or BPETokenizer.train(sample, choice.vocab), digest
 
 
-def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
-    """Settings that both have and that differ; who prepares without a recipe answers for the documents."""
-    for name, value in ours.items():
-        if name in theirs and theirs[name] != value:
-            yield f"{name} {theirs[name]} (now {value})"
-
-
-def _kept_group(folder: Path, number: int, digest: str, earlier: tuple[Group, ...], tokenizer: str) -> Group | None:
-    """The group on record, if it was made of the same texts and its shards are still the ones it made."""
-    if number >= len(earlier) or earlier[number].digest != digest:
+def _trained_before(folder: Path, settings: DataSettings, digest: str) -> Tokenizer | None:
+    """The folder's own tokenizer, if it was trained on the same documents for the same vocabulary."""
+    if not (folder / RECORD).exists() or read_record(folder).recipe != {**settings.recipe(), "trained_on": digest}:
         return None
     try:
-        for split, checksum in earlier[number].checksums.items():
-            if open_shard(shard_path(folder, split, number), tokenizer=tokenizer).header.checksum != checksum:
-                return None
-    except ShardError:
+        return load_tokenizer(folder)
+    except UsageError:
         return None
-    return earlier[number]
+
+
+def _workforce(corpus: Corpus, processes: int | None) -> tuple[int, int]:
+    """How many processes encode, and on how many threads if it is one."""
+    if processes is not None:
+        return processes, 1
+    size = corpus.extent().bytes
+    few = cores() <= _FEW_CORES or (size is not None and size < _SMALL_BYTES)
+    return (1, cores()) if few else (cores(), 1)

@@ -1,248 +1,312 @@
-"""Token shards: files of token ids that are either whole and of the expected tokenizer, or refused by name.
+"""A folder of prepared tokens: files of token ids, and `data.json`, which says everything about them.
 
-A shard is a header of 128 bytes and the ids, both little-endian. Opening checks the header and the size on disk, which
-costs nothing; `verify_shard` also reads every id. A shard is written beside its place and renamed, so that a file with
-a shard's name was once complete.
+A shard is nothing but token ids, little-endian, two bytes each for vocabularies up to 65,536 and else four. How many
+there are, their SHA-256, their vocabulary and their tokenizer are on record. A hash of the texts that a shard was made
+of is part of its name, so that other texts never take the place of those on record.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import struct
-import zlib
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from muonsw.lab.data.tokenizers import Tokenizer, restore
+from muonsw.lab.errors import UsageError
+from muonsw.lab.settings import from_data
+from muonsw.lab.storage import read_object, replacing, write_json
+
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
+Split: TypeAlias = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+RECORD = "data.json"
+FORMAT = 2
+LARGEST_VOCAB = 1 << 32
+KEPT = "make room, or choose another folder; finished shards are kept, and the same command goes on"
+AGAIN = "delete it and prepare the data again"
+# A split up to this size is read and compared with its checksums whenever it is opened; larger ones by `verify`.
+CHECKED_BYTES = 1 << 26
+_READ_BYTES = 1 << 22
 
-MAGIC = b"muonswTK"
-VERSION = 1
-HEADER_BYTES = 128
-# magic, version, bytes in an id, count, vocabulary size, tokenizer, SHA-256 of the ids; then zeros, and a CRC-32
-_FIELDS = struct.Struct("<8sIIQQ32s32s")
-_CRC = struct.Struct("<I")
-_VERIFY_IDS = 1 << 20
-_MANY_FILES = "if it is one of very many, raise `ulimit -n` or prepare larger shards"
-_PREPARE_AGAIN = "delete it and prepare the data again"
 
-
-class ShardError(ValueError):
+class ShardError(UsageError):
     """A shard that must not be used; the message names the file and says what to do."""
 
 
 @dataclass(frozen=True)
-class ShardHeader:
-    """What a shard says about its ids.
+class Group:
+    """A stretch of documents that was encoded together, into one shard for each split.
 
     Attributes:
-        count: How many ids follow.
-        vocab_size: Every id is below it.
-        tokenizer: The `identity` of the tokenizer that made the ids, 64 hexadecimal digits.
-        checksum: SHA-256 of the ids as stored, in hexadecimal.
+        digest: A hash of the texts; empty while the group is not finished.
+        documents: How many there were.
+        tokens: How many tokens each split got; a split without documents has no shard and no entry.
+        checksums: SHA-256 of each split's shard.
+        bytes: The size of the texts in UTF-8.
     """
 
-    count: int
-    vocab_size: int
-    tokenizer: str
-    checksum: str
+    digest: str
+    documents: int
+    tokens: dict[Split, int]
+    checksums: dict[Split, str]
+    bytes: int = 0
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The smallest of uint16 and uint32 that holds the vocabulary."""
-        return _dtype(self.vocab_size)
-
-    @property
-    def file_bytes(self) -> int:
-        """The size of a whole shard file with this header."""
-        return HEADER_BYTES + self.count * self.dtype.itemsize
-
-    def pack(self) -> bytes:
-        """The header as it is stored."""
-        digests = bytes.fromhex(self.tokenizer), bytes.fromhex(self.checksum)
-        fields = _FIELDS.pack(MAGIC, VERSION, self.dtype.itemsize, self.count, self.vocab_size, *digests)
-        body = fields.ljust(HEADER_BYTES - _CRC.size, b"\0")
-        return body + _CRC.pack(zlib.crc32(body))
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[0-9a-f]*", self.digest):
+            raise ValueError(f"digest {self.digest!r} is not hexadecimal")
+        if set(self.tokens) != set(self.checksums) or any(count < 1 for count in self.tokens.values()):
+            raise ValueError("every shard needs a checksum and at least 1 token")
 
 
 @dataclass(frozen=True)
-class Shard:
-    """An open shard: its ids are mapped from the file, not held in memory."""
+class Prepared:
+    """What a folder of shards holds, and the settings that decided it.
+
+    Attributes:
+        tokenizer: The `identity` of the tokenizer.
+        vocab_size: Every token is below it.
+        validation_fraction: The share of documents that is held out.
+        group_characters: A group ends with the document that reaches so many.
+        groups: In the order of the documents.
+        complete: Whether the last document was reached.
+        tokenizer_description: `{"kind": ..., "files": ...}`, from which `load_tokenizer` rebuilds the tokenizer.
+        recipe: Where the documents and the tokenizer came from, for whoever asks for the same data again.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    validation_fraction: float
+    group_characters: int
+    groups: tuple[Group, ...] = ()
+    complete: bool = False
+    tokenizer_description: dict[str, Any] | None = None
+    recipe: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocab_size <= LARGEST_VOCAB:
+            raise ValueError(f"a vocabulary has 1 to 2**32 tokens, not {self.vocab_size}")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """How a token is stored: the smaller of two kinds that holds the vocabulary."""
+        return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
+
+    @property
+    def documents(self) -> int:
+        """How many documents both splits have together."""
+        return sum(group.documents for group in self.groups)
+
+    def tokens(self, split: Split) -> int:
+        """How many tokens a split has, ends of documents included."""
+        return sum(group.tokens.get(split, 0) for group in self.groups)
+
+    def paths(self, folder: Path, split: Split) -> list[Path]:
+        """The shards of a split, in order; other files of the folder do not count."""
+        return [
+            shard_path(folder, split, number, group.digest)
+            for number, group in enumerate(self.groups)
+            if split in group.tokens
+        ]
+
+
+class Shard(NamedTuple):
+    """The tokens of a shard, mapped from its file and not held in memory; all should be below `vocab_size`."""
 
     path: Path
-    header: ShardHeader
     tokens: Tokens
+    vocab_size: int
 
 
-def write_shard(path: Path, tokens: Tokens | Iterable[Tokens], *, vocab_size: int, tokenizer: str) -> ShardHeader:
-    """Write ids, given whole or in pieces, so that `path` holds all of them or is not touched.
+class Checked(NamedTuple):
+    """What `verify_folder` found out about a file, or about the folder as a whole.
+
+    Attributes:
+        path: The file or the folder.
+        problem: What is wrong, or `None`.
+        tokens: How many good ones it holds.
+    """
+
+    path: Path
+    problem: str | None
+    tokens: int = 0
+
+
+def shard_path(folder: Path, split: Split, number: int, digest: str) -> Path:
+    """Where the tokens of a group's split are."""
+    return folder / f"{split}-{number:05}-{digest[:8]}.tokens"
+
+
+def read_record(folder: Path) -> Prepared:
+    """What is on record about a folder.
+
+    Raises:
+        UsageError: If the folder has no readable record, or one of another format.
+    """
+    path, fix = folder / RECORD, "delete the folder and prepare the data again"
+    if not path.exists():
+        raise UsageError(f"{folder} holds no prepared data: run `muonsw data prepare` on it first")
+    fields = read_object(path, remedy=fix)
+    found = fields.pop("format", 1)
+    if found != FORMAT:
+        raise UsageError(f"{path} is of format {found}, and this muonsw reads format {FORMAT}: {fix}")
+    try:
+        return from_data(Prepared, fields)
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read ({error}): {fix}") from error
+
+
+def save_record(folder: Path, record: Prepared) -> None:
+    """Replace the record of a folder."""
+    write_json(folder / RECORD, {"format": FORMAT, **asdict(record)}, remedy=KEPT)
+
+
+def write_shard(path: Path, pieces: Iterable[Tokens], record: Prepared) -> tuple[int, str]:
+    """Write tokens so that `path` holds all of them or is not touched, and return how many they are and their SHA-256.
 
     Args:
         path: The shard; its folder exists.
-        tokens: A one-dimensional integer array, or an iterable of them, of which one at a time is held in memory.
-        vocab_size: Every id must be below it.
-        tokenizer: The tokenizer's `identity`.
-
-    Returns:
-        The header that was written.
+        pieces: One-dimensional integer arrays, of which one at a time is held in memory.
+        record: Says how large the vocabulary is.
 
     Raises:
-        ShardError: If there is no id, or one outside the vocabulary; `path` is then left as it was.
-
-    Examples:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = Path(folder.name, "train-00000.tokens")
-        >>> write_shard(path, np.array([7, 1, 256]), vocab_size=257, tokenizer="ab" * 32).count
-        3
-        >>> open_shard(path, tokenizer="ab" * 32).tokens.tolist()
-        [7, 1, 256]
-        >>> open_shard(path, tokenizer="cd" * 32)
-        Traceback (most recent call last):
-        muonsw.lab.data.shards.ShardError: .../train-00000.tokens was made by another tokenizer (abab...
-        >>> folder.cleanup()
+        ShardError: If a token is outside the vocabulary.
+        MachineError: If the shard cannot be written.
     """
-    dtype = _dtype(vocab_size)
-    if len(tokenizer) != 64 or not set(tokenizer) <= set("0123456789abcdef"):
-        raise ValueError(f"a tokenizer's identity is 64 lowercase hexadecimal digits, not {tokenizer!r}")
     checksum, count = hashlib.sha256(), 0
-    with _renamed_when_whole(path) as file:
-        file.write(bytes(HEADER_BYTES))
-        for piece in [tokens] if isinstance(tokens, np.ndarray) else tokens:
-            _check_ids(
-                path, piece, vocab_size, first=count, fix="encode with the tokenizer that this vocabulary belongs to"
-            )
-            data = piece.astype(dtype).tobytes()
+    with replacing(path, remedy=KEPT) as file:
+        for piece in pieces:
+            if piece.size and not 0 <= int(piece.min()) <= int(piece.max()) < record.vocab_size:
+                wrong = int(piece.min() if piece.min() < 0 else piece.max())
+                fix = "encode with the tokenizer that this vocabulary belongs to"
+                raise ShardError(f"{path}: token {wrong} is outside the vocabulary of {record.vocab_size}: {fix}")
+            data = piece.astype(record.dtype).tobytes()
             checksum.update(data)
             file.write(data)
             count += piece.size
-        if count == 0:
-            raise ShardError(f"{path} would hold no token: give at least one document")
-        header = ShardHeader(count, vocab_size, tokenizer, checksum.hexdigest())
-        file.seek(0)
-        file.write(header.pack())
-    return header
+    return count, checksum.hexdigest()
 
 
-def open_shard(path: Path, *, tokenizer: str | None = None) -> Shard:
-    """Map a shard's ids after checking its header and its size on disk.
+def open_split(folder: Path, split: Split) -> list[Shard]:
+    """Map the shards of a split, in order.
 
-    Args:
-        path: The shard.
-        tokenizer: The identity that the shard must have; `None` takes any.
+    Their sizes are compared with the record, and so is every byte where that is quick (up to 64 MiB).
 
     Raises:
-        ShardError: If the file is missing, empty, truncated, of another version or of another tokenizer.
+        UsageError: If the folder was not prepared to the end, or the split is empty.
+        ShardError: If a shard is missing, or is not the one on record.
     """
-    with _opened(path) as file:
-        header = _read_header(path, file, tokenizer)
-        # the same open file is checked and mapped: a replacement in between cannot slip through and end in SIGBUS
-        try:
-            mapped = np.memmap(file, dtype=header.dtype, mode="r", offset=HEADER_BYTES, shape=(header.count,))
-        except OSError as error:
-            raise ShardError(f"{path} cannot be mapped ({error.strerror or error}): {_MANY_FILES}") from error
-    return Shard(path, header, mapped)
+    record = read_record(folder)
+    if not record.complete:
+        raise UsageError(f"{folder} is not prepared to the end: run the same `muonsw data prepare` again, it goes on")
+    if not (paths := record.paths(folder, split)):
+        raise UsageError(f"{folder} has no {split} tokens: prepare more documents, or another validation fraction")
+    _allow_open_files(len(paths))
+    groups = [group for group in record.groups if split in group.tokens]
+    check = record.tokens(split) * record.dtype.itemsize <= CHECKED_BYTES
+    return [open_shard(path, group, split, record, check=check) for path, group in zip(paths, groups, strict=True)]
 
 
-def verify_shard(path: Path, *, tokenizer: str | None = None) -> ShardHeader:
-    """Read the whole shard and check what `open_shard` checks, the checksum, and every id.
-
-    It reads instead of mapping, so that a file that shrinks meanwhile is an error and not a dead process.
+def open_shard(path: Path, group: Group, split: Split, record: Prepared, *, check: bool = False) -> Shard:
+    """Map one shard after comparing its size with the record, and with `check` its content.
 
     Raises:
-        ShardError: As `open_shard`, and if the ids were altered or one is outside the vocabulary.
+        ShardError: If it is missing, or is not the one on record.
     """
-    checksum, first = hashlib.sha256(), 0
-    with _opened(path) as file:
-        header = _read_header(path, file, tokenizer)
-        file.seek(HEADER_BYTES)
-        while (ids := np.fromfile(file, dtype=header.dtype, count=_VERIFY_IDS)).size:
-            checksum.update(ids.tobytes())
-            _check_ids(path, ids, header.vocab_size, first=first, fix=_PREPARE_AGAIN)
-            first += ids.size
-    if checksum.hexdigest() != header.checksum:
-        raise ShardError(f"{path} was altered after it was written (its checksum differs): {_PREPARE_AGAIN}")
-    return header
-
-
-def _dtype(vocab_size: int) -> np.dtype[Any]:
-    if not 1 <= vocab_size <= 1 << 32:
-        raise ValueError(f"a vocabulary has 1 to 2**32 tokens, not {vocab_size}")
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
-
-
-def _check_ids(path: Path, ids: Tokens, vocab_size: int, *, first: int, fix: str) -> None:
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise TypeError(f"tokens are one-dimensional integer arrays, not {ids.dtype} of shape {ids.shape}")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-        where = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-        outside = f"token {int(ids[where])} at position {first + where}"
-        raise ShardError(f"{path}: {outside} is outside the vocabulary of {vocab_size}: {fix}")
-
-
-def _read_header(path: Path, file: BinaryIO, tokenizer: str | None) -> ShardHeader:
-    size, raw = os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
-    if size == 0:
-        raise ShardError(f"{path} is empty: {_PREPARE_AGAIN}")
-    if not raw.startswith(MAGIC[: len(raw)]):
-        raise ShardError(f"{path} is not a token shard: give files that `muonsw data prepare` wrote")
-    if len(raw) < HEADER_BYTES:
-        raise ShardError(f"{path} is truncated inside its header ({size} bytes): {_PREPARE_AGAIN}")
-    header = _parse_header(path, raw)
-    if size != header.file_bytes:
-        problem = "is truncated" if size < header.file_bytes else "has bytes after its end"
-        raise ShardError(f"{path} {problem} ({size} bytes, not {header.file_bytes}): {_PREPARE_AGAIN}")
-    if tokenizer is not None and header.tokenizer != tokenizer:
-        ours, theirs = tokenizer[:12], header.tokenizer[:12]
-        fix = "use that tokenizer, or prepare the data again with this one"
-        raise ShardError(f"{path} was made by another tokenizer ({theirs}..., not {ours}...): {fix}")
-    return header
-
-
-def _parse_header(path: Path, raw: bytes) -> ShardHeader:
-    _, version, itemsize, count, vocab_size, tokenizer, checksum = _FIELDS.unpack_from(raw)
-    if version != VERSION:
-        fix = "prepare the data again, or use the muonsw that wrote it"
-        raise ShardError(f"{path} is of shard version {version}, and this muonsw reads version {VERSION}: {fix}")
-    body, (crc,) = raw[: -_CRC.size], _CRC.unpack_from(raw, HEADER_BYTES - _CRC.size)
-    if zlib.crc32(body) != crc or not 1 <= vocab_size <= 1 << 32 or itemsize != _dtype(vocab_size).itemsize:
-        raise ShardError(f"{path} has an altered header: {_PREPARE_AGAIN}")
-    if count == 0:
-        raise ShardError(f"{path} holds no token: {_PREPARE_AGAIN}")
-    return ShardHeader(count, vocab_size, tokenizer.hex(), checksum.hex())
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+    count = group.tokens[split]
     try:
-        file = path.open("rb")
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size != count * record.dtype.itemsize:
+                raise ShardError(f"{path} has {size} bytes, not {count * record.dtype.itemsize} as on record: {AGAIN}")
+            # The same open file is checked and mapped: no other can come between and end in a bus error.
+            file.seek(0)
+            if check and hashlib.file_digest(file, "sha256").hexdigest() != group.checksums[split]:
+                raise ShardError(f"{path} was altered, its checksum is not the one on record: {AGAIN}")
+            tokens = np.memmap(file, dtype=record.dtype, mode="r", shape=(count,))
     except OSError as error:
-        reason = error.strerror or error
-        raise ShardError(f"{path} cannot be read ({reason}): check the path, or prepare the data") from error
-    with file:
-        yield file
+        fix = "prepare the data again; if it is one of very many, raise `ulimit -n` or prepare larger shards"
+        raise ShardError(f"{path} cannot be read ({error.strerror or error}): {fix}") from error
+    return Shard(path, tokens, record.vocab_size)
 
 
-@contextmanager
-def _renamed_when_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its name, on disk before that, when the block ends without an error."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def check_tokens(shard: Shard) -> None:
+    """Read all tokens of a shard.
+
+    Raises:
+        ShardError: If one is outside the vocabulary, with its place.
+    """
+    for start in range(0, len(shard.tokens), _READ_BYTES):
+        piece = shard.tokens[start : start + _READ_BYTES]
+        if int(piece.max()) >= shard.vocab_size:
+            where = int(np.argmax(piece >= shard.vocab_size))
+            outside = f"token {int(piece[where])} at position {start + where}"
+            raise ShardError(f"{shard.path}: {outside} is outside the vocabulary of {shard.vocab_size}: {AGAIN}")
+
+
+def verify_folder(folder: Path) -> Iterator[Checked]:
+    """Check the record, the tokenizer, and every token of every shard, one after the other.
+
+    Raises:
+        UsageError: If the folder has no readable record.
+    """
+    record = read_record(folder)
+    if not record.complete:
+        yield Checked(folder, f"{folder} is not prepared to the end: run the same `muonsw data prepare` again")
     try:
-        with beside.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+        load_tokenizer(folder)
+    except UsageError as error:
+        yield Checked(folder, str(error))
+    for split in SPLITS:
+        for number, group in enumerate(record.groups):
+            if split in group.tokens:
+                path = shard_path(folder, split, number, group.digest)
+                yield _verified(path, group, split, record)
+
+
+def _verified(path: Path, group: Group, split: Split, record: Prepared) -> Checked:
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        check_tokens(open_shard(path, group, split, record, check=True))
+    except ShardError as error:
+        return Checked(path, str(error))
+    return Checked(path, None, group.tokens[split])
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a prepared folder.
+
+    Raises:
+        UsageError: If the folder has no record, or what it holds is not the tokenizer on record.
+    """
+    record = read_record(folder)
+    tokenizer = restore(record.tokenizer_description, folder)
+    if tokenizer is None:
+        raise UsageError(f"{folder} does not say which tokenizer made it: prepare the data again")
+    if (tokenizer.identity, tokenizer.vocab_size) != (record.tokenizer, record.vocab_size):
+        ids = f"{tokenizer.identity[:12]}..., not {record.tokenizer[:12]}..."
+        raise UsageError(f"the tokenizer in {folder} is not the one that made its tokens ({ids}): prepare them again")
+    return tokenizer
+
+
+def fingerprint(record: Prepared) -> str:
+    """A short hash of all tokens of a folder and of what made them."""
+    shards = (f"{split}:{checksum}" for group in record.groups for split, checksum in group.checksums.items())
+    return hashlib.sha256("\n".join([record.tokenizer, *shards]).encode()).hexdigest()[:16]
+
+
+def _allow_open_files(more: int) -> None:
+    """Raise the process's own limit, as far as the system lets it: a mapped shard counts as an open file."""
+    try:
+        resource: Any = import_module("resource")
+    except ModuleNotFoundError:  # not on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + more if hard == resource.RLIM_INFINITY else min(soft + more, hard)
+    if more > soft // 4 and soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

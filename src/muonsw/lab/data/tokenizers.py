@@ -9,18 +9,19 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from muonsw.lab.files import UsageError, write_atomically
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import parse_json, write_atomically
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
@@ -29,6 +30,7 @@ BYTES = 256
 # tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304
 VOCAB_MULTIPLE = 64
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
+BPE_FILE = "tokenizer.json"
 GPT2_FILES = ("vocab.bpe", "encoder.json")
 
 
@@ -42,37 +44,14 @@ def padded_vocab(vocab_size: int) -> int:
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-class Tokenizer(Protocol):
-    """What the data and the sampling code know of a tokenizer."""
+class Tokenizer(ABC):
+    """What the data and the sampling code know of a tokenizer; the end of a document is its last id.
 
-    @property
-    def vocab_size(self) -> int:
-        """Every id, the end of a document included, is below it."""
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The number of rows of an embedding for this vocabulary."""
-
-    @property
-    def end_of_document(self) -> int:
-        """The id that separates documents."""
-
-    @property
-    def identity(self) -> str:
-        """64 hexadecimal digits: equal for two tokenizers exactly if everything that decides their ids is equal."""
-
-    def encode(self, text: str) -> TokenIds:
-        """The ids of a text, without an end of document."""
-
-    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:
-        """`encode` of every text, on so many threads where the library can."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
-
-
-class _Base(ABC):
-    """What follows from the vocabulary size, the end of a document being its last id."""
+    Attributes:
+        vocab_size: Every id, the end of a document included, is below it.
+        identity: 64 hexadecimal digits: equal for two tokenizers exactly if everything that decides their ids is equal.
+        end_of_document: The id that separates documents.
+    """
 
     def __init__(self, vocab_size: int, identity: str) -> None:
         self.vocab_size, self.identity = vocab_size, identity
@@ -80,8 +59,16 @@ class _Base(ABC):
 
     @property
     def padded_vocab_size(self) -> int:
-        """The vocabulary size, rounded up to a multiple of 64."""
+        """The number of rows of an embedding for this vocabulary."""
         return padded_vocab(self.vocab_size)
+
+    @abstractmethod
+    def encode(self, text: str) -> TokenIds:
+        """The ids of a text, without an end of document."""
+
+    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:  # noqa: ARG002
+        """`encode` of every text, on so many threads where the library can."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
@@ -96,19 +83,11 @@ class _Base(ABC):
             yield END_TEXT * len(run) if is_end else self._decode_text(run)
 
     @abstractmethod
-    def encode(self, text: str) -> TokenIds:
-        """The ids of a text, without an end of document."""
-
-    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:  # noqa: ARG002
-        """`encode` of every text, one after the other."""
-        return [self.encode(text) for text in texts]
-
-    @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:
         """The text of ids without any end of document among them."""
 
 
-class ByteTokenizer(_Base):
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids, and 256 as the end of a document.
 
     Examples:
@@ -128,7 +107,7 @@ class ByteTokenizer(_Base):
         return bytes(ids).decode(errors="replace")
 
 
-class BPETokenizer(_Base):
+class BPETokenizer(Tokenizer):
     """A byte-level BPE in the JSON of the `tokenizers` library; any text can be encoded.
 
     Args:
@@ -137,7 +116,7 @@ class BPETokenizer(_Base):
 
     def __init__(self, definition: str) -> None:
         library = _library("tokenizers")
-        canonical = json.dumps(json.loads(definition), sort_keys=True)
+        canonical = json.dumps(parse_json(definition), sort_keys=True)
         self._definition, self._bpe = definition, library.Tokenizer.from_str(definition)
         super().__init__(self._bpe.get_vocab_size() + 1, _identity("bpe", canonical))
 
@@ -194,7 +173,7 @@ class BPETokenizer(_Base):
         return type(self), (self._definition,)
 
 
-class GPT2Tokenizer(_Base):
+class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-level BPE through tiktoken: 50,257 ids, padded to 50,304.
 
     Args:
@@ -232,6 +211,48 @@ class GPT2Tokenizer(_Base):
 
     def __reduce__(self) -> tuple[type[GPT2Tokenizer], tuple[Path | None]]:
         return type(self), (self.files,)
+
+
+def store(tokenizer: Tokenizer, folder: Path) -> dict[str, Any] | None:
+    """Write into a folder what rebuilding the tokenizer needs.
+
+    Returns:
+        `{"kind": "bytes" | "bpe" | "gpt2", "files": names in the folder, or None}`, and `None` for a tokenizer of
+        another kind. GPT-2's has no files where its vocabulary came from tiktoken's download.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return {"kind": "bytes", "files": None}
+    if isinstance(tokenizer, BPETokenizer):
+        tokenizer.save(folder / BPE_FILE)
+        return {"kind": "bpe", "files": [BPE_FILE]}
+    if isinstance(tokenizer, GPT2Tokenizer):
+        return {"kind": "gpt2", "files": _copied(tokenizer.files, folder)}
+    return None
+
+
+def restore(description: Mapping[str, Any] | None, folder: Path) -> Tokenizer | None:
+    """The tokenizer that `store` described; `None` if the description is of no known kind.
+
+    Raises:
+        UsageError: If its files in the folder are missing or damaged.
+    """
+    match (description or {}).get("kind"):
+        case "bytes":
+            return ByteTokenizer()
+        case "bpe":
+            return BPETokenizer.load(folder / BPE_FILE)
+        case "gpt2":
+            return GPT2Tokenizer(folder if (description or {}).get("files") else None)
+    return None
+
+
+def _copied(files: Path | None, folder: Path) -> list[str] | None:
+    if files is None:
+        return None
+    if files.resolve() != folder.resolve():
+        for name in GPT2_FILES:
+            write_atomically(folder / name, (files / name).read_bytes())
+    return list(GPT2_FILES)
 
 
 def _downloaded(tiktoken: Any) -> Any:

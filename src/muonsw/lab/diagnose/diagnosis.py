@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.diagnose.findings import Finding
 from muonsw.lab.diagnose.fits import LateFits, late_fits
 from muonsw.lab.diagnose.history import LATE, History, open_history, parts
-from muonsw.lab.diagnose.rules import examine
-from muonsw.lab.plain import plain
+from muonsw.lab.diagnose.rules import Finding, examine
 from muonsw.lab.runs import Run
-from muonsw.theory import target_norms
+from muonsw.lab.storage import plain
 
 SERIES = (
     "weight_rms", "update_rms", "decay", "lr", "alignment_update", "alignment_gradient", "alignment_momentum",
@@ -74,18 +72,15 @@ def norm_numbers(history: History) -> dict[str, float]:
     r, steps = history.column("weight_rms"), history.steps
     known = np.flatnonzero(np.isfinite(r))
     top = int(known[r[known].argmax()]) if len(known) else None
-    target = target_norms(history.norm) if history.norm is not None else None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = history.typical(history.column("update_rms") / r)
     return {
         "first_norm": float(r[known[0]]) if len(known) else math.nan,
         "peak_norm": float(r[top]) if top is not None else math.nan,
         "peak_norm_step": float(steps[top]) if top is not None else math.nan,
         "last_norm": history.last("weight_rms"),
-        "last_target": float(target[-1]) if target is not None else math.nan,
+        "last_target": float(history.target[-1]) if history.target is not None else math.nan,
         "lr_left": history.lr_left,
         "relaxations": history.relaxations,
-        "relative_update": relative,
+        "relative_update": history.typical(history.relative_update),
         "late_alignment": history.typical(history.column("alignment_update"), history.late()),
         "memory": history.memory,
         "lambda": history.lam,

@@ -3,243 +3,257 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from muonsw.lab.diagnose.diagnosis import Diagnosis
-from muonsw.lab.diagnose.drawing import (
-    DASHED,
-    DOTTED,
-    Arm,
-    arms,
-    figure_with,
-    legend,
-    line,
-    noisy_line,
-    save,
-    zero_line,
+from muonsw.lab.diagnose.history import History
+from muonsw.lab.diagnose.rules import words
+from muonsw.lab.report.charts import loss_axis
+from muonsw.lab.report.sections import Arm, Axis, Band, Chart, Curve, Level, Mark, Sheet
+from muonsw.lab.report.static import write_sheet
+from muonsw.lab.report.theme import RULE_NAMES
+from muonsw.lab.runs import Points, unique_names
+from muonsw.lab.runs.curves import smooth_curve
+
+ACROSS = 4  # small panels side by side
+COSINE = Axis("cosine")
+FROM_PEAK = Axis("step, from the peak of the learning rate")
+OBSERVED, TARGET, RECURSION = (
+    ("solid", "observed"),
+    ("dashed", "steady state r*"),
+    ("dotted", "recursion from first norm"),
 )
-from muonsw.lab.diagnose.findings import words
-from muonsw.lab.diagnose.multiples import MULTIPLES
-from muonsw.lab.report.theme import LIGHT
-
-Draw = Callable[[Sequence[Arm], Path], list[Path]]
 
 
-def draw_all(diagnoses: Sequence[Diagnosis], folder: Path) -> list[Path]:
-    """Draw every figure for which there is something to show, as PNG and SVG."""
-    named = arms(diagnoses)
-    return [path for draw in FIGURES.values() for path in draw(named, folder)]
+class Named(NamedTuple):
+    """A diagnosis with the name that it has in every figure."""
+
+    name: str
+    diagnosis: Diagnosis
+
+    @property
+    def history(self) -> History:
+        """The telemetry of the chosen scope."""
+        return self.diagnosis.history
 
 
-def draw_norms(named: Sequence[Arm], folder: Path) -> list[Path]:
+def draw(diagnoses: Sequence[Diagnosis], folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Draw the figures of these names, or all, as PNG and SVG; one for which nothing was recorded is left out."""
+    arms = legend(diagnoses)
+    named = [Named(arm.name, diagnosis) for arm, diagnosis in zip(arms, diagnoses, strict=True)]
+    sheets = (FIGURES[name](named) for name in names or FIGURES)
+    return [path for sheet in sheets if sheet is not None for path in write_sheet(sheet, arms, folder)]
+
+
+def legend(diagnoses: Sequence[Diagnosis]) -> list[Arm]:
+    """Names and colours: the first run of a rule has the rule's colour, further ones have other colours.
+
+    Runs are called by their rule where that tells them apart, else by their folder.
+    """
+    rules = [one.run.rule for one in diagnoses]
+    by_rule = len(set(rules)) == len(rules) and all(rule in RULE_NAMES for rule in rules)
+    names = [RULE_NAMES[rule] for rule in rules] if by_rule else unique_names(one.run.name for one in diagnoses)
+    hues = [rule if rule not in rules[:place] else f"run {place}" for place, rule in enumerate(rules)]
+    return [Arm(name, hue) for name, hue in zip(names, hues, strict=True)]
+
+
+def loss_and_norm(named: Sequence[Named]) -> Sheet:
     """Loss and weight norm over steps (the paper's first figure, and those of widths 512 and 768)."""
-    with figure_with("Loss and weight norm", 1, 2) as (figure, (losses, norms)):
-        evaluated = all("loss" in arm.diagnosis.run.evals for arm in named)
-        for arm in named:
-            run = arm.diagnosis.run
-            columns = run.evals if evaluated else run.train
-            if "loss" in columns:
-                steps, loss = columns.known("loss")
-                draw = line if evaluated else noisy_line
-                draw(losses, steps, loss, arm.colour, label=arm.label)
-            history = arm.diagnosis.history
-            line(norms, history.steps, history.column("weight_rms"), arm.colour, label=arm.label)
-        losses.set(title="Validation loss" if evaluated else "Training loss", xlabel="step")
-        norms.set(title=f"Weight RMS of {_scope(named)}", xlabel="step")
-        norms.set_ylim(bottom=0.0)
-        _crop_start(losses)
-        legend(norms if not losses.lines else losses)
-        return save(figure, folder, "loss-and-norm")
+    evaluated = all(len(one.diagnosis.run.losses[0]) for one in named)
+    losses: list[Curve] = []
+    for name, diagnosis in named:
+        losses += _curves(name, diagnosis.run.losses) if evaluated else _noisy(name, diagnosis.run.training_losses)
+    axis = loss_axis(losses, [one.diagnosis.run for one in named])
+    charts = [Chart("loss", "Validation loss" if evaluated else "Training loss", losses, y=axis)]
+    norms = [curve for one in named for curve in _curves(one.name, _column(one.history, "weight_rms"))]
+    charts.append(Chart("norm", f"Weight RMS of {_scope(named)}", norms, y=_from_zero(named, 1.05)))
+    return Sheet("loss-and-norm", "Loss and weight norm", [chart for chart in charts if chart.curves])
 
 
-def draw_alignment(named: Sequence[Arm], folder: Path) -> list[Path]:
+def alignment_and_prediction(named: Sequence[Named]) -> Sheet | None:
     """Alignment, and observed norm beside the steady state and the recursion (the paper's second figure)."""
     if not _recorded(named, "alignment_update"):
-        return []
-    with figure_with("Alignment, and the norm it predicts", 1, 2) as (figure, (alignment, norms)):
-        for arm in named:
-            history, tracking = arm.diagnosis.history, arm.diagnosis.history.tracking
-            noisy_line(alignment, history.steps, history.column("alignment_update"), arm.colour, arm.label)
-            line(norms, history.steps, history.column("weight_rms"), arm.colour, linewidth=2.4)
-            if tracking is None or history.norm is None:
-                continue
-            line(norms, history.norm.steps, tracking.smooth_target, arm.colour, linestyle=DASHED, linewidth=1.5)
-            line(norms, history.norm.steps, tracking.predicted, LIGHT.text, linestyle=DOTTED, linewidth=1.6, zorder=4)
-            if tracking.broke_at is not None:
-                norms.axvline(tracking.broke_at, color=arm.colour, linewidth=1.0, alpha=0.8)
-                norms.plot(
-                    tracking.broke_at, 1.0, "v", color=arm.colour, transform=norms.get_xaxis_transform(), clip_on=False
-                )
-        zero_line(alignment)
-        alignment.set(title="Cosine of weight and update", xlabel="step")
-        norms.set(title=f"Weight RMS of {_scope(named)}", xlabel="step")
-        _limit_to_observed(norms, named)
-        legend(alignment)
-        legend(norms, handles=_line_styles(any(_broke(arm) for arm in named)))
-        return save(figure, folder, "alignment-and-prediction")
+        return None
+    cosines, norms, marks = [], [], []
+    for one in named:
+        history, tracking = one.history, one.history.tracking
+        cosines += _noisy(one.name, _column(history, "alignment_update"))
+        norms += _curves(one.name, _column(history, "weight_rms"))
+        if tracking is not None and history.norm is not None:
+            steps = history.norm.steps
+            norms += _curves(one.name, (steps, tracking.smooth_target), line="dashed")
+            norms += _curves(one.name, (steps, tracking.predicted), line="dotted", neutral=True)
+            marks += [] if tracking.broke_at is None else [Mark(tracking.broke_at, one.name)]
+    ends = [("mark", "norm no longer follows r*")] if marks else []
+    alignment = Chart("alignment", "Cosine of weight and update", cosines, y=COSINE, levels=[Level(0.0)])
+    title, key = f"Weight RMS of {_scope(named)}", (OBSERVED, TARGET, RECURSION, *ends)
+    norm = Chart("norm", title, norms, y=_from_zero(named, 1.45), marks=marks, key=key)
+    return Sheet("alignment-and-prediction", "Alignment, and the norm it predicts", [alignment, norm])
 
 
-def draw_tracking(named: Sequence[Arm], folder: Path) -> list[Path]:
+def tracking_ratio_and_lag(named: Sequence[Named]) -> Sheet | None:
     """The adiabatic ratio and the lag: whether the norm can follow its target, and whether it does."""
-    if all(arm.diagnosis.history.tracking is None for arm in named):
-        return []
-    with figure_with("Does the norm follow its steady state?", 1, 2) as (figure, (ratios, lags)):
-        for arm in named:
-            history, tracking = arm.diagnosis.history, arm.diagnosis.history.tracking
-            if tracking is None or history.norm is None:
-                continue
-            after = history.norm.steps >= int(history.steps[history.peak_at]) if _fell(arm) else history.norm.steps >= 0
-            steps = history.norm.steps[after]
-            line(ratios, steps, tracking.ratio[after], arm.colour, label=arm.label)
-            line(ratios, steps, tracking.ratio_fixed[after], arm.colour, linestyle=DASHED, linewidth=1.3)
-            line(lags, steps, tracking.lag[after], arm.colour, label=arm.label)
-        zero_line(ratios, 1.0)
-        ratios.set(title=r"Adiabatic ratio $\tau\,|d\,\ln r^\star/dt|$", xlabel="step (from the peak of the LR)")
-        ratios.set_yscale("log")
-        # Where the target stands still the ratio is the noise of a slope around zero.
-        ratios.set_ylim(1e-3, max(10.0, ratios.get_ylim()[1]))
-        lags.axhspan(-0.2, 0.2, color=LIGHT.grid, alpha=0.6, zorder=0)
-        zero_line(lags)
-        lags.set(title=r"Lag $\ln(r/r^\star)$", xlabel="step (from the peak of the LR)")
-        legend(lags)
-        styles = [_style("-", r"$\tau=1/(2\varphi)$"), _style(DASHED, r"$\tau$ with the alignment frozen")]
-        legend(ratios, handles=styles, loc="upper left")
-        return save(figure, folder, "tracking")
+    ratios, lags = [], []
+    for name, diagnosis in named:
+        history, tracking = diagnosis.history, diagnosis.history.tracking
+        if tracking is None or history.norm is None:
+            continue
+        fell = history.peak_at < len(history.steps) - 3
+        after = history.norm.steps >= (int(history.steps[history.peak_at]) if fell else 0)
+        steps = history.norm.steps[after]
+        ratios += _curves(name, (steps, tracking.ratio[after]))
+        ratios += _curves(name, (steps, tracking.ratio_fixed[after]), line="dashed")
+        lags += _curves(name, (steps, tracking.lag[after]))
+    if not lags:
+        return None
+    # Where the target stands still the ratio is the noise of a slope around zero.
+    limits = (1e-3, max(10.0, 1.5 * max(y for curve in ratios for y in curve.y)))
+    key = [("solid", "τ = 1/(2φ)"), ("dashed", "τ with the alignment frozen")]
+    charts = [
+        Chart("ratio", "Adiabatic ratio τ |d ln r*/dt|", ratios, x=FROM_PEAK, y=Axis("ratio", log=10, limits=limits),
+              levels=[Level(1.0)], key=key),
+        Chart("lag", "Lag ln(r/r*)", lags, x=FROM_PEAK, y=Axis("lag"), levels=[Level(0.0)], bands=[Band(-0.2, 0.2)]),
+    ]  # fmt: skip
+    return Sheet("tracking", "Does the norm follow its steady state?", charts)
 
 
-def draw_defect(named: Sequence[Arm], folder: Path) -> list[Path]:
+def orthogonality(named: Sequence[Named]) -> Sheet | None:
     """How far from orthogonal Muon's direction is (the paper's figure on Newton-Schulz)."""
     if not _recorded(named, "defect"):
-        return []
-    with figure_with("Size of Muon's direction", 1, 1, (7.0, 4.3)) as (figure, (axis,)):
-        for arm in named:
-            history = arm.diagnosis.history
-            noisy_line(axis, history.steps, history.column("defect"), arm.colour, arm.label)
-        zero_line(axis, 1.0)
-        axis.annotate(
-            "orthogonal", (1.0, 1.0), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=LIGHT.muted
-        )
-        axis.set(title=r"$\|O\|_F\,/\,\sqrt{\min(m,n)}$, mean over matrices", xlabel="step")
-        low, high = axis.get_ylim()
-        axis.set_ylim(min(low, 0.8), max(high, 1.05))
-        legend(axis, loc="lower right")
-        return save(figure, folder, "orthogonality")
+        return None
+    curves = [curve for one in named for curve in _noisy(one.name, _column(one.history, "defect"))]
+    values = [y for curve in curves for y in curve.y]
+    axis = Axis("‖O‖ / √min(m, n)", limits=(min(0.8, *values) - 0.02, max(1.05, *values) + 0.02))
+    chart = Chart("defect", "Mean over matrices", curves, y=axis, levels=[Level(1.0, "orthogonal")])
+    return Sheet("orthogonality", "Size of Muon's direction", [chart], columns=1)
 
 
-def draw_gradient(named: Sequence[Arm], folder: Path) -> list[Path]:
+def gradient_and_momentum(named: Sequence[Named]) -> Sheet | None:
     """Alignment of the weights with gradient and momentum (the paper's figure of the same)."""
-    keys = {
-        "alignment_gradient": "Cosine of weight and gradient",
-        "alignment_momentum": "Cosine of weight and momentum",
-    }
+    keys = {"alignment_gradient": "Weight and gradient", "alignment_momentum": "Weight and momentum"}
     if not _recorded(named, *keys):
-        return []
-    with figure_with("Gradient and momentum against the weights", 1, 2) as (figure, panels):
-        for axis, (key, title) in zip(panels, keys.items(), strict=True):
-            for arm in named:
-                history = arm.diagnosis.history
-                noisy_line(axis, history.steps, history.column(key), arm.colour, arm.label)
-            zero_line(axis)
-            axis.set(title=title, xlabel="step")
-        low, high = (limit(axis.get_ylim()[place] for axis in panels) for place, limit in ((0, min), (1, max)))
-        for axis in panels:
-            axis.set_ylim(low, high)
-        legend(panels[1])
-        return save(figure, folder, "gradient-and-momentum")
+        return None
+    curves = {key: [curve for one in named for curve in _noisy(one.name, _column(one.history, key))] for key in keys}
+    values = [y for those in curves.values() for curve in those for y in curve.y] + [0.0]
+    margin = 0.05 * (max(values) - min(values)) or 0.01
+    axis = Axis("cosine", limits=(min(values) - margin, max(values) + margin))
+    charts = [Chart(key, title, curves[key], y=axis, levels=[Level(0.0)]) for key, title in keys.items()]
+    return Sheet("gradient-and-momentum", "Gradient and momentum against the weights", charts)
 
 
-def draw_late_alignment(named: Sequence[Arm], folder: Path) -> list[Path]:
+def late_alignment(named: Sequence[Named]) -> Sheet | None:
     """Late alignment over learning rate with both fits, extended to zero (the paper's figure of the same)."""
-    if not any(arm.diagnosis.fits for arm in named):
-        return []
-    with figure_with("Late alignment against the learning rate", 1, 1, (7.4, 4.8)) as (figure, (axis,)):
-        for arm in named:
-            _draw_fits(axis, arm)
-        zero_line(axis)
-        axis.xaxis.set_major_formatter(lambda lr, _: f"{lr:.2g}")
-        axis.set_xlim(left=0.0)
-        axis.set(title=f"Cosine of weight and update, {_scope(named)}", xlabel=r"learning rate $\eta$")
-        legend(axis)
-        return save(figure, folder, "late-alignment")
+    curves, key = [], []
+    for name, diagnosis in named:
+        history, fits = diagnosis.history, diagnosis.fits
+        if fits is None:
+            continue
+        late = (history.steps >= fits.first_step) & np.isfinite(history.column("alignment_update"))
+        lr, observed = history.column("lr")[late], history.column("alignment_update")[late]
+        order = lr.argsort()
+        curves += _curves(name, (lr[order], observed[order]), line="none")
+        reach = np.linspace(0.0, float(lr.max()), 50)
+        if fits.origin:
+            curves += _curves(name, (reach, fits.origin.at(reach)), line="dashed")
+            key.append(("dashed", f"{name}: \N{MINUS SIGN}{fits.origin.k:.3g} η"))
+        if fits.offset:
+            curves += _curves(name, (reach, fits.offset.at(reach)), line="dotted")
+            line = f"{-fits.offset.a0:+.2g} {-fits.offset.k:+.3g} η".replace("-", "\N{MINUS SIGN}")
+            key.append(("dotted", f"{name}: {line}"))
+    if not curves:
+        return None
+    highest = max(x for curve in curves for x in curve.x)
+    chart = Chart(
+        "late-alignment",
+        f"Cosine of weight and update, {_scope(named)}",
+        curves,
+        x=Axis("learning rate η", limits=(0.0, 1.03 * highest)),
+        y=COSINE,
+        levels=[Level(0.0)],
+        key=key,
+    )
+    return Sheet("late-alignment", "Late alignment against the learning rate", [chart], columns=1)
 
 
-def _draw_fits(axis: Axes, arm: Arm) -> None:
-    history, fits = arm.diagnosis.history, arm.diagnosis.fits
-    if fits is None:
-        return
-    where = (history.steps >= fits.first_step) & np.isfinite(history.column("alignment_update"))
-    lr, observed = history.column("lr")[where], history.column("alignment_update")[where]
-    axis.plot(lr, observed, "o", color=arm.colour, alpha=min(0.6, 30 / len(lr) + 0.1), markersize=4, markeredgewidth=0)
-    axis.plot([], [], "o", color=arm.colour, label=arm.label)
-    reach = np.linspace(0.0, float(lr.max()), 50)
-    if fits.origin:
-        axis.plot(reach, fits.origin.at(reach), color=arm.colour, linestyle=DASHED, linewidth=1.5,
-                  label=rf"$-{fits.origin.k:.3g}\,\eta$")  # fmt: skip
-    if fits.offset:
-        axis.plot(reach, fits.offset.at(reach), color=arm.colour, linestyle=DOTTED, linewidth=1.8,
-                  label=rf"${-fits.offset.a0:+.2g}{-fits.offset.k:+.3g}\,\eta$")  # fmt: skip
+def small_multiples(name: str, title: str, kind: str, key: str, named: Sequence[Named]) -> Sheet | None:
+    """One panel for each role or layer; the norm is drawn with its steady state."""
+    histories = [(one.name, history) for one in named for history in getattr(one.diagnosis, kind)]
+    if not any(np.isfinite(history.column(key)).any() for _, history in histories):
+        return None
+    panel = _norm_panel if key == "weight_rms" else _cosine_panel
+    scopes = list(dict.fromkeys(history.scope for _, history in histories))
+    charts = [panel(scope, [pair for pair in histories if pair[1].scope == scope]) for scope in scopes]
+    return Sheet(name, title, charts, columns=ACROSS)
 
 
-def _recorded(named: Sequence[Arm], *keys: str) -> bool:
-    return any(np.isfinite(arm.diagnosis.history.column(key)).any() for arm in named for key in keys)
+def _norm_panel(scope: str, pairs: Sequence[tuple[str, History]]) -> Chart:
+    curves: list[Curve] = []
+    for name, history in pairs:
+        curves += _curves(name, _column(history, "weight_rms"))
+        curves += _curves(name, history.smooth_target, line="dashed")
+    highest = max((history.highest("weight_rms") for _, history in pairs), default=0.0)
+    # A target far outside, as during warmup, must not flatten what was observed.
+    axis = Axis("weight RMS", limits=(0.0, 1.4 * highest if highest > 0 else 1.0))
+    return Chart(scope, scope.replace(":", " "), curves, y=axis, key=(OBSERVED, TARGET))
 
 
-def _crop_start(axis: Axes) -> None:
-    """Show where the curves end up: the fall from the initial loss may leave the panel at the top."""
-    values = [np.asarray(drawn.get_ydata(), dtype=np.float64) for drawn in axis.lines]
-    values = [value for value in values if len(value) > 10]
-    if not values:
-        return
-    low = min(float(value.min()) for value in values)
-    high = max(float(np.quantile(value, 0.8)) for value in values)
-    if high > low:
-        axis.set_ylim(low - 0.08 * (high - low), high + 0.15 * (high - low))
+def _cosine_panel(scope: str, pairs: Sequence[tuple[str, History]]) -> Chart:
+    curves = [curve for name, history in pairs for curve in _noisy(name, _column(history, "alignment_update"))]
+    return Chart(scope, scope.replace(":", " "), curves, y=COSINE, levels=[Level(0.0)])
 
 
-def _limit_to_observed(axis: Axes, named: Sequence[Arm]) -> None:
-    """A target far outside, as during warmup, must not flatten what was observed."""
-    highest = max((arm.diagnosis.history.highest("weight_rms") for arm in named), default=1.0)
-    if np.isfinite(highest) and highest > 0:
-        axis.set_ylim(0.0, 1.45 * highest)
+def _curves(name: str, points: Any, **looks: Any) -> list[Curve]:
+    """A curve through the finite points; none where there are none."""
+    x, y = (np.asarray(part, dtype=np.float64) for part in points)
+    known = np.isfinite(x) & np.isfinite(y)
+    return [Curve(name, name, x[known].tolist(), y[known].tolist(), **looks)] if known.any() else []
 
 
-def _line_styles(broke: bool) -> list[Line2D]:
-    styles = [
-        _style("-", "observed"),
-        _style(DASHED, r"steady state $r^\star$"),
-        Line2D([], [], color=LIGHT.text, linestyle=DOTTED, linewidth=1.6, label="recursion from the first sample"),
-    ]
-    mark = Line2D([], [], color=LIGHT.muted, marker="v", linestyle="-", linewidth=1.0, label="tracking ends")
-    return [*styles, mark] if broke else styles
+def _noisy(name: str, points: Points) -> list[Curve]:
+    """The samples, and their smoothed middle where there are enough to be noisy."""
+    smooth = smooth_curve(points)
+    return _curves(name, points) + ([] if smooth is None else _curves(name, smooth, middle=True))
 
 
-def _style(linestyle: object, label: str) -> Line2D:
-    return Line2D([], [], color=LIGHT.muted, linestyle=linestyle, label=label)  # type: ignore[arg-type]
+def _column(history: History, key: str) -> Points:
+    values = history.column(key)
+    known = np.isfinite(values)
+    return history.steps[known], values[known]
 
 
-def _broke(arm: Arm) -> bool:
-    return arm.diagnosis.history.tracking is not None and arm.diagnosis.history.tracking.broke_at is not None
+def _recorded(named: Sequence[Named], *keys: str) -> bool:
+    return any(np.isfinite(one.history.column(key)).any() for one in named for key in keys)
 
 
-def _fell(arm: Arm) -> bool:
-    history = arm.diagnosis.history
-    return history.peak_at < len(history.steps) - 3
+def _from_zero(named: Sequence[Named], factor: float) -> Axis:
+    """An axis for norms that a target far outside, as during warmup, does not stretch."""
+    highest = max((one.history.highest("weight_rms") for one in named), default=1.0)
+    return Axis("weight RMS", limits=(0.0, factor * highest) if highest > 0 else None)
 
 
-def _scope(named: Sequence[Arm]) -> str:
-    return words(named[0].diagnosis.history.scope)
+def _scope(named: Sequence[Named]) -> str:
+    return words(named[0].history.scope)
 
 
-FIGURES: Mapping[str, Draw] = {
-    "loss-and-norm": draw_norms,
-    "alignment-and-prediction": draw_alignment,
-    "tracking": draw_tracking,
-    "orthogonality": draw_defect,
-    "gradient-and-momentum": draw_gradient,
-    "late-alignment": draw_late_alignment,
-    **{multiples.name: multiples for multiples in MULTIPLES},
+Build = Callable[[Sequence[Named]], Sheet | None]
+FIGURES: Mapping[str, Build] = {
+    "loss-and-norm": loss_and_norm,
+    "alignment-and-prediction": alignment_and_prediction,
+    "tracking": tracking_ratio_and_lag,
+    "orthogonality": orthogonality,
+    "gradient-and-momentum": gradient_and_momentum,
+    "late-alignment": late_alignment,
+    **{
+        name: partial(small_multiples, name, title, kind, key)
+        for name, title, kind, key in (
+            ("roles", "Weight RMS by role", "roles", "weight_rms"),
+            ("roles-alignment", "Cosine of weight and update by role", "roles", "alignment_update"),
+            ("layers", "Weight RMS by layer", "layers", "weight_rms"),
+            ("layers-alignment", "Cosine of weight and update by layer", "layers", "alignment_update"),
+        )
+    },
 }

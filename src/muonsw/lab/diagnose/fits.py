@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from muonsw.lab.claims.claim import Interval
+from muonsw.lab.claims.statistics import student_t_quantile
 from muonsw.lab.diagnose.history import LATE, LINEAR, QUADRATIC, Array, History
-from muonsw.lab.experiments.claims import Interval
-from muonsw.lab.experiments.statistics import student_t_quantile
 from muonsw.theory import constant_decay_norm_limit, scaled_decay_norm_limit
 
 CONFIDENCE = 0.95

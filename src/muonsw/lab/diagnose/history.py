@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import Run
 from muonsw.theory import (
     HypothesisError,
     NormHistory,
     Tracking,
     steady_state_norm_with_memory,
+    target_norms,
     track,
 )
+from muonsw.theory.sampled import window_in_steps, windowed_line
 
 Array = NDArray[np.float64]
 NORM_KEYS = ("weight_rms", "update_rms", "decay", "alignment_update")
@@ -46,9 +48,7 @@ class History:
 
     def column(self, key: str) -> Array:
         """One number for each sampled update, not a number where it is missing."""
-        if key in self.run.telemetry.keys(self.scope):
-            return self.run.telemetry.column(self.scope, key)
-        return np.full(len(self.steps), np.nan)
+        return self.run.telemetry.scope(self.scope).get(key, np.full(len(self.steps), np.nan))
 
     def last(self, key: str) -> float:
         """The last known value of a column; not a number where there is none."""
@@ -72,8 +72,8 @@ class History:
 
     @property
     def planned_steps(self) -> int:
-        """How many updates the run was to take, or those seen where the configuration does not say."""
-        return int(self.run.config.get("steps") or (self.steps[-1] if len(self.steps) else 0))
+        """How many updates the run was to take, or those seen where nothing says so."""
+        return self.run.planned_steps or self.run.steps
 
     @cached_property
     def complete(self) -> NDArray[np.bool_]:
@@ -99,6 +99,28 @@ class History:
             return track(self.norm)
         except HypothesisError:
             return None
+
+    @cached_property
+    def target(self) -> Array | None:
+        """The steady state at the complete samples; None where there are none."""
+        return None if self.norm is None else target_norms(self.norm).numpy()
+
+    @cached_property
+    def smooth_target(self) -> tuple[list[int], list[float]]:
+        """Steps and smoothed steady state; both empty where nothing decays."""
+        norm = self.norm
+        if norm is None or not float(norm.phi.max()) > 0:
+            return [], []
+        height, _ = windowed_line(norm.steps, target_norms(norm).log(), window_in_steps(norm.steps))
+        return norm.steps.tolist(), height.exp().tolist()
+
+    @cached_property
+    def relative_update(self) -> Array:
+        """Update over weight RMS, as recorded, or from both where that was not."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            computed = self.column("update_rms") / self.column("weight_rms")
+        recorded = self.column("relative_update")
+        return np.where(np.isfinite(recorded), recorded, computed)
 
     @cached_property
     def peak_at(self) -> int:
@@ -191,8 +213,8 @@ def open_history(run: Run, scope: str = "decayed") -> History:
     if not run.telemetry.records:
         state = "so far" if not run.complete else "at all"
         raise UsageError(
-            f"{run.path} holds no telemetry {state}, so there is nothing to diagnose; train with "
-            "telemetry_every at 1 or more"
+            f"{run.path} holds no telemetry {state}, so there is nothing to diagnose; train with --telemetry-every 20, "
+            "or another number above 0"
         )
     known = run.telemetry.scopes()
     if scope not in known:

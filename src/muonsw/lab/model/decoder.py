@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muonsw.lab.model.attention import Attention, Rotary, rotary_table
 from muonsw.lab.model.config import ModelConfig
 from muonsw.lab.model.init import initialize, scalings
-from muonsw.lab.model.layers import RMSNorm
+from muonsw.lab.model.layers import Linear, RMSNorm, at_least_float32
 from muonsw.lab.model.loss import cross_entropy
 from muonsw.lab.model.moe import DenseFeedForward, FeedForwardOutput, MoE
-from muonsw.lab.model.precision import at_least_float32
+
+Rotary = tuple[Tensor, Tensor]
 
 
 class Losses(NamedTuple):
@@ -28,6 +28,26 @@ class Losses(NamedTuple):
     balance: Tensor
     z: Tensor
     load: Tensor
+
+
+class Attention(nn.Module):
+    """Causal attention with muP's scale `1/head_dim`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv = Linear(config.width, 3 * config.width)
+        self.out = Linear(config.width, config.width)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        """Mix each position with those before it."""
+        heads = [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x_BTD).chunk(3, dim=-1)]
+        q_BHTC, k_BHTC, v_BHTC = rotate(heads[0], rotary), rotate(heads[1], rotary), heads[2]
+        mixed_BHTC = functional.scaled_dot_product_attention(
+            q_BHTC, k_BHTC, v_BHTC, is_causal=True, scale=1 / self.head_dim
+        )
+        out: Tensor = self.out(mixed_BHTC.transpose(1, 2).flatten(2))
+        return out
 
 
 class Block(nn.Module):
@@ -70,11 +90,11 @@ class Decoder(nn.Module):
         self.rotary: Tensor
         table = scalings(config)
         self.embedding_multiplier, self.head_multiplier = table["embedding"].multiplier, table["head"].multiplier
-        # The token matrix gets its values below; nn.Embedding's own would be drawn for nothing.
+        # Given an empty matrix, nn.Embedding draws no values: `initialize` fills it below.
         self.embedding = nn.Embedding(config.vocab, config.width, _weight=torch.empty(config.vocab, config.width))
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
-        # Float64 and kept: a compiler would else fuse the powers and cosines into every kernel that rotates.
+        # Stored, not recomputed: a compiler would compute the powers and cosines again in every kernel that rotates.
         table_2TC = torch.stack(rotary_table(config.sequence, config.head_dim, config.rope_theta))
         self.register_buffer("rotary", table_2TC, persistent=False)
         if seed is not None:
@@ -108,3 +128,17 @@ class Decoder(nn.Module):
         """Name patterns of matrices that hold several projections along their output axis, and the sizes of those."""
         width, ff = self.config.width, self.config.ff_width
         return {"*.attention.qkv.weight": (width, width, width), "*.gate_up": (ff, ff)}
+
+
+def rotary_table(length: int, head_dim: int, theta: float, *, start: int = 0) -> Rotary:
+    """Cosines and sines (T, C/2) of positions `start` to `start + length`; float64, as large angles lose digits."""
+    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle_TC = torch.arange(start, start + length, dtype=torch.float64)[:, None] * frequency
+    return angle_TC.cos(), angle_TC.sin()
+
+
+def rotate(x_BHTC: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate pair (i, i + C/2) of each position by its angle, in float32."""
+    cos, sin = rotary
+    first, second = at_least_float32(x_BHTC).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BHTC.dtype)

@@ -1,12 +1,16 @@
-"""The two small layers everything is built from; neither initialises itself, `initialize` does."""
+"""What everything is built from: two small layers, and the precision that a computation runs in.
+
+Layers do not initialise themselves, `initialize` does. Products run in autocast's precision where it is on; statistics
+never run below float32.
+"""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-from muonsw.lab.model.precision import at_least_float32
 
 
 class Linear(nn.Module):
@@ -33,3 +37,22 @@ class RMSNorm(nn.Module):
         """Scale the last axis to unit mean square."""
         wide = at_least_float32(x)
         return functional.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """The tensor in float32, or unchanged if its type is wider already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Switch autocast off for this tensor's device; the meta device has none."""
+    kind = x.device.type
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of matrix products with this tensor, for functions that autocast does not know."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype

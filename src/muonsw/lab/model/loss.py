@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from muonsw.lab.model.precision import at_least_float32, product_dtype, without_autocast
+from muonsw.lab.model.layers import at_least_float32, product_dtype, without_autocast
 
 # A CPU wants a chunk's logits in its cache; a GPU wants products large enough to fill it.
 CPU_CHUNK_TOKENS = 256

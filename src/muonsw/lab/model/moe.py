@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from muonsw.lab.model.config import ModelConfig
-from muonsw.lab.model.experts_on_cpu import expert_by_expert
-from muonsw.lab.model.grouped import grouped_linear
+from muonsw.lab.model.grouped import expert_by_expert, grouped_linear
 from muonsw.lab.model.init import scalings
-from muonsw.lab.model.layers import Linear
-from muonsw.lab.model.precision import at_least_float32, product_dtype, without_autocast
+from muonsw.lab.model.layers import Linear, at_least_float32, product_dtype, without_autocast
 
 
 class FeedForwardOutput(NamedTuple):
@@ -130,7 +128,7 @@ def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
 
 
 def _one_hot(index: Tensor, size: int) -> Tensor:
-    # a comparison, because bincount waits for the device
+    # Counted by comparing: torch.bincount would make the host wait for the device.
     return index.unsqueeze(-1) == torch.arange(size, device=index.device)
 
 

@@ -1,23 +1,19 @@
-"""The figures of a report, from the columns of runs: losses, norms, alignment, learning rate, decay."""
+"""The charts of a report, from the columns of runs: losses, norms, alignment, learning rate, decay."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from muonsw.lab.report.downsample import extremes
-from muonsw.lab.report.sections import Arm, Chart, Curve
-from muonsw.lab.runs import Run, name_arms, unique_names
-from muonsw.theory.tracking import NormHistory, predict_norms
+from muonsw.lab.report.sections import Arm, Axis, Chart, Curve
+from muonsw.lab.runs import Points, Run, name_arms, unique_names
+from muonsw.lab.runs.curves import extremes, median_curve, running_mean
 
-Points = tuple[NDArray[np.int64], NDArray[np.float64]]
-Measure = Callable[[Run], Points]
 TOTAL_POINTS, MOST, LEAST = 240_000, 1500, 100
 PREDICTED_RUNS = 8  # runs whose recursion is replayed step by step
 SMOOTHED = 0.02  # share of the records that one point of a smoothed curve averages
-SCOPES = ("decayed", "all")
+BEGINNING = 0.05  # share of the updates whose losses may leave the chart at the top
 THINNED = "Thinned by keeping the ends and the extremes of each bin: every point is a value of the run."
 
 
@@ -33,79 +29,82 @@ class Charts:
 
     def all(self) -> list[Chart]:
         """Every chart for which something was recorded."""
-        charts = (self.validation(), self.training(), self.norm(), self.predicted(), self.alignment())
-        return [
-            chart for chart in (*charts, self.relative_update(), self.learning_rate(), self.decay()) if chart.curves
-        ]
+        losses, norms = [self.validation(), self.training()], [self.norm(), self.predicted()]
+        updates = [self.alignment(), self.relative_update(), self.learning_rate(), self.decay()]
+        return [chart for chart in (*losses, *norms, *updates) if chart.curves]
 
     def validation(self) -> Chart:
         """Loss on held-out text."""
-        curves = self.curves(lambda run: run.evals.known("loss"))
-        note = f"Cross-entropy on held-out text after so many updates. {self._middle_note()}".strip()
-        window = _late_window(curves)
-        return Chart("validation-loss", "Validation loss", curves, y_label="nats per token", note=note, window=window)
+        curves = self.curves(lambda run: run.losses)
+        middle = "Thick: the median over the runs of an arm." if any(arm.runs > 1 for arm in self.arms) else ""
+        note = f"Loss on held-out text after so many updates. {middle}".strip()
+        return Chart("validation-loss", "Validation loss", curves, y=loss_axis(curves, self.runs), note=note)
 
     def training(self) -> Chart:
         """Loss of each batch."""
-        curves = self.curves(_training_loss, smooth=True)
+        curves = self.curves(lambda run: run.training_losses, smooth=True)
         note = (
-            f"Thin: cross-entropy of each batch before its update. {THINNED} Thick: the median over the runs of an "
+            f"Thin: loss of each batch before its update. {THINNED} Thick: the median over the runs of an "
             f"arm, averaged over {100 * SMOOTHED:g} % of the records at a time."
         )
-        window = _late_window(curves)
-        return Chart("training-loss", "Training loss", curves, y_label="nats per token", note=note, window=window)
+        return Chart("training-loss", "Training loss", curves, y=loss_axis(curves, self.runs), note=note)
 
     def norm(self) -> Chart:
         """Size of the weights that decay."""
-        curves = self.curves(lambda run: telemetry(run, "weight_rms"))
+        curves = self.curves(lambda run: run.norms)
         note = "Root mean square over all entries of the weights that decay, before each recorded update."
-        return Chart("weight-norm", "Weight norm", curves, y_label="weight RMS", note=note)
+        return Chart("weight-norm", "Weight norm", curves, y=Axis("weight RMS"), note=note)
 
     def predicted(self) -> Chart:
         """The norm beside what the recursion makes of the measured updates."""
         curves: list[Curve] = []
-        for place in self._representatives():
-            pair = (weight_norm(self.runs[place]), predicted_norm(self.runs[place]))
-            if len(pair[1][0]):
-                label, arm = self.labels[place], self.arm_of[place]
-                curves += [
-                    Curve(label, arm, *self._thin(points), dashed=dashed)
-                    for points, dashed in zip(pair, (False, True), strict=True)
-                ]
+        shown = self._representatives()
+        for place in shown:
+            run, label, arm = self.runs[place], self.labels[place], self.arm_of[place]
+            predicted = run.predicted_norms
+            if len(predicted[0]):
+                curves += [Curve(label, arm, *self._thin(run.norms))]
+                curves += [Curve(label, arm, *self._thin(predicted), line="dashed")]
+        some = (
+            ""
+            if len(shown) == len(self.runs)
+            else f" The first run of each arm, {len(shown)} of {len(self.runs)} runs."
+        )
         note = (
             "Solid: observed. Dashed: the norm recursion replayed from the first observed norm alone, with the "
-            f"measured update size, decay and alignment.{self._some_note()}"
+            f"measured update size, decay and alignment.{some}"
         )
-        title = "Predicted and observed norm"
-        return Chart("predicted-norm", title, curves, y_label="weight RMS", note=note)
+        title, key = "Predicted and observed norm", (("solid", "observed"), ("dashed", "predicted"))
+        return Chart("predicted-norm", title, curves, y=Axis("weight RMS"), note=note, key=key)
 
     def alignment(self) -> Chart:
         """The cosine that decides whether updates push the norm outward."""
-        curves = self.curves(lambda run: telemetry(run, "alignment_update"))
+        curves = self.curves(lambda run: run.recorded("alignment_update"))
         note = (
             "Cosine between the weights that decay and their update, pooled over all entries; negative grows the norm."
         )
-        return Chart("alignment", "Alignment", curves, y_label="cosine of weight and update", note=note)
+        return Chart("alignment", "Alignment", curves, y=Axis("cosine of weight and update"), note=note)
 
     def relative_update(self) -> Chart:
         """How far one update moves the weights."""
-        curves = self.curves(lambda run: telemetry(run, "relative_update"))
+        curves = self.curves(lambda run: run.recorded("relative_update"))
         note = "Root mean square of the update over that of the weights that decay."
-        title = "Relative update"
-        return Chart("relative-update", title, curves, y_label="update RMS / weight RMS", note=note, log_y=True)
+        axis = Axis("update RMS / weight RMS", log=10)
+        return Chart("relative-update", "Relative update", curves, y=axis, note=note)
 
     def learning_rate(self) -> Chart:
         """The schedule as it was run."""
-        curves = self.curves(lambda run: run.train.known("lr"))
-        return Chart("learning-rate", "Learning rate", curves, y_label="η", note="Base learning rate of each update.")
+        curves = self.curves(_learning_rates)
+        note = "Base learning rate of each update."
+        return Chart("learning-rate", "Learning rate", curves, y=Axis("η"), note=note)
 
     def decay(self) -> Chart:
         """The factor by which weights were shrunk."""
-        curves = self.curves(lambda run: telemetry(run, "decay"))
+        curves = self.curves(lambda run: run.recorded("decay"))
         note = "Share φ by which an update shrinks the weights that decay: W ← (1 \N{MINUS SIGN} φ) W \N{MINUS SIGN} u."
-        return Chart("decay", "Decay", curves, y_label="φ", note=note)
+        return Chart("decay", "Decay", curves, y=Axis("φ", "share per update"), note=note)
 
-    def curves(self, measure: Measure, *, smooth: bool = False) -> list[Curve]:
+    def curves(self, measure: Callable[[Run], Points], *, smooth: bool = False) -> list[Curve]:
         """A curve for each run that has the measure, and a middle for each arm with several.
 
         Args:
@@ -137,94 +136,32 @@ class Charts:
             return list(range(len(self.runs)))
         return [self.arm_of.index(arm.name) for arm in self.arms][:PREDICTED_RUNS]
 
-    def _some_note(self) -> str:
-        shown = self._representatives()
-        return (
-            ""
-            if len(shown) == len(self.runs)
-            else f" The first run of each arm, {len(shown)} of {len(self.runs)} runs."
-        )
 
-    def _middle_note(self) -> str:
-        return "Thick: the median over the runs of an arm." if any(arm.runs > 1 for arm in self.arms) else ""
+def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
+    """An axis for losses on which each run is seen from the first twentieth of its updates on.
 
-
-def telemetry(run: Run, key: str) -> Points:
-    """Steps and values of what was recorded of the weights that decay, or of all where none do."""
-    for scope in SCOPES:
-        points = run.telemetry.scope(scope).known(key)
-        if len(points[0]):
-            return points
-    return np.empty(0, np.int64), np.empty(0)
-
-
-def weight_norm(run: Run) -> Points:
-    """Root mean square of the weights that decay."""
-    return telemetry(run, "weight_rms")
-
-
-def predicted_norm(run: Run) -> Points:
-    """The norm that the recursion gives from the first one and the measured updates; empty where not recorded."""
-    keys = {"r": "weight_rms", "s": "update_rms", "phi": "decay", "a": "alignment_update"}
-    for scope in SCOPES:
-        columns = run.telemetry.scope(scope)
-        if not all(key in columns for key in keys.values()):
-            continue
-        known = np.isfinite(np.stack([columns[key] for key in keys.values()])).all(0)
-        if known.sum() > 1:
-            measured = {symbol: columns[key][known].tolist() for symbol, key in keys.items()}
-            steps = columns.step[known]
-            return steps, predict_norms(NormHistory.of(steps.tolist(), **measured)).numpy()
-    return np.empty(0, np.int64), np.empty(0)
-
-
-def median_curve(parts: Sequence[Points]) -> Points:
-    """The median over curves at the steps that all of them have.
-
-    Examples:
-        >>> one, two = np.array([1, 2, 3]), np.array([2, 3, 4])
-        >>> steps, middle = median_curve([(one, np.array([9.0, 1.0, 1.0])), (two, np.array([2.0, 4.0, 9.0]))])
-        >>> steps.tolist(), middle.tolist()
-        ([2, 3], [1.5, 2.5])
+    The fall before that may be ten times as high as everything after it, and would flatten the rest.
     """
-    steps = parts[0][0]
-    for other, _ in parts[1:]:
-        if not np.array_equal(steps, other):
-            steps = np.intersect1d(steps, other, assume_unique=True)
-    rows = [values if len(at) == len(steps) else values[np.isin(at, steps)] for at, values in parts]
-    return steps, np.median(np.stack(rows), axis=0)
+    # The loss of somebody's own loop may have any unit.
+    unit = "nats per token" if runs and all(run.config for run in runs) else ""
+    late: list[float] = []
+    for curve in curves:
+        begin = BEGINNING * curve.x[-1]
+        late += [y for x, y in zip(curve.x, curve.y, strict=True) if x >= begin]
+        late.append(float(np.interp(begin, curve.x, curve.y)))
+    if not late or max(late) >= max(y for curve in curves for y in curve.y):
+        return Axis("loss", unit)
+    low, high = min(late), max(late)
+    margin = 0.04 * (high - low) or 0.01
+    return Axis("loss", unit, limits=(low - margin, high + margin))
 
 
-def running_mean(values: NDArray[np.float64], share: float) -> NDArray[np.float64]:
-    """The mean over a centred window of that share of the values; windows are cut off at the ends.
-
-    Examples:
-        >>> running_mean(np.array([0.0, 3.0, 0.0, 3.0]), share=0.75).tolist()
-        [1.5, 1.0, 2.0, 1.5]
-    """
-    half = int(share * len(values) / 2)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
-    return np.asarray((sums[high] - sums[low]) / (high - low))
-
-
-def _training_loss(run: Run) -> Points:
-    steps, values = run.train.known("cross_entropy")
-    return (steps, values) if len(steps) else run.train.known("loss")
+def _learning_rates(run: Run) -> Points:
+    logged = run.train.known("lr")
+    return logged if len(logged[0]) else run.recorded("lr")
 
 
 def _arms(runs: Sequence[Run], names: Sequence[str]) -> list[Arm]:
     rules: Mapping[str, str] = {name: run.rule for run, name in reversed(list(zip(runs, names, strict=True)))}
     counts = {name: list(names).count(name) for name in names}
     return [Arm(name, rules[name], count) for name, count in counts.items()]
-
-
-def _late_window(curves: Sequence[Curve]) -> tuple[float, float] | None:
-    """A range that shows the curves after their first fifth, where the fall of the beginning hides nothing."""
-    late = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= 0.2 * curve.x[-1]]
-    if not late or max(late) >= max(y for curve in curves for y in curve.y):
-        return None
-    low, high = min(late), max(late)
-    margin = 0.04 * (high - low) or 0.01
-    return low - margin, high + margin

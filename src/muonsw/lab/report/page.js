@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { figures, charts, arms, labels, themes } = JSON.parse(document.getElementById("data").textContent);
+  const { charts, arms, labels, themes } = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const button = document.getElementById("theme");
   const coarse = window.matchMedia("(pointer: coarse)").matches;
@@ -26,16 +26,10 @@
   const shownLabels = labels.map(plain);
   const shownArms = arms.map((arm) => plain(arm.name));
 
-  // The first letters of an axis' key say what it is: xaxis, xaxis2, yaxis, ...
-  const themed = (layout, look) => {
-    const merged = { ...look.layout, ...layout, legend: { ...look.layout.legend, ...layout.legend } };
-    for (const key of Object.keys(layout)) {
-      if (/^[xy]axis/.test(key)) merged[key] = { ...look.axis, ...layout[key] };
-    }
-    return merged;
-  };
-
-  const coloured = (trace, colours) => ({ ...trace, line: { ...trace.line, color: colours[trace.meta] } });
+  const themed = (layout, look) => ({
+    ...look.layout, ...layout,
+    xaxis: { ...look.axis, ...layout.xaxis }, yaxis: { ...look.axis, ...layout.yaxis },
+  });
 
   const entryOf = (curve) => (grouping === "arm" ? "arm:" + curve.arm : "run:" + curve.label);
 
@@ -50,9 +44,9 @@
     }
     const { arm } = curves[0];
     return {
-      type: "scatter", mode: points ? "lines+markers" : "lines", x, y, text, connectgaps: false, showlegend: false,
+      type: "scatter", mode: style.mode || (points ? "lines+markers" : "lines"), x, y, text, connectgaps: false, showlegend: false,
       name: shownArms[arm], opacity: style.opacity, meta: { arm, label: curves[0].label },
-      line: { color: arms[arm].colours[theme], width: style.width, dash: style.dash, simplify: false },
+      line: { color: style.colour || arms[arm].colours[theme], width: style.width, dash: style.dash, simplify: false },
       hovertemplate: "<b>%{text}</b>" + (style.word || "") + "<br>%{x:,} · %{y:.5g}<extra>" + shownArms[arm] + "</extra>",
     };
   };
@@ -61,13 +55,15 @@
     const groups = new Map();
     const middles = new Set(grouping === "arm" ? chart.curves.filter((c) => c.middle).map((c) => c.arm) : []);
     for (const curve of chart.curves) {
-      const thin = middles.has(curve.arm) && !curve.middle && !curve.dashed;
+      const thin = middles.has(curve.arm) && !curve.middle && !curve.line;
       if ((curve.middle && grouping !== "arm") || hidden.has(entryOf(curve)) || (thin && !singles)) continue;
       const style = curve.middle ? { width: 2.6, dash: arms[curve.arm].dash, opacity: 1 }
-        : curve.dashed ? { width: 1.8, dash: "dash", opacity: 1, word: " predicted" }
+        : curve.line === "none" ? { width: 1.2, dash: "solid", opacity: 0.6, mode: "markers" }
+        : curve.line ? { width: 1.8, dash: curve.line === "dotted" ? "dot" : "dash", opacity: 1, word: " predicted" }
         : thin ? { width: 0.9, dash: "solid", opacity: 0.4 }
         : { width: 1.7, dash: arms[curve.arm].dash, opacity: 1 };
-      const key = [entryOf(curve), style.width, style.dash].join();
+      if (curve.neutral) style.colour = themes[theme].colours.text;
+      const key = [entryOf(curve), style.width, style.dash, style.colour].join();
       if (!groups.has(key)) groups.set(key, { curves: [], style });
       groups.get(key).curves.push(curve);
     }
@@ -80,6 +76,30 @@
     type: log ? "log" : "linear", title: { text: title, standoff: 6, font: { size: 13 } }, automargin: true, exponentformat: "power", nticks: 7,
   });
 
+  // Heights and steps that mean something: bands behind the curves, lines above them.
+  const shapes = (chart) => {
+    const { colours } = themes[theme];
+    const across = { type: "line", xref: "paper", x0: 0, x1: 1 };
+    return [
+      ...chart.bands.map(({ low, high }) => ({
+        type: "rect", xref: "paper", x0: 0, x1: 1, y0: low, y1: high, fillcolor: colours.grid, opacity: 0.5,
+        layer: "below", line: { width: 0 },
+      })),
+      ...chart.levels.map(({ y, label }) => ({
+        ...across, y0: y, y1: y,
+        line: label ? { color: colours.bound, width: 1.6, dash: "dash" } : { color: colours.muted, width: 1 },
+      })),
+      ...chart.marks.map(({ x, arm }) => ({
+        type: "line", yref: "paper", y0: 0, y1: 1, x0: x, x1: x, line: { color: arms[arm].colours[theme], width: 1 },
+      })),
+    ];
+  };
+
+  const names = (chart, log) => chart.levels.filter(({ label }) => label).map(({ y, label }) => ({
+    xref: "paper", x: 1, xanchor: "right", y: log ? Math.log10(y) : y, yanchor: "bottom", text: plain(label), showarrow: false,
+    font: { size: 11, color: themes[theme].colours.muted },
+  }));
+
   const chartLayout = (chart) => {
     const log = chart.y.log !== Boolean(chart.flipped);
     const y = axis("", log);
@@ -88,7 +108,7 @@
     return {
       xaxis: axis(chart.x.title, chart.x.log), yaxis: y, hovermode: "closest", showlegend: false,
       margin: { l: 8, r: 26, t: 14, b: 8 }, dragmode: coarse ? false : "zoom",
-      modebar: { bgcolor: "rgba(0,0,0,0)" },
+      modebar: { bgcolor: "rgba(0,0,0,0)" }, shapes: shapes(chart), annotations: names(chart, log),
       // Zoom survives other changes, not a change of the range itself.
       uirevision: [log, Boolean(chart.all)].join(),
     };
@@ -97,12 +117,6 @@
   const drawChart = (chart) => {
     drawn.add(chart);
     Plotly.react(chart.name, traces(chart), themed(chartLayout(chart), themes[theme]), config);
-  };
-
-  const drawFigure = (figure) => {
-    const look = themes[theme];
-    const data = figure.data.map((trace) => coloured(trace, look.colours));
-    Plotly.react(figure.name, data, themed(figure.layout, look), config);
   };
 
   const entries = () => {
@@ -170,7 +184,6 @@
     button.setAttribute("aria-label", "Switch to " + button.textContent + " colours");
     button.setAttribute("aria-pressed", String(theme === "dark"));
     legend();
-    figures.forEach(drawFigure);
     redraw();
   };
 
@@ -194,6 +207,22 @@
     recolour();
   });
   recolour();
+
+  // A table that is wider than the page says how many of its columns are out of sight.
+  const markScroll = (box) => {
+    const right = box.getBoundingClientRect().right;
+    const beyond = [...box.querySelectorAll("thead th")].filter((cell) => cell.getBoundingClientRect().right > right + 1).length;
+    box.classList.toggle("cut", beyond > 0);
+    const more = box.nextElementSibling;
+    more.hidden = !beyond;
+    more.textContent = beyond === 1 ? "→ scroll for the rest" : "→ scroll for " + beyond + " more columns";
+  };
+  const boxes = [...document.querySelectorAll(".scroll")];
+  const resized = new ResizeObserver((seen) => seen.forEach(({ target }) => markScroll(target)));
+  for (const box of boxes) {
+    resized.observe(box);
+    box.addEventListener("scroll", () => markScroll(box), { passive: true });
+  }
 
   // A chart is drawn when it comes near, so that a page of many opens at once.
   const byName = new Map(charts.map((chart) => [chart.name, chart]));

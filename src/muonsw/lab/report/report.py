@@ -1,23 +1,29 @@
-"""A report of runs: one interactive page that works offline, and each of its figures as PNG and SVG."""
+"""A report of runs: one interactive page that works offline, its tables, and each of its charts as PNG and SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from muonsw.lab.files import UsageError, prepare_folder
+import numpy as np
+
+from muonsw.lab.claims.table import Claims, any_failed, claims_table
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import Charts
 from muonsw.lab.report.page import write_page
-from muonsw.lab.report.run_tables import (
-    commands_table,
-    differences_table,
-    environment_table,
-    medians,
-    runs_table,
-)
-from muonsw.lab.report.sections import Arm, Chart, Claims, Document, Section, Table, any_failed, claims_table
+from muonsw.lab.report.sections import Arm, Chart, Document, Section
 from muonsw.lab.report.static import write_chart
-from muonsw.lab.runs import Run
+from muonsw.lab.runs import Run, differences
+from muonsw.lab.settings import flatten
+from muonsw.lab.storage import prepare_folder
+from muonsw.lab.tables import MISSING, Cell, Column, Table, Value, change_text, loss_text, norm_text
+
+OF_ONE_RUN = ("command", "command_line", "argv", "started", "time", "pid", "folder", "cwd")
+MANY = 12  # rows from which a table that few will read starts closed
 
 
 def write_report(
@@ -31,16 +37,16 @@ def write_report(
     figures: Sequence[Chart] = (),
     images: bool = True,
 ) -> list[Path]:
-    """Write the page, and its figures into a folder beside it that is named after it.
+    """Write the page, and its charts into a folder beside it that is named after it.
 
     Args:
         path: The page, ending in `.html`.
         title: Its heading.
-        runs: What is shown; none for a page of claims, tables and figures alone.
+        runs: What is shown; none for a page of claims, tables and charts alone.
         verdict: The sentence on top; says how many runs there are and how they ended unless given.
         claims: Claims by who makes them; those that failed are shown first.
-        tables: Shown after the claims, before the figures.
-        figures: Shown before the figures of the runs; their curves name arms as `muonsw.lab.runs.name_arms` does.
+        tables: Shown after the claims, before the charts.
+        figures: Shown before the charts of the runs; their curves name arms as `muonsw.lab.runs.name_arms` does.
         images: Whether PNG and SVG are written too.
 
     Returns:
@@ -52,14 +58,14 @@ def write_report(
     target = Path(path)
     check_target(target)
     document = build_report(title, runs, verdict=verdict, claims=claims, tables=tables, figures=figures)
-    written = [write_page(target, document)]
-    if images:
-        folder = target.with_suffix("")
-        prepare_folder(folder)
-        for section in document.sections:
-            if isinstance(section, Chart):
-                written += write_chart(section, document.arms, folder)
-    return written
+    return [write_page(target, document), *(write_images(document, target.with_suffix("")) if images else [])]
+
+
+def write_images(document: Document, folder: Path) -> list[Path]:
+    """Write every chart of a document as PNG and SVG."""
+    prepare_folder(folder)
+    charts = [section for section in document.sections if isinstance(section, Chart)]
+    return [path for chart in charts for path in write_chart(chart, document.arms, folder)]
 
 
 def build_report(
@@ -104,20 +110,131 @@ def summary(charts: Charts) -> str:
     """What there is, in one sentence that judges nothing."""
     count, arms = len(charts.runs), len(charts.arms)
     text = f"{_count(count, 'run')} in {_count(arms, 'arm')}" if count > 1 else charts.labels[0]
-    running = sum(not run.complete for run in charts.runs)
+    running = sum(run.in_progress for run in charts.runs)
     if running:
-        text += f", {running} not complete"
-    losses = sorted(medians(charts).items(), key=lambda item: item[1])
-    if not losses:
+        text += f", {running} not complete" if count > 1 else ", not complete"
+    losses, norms = (_medians(charts, measure) for measure in (lambda run: run.final_loss, lambda run: run.final_norm))
+    what, values, digits = ("validation loss", losses, loss_text) if losses else ("weight RMS", norms, norm_text)
+    if not values:
         return f"{text}."
-    middle = "median final validation loss" if any(arm.runs > 1 for arm in charts.arms) else "final validation loss"
-    shown = ", ".join(f"{loss:.4g} ({arm})" for arm, loss in losses[:5])
-    more = f" and {len(losses) - 5} more" if len(losses) > 5 else ""
+    middle = f"median final {what}" if any(arm.runs > 1 for arm in charts.arms) else f"final {what}"
+    shown = ", ".join(f"{digits(value)} ({arm})" for arm, value in list(values.items())[:5])
+    more = f" and {len(values) - 5} more" if len(values) > 5 else ""
     return f"{text}; {middle}: {shown}{more}."
+
+
+def runs_table(charts: Charts) -> Table:
+    """One row for each run: losses, norms, tokens, time."""
+    columns = (
+        "run",
+        "arm",
+        Column("final loss", number=True),
+        Column("best loss", number=True, rank=2),
+        Column("at step", number=True, rank=2),
+        Column("weight RMS", number=True),
+        Column("change since largest", number=True),
+        Column("steps", number=True, rank=3),
+        Column("tokens", number=True, rank=3),
+        Column("seconds", number=True, rank=3),
+        "state",
+    )
+    rows = [
+        (label, arm, *_outcome(run)) for label, arm, run in zip(charts.labels, charts.arm_of, charts.runs, strict=True)
+    ]
+    note = (
+        "Losses are validation cross-entropy in nats per token. The weight RMS is the last one recorded of the weights "
+        "that decay, and its change is against the largest."
+    )
+    return Table("runs", "Runs", columns, rows, note)
+
+
+def _outcome(run: Run) -> tuple[Value | Cell, ...]:
+    return (
+        loss_text(run.final_loss),
+        loss_text(run.best_loss),
+        run.best_step,
+        norm_text(run.final_norm),
+        change_text(run.norm_change),
+        run.steps or None,
+        int(run.tokens) if math.isfinite(run.tokens) else None,
+        round(run.seconds, 1) if math.isfinite(run.seconds) else None,
+        _state(run),
+    )
+
+
+def _state(run: Run) -> Cell:
+    lost = run.lost_losses
+    note = f"{lost} losses not finite" if lost else ""
+    if run.complete:
+        word = "diverged" if (run.result or {}).get("diverged") else "complete"
+        return Cell(word, note, tone="fails" if lost or word == "diverged" else "")
+    planned = run.planned_steps
+    return Cell(f"{run.steps:,} of {planned:,} steps" if planned is not None else f"{run.steps:,} steps", note)
+
+
+def differences_table(charts: Charts) -> Table | None:
+    """The settings that are not the same in all runs; None where all agree."""
+    found = differences([run.config for run in charts.runs])
+    if not found:
+        return None
+    rows = [
+        (label, *(_setting(values[place]) for values in found.values())) for place, label in enumerate(charts.labels)
+    ]
+    note = "Only settings in which the runs differ."
+    return Table("differences", "What differs between the runs", ("run", *found), rows, note)
+
+
+def commands_table(charts: Charts) -> Table | None:
+    """The command line that runs each configuration again; None where no run has one."""
+    rows = [
+        (label, Cell(f"muonsw train --config {shlex.quote(str(run.path / 'config.json'))}", code=True))
+        for label, run in zip(charts.labels, charts.runs, strict=True)
+        if run.config
+    ]
+    return Table("commands", "Run them again", ("run", "command"), rows, folded=len(rows) > MANY) if rows else None
+
+
+def environment_table(charts: Charts) -> Table | None:
+    """On what the runs were made; runs with the same environment share a column."""
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for label, run in zip(charts.labels, charts.runs, strict=True):
+        flat = {key: value for key, value in flatten(run.environment).items() if key not in OF_ONE_RUN}
+        if flat:
+            groups.setdefault(json.dumps(flat, sort_keys=True, default=str), (flat, []))[1].append(label)
+    if not groups:
+        return None
+    shown = list(groups.values())[:6]
+    keys = dict.fromkeys(key for flat, _ in shown for key in flat)
+    headings = [_covered(labels, len(charts.runs)) for _, labels in shown]
+    rows = [(key, *(_setting(flat.get(key)) for flat, _ in shown)) for key in keys]
+    note = f"{len(groups) - len(shown)} further environments are not shown." if len(groups) > len(shown) else ""
+    return Table("environment", "Environment", ("", *headings), rows, note, folded=True)
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return MISSING if value is None else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _covered(labels: Sequence[str], count: int) -> str:
+    if len(labels) == count:
+        return "all runs" if count > 1 else labels[0]
+    return labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more"
 
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _medians(charts: Charts, measure: Callable[[Run], float]) -> dict[str, float]:
+    """The median over the runs of each arm that has the measure, the smallest first."""
+    found: dict[str, list[float]] = {}
+    for arm, run in zip(charts.arm_of, charts.runs, strict=True):
+        if math.isfinite(measure(run)):
+            found.setdefault(arm, []).append(measure(run))
+    medians = {arm: float(np.median(values)) for arm, values in found.items()}
+    return dict(sorted(medians.items(), key=lambda item: item[1]))
 
 
 def _further_arms(arms: Sequence[Arm], figures: Sequence[Chart]) -> list[Arm]:

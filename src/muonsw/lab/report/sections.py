@@ -1,98 +1,44 @@
-"""What a report is made of, as data: text, tables, figures. How they look is decided where they are written."""
+"""What a report is made of, as data: tables and charts. Each chart is described once and drawn by two back ends.
+
+`muonsw.lab.report.page` draws on an interactive page, `muonsw.lab.report.static` as PNG and SVG. Neither measures
+anything: curves come with the values that are to be shown.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from muonsw.lab.experiments.claims import Claim, failed_first, verdict
-from muonsw.lab.report.terminal import measured_text, predicted_text
-
-Value = str | float | int | bool | None
-MISSING = "\N{EN DASH}"
+from muonsw.lab.tables import Table
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A cell that says more than its text.
+class Axis:
+    """An axis of a chart.
 
     Attributes:
-        text: What it shows.
-        note: A smaller second line.
-        tone: `"fails"` and `"holds"` stand out.
-        code: Whether it is something to type.
+        label: What it shows.
+        unit: In what; empty for a number without one.
+        log: The base of a logarithmic axis; 0 for a linear one.
+        limits: The range that is shown first; all of it unless given.
+        ticks: Where it is labelled; chosen by the back end unless given.
     """
 
-    text: str
-    note: str = ""
-    tone: str = ""
-    code: bool = False
+    label: str = ""
+    unit: str = ""
+    log: int = 0
+    limits: tuple[float, float] | None = None
+    ticks: Sequence[float] = ()
 
+    @property
+    def title(self) -> str:
+        """Label and unit together.
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    Attributes:
-        title: Its heading.
-        number: Whether it holds numbers, which are set to the right.
-        digits: Significant digits of floats.
-    """
-
-    title: str
-    number: bool = False
-    digits: int = 5
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table.
-
-    Attributes:
-        name: Its id on the page: letters, digits, hyphens.
-        title: Its heading.
-        columns: The headings of its columns; a plain string is a column of text.
-        rows: As many values in each as there are columns; None shows as a dash.
-        note: A sentence below it.
-        folded: Whether it starts closed.
-    """
-
-    name: str
-    title: str
-    columns: Sequence[Column | str]
-    rows: Sequence[Sequence[Value | Cell]]
-    note: str = ""
-    folded: bool = False
-
-    def headings(self) -> list[Column]:
-        """The columns, all in full."""
-        return [column if isinstance(column, Column) else Column(column) for column in self.columns]
-
-
-@dataclass(frozen=True)
-class Text:
-    """Paragraphs under a heading."""
-
-    name: str
-    title: str
-    paragraphs: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure that is given as plotly data.
-
-    Attributes:
-        name: Its id on the page.
-        note: A caption, as plain text.
-        plot: Plotly data and layout. A trace's `meta` names the colour of the theme that it gets.
-    """
-
-    name: str
-    note: str
-    plot: dict[str, Any]
+        Examples:
+            >>> Axis("loss", "nats per token").title, Axis("cosine").title
+            ('loss (nats per token)', 'cosine')
+        """
+        return f"{self.label} ({self.unit})" if self.unit and self.label else self.label or self.unit
 
 
 @dataclass(frozen=True)
@@ -104,45 +50,90 @@ class Curve:
         arm: The entry of the legend that it belongs to.
         x: Ascending.
         y: As many as `x`; gaps where not finite.
-        dashed: For what is predicted, not measured.
-        middle: For the middle of an arm's runs, drawn thick.
+        line: "" for the line of its arm, "dashed" or "dotted" for what is predicted, "none" for points alone.
+        middle: For the middle of an arm's runs, drawn thick; the single ones are then drawn thin.
+        neutral: Drawn in the colour of text, where it lies upon another curve of its arm.
     """
 
     label: str
     arm: str
     x: Sequence[float]
     y: Sequence[float]
-    dashed: bool = False
+    line: str = ""
     middle: bool = False
+    neutral: bool = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line at a height that means something: a thin one, or a dashed bound with its name."""
+
+    y: float
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A range of heights that means something."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A step at which something happened to an arm."""
+
+    x: float
+    arm: str
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure that is drawn the same way on the page and on paper.
+    """One panel.
 
     Attributes:
         name: Its id on the page and the stem of its files.
         title: What it shows.
         curves: In the order in which they are drawn.
-        x_label: Of the horizontal axis.
-        y_label: Of the vertical axis.
+        x: The horizontal axis.
+        y: The vertical axis.
         note: A caption.
-        log_x: Whether the horizontal axis is logarithmic.
-        log_y: Whether the vertical axis is logarithmic.
-        window: The vertical range that is shown first; all of it unless given.
         points: Whether each value is marked.
+        levels: Horizontal lines.
+        bands: Horizontal bands.
+        marks: Vertical lines.
+        key: What kinds of lines mean, as pairs of "solid", "dashed", "dotted" or "mark" and a word.
     """
 
     name: str
     title: str
     curves: Sequence[Curve]
-    x_label: str = "step"
-    y_label: str = ""
+    x: Axis = Axis("step")
+    y: Axis = Axis()
     note: str = ""
-    log_x: bool = False
-    log_y: bool = False
-    window: tuple[float, float] | None = None
     points: bool = False
+    levels: Sequence[Level] = ()
+    bands: Sequence[Band] = ()
+    marks: Sequence[Mark] = ()
+    key: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Several charts on one picture.
+
+    Attributes:
+        name: The stem of its files.
+        title: Above all of them.
+        charts: Row by row.
+        columns: How many stand side by side.
+    """
+
+    name: str
+    title: str
+    charts: Sequence[Chart]
+    columns: int = 2
 
 
 @dataclass(frozen=True)
@@ -160,8 +151,7 @@ class Arm:
     runs: int = 1
 
 
-Section = Text | Table | Figure | Chart
-Claims = Mapping[str, Sequence[Claim]]
+Section = Table | Chart
 
 
 @dataclass(frozen=True)
@@ -181,45 +171,3 @@ class Document:
     verdict: str = ""
     failed: bool = False
     arms: Sequence[Arm] = field(default=())
-
-
-def show(value: Value, digits: int = 5) -> str:
-    """A value as a table shows it.
-
-    Examples:
-        >>> show(0.123456789), show(True), show(12345678), show(float("nan"))
-        ('0.12346', 'yes', '12,345,678', 'not finite')
-    """
-    if value is None:
-        return MISSING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.{digits}g}" if math.isfinite(value) else "not finite"
-    return value
-
-
-def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours")) -> Table:
-    """Claims with what was said and what was found; those that failed come first."""
-    owners = {id(claim): name for name, those in claims.items() for claim in those}
-    ordered = failed_first(claim for those in claims.values() for claim in those)
-    columns = ("claim", Column(headings[0], number=True), Column(headings[1], number=True), "verdict")
-    return Table("claims", "Claims", columns, [_claim_row(owners[id(claim)], claim) for claim in ordered])
-
-
-def any_failed(claims: Claims) -> bool:
-    """Whether one of the claims does not hold."""
-    return any(not claim.holds for those in claims.values() for claim in those)
-
-
-def _claim_row(owner: str, claim: Claim) -> tuple[Cell, ...]:
-    details = f"{claim.reference}. Assumes {claim.hypothesis}. Tolerance {claim.tolerance:.2g}: {claim.because}."
-    if claim.interval is not None:
-        details += f" Interval: {claim.interval.method}."
-    if claim.limits:
-        details += f" {claim.limits[0].upper()}{claim.limits[1:]}."
-    word = verdict(claim.holds)
-    statement = Cell(claim.statement, note=f"{owner}/{claim.id} · {details}")
-    return statement, Cell(predicted_text(claim)), Cell(measured_text(claim)), Cell(word, tone=word)

@@ -1,4 +1,4 @@
-"""Figures for paper and README: PNG and SVG, drawn without a display."""
+"""Charts as PNG and SVG, drawn without a display."""
 
 from __future__ import annotations
 
@@ -8,135 +8,198 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any, cast
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis as DrawnAxis
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from muonsw.lab.experiments.claims import Series
-from muonsw.lab.files import write_atomically
-from muonsw.lab.report.sections import Arm, Chart, Curve
-from muonsw.lab.report.theme import LIGHT, RULE_MATH, ArmStyle, Palette, arm_styles, matplotlib_style
+from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Sheet
+from muonsw.lab.report.theme import LIGHT, ArmStyle, Palette, arm_styles, matplotlib_style
+from muonsw.lab.storage import write_atomically
 
-WIDTH, HEIGHT, DPI = 11.0, 4.8, 160
-MOST_IN_A_LINE = 4
-# Plotly's words for dashes.
+DPI = 160
+# Sizes in inches: a panel that stands alone, two beside each other, and one of many; and the room around it.
+PANELS = {1: (6.9, 3.8), 2: (4.6, 3.5)}
+SMALL = (2.6, 1.9)
+LEFT, RIGHT, TOP, BOTTOM, TITLE, LEGEND_LINE = 0.95, 0.2, 0.45, 0.65, 0.5, 0.27
+LETTER, HANDLE = 0.083, 0.55  # width of a letter and of what stands before an entry of the legend
+FEW = 15  # values of a curve below which each is marked
+# Plotly's words for dashes, and what curves say.
 DASHES: Mapping[str, Any] = {
     "solid": "-",
     "dashdot": (0, (5, 2, 1, 2)),
     "dot": (0, (1, 1.5)),
     "longdashdot": (0, (8, 2, 1, 2)),
+    "dashed": (0, (5, 2.5)),
+    "dotted": (0, (1, 1.6)),
 }
-MARGINS = {"left": 0.12, "right": 0.97, "top": 0.92, "bottom": 0.13}
-BOUND = "lower bound for constant"
-PanelData = tuple[str, Sequence[Series]]
-
-
-def write_panels(parts: Sequence[PanelData], title: str, stem: Path, palette: Palette = LIGHT) -> list[Path]:
-    """Draw panels of loss over steps side by side and write `stem.png` and `stem.svg`."""
-    with matplotlib.rc_context(cast(Any, matplotlib_style(palette))):
-        figure = Figure(
-            figsize=(WIDTH * len(parts) / 2, HEIGHT), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.09)
-        )
-        figure.suptitle(title, x=0.008, ha="left", fontweight="bold", fontsize=15.5)
-        axes = figure.subplots(1, len(parts), squeeze=False)[0]
-        for place, (axis, (heading, series)) in enumerate(zip(axes, parts, strict=True)):
-            draw_panel(axis, heading, series, palette)
-            axis.set_ylabel("loss / mean initial loss" if place == 0 else "")
-        handles, labels = axes[0].get_legend_handles_labels()
-        order = sorted(range(len(labels)), key=lambda place: labels[place] == BOUND)
-        axes[0].legend([handles[k] for k in order], [labels[k] for k in order], loc="lower left", handlelength=2.2)
-        return save_figure(figure, stem)
-
-
-def draw_panel(axis: Axes, heading: str, series: Sequence[Series], palette: Palette) -> None:
-    """Single starts thin, their median thick, the bound dashed; logarithmic axes."""
-    for curves in series:
-        colour = palette.colour(curves.rule)
-        for values in curves.values:
-            axis.plot(curves.steps, values, color=colour, alpha=min(0.35, 6.0 / len(curves.values)), linewidth=0.8)
-        middle = [median(column) for column in zip(*curves.values, strict=True)]
-        axis.plot(curves.steps, middle, color=colour, label=RULE_MATH[curves.rule])
-        if curves.level is not None:
-            bound = axis.axhline(curves.level, color=palette.bound, linewidth=1.4, zorder=3)
-            bound.set(linestyle=(0, (5, 3)), label=BOUND)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_title(heading)
-    axis.set_xlabel("1 + step t")
-    axis.yaxis.set_major_locator(LogLocator(numticks=8))
-    axis.yaxis.set_minor_formatter(NullFormatter())
-    axis.margins(x=0.02)
-    low, high = axis.get_ylim()
-    axis.set_ylim(10 ** math.floor(math.log10(low)), high * 1.2)
 
 
 def write_chart(chart: Chart, arms: Sequence[Arm], folder: Path, palette: Palette = LIGHT) -> list[Path]:
-    """Draw a chart of a report and write it as PNG and SVG under its name."""
+    """Draw one chart and write it as PNG and SVG under its name."""
+    return write_sheet(Sheet(chart.name, "", [chart], columns=1), arms, folder, palette)
+
+
+def write_sheet(sheet: Sheet, arms: Sequence[Arm], folder: Path, palette: Palette = LIGHT) -> list[Path]:
+    """Draw all charts of a sheet on one picture, its legend below them, and write it as PNG and SVG under its name.
+
+    Margins are fixed: to find them would take longer than to draw, and charts are many.
+    """
     styles = dict(zip((arm.name for arm in arms), arm_styles([arm.rule for arm in arms], palette), strict=True))
+    columns = min(sheet.columns, len(sheet.charts))
+    rows = math.ceil(len(sheet.charts) / columns)
+    width, height = PANELS.get(columns, SMALL) if rows == 1 else SMALL
     with matplotlib.rc_context(cast(Any, matplotlib_style(palette))):
-        # Fixed margins: finding them takes longer than drawing, and charts are many.
-        figure = Figure(figsize=(8.0, 4.8))
-        axis = figure.subplots(gridspec_kw=MARGINS)
-        for arm in {curve.arm: None for curve in chart.curves}:
-            _draw_arm(axis, [curve for curve in chart.curves if curve.arm == arm], styles[arm], marked=chart.points)
-        axis.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
-        axis.set_xscale("log" if chart.log_x else "linear")
-        axis.set_yscale("log" if chart.log_y else "linear")
-        axis.margins(x=0.02)
-        if chart.window:
-            axis.set_ylim(*chart.window)
-        if len(styles) > 1:
-            _legend(axis, len(styles))
-        return save_figure(figure, folder / chart.name)
+        entries = _legend_entries(sheet, styles, palette)
+        wide = columns * (LEFT + width + RIGHT)
+        across = _entries_across(entries, wide)
+        below = 0.1 + LEGEND_LINE * math.ceil(len(entries) / across) if entries else 0.1
+        above = TITLE if sheet.title else 0.0
+        high = above + rows * (TOP + height + BOTTOM) + below
+        figure = Figure(figsize=(wide, high))
+        for place, chart in enumerate(sheet.charts):
+            row, column = divmod(place, columns)
+            left, top = column * (LEFT + width + RIGHT) + LEFT, above + row * (TOP + height + BOTTOM) + TOP
+            axis = figure.add_axes((left / wide, 1.0 - (top + height) / high, width / wide, height / high))
+            _draw_chart(axis, chart, styles, palette, small=(width, height) == SMALL)
+        if sheet.title:
+            figure.suptitle(
+                _text(sheet.title), x=0.2 / wide, y=1.0 - 0.15 / high, ha="left", va="top", fontsize=15, weight="bold"
+            )
+        if entries:
+            corner = (0.2 / wide, 0.05 / high)
+            figure.legend(handles=entries, loc="lower left", bbox_to_anchor=corner, ncols=across, fontsize=10.5)
+        return save_figure(figure, folder / sheet.name)
 
 
-def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, *, marked: bool) -> None:
-    """Single runs as one collection, which draws hundreds at once; thin where there is a middle."""
+def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], palette: Palette, *, small: bool) -> None:
+    for band in chart.bands:
+        axis.axhspan(band.low, band.high, color=palette.grid, alpha=0.6, zorder=0)
+    for arm in {curve.arm: None for curve in chart.curves}:
+        _draw_arm(axis, [curve for curve in chart.curves if curve.arm == arm], styles[arm], palette, chart.points)
+    for level in chart.levels:
+        look = {"linestyle": DASHES["dashed"], "linewidth": 1.4, "zorder": 3} if level.label else {"linewidth": 1.0}
+        axis.axhline(level.y, color=palette.bound if level.label else palette.muted, **cast(Any, look))
+    for mark in chart.marks:
+        colour = styles[mark.arm].colour
+        axis.axvline(mark.x, color=colour, linewidth=1.0, alpha=0.8)
+        axis.plot(mark.x, 0.96, "v", color=colour, transform=axis.get_xaxis_transform())
+    axis.set_title(_text(chart.title), fontsize=11 if small else 13)
+    axis.set_xlabel(_text(chart.x.title), fontsize=10 if small else 12)
+    axis.set_ylabel(_text(chart.y.title), fontsize=10 if small else 12)
+    axis.tick_params(labelsize=9.5 if small else 11)
+    axis.margins(x=0.02)
+    axis.set_xscale("log", base=chart.x.log) if chart.x.log else axis.set_xscale("linear")
+    axis.set_yscale("log", base=chart.y.log) if chart.y.log else axis.set_yscale("linear")
+    _label(axis.xaxis, chart.x, most=4 if small else 6)
+    _label(axis.yaxis, chart.y, most=5 if small else 7)
+    if chart.x.limits:
+        axis.set_xlim(*chart.x.limits)
+    if chart.y.limits:
+        axis.set_ylim(*chart.y.limits)
+
+
+def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, palette: Palette, marked: bool) -> None:
+    """Curves that look alike as one collection, which draws hundreds at once; thin where there is a middle."""
     middle = any(curve.middle for curve in curves)
-    dash = DASHES[style.dash]
-    looks = {
-        "single": {"linewidths": 0.8, "alpha": 0.4} if middle else {"linewidths": 1.6, "linestyles": [dash]},
-        "predicted": {"linewidths": 1.6, "linestyles": [(0, (4, 2.5))]},
-        "middle": {"linewidths": 2.4, "linestyles": [dash]},
-    }
-    for kind, look in looks.items():
-        lines = [np.column_stack([curve.x, curve.y]) for curve in curves if _kind(curve) == kind]
-        if lines:
-            axis.add_collection(LineCollection(lines, colors=style.colour, **cast(Any, look)))
-    if marked:
-        for curve in curves:
-            axis.plot(curve.x, curve.y, "o", color=style.colour, markersize=4)
+    single = sum(not curve.middle for curve in curves)
+    groups: dict[tuple[str, bool, bool], list[Curve]] = {}
+    for curve in curves:
+        groups.setdefault((curve.line, curve.middle, curve.neutral), []).append(curve)
+    for (line, is_middle, neutral), alike in groups.items():
+        colour = palette.text if neutral else style.colour
+        if line != "none":
+            look: dict[str, Any] = {"linewidths": 1.6, "linestyles": [DASHES[line or style.dash]]}
+            if is_middle:
+                look["linewidths"] = 2.4
+            elif middle and not line:
+                look = {"linewidths": 0.8, "alpha": min(0.4, max(0.06, 6.0 / single))}
+            lines = [np.column_stack([curve.x, curve.y]) for curve in alike]
+            axis.add_collection(LineCollection(lines, colors=colour, zorder=3 if neutral else 2, **look))
+        for curve in alike:
+            few = len(curve.x) < FEW and not line and not middle
+            if line == "none" or few or (marked and is_middle == middle and not line):
+                alpha = min(0.6, 30 / max(len(curve.x), 1) + 0.1) if line == "none" else 1.0
+                axis.plot(curve.x, curve.y, style.marker, color=colour, markersize=4, alpha=alpha, markeredgewidth=0)
     axis.autoscale_view()
-    axis.plot([], [], color=style.colour, linestyle=dash, label=curves[0].arm.replace("$", r"\$"))
 
 
-def _legend(axis: Axes, entries: int) -> None:
-    """In the line of the title, where no curve is; many entries go where most room is."""
-    if entries <= MOST_IN_A_LINE:
-        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": entries, "borderaxespad": 0.3}
+def _label(drawn: DrawnAxis, axis: Axis, most: int) -> None:
+    """Ticks: whole powers, the given ones, or round numbers, thousands of steps as `20k`."""
+    if axis.ticks:
+        drawn.set_major_locator(FixedLocator(list(axis.ticks)))
+        drawn.set_minor_locator(NullLocator())
+        drawn.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif axis.log:
+        drawn.set_major_locator(LogLocator(base=axis.log, numticks=9))
+        drawn.set_minor_formatter(NullFormatter())
+        if axis.log == 2:
+            drawn.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(value)))
     else:
-        place = {"ncols": 1 + entries // 9}
-    axis.legend(handlelength=2.0, columnspacing=1.4, fontsize=10, **cast(Any, place))
+        drawn.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
+        if axis.label.startswith("step"):
+            drawn.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
 
 
-def _kind(curve: Curve) -> str:
-    return "middle" if curve.middle else "predicted" if curve.dashed else "single"
+def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle], palette: Palette) -> list[Line2D]:
+    """What tells the curves apart: the arms where there are several, then what kinds of lines mean."""
+    used = {curve.arm: None for chart in sheet.charts for curve in chart.curves}
+    marked = any(chart.points for chart in sheet.charts)
+    entries = [
+        Line2D([], [], color=styles[arm].colour, linestyle=DASHES[styles[arm].dash], label=_text(arm),
+               marker=styles[arm].marker if marked else None, markersize=4)
+        for arm in used
+    ]  # fmt: skip
+    entries = entries if len(used) > 1 else []
+    for kind, word in dict.fromkeys(pair for chart in sheet.charts for pair in chart.key):
+        look = {"linestyle": "-", "marker": "v"} if kind == "mark" else {"linestyle": DASHES[kind]}
+        entries.append(Line2D([], [], color=palette.muted, label=_text(word), **cast(Any, look)))
+    for label in dict.fromkeys(level.label for chart in sheet.charts for level in chart.levels if level.label):
+        entries.append(Line2D([], [], color=palette.bound, linestyle=DASHES["dashed"], label=_text(label)))
+    return entries
+
+
+def _entries_across(entries: Sequence[Line2D], width: float) -> int:
+    longest = max((len(str(entry.get_label())) for entry in entries), default=1)
+    return max(1, min(len(entries), int((width - 0.4) / (HANDLE + LETTER * longest))))
+
+
+def _text(text: str) -> str:
+    """A text for matplotlib, which takes dollars for formulas."""
+    return text.replace("$", r"\$")
+
+
+def short_count(value: float) -> str:
+    """Steps as labels of an axis.
+
+    Examples:
+        >>> short_count(300000), short_count(2500), short_count(40)
+        ('300k', '2.5k', '40')
+    """
+    return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
+
+
+def power_of_two(value: float) -> str:
+    """A tick as a whole number or a fraction of one.
+
+    Examples:
+        >>> power_of_two(8.0), power_of_two(0.25)
+        ('8', '1/4')
+    """
+    exponent = round(math.log2(value))
+    return f"{2**exponent}" if exponent >= 0 else f"1/{2**-exponent}"
 
 
 def save_figure(figure: Figure, stem: Path) -> list[Path]:
     """Write a figure as PNG and SVG; two equal figures give equal files."""
     with _any_letter():
-        if figure.get_layout_engine() is not None:
-            figure.draw_without_rendering()
-            figure.set_layout_engine(None)  # laid out once for both files
-        return [_write(figure, stem.with_suffix(suffix)) for suffix in (".png", ".svg")]
+        return [_write(figure, stem.with_name(f"{stem.name}{suffix}")) for suffix in (".png", ".svg")]
 
 
 def _write(figure: Figure, path: Path) -> Path:

@@ -78,14 +78,17 @@ PALETTES: Mapping[str, Palette] = MappingProxyType({"light": LIGHT, "dark": DARK
 
 # How arms of one rule are told apart: how far the hue is moved towards the text, and the dashes of its line.
 SHADES = ((0.0, "solid"), (0.45, "dashdot"), (0.2, "dot"), (0.65, "longdashdot"))
+# How arms are told apart where values are marked, so that colour is not all there is.
+MARKERS = "os^vD"
 
 
 @dataclass(frozen=True)
 class ArmStyle:
-    """How one arm of a comparison is drawn: its colour, and its dashes in plotly's words."""
+    """How one arm of a comparison is drawn: its colour, its dashes (plotly's words), its markers (matplotlib's)."""
 
     colour: str
     dash: str
+    marker: str
 
 
 def arm_styles(rules: Sequence[str], palette: Palette = LIGHT) -> list[ArmStyle]:
@@ -99,16 +102,17 @@ def arm_styles(rules: Sequence[str], palette: Palette = LIGHT) -> list[ArmStyle]
         >>> [style.colour for style in arm_styles(["constant", "scaled", "none"])]
         ['#0072B2', '#D55E00', '#009E73']
         >>> arm_styles(["scaled", "scaled"])[1]
-        ArmStyle(colour='#814210', dash='dashdot')
+        ArmStyle(colour='#814210', dash='dashdot', marker='s')
     """
+    further = (*palette.extra, palette.muted)
     others = list(dict.fromkeys(rule for rule in rules if rule not in RULES))
     seen: dict[str, int] = {}
     styles = []
-    for rule in rules:
-        hue = palette.colour(rule) if rule in RULES else palette.extra[others.index(rule) % len(palette.extra)]
+    for place, rule in enumerate(rules):
+        hue = palette.colour(rule) if rule in RULES else further[others.index(rule) % len(further)]
         share, dash = SHADES[seen.get(rule, 0) % len(SHADES)]
         seen[rule] = seen.get(rule, 0) + 1
-        styles.append(ArmStyle(_mix(hue, palette.text, share), dash))
+        styles.append(ArmStyle(_mix(hue, palette.text, share), dash, MARKERS[place % len(MARKERS)]))
     return styles
 
 
@@ -119,11 +123,8 @@ def _mix(one: str, other: str, share: float) -> str:
     return "#" + "".join(f"{round((1.0 - share) * a + share * b):02X}" for a, b in pairs)
 
 
-# The rules' names as matplotlib and as HTML set them.
-RULE_MATH = MappingProxyType(
-    {"constant": r"constant ($\lambda\eta$)", "scaled": r"scaled ($\lambda\eta^2/\eta_{\max}$)"}
-)
-RULE_HTML = MappingProxyType({"constant": "constant (λη)", "scaled": "scaled (λη²/η<sub>max</sub>)"})
+# The rules' names in legends.
+RULE_NAMES = MappingProxyType({"constant": "constant (λη)", "scaled": "scaled (λη²/ηₘₐₓ)"})
 
 
 def matplotlib_style(palette: Palette = LIGHT) -> dict[str, Any]:

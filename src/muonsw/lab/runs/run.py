@@ -1,64 +1,30 @@
-"""What a run folder holds, once it is loaded."""
+"""What a run recorded, once it is loaded: its losses, the norm of its weights, and how that changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from muonsw.lab.runs.tabulate import POOLED, Matrix, Table
+from muonsw.lab.errors import UsageError
+from muonsw.lab.runs.metrics import POOLED, Column, Columns, read_metrics
+from muonsw.theory.tracking import NormHistory, predict_norms
 
-Column = NDArray[np.float64]
-
-
-class Columns(Mapping[str, Column]):
-    """Records of one kind as columns: a key gives an array with one value for each record.
-
-    Values that are missing or null are not a number; a list such as `load_entropy` is `load_entropy.0` and so on.
-
-    Examples:
-        >>> columns = Columns(("step", "loss"), np.array([[1.0, 2.0], [3.5, np.nan]]))
-        >>> columns.step.tolist(), columns["loss"].tolist(), sorted(columns)
-        ([1, 2], [3.5, nan], ['loss', 'step'])
-        >>> columns.get("z") is None
-        True
-    """
-
-    def __init__(self, keys: tuple[str, ...] = (), values: Matrix | None = None):
-        self._values = np.empty((len(keys), 0)) if values is None else values
-        self._places = {key: place for place, key in enumerate(keys)}
-
-    def __getitem__(self, key: str) -> Column:
-        column: Column = self._values[self._places[key]]
-        return column
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def step(self) -> NDArray[np.int64]:
-        """The steps of the records, ascending."""
-        return self["step"].astype(np.int64) if "step" in self else np.empty(0, np.int64)
-
-    @property
-    def records(self) -> int:
-        """How many records there are."""
-        return int(self._values.shape[1])
-
-    def known(self, key: str) -> tuple[NDArray[np.int64], Column]:
-        """Steps and values of a key where it has finite ones; both empty where it was never recorded."""
-        if key not in self:
-            return np.empty(0, np.int64), np.empty(0)
-        finite = np.isfinite(self[key])
-        return self.step[finite], self[key][finite]
+Points = tuple[NDArray[np.int64], Column]
+METRICS = "metrics.jsonl"
+NAN = float("nan")
+SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
+RECURSION = {"r": "weight_rms", "s": "update_rms", "phi": "decay", "a": "alignment_update"}
+NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
+# How exactly phi/lr (or phi/lr^2) must stay the same for a run to have decayed by that rule, and how much the
+# learning rate must change before the two can be told apart.
+SAME_RATIO, VARIES = 0.01, 1.1
 
 
 class Telemetry:
@@ -68,36 +34,36 @@ class Telemetry:
     the run; the others, which may be most of its file, once they are asked for.
     """
 
-    def __init__(self, table: Table | None = None, details: Callable[[], Table | None] | None = None):
-        self._pooled = _Scopes(table or NOTHING)
+    def __init__(self, pooled: Mapping[str, Columns], details: Callable[[], Mapping[str, Columns]] | None = None):
+        self._pooled = pooled
         self._details = details
 
     @cached_property
-    def _whole(self) -> _Scopes:
-        return self._pooled if self._details is None else _Scopes(self._details() or NOTHING)
+    def _whole(self) -> Mapping[str, Columns]:
+        return self._pooled if self._details is None else self._details()
 
     @property
     def step(self) -> NDArray[np.int64]:
         """The updates that were recorded, ascending."""
-        return self._pooled.row("", "step").astype(np.int64)
+        return self.scope("").step
 
     @property
     def skipped(self) -> Column:
-        """How many updates had been skipped by then."""
-        return self._whole.row("", "skipped")
+        """How many updates had been skipped by then; not a number where that was not recorded."""
+        return self.scope("").get("skipped", np.full(self.records, np.nan))
 
     @property
     def records(self) -> int:
         """How many updates were recorded."""
-        return self._pooled.records
+        return len(self.step)
 
     def scopes(self) -> list[str]:
         """Every scope that was recorded."""
-        return [scope for scope in self._whole.places if scope]
+        return [scope for scope in self._whole if scope]
 
-    def keys(self, scope: str) -> list[str]:
-        """What was recorded of a scope; nothing where it is not known."""
-        return list(self._holding(scope).places.get(scope, {}))
+    def scope(self, scope: str) -> Columns:
+        """Everything recorded of a scope, with `step`; without columns where it is not known."""
+        return (self._pooled if scope in ("", *POOLED) else self._whole).get(scope, Columns())
 
     def column(self, scope: str, key: str) -> Column:
         """One value for each recorded update, not a number where there was none.
@@ -105,54 +71,22 @@ class Telemetry:
         Raises:
             KeyError: If the scope or the key was never recorded.
         """
-        held = self._holding(scope)
-        if key not in held.places.get(scope, {}):
+        if key not in self.scope(scope):
             raise KeyError(f"telemetry holds no {key!r} of {scope!r}")
-        return held.row(scope, key)
-
-    def scope(self, scope: str) -> Columns:
-        """Everything recorded of a scope, with `step`; without records where it is not known."""
-        held = self._holding(scope)
-        if scope not in held.places:
-            return Columns(("step",))
-        keys = [key for key in held.places[scope] if key != "step"]
-        rows = [held.row("", "step"), *(held.row(scope, key) for key in keys)]
-        return Columns(("step", *keys), np.stack(rows))
-
-    def _holding(self, scope: str) -> _Scopes:
-        return self._pooled if scope in POOLED else self._whole
-
-
-class _Scopes:
-    """A table of telemetry, with the places of its columns by scope and key."""
-
-    def __init__(self, table: Table):
-        self.records = int(table.values.shape[1])
-        self.places: dict[str, dict[str, int]] = {}
-        self._values = table.values
-        for place, name in enumerate(table.keys):
-            scope, _, key = name.rpartition("\t")
-            self.places.setdefault(scope, {})[key] = place
-
-    def row(self, scope: str, key: str) -> Column:
-        place = self.places.get(scope, {}).get(key)
-        return np.full(self.records, np.nan) if place is None else np.asarray(self._values[place])
-
-
-NOTHING = Table((), np.empty((0, 0)))
+        return self.scope(scope)[key]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, loaded.
+    """A run folder, or the JSON lines that `muonsw.Telemetry` wrote in somebody's own training loop, loaded.
 
     Attributes:
-        name: What the folder is called.
-        path: The folder.
-        config: The whole configuration.
+        name: What the folder or file is called.
+        path: The folder or file.
+        config: The whole configuration; empty for a file.
         environment: What it ran on; empty where that was not written.
-        result: What was written at the end; None while the run is not complete.
-        tables: The records by kind; of telemetry the pooled scopes.
+        result: What was written at the end; None while the run is not complete, and for a file.
+        tables: The records by kind and scope; of telemetry the pooled scopes.
         details: Reads the telemetry of all scopes.
     """
 
@@ -161,13 +95,12 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, Any]
     result: dict[str, Any] | None
-    tables: Mapping[str, Table]
-    details: Callable[[], Table | None] | None = None
+    tables: Mapping[str, Mapping[str, Columns]]
+    details: Callable[[], Mapping[str, Columns]] | None = None
 
     def columns(self, kind: str) -> Columns:
         """The records of a kind; without columns where there are none."""
-        table = self.tables.get(kind)
-        return Columns() if table is None else Columns(table.keys, table.values)
+        return self.tables.get(kind, {}).get("", Columns())
 
     @cached_property
     def train(self) -> Columns:
@@ -182,7 +115,7 @@ class Run:
     @cached_property
     def telemetry(self) -> Telemetry:
         """What the recorder saw of the weights."""
-        return Telemetry(self.tables.get("telemetry"), self.details)
+        return Telemetry(self.tables.get("telemetry", {}), self.details)
 
     @property
     def complete(self) -> bool:
@@ -190,6 +123,203 @@ class Run:
         return self.result is not None
 
     @property
+    def planned_steps(self) -> int | None:
+        """How many updates the run was to take; None where nothing says so."""
+        steps = self.config.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether the run has a plan and has not ended."""
+        return self.planned_steps is not None and not self.complete
+
+    @cached_property
     def rule(self) -> str:
-        """The decay rule, such as `scaled`; empty where the configuration names none."""
-        return str((self.config.get("optimizer") or {}).get("decay") or "")
+        """The decay rule: the configuration's, or as the recorded decay shows it; empty where neither says."""
+        named = (self.config.get("optimizer") or {}).get("decay")
+        return str(named) if named else _rule_of(self.telemetry.scope("decayed"))
+
+    @property
+    def steps(self) -> int:
+        """How many updates were taken."""
+        taken = self._result("steps")
+        seen = [int(steps[-1]) for steps in (self.train.step, self.telemetry.step) if len(steps)]
+        return int(taken) if np.isfinite(taken) else max(seen, default=0)
+
+    @property
+    def tokens(self) -> float:
+        """How many tokens were trained on; not a number where that is not known."""
+        return self._result("tokens", last(self.train.known("tokens")))
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took; not a number where that is not known."""
+        return self._result("seconds")
+
+    @property
+    def losses(self) -> Points:
+        """Steps and losses of the evaluations."""
+        return self.evals.known("loss")
+
+    @property
+    def training_losses(self) -> Points:
+        """Steps and losses of the batches, without the terms that only balance experts."""
+        entropy = self.train.known("cross_entropy")
+        return entropy if len(entropy[0]) else self.train.known("loss")
+
+    @property
+    def lost_losses(self) -> int:
+        """How many logged updates had a loss that was not finite."""
+        return int((~np.isfinite(self.train["loss"])).sum()) if "loss" in self.train else 0
+
+    @property
+    def final_loss(self) -> float:
+        """The last validation loss: the result's, or the latest so far; not a number where there is none."""
+        return self._result("final_loss", last(self.losses))
+
+    @property
+    def best_loss(self) -> float:
+        """The smallest validation loss; not a number where there is none."""
+        return self._result("best_loss", min(self.losses[1].tolist(), default=NAN))
+
+    @property
+    def best_step(self) -> int | None:
+        """The update after which the validation loss was smallest; None where there is none."""
+        steps, losses = self.losses
+        best = self._result("best_step", float(steps[losses.argmin()]) if len(steps) else NAN)
+        return int(best) if np.isfinite(best) else None
+
+    def recorded(self, key: str) -> Points:
+        """Steps and values of what telemetry holds of the weights that decay, or of all where none do."""
+        found = (self.telemetry.scope(scope).known(key) for scope in SCOPES)
+        return next((points for points in found if len(points[0])), NOTHING)
+
+    @property
+    def norms(self) -> Points:
+        """Steps and root mean squares of the weights that decay, each before an update."""
+        return self.recorded("weight_rms")
+
+    @property
+    def final_norm(self) -> float:
+        """The last recorded norm; not a number where there is none."""
+        return last(self.norms)
+
+    @property
+    def norm_change(self) -> float:
+        """The last recorded norm over the largest, minus one; not a number where none was recorded."""
+        values = self.norms[1]
+        return float(values[-1] / values.max() - 1.0) if len(values) and values.max() > 0 else NAN
+
+    @property
+    def predicted_norms(self) -> Points:
+        """The norms that the recursion gives from the first one and the measured updates; empty where not recorded."""
+        for columns in map(self.telemetry.scope, SCOPES):
+            if not all(key in columns for key in RECURSION.values()):
+                continue
+            known = np.isfinite([columns[key] for key in RECURSION.values()]).all(axis=0)
+            if known.sum() > 1:
+                steps = columns.step[known]
+                measured = {symbol: columns[key][known].tolist() for symbol, key in RECURSION.items()}
+                return steps, predict_norms(NormHistory.of(steps.tolist(), **measured)).numpy()
+        return NOTHING
+
+    def _result(self, key: str, otherwise: float = NAN) -> float:
+        value = (self.result or {}).get(key)
+        return float(value) if isinstance(value, int | float) else otherwise
+
+
+def last(points: Points) -> float:
+    """The last value; not a number where there is none."""
+    return float(points[1][-1]) if len(points[1]) else NAN
+
+
+def _rule_of(decayed: Columns) -> str:
+    """Which rule the recorded decay follows: phi goes with the learning rate, or with its square."""
+    if not {"decay", "lr"} <= set(decayed):
+        return ""
+    phi, lr = decayed["decay"], decayed["lr"]
+    known = np.isfinite(phi) & (phi > 0) & (lr > 0)
+    phi, lr = phi[known], lr[known]
+    if not len(lr) or lr.max() < VARIES * lr.min():
+        return ""
+    spreads = {"constant": phi / lr, "scaled": phi / lr**2}
+    return next((rule for rule, ratio in spreads.items() if ratio.max() < (1.0 + SAME_RATIO) * ratio.min()), "")
+
+
+def load_run(path: str | Path) -> Run:
+    """Load a run folder, or a file of JSON lines; what a run in progress has not written yet is empty.
+
+    Raises:
+        UsageError: If it is neither, or cannot be read.
+    """
+    where = Path(path)
+    if where.is_file():
+        return _load_file(where)
+    _require_folder(where)
+    return Run(
+        name=where.resolve().name,
+        path=where,
+        config=_read_json(where / "config.json") or {},
+        environment=_read_json(where / "environment.json") or {},
+        result=_read_json(where / "result.json"),
+        tables=_tables(where / METRICS),
+        details=partial(_details, where / METRICS),
+    )
+
+
+def load_runs(paths: Iterable[str | Path]) -> list[Run]:
+    """Load several, in the order given.
+
+    Raises:
+        UsageError: If one of them is not a run, or its files cannot be read.
+    """
+    chosen = [Path(path) for path in paths]
+    for path in chosen:
+        if not path.is_file():
+            _require_folder(path)
+    return [load_run(path) for path in chosen]
+
+
+def _load_file(path: Path) -> Run:
+    tables = _tables(path)
+    if not {"telemetry", "train", "eval"} & set(tables):
+        raise UsageError(
+            f"{path} is a file without records of a run; name a folder that `muonsw train` wrote, or the JSON lines "
+            "that a JsonlSink of muonsw.Telemetry wrote"
+        )
+    return Run(path.stem, path, {}, {}, None, tables, partial(_details, path))
+
+
+def _require_folder(folder: Path) -> None:
+    advice = "name a folder that `muonsw train` wrote, or the JSON lines of a JsonlSink"
+    if not folder.exists():
+        raise UsageError(f"{folder} is not a run: it does not exist; {advice}")
+    if not (folder / "config.json").is_file():
+        inside = sorted(child.name for child in folder.iterdir() if (child / "config.json").is_file())
+        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else advice
+        raise UsageError(f"{folder} is not a run: it has no config.json; {hint}")
+
+
+def _tables(path: Path, *, details: bool = False) -> dict[str, dict[str, Columns]]:
+    try:
+        return read_metrics(path, details=details)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the metrics of a run: {error}") from error
+
+
+def _details(path: Path) -> Mapping[str, Columns]:
+    return _tables(path, details=True).get("telemetry", {})
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} should hold a JSON object, and holds {type(data).__name__}")
+    return data

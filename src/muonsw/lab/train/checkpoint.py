@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from muonsw.lab.files import UsageError, sync_folder
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import plain, read_object, reported, sync
 
 STATE = "state.json"
 PREFIX = "step-"
@@ -55,22 +56,22 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """
     final = folder / f"{PREFIX}{checkpoint.step:08d}"
     beside = folder / f".{final.name}.{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        checksums = {name: _write_tensors(beside, name, tensors) for name, tensors in checkpoint.tensors.items()}
-        content = {"step": checkpoint.step, "checksums": checksums, "state": dict(checkpoint.state)}
-        _write(beside / STATE, json.dumps({**content, "checksum": _digest(content)}).encode())
-        if final.exists():  # a damaged one: a good one of this step would have been resumed from
-            shutil.rmtree(final)
-        beside.rename(final)
-        sync_folder(folder)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"checkpoint {final} cannot be written ({reason}); earlier checkpoints are intact") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with reported(final, "make room on the disk; earlier checkpoints are intact"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir()
+            checksums = {name: _write_part(beside, name, tensors) for name, tensors in checkpoint.tensors.items()}
+            content = plain({"step": checkpoint.step, "checksums": checksums, "state": checkpoint.state})
+            (beside / STATE).write_text(json.dumps({**content, "checksum": _digest(content)}), encoding="utf-8")
+            sync(beside / STATE)
+            sync(beside)
+            if final.exists():  # a damaged one: a good one of this step would have been resumed from
+                shutil.rmtree(final)
+            beside.rename(final)
+            sync(folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
     return final
 
 
@@ -101,11 +102,10 @@ def read_state(path: Path) -> dict[str, Any]:
         CheckpointError: If it is missing, unreadable or altered.
     """
     try:
-        content: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-        checksum = content.pop("checksum")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
-    if checksum != _digest(content):
+        content = read_object(path / STATE)
+    except UsageError as error:
+        raise CheckpointError(str(error)) from error
+    if content.pop("checksum", None) != _digest(content):
         raise CheckpointError(f"{path / STATE} does not match its checksum")
     return content
 
@@ -135,19 +135,20 @@ def prune(folder: Path, *, keep: int, best_step: int | None) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _write_tensors(folder: Path, name: str, tensors: Tensors) -> str:
+def _write_part(folder: Path, name: str, tensors: Tensors) -> str:
     path = folder / f"{name}.safetensors"
-    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+    write_tensors(path, tensors)
+    sync(path)
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a file of tensors; what the library says when the disk is full becomes an `OSError`."""
+    try:
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -161,7 +162,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[Tensors, list[d
     tensors = {
         f"{names[number]}//{key}": value for number, state in saved["state"].items() for key, value in state.items()
     }
-    return tensors, _plain(saved["param_groups"])
+    return tensors, plain(saved["param_groups"])
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors, groups: list[dict[str, Any]]) -> None:
@@ -181,12 +182,3 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors, groups: l
 
 
 _TUPLES = ("betas", "split_sizes")
-
-
-def _plain(value: Any) -> Any:
-    """State as JSON data: a learning rate on a device is a number like any other."""
-    if isinstance(value, Tensor):
-        return value.item()
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.settings import as_data, from_data
 from muonsw.orthogonalize import ORTHOGONALIZERS
-from muonsw.schedule import warmup_steps_for_horizon
+from muonsw.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
 
 VERSION = 1
 
@@ -83,7 +84,9 @@ class OptimizerConfig:
         for name in ("lr", "weight_decay", "clip"):
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
-        _require(len(self.betas) == 2, "optimizer.betas", self.betas, "two numbers")
+        _require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "at least 0 and below 1")
+        good = [0.0 <= beta < 1.0 for beta in self.betas]
+        _require(good == [True, True], "optimizer.betas", self.betas, "two numbers, at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,18 @@ class ScheduleConfig:
         """Warmup steps of a run of so many steps."""
         return warmup_steps_for_horizon(steps) if self.warmup_steps is None else self.warmup_steps
 
+    def multiple(self, steps: int) -> Callable[[int], float]:
+        """The multiple of the peak learning rate at each step of a run of so many steps."""
+        shared: dict[str, Any] = {
+            "total_steps": steps,
+            "warmup_steps": self.warmup(steps),
+            "warmup_shape": self.warmup_shape,
+            "final_fraction": 1.0 if self.shape == "constant" else self.final_fraction,
+        }
+        if self.shape == "wsd":
+            return partial(warmup_stable_decay, decay_fraction=self.decay_fraction, **shared)
+        return partial(warmup_cosine, **shared)
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -135,6 +150,7 @@ class RunConfig:
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
         compile: "on", "off", or "auto" for compiling on a GPU.
+        graphs: "on", "off", or "auto" for replaying small updates on a GPU as CUDA graphs.
         threads: CPU threads; 0 leaves torch's choice.
         diverged: Stop when the training loss exceeds its best by so many nats.
         tensorboard: Also write TensorBoard events into the run folder.
@@ -158,6 +174,7 @@ class RunConfig:
     device: str = "auto"
     precision: str = "auto"
     compile: str = "auto"
+    graphs: str = "auto"
     threads: int = 0
     diverged: float = 5.0
     tensorboard: bool = False
@@ -171,6 +188,7 @@ class RunConfig:
         _require(self.diverged > 0, "diverged", self.diverged, "positive")
         _require_one_of("precision", self.precision, ("auto", "float32", "bfloat16"))
         _require_one_of("compile", self.compile, ("auto", "on", "off"))
+        _require_one_of("graphs", self.graphs, ("auto", "on", "off"))
         if self.batch % self.accumulation:
             raise ValueError(f"batch={self.batch} does not split into accumulation={self.accumulation} equal parts")
         if self.schedule.warmup(self.steps) >= self.steps > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,21 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
-from muonsw.lab.files import UsageError, prepare_folder, write_atomically
-from muonsw.lab.machine import environment
+from muonsw.lab.errors import UsageError
+from muonsw.lab.processes import environment
 from muonsw.lab.settings import differences
+from muonsw.lab.storage import locked, read_object, write_json
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.metrics import FILE as METRICS
 
-CONFIG, ENVIRONMENT, RESULT, LOCK, CHECKPOINTS = (
-    "config.json",
-    "environment.json",
-    "result.json",
-    ".lock",
-    "checkpoints",
-)
+CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
+CHECKPOINTS = "checkpoints"
 
 # Settings that change what is kept or shown, and never a number of the run.
 HARMLESS = ("keep", "tensorboard", "wandb")
@@ -34,30 +27,20 @@ HARMLESS = ("keep", "tensorboard", "wandb")
 def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
     """Hold a run's folder while the block runs, for this config alone.
 
-    The lock is the system's, so a process that is killed leaves none behind.
-
     Raises:
         UsageError: If another process holds it, or it belongs to a run with another config.
     """
-    prepare_folder(folder)
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise UsageError(f"another process is training in {folder}: wait for it, or choose another folder") from error
-    try:
+    with locked(folder, f"another process is training in {folder}: wait for it, or choose another folder"):
         _agree(folder, config)
         yield
-    finally:
-        lock.release()
 
 
 def _agree(folder: Path, config: RunConfig) -> None:
     begun = (folder / CHECKPOINTS).exists() or (folder / METRICS).exists()
     if (folder / CONFIG).exists() and begun:
         refuse_other_settings(folder, config)
-    write_atomically(folder / CONFIG, json.dumps(config.as_data(), indent=1))
-    write_atomically(folder / ENVIRONMENT, json.dumps(_environment(), indent=1))
+    write_json(folder / CONFIG, config.as_data())
+    write_json(folder / ENVIRONMENT, _environment())
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:
@@ -66,11 +49,11 @@ def refuse_other_settings(folder: Path, config: RunConfig) -> None:
     Raises:
         UsageError: If it is not, with the differences.
     """
-    changed = differences(read_json(folder / CONFIG), config.as_data())
+    changed = differences(read_object(folder / CONFIG), config.as_data())
     unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
     if unwelcome:
         lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
-        fix = "resume with the settings it has, or start in another folder"
+        fix = "go on with the settings it has, or choose another folder with --out"
         raise UsageError(f"{folder} holds a run with other settings; {fix}:\n{lines}")
 
 
@@ -80,33 +63,24 @@ def read_config(folder: Path) -> RunConfig:
     Raises:
         UsageError: If there is none, or it is not one.
     """
-    path = folder / CONFIG
+    return read_config_file(folder / CONFIG)
+
+
+def read_config_file(path: Path) -> RunConfig:
+    """The run that a JSON file describes.
+
+    Raises:
+        UsageError: If it cannot be read or a setting is wrong.
+    """
     try:
-        return RunConfig.from_data(read_json(path))
+        return RunConfig.from_data(read_object(path))
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        UsageError: If there is no such file, or it holds something else.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist: check the path") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{path} does not hold a JSON object")
-    return data
-
-
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     """Say that the run is complete, and how it ended."""
-    write_atomically(folder / RESULT, json.dumps(result, indent=1))
+    write_json(folder / RESULT, result)
 
 
 def _environment() -> dict[str, Any]:

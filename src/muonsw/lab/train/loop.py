@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from muonsw import Telemetry
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import Diverged, Interrupted, UsageError
+from muonsw.lab.processes import StopRequest, stop_requests
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_result
-from muonsw.lab.train.guard import Diverged
-from muonsw.lab.train.interrupt import Interrupted, StopRequest, stop_requests
-from muonsw.lab.train.journal import Journal
-from muonsw.lab.train.metrics import MetricsFile, Sink, tensorboard_sink, wandb_sink
+from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sink, wandb_sink
 from muonsw.lab.train.state import Training, with_fingerprint
 
 
@@ -59,7 +57,7 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
         except Diverged as error:
             saved = next(checkpoint.newest_first(folder / CHECKPOINTS), None)
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
-            raise Diverged(f"{error}; {kept}") from error
+            raise Diverged(f"{error}; {kept}", error.step) from error
         finally:
             metrics.close()
         result = _result(training)
@@ -69,18 +67,15 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
 
 def _updates(training: Training, journal: Journal, metrics: MetricsFile, folder: Path, request: StopRequest) -> None:
     """Every update that is left."""
-    config, optimizer = training.config, training.optimizer
+    config = training.config
     if training.step == 0:
         evaluate(training, journal)
-    with _telemetry(training, journal):
+    with _telemetry(training, journal) as telemetry:
         for batches in training.batches():
-            losses = training.forward_backward(batches)
-            norm = training.clip()
             lr = training.base_lr()
-            optimizer.step()
-            training.scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
-            training.step += 1
+            losses, norm = training.update(batches, measured=telemetry is not None and telemetry.due)
+            if telemetry is not None:
+                telemetry.step = training.step  # a replayed graph calls no hooks
             journal.note_update(lr, losses, norm)
 
             last = training.step == config.steps
@@ -119,7 +114,7 @@ def best_saved(folder: Path) -> int | None:
         with suppress(checkpoint.CheckpointError):
             content = checkpoint.read_state(path)
             step, loss = content["state"]["latest"]
-            if step == content["step"]:  # a run that was stopped saves without evaluating
+            if step == content["step"] and loss is not None:  # a run that was stopped saves without evaluating
                 measured.append((loss, step))
     return min(measured)[1] if measured else None
 
@@ -142,10 +137,10 @@ def _usable(config: RunConfig) -> Training:
         raise UsageError(str(error)) from error
 
 
-def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[object]:
+def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[Telemetry | None]:
     every = training.config.telemetry_every
     if not every:
-        return nullcontext()
+        return nullcontext(None)
     return Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write)
 
 

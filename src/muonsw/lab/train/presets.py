@@ -3,92 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
-from muonsw.lab.data.ready import prepare_default
-from muonsw.lab.data.record import read_record
+from muonsw.lab.data.prepare import prepare_default
+from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
-from muonsw.lab.files import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, preset
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from muonsw.schedule import peak_lr_for_horizon
 
 # The settings that most likely made the paper's numbers: see docs/reproducing.md.
 PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
 PAPER_BATCH = 256
-PAPER_UPDATE_TOKENS = 524_288
 DEFAULT_DATA = Path("out/data")
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a preset is trained.
-
-    Attributes:
-        steps: Updates.
-        batch: Sequences in an update.
-        optimizer: How weights move.
-        accumulation: Micro-batches, chosen for the memory of one large GPU, or of a laptop.
-        eval_every: Updates between evaluations.
-        checkpoint_every: Updates between checkpoints.
-        telemetry_every: Updates between telemetry samples.
-        eval_windows: Validation windows.
-    """
-
-    steps: int
-    batch: int
-    optimizer: OptimizerConfig
-    accumulation: int = 1
-    eval_every: int = 250
-    checkpoint_every: int = 1000
-    telemetry_every: int = 50
-    eval_windows: int = 512
+def _paper(steps: int | None, lr: float) -> dict[str, Any]:
+    """One of the paper's runs; micro-batches are chosen for the memory of one large GPU."""
+    return {"steps": steps, "batch": PAPER_BATCH, "accumulation": 8, "optimizer": replace(PAPER_OPTIMIZER, lr=lr)}
 
 
-def _paper(steps: int, lr: float) -> Recipe:
-    return Recipe(steps, PAPER_BATCH, replace(PAPER_OPTIMIZER, lr=lr), accumulation=8)
-
-
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {
-        # The paper's widths with the steps and peaks that it prints; it has no row for width 128.
-        "w128": _paper(5_000, 2.0e-2),
-        "w256": _paper(35_000, 1.0e-2),
-        "w512": _paper(110_000, 7.0e-3),
-        "w768": _paper(223_000, 5.6e-3),
-        "w1024": _paper(376_000, 4.8e-3),
-        # lambda * lr * steps = 35, the paper's row at width 256, with the decay of a step at its cap of 0.01.
-        "mini": Recipe(3_500, 32, OptimizerConfig(weight_decay=0.5), eval_every=50, eval_windows=256),
-        # The decay of a step is at its cap of 0.02, which gives lambda * lr * steps = 8.4 in minutes. Float32
-        # products, so that the result does not depend on what the machine multiplies.
-        "demo": Recipe(
-            420,
-            12,
-            OptimizerConfig(weight_decay=1.0, ns_dtype="float32"),
-            eval_every=42,
-            checkpoint_every=420,
-            telemetry_every=10,
-            eval_windows=128,
-        ),
-    }
-)
-
-
-def recipe(name: str) -> Recipe:
-    """How a preset is trained; a dense variant like its mixture.
-
-    Examples:
-        >>> recipe("w1024-dense").steps
-        376000
-    """
-    preset(name)
-    return RECIPES[name.removesuffix("-dense")]
+# Settings of a `RunConfig` by the model's preset, and what they share unless they say otherwise.
+SHARED: Mapping[str, Any] = {"eval_every": 250, "checkpoint_every": 1000, "telemetry_every": 50, "eval_windows": 512}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    # The paper prints no run of width 128.
+    "w128": _paper(5_000, 2.0e-2),
+    **{printed.preset: _paper(printed.steps, printed.peak_lr) for printed in RECIPES.values() if printed.preset},
+    # lambda * lr * steps = 35, the paper's row at width 256, with the decay of a step at its cap of 0.01.
+    "mini": {
+        "steps": 3_500,
+        "batch": 32,
+        "optimizer": OptimizerConfig(weight_decay=0.5),
+        "eval_every": 50,
+        "eval_windows": 256,
+    },
+    # The decay of a step is at its cap of 0.02, which gives lambda * lr * steps = 8.4 in minutes. Float32 products, so
+    # that the result does not depend on what the machine multiplies.
+    "demo": {
+        "steps": 420,
+        "batch": 12,
+        "optimizer": OptimizerConfig(weight_decay=1.0, ns_dtype="float32"),
+        "eval_every": 42,
+        "checkpoint_every": 420,
+        "telemetry_every": 10,
+        "eval_windows": 128,
+    },
+}
 
 
 def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: int = 0) -> RunConfig:
-    """The run of a preset on prepared tokens.
+    """The run of a preset on prepared tokens; a dense variant is trained like its mixture.
 
     Args:
         name: A model preset, perhaps with `-dense`.
@@ -97,22 +65,12 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: 
         seed: Of weights and data order.
 
     Examples:
-        >>> preset_run("w256", "tokens").optimizer.lr
-        0.01
+        >>> preset_run("w256", "tokens").optimizer.lr, preset_run("w1024-dense", "tokens").steps
+        (0.01, 376000)
     """
-    chosen = recipe(name)
-    return RunConfig(
-        model=model or preset(name),
-        data=DataConfig(data, eval_windows=chosen.eval_windows),
-        optimizer=chosen.optimizer,
-        steps=chosen.steps,
-        batch=chosen.batch,
-        accumulation=chosen.accumulation,
-        seed=seed,
-        eval_every=chosen.eval_every,
-        checkpoint_every=chosen.checkpoint_every,
-        telemetry_every=chosen.telemetry_every,
-    )
+    model = model or preset(name)
+    settings = {**SHARED, **DEFAULTS[name.removesuffix("-dense")]}
+    return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), seed=seed, **settings)
 
 
 def run_on(name: str, data: Path | None, *, seed: int = 0) -> RunConfig:
@@ -146,7 +104,7 @@ def with_steps(run: RunConfig, steps: int) -> RunConfig:
         >>> round(with_steps(preset_run("w256", "tokens"), 40_000).optimizer.lr, 6)
         0.01
     """
-    horizon = max(1, round(steps * run.tokens_per_step / PAPER_UPDATE_TOKENS))
+    horizon = max(1, round(steps * run.tokens_per_step / PAPER_BATCH_TOKENS))
     return replace(run, steps=steps, optimizer=replace(run.optimizer, lr=peak_lr_for_horizon(horizon)))
 
 

@@ -1,86 +1,82 @@
-"""Showing a run: a bar with loss, speed and the time left in a terminal, plain lines elsewhere."""
+"""Showing a run: what a record has to say, and a bar with loss, speed and the time left."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from muonsw.lab.console import say
 from muonsw.lab.model import count
+from muonsw.lab.progress import View, showing
 from muonsw.lab.train.loop import Watch
-from muonsw.lab.train.metrics import Record
+from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import Training
 
+NAME = "training"
+ORDER = ("update", "loss", "validation", "weight RMS", "tokens/s", "MFU")
 # Dense bfloat16 TFLOP/s by a part of the device's name, from the makers' data sheets.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0, "4090": 165.0}
-SECONDS_BETWEEN_LINES = 10.0
+
+
+def numbers_of(record: Record, steps: int) -> dict[str, str]:
+    """What a view shows of a record, as texts by heading.
+
+    Args:
+        record: Of a run.
+        steps: Updates of the whole run.
+
+    Examples:
+        >>> numbers_of({"kind": "train", "step": 1200, "loss": 3.25}, 5000)
+        {'update': '1,200/5,000', 'loss': '3.2500'}
+        >>> numbers_of({"kind": "eval", "step": 1200, "loss": 3.5}, 5000)
+        {'validation': '3.5000'}
+        >>> numbers_of({"kind": "telemetry", "step": 1200, "decayed": {"weight_rms": 0.125}}, 5000)
+        {'weight RMS': '0.1250'}
+    """
+    match record["kind"]:
+        case "train":
+            return {"update": f"{record['step']:,}/{steps:,}", "loss": f"{record['loss']:.4f}"}
+        case "eval":
+            return {"validation": f"{record['loss']:.4f}"}
+        case "telemetry" if (norm := (record.get("decayed") or {}).get("weight_rms")) is not None:
+            return {"weight RMS": f"{norm:.4f}"}
+    return {}
 
 
 @contextmanager
-def showing(console: Console) -> Iterator[Watch]:
+def watching(console: Console) -> Iterator[Watch]:
     """A watch that draws while its block runs."""
-    if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as bar:
-            yield _Display(console, bar).watch()
-    else:
-        yield _Display(console, None).watch()
+    with showing(console, {NAME: None}) as view:
+        display = _Display(view)
+        yield Watch(started=display.started, record=display.record, note=view.say)
 
 
 class _Display:
-    def __init__(self, console: Console, bar: Progress | None) -> None:
-        self.console, self.bar = console, bar
-        self.task = None if bar is None else bar.add_task("training", total=None, numbers="")
-        self.steps, self.flops, self.evaluated, self.shown = 0, 0.0, "", -SECONDS_BETWEEN_LINES
-
-    def watch(self) -> Watch:
-        return Watch(started=self.started, record=self.record, note=self._print)
+    def __init__(self, view: View) -> None:
+        self.view, self.steps, self.flops = view, 0, 0.0
 
     def started(self, training: Training) -> None:
         config = training.config
         self.steps, self.flops = config.steps, _share_of_peak(training)
         epochs = training.loader.epochs(config.steps)
         parameters = sum(parameter.numel() for parameter in training.model.parameters())
-        self._print(
+        self.view.say(
             f"{parameters:,} parameters, {config.steps:,} updates of {config.tokens_per_step:,} tokens, "
             f"{epochs:.2f} epochs of {config.data.path}, on {training.device}"
         )
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, total=config.steps, completed=training.step)
+        self.view.update(NAME, training.step, dict.fromkeys(ORDER, ""), total=config.steps)
 
     def record(self, record: Record) -> None:
+        numbers = numbers_of(record, self.steps)
         if record["kind"] == "eval":
-            self.evaluated = f"validation {record['loss']:.4f}"
-            if self.bar is None:
-                self._print(f"update {record['step']:,} of {self.steps:,}: {self.evaluated}")
-        elif record["kind"] == "train":
-            self._training(record)
-
-    def _training(self, record: Record) -> None:
-        speed = record["tokens_per_second"]
-        mfu = f"  MFU {100 * self.flops * speed:.1f}%" if self.flops else ""
-        numbers = f"loss {record['loss']:.4f}  {speed:,.0f} tokens/s{mfu}"
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=record["step"], numbers=f"{numbers}  {self.evaluated}")
-        elif time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
-            self.shown = time.monotonic()
-            self._print(f"update {record['step']:,} of {self.steps:,}: {numbers}")
-
-    def _print(self, text: str) -> None:
-        say(self.console, text)
+            self.view.log(f"update {record['step']:,} of {self.steps:,}: validation {numbers['validation']}")
+        if speed := record.get("tokens_per_second"):
+            numbers["tokens/s"] = f"{speed:,.0f}"
+            if self.flops:
+                numbers["MFU"] = f"{100 * self.flops * speed:.1f}%"
+        self.view.update(NAME, record["step"] if record["kind"] == "train" else None, numbers)
 
 
 def _share_of_peak(training: Training) -> float:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +13,17 @@ import torch
 from torch import Tensor
 
 from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetch
-from muonsw.lab.data.prepare import open_split, read_record
-from muonsw.lab.files import UsageError
-from muonsw.lab.model import Decoder, Losses
+from muonsw.lab.data.shards import fingerprint, open_split, read_record
+from muonsw.lab.errors import Diverged, UsageError
+from muonsw.lab.model import Decoder, Losses, ModelConfig
 from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.graph import MOST_TOKENS, Captured
 from muonsw.lab.train.groups import build_optimizer
-from muonsw.lab.train.guard import LossGuard
-from muonsw.schedule import lr_scheduler, warmup_cosine, warmup_stable_decay
+from muonsw.schedule import lr_scheduler
+
+# Losses in a row that must be too high: one bad batch is not a divergence.
+PATIENCE = 3
 
 
 class Evaluation(NamedTuple):
@@ -29,6 +31,18 @@ class Evaluation(NamedTuple):
 
     step: int
     loss: float
+
+    @classmethod
+    def load(cls, step: int, loss: float | None) -> Evaluation:
+        """As a checkpoint holds it: JSON has no number for a loss that is not finite."""
+        return cls(step, math.nan if loss is None else loss)
+
+
+class Update(NamedTuple):
+    """What an update leaves on the device: its losses, and the gradients' norm before clipping."""
+
+    losses: Losses
+    norm: Tensor
 
 
 class Training:
@@ -61,6 +75,8 @@ class Training:
         self.model = Decoder(config.model, seed=config.seed).to(self.device)
         self.forward = self._compiled()
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.replayed_update = Captured(self.plain_update, self.device) if uses_graphs(config) else None
+        self.replayed_score = Captured(self.score, self.device) if uses_graphs(config) else None
         self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
 
     def batches(self) -> Iterator[list[Batch]]:
@@ -89,6 +105,22 @@ class Training:
             *(torch.stack([value.detach() for value in values]).mean(0) for values in zip(*parts, strict=True))
         )
 
+    def update(self, batches: list[Batch], *, measured: bool) -> Update:
+        """Take an update: forward, backward, clip, step; `measured` if telemetry looks at it."""
+        take = self.replayed_update.as_written if measured and self.replayed_update else self.replayed_update
+        update = (take or self.plain_update)(batches)
+        self.scheduler.step()
+        self.step += 1
+        return update
+
+    def plain_update(self, batches: list[Batch]) -> Update:
+        """The kernels of an update, which a graph may capture."""
+        losses = self.forward_backward(batches)
+        norm = self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Update(losses, norm)
+
     def clip(self) -> Tensor:
         """Scale the gradients down to the largest norm allowed; returns the norm before, on the device."""
         limit = self.config.optimizer.clip or float("inf")
@@ -99,13 +131,19 @@ class Training:
         """Mean cross-entropy over the validation windows, the same for every run on this data."""
         total, rows = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for inputs, targets in map(self._to_device, self.validation):
-            with self.autocast():
-                total += self.model(inputs, targets).cross_entropy.double() * len(inputs)
+            total += (self.replayed_score or self.score)([(inputs, targets)]).double() * len(inputs)
             rows += len(inputs)
         self.latest = Evaluation(self.step, float(total) / rows)
-        if self.best is None or self.latest.loss < self.best.loss:
+        if self.best is None or math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
+
+    def score(self, batches: list[Batch]) -> Tensor:
+        """The cross-entropy of one batch."""
+        ((inputs, targets),) = batches
+        with torch.no_grad(), self.autocast():
+            losses: Losses = self.model(inputs, targets)
+        return losses.cross_entropy
 
     def base_lr(self) -> float:
         """The learning rate of the next update before muP multiplies it."""
@@ -121,11 +159,9 @@ class Training:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted else nullcontext()
 
     def _compiled(self) -> Callable[..., Losses]:
-        wanted = self.config.compile == "on" or (self.config.compile == "auto" and self.device.type == "cuda")
-        if not wanted:
+        if not compiles(self.config):
             return self.model
-        # Compiled code belongs to one model; after a few models in one process the compiler would give up silently.
-        torch.compiler.reset()
+        _forget_other_models(self.config.model)
         compiled: Callable[..., Losses] = torch.compile(self.model)
         return compiled
 
@@ -155,25 +191,84 @@ class Training:
         self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
         self.scheduler._step_count = self.scheduler.last_epoch + 1
         self.guard.load(saved.state["guard"])
-        self.best, self.latest = (Evaluation(*saved.state[key]) for key in ("best", "latest"))
+        self.best, self.latest = (Evaluation.load(*saved.state[key]) for key in ("best", "latest"))
         self.step, self.seconds = saved.step, saved.state["seconds"]
         torch.set_rng_state(saved.tensors["random"]["cpu"])
         if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
             torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
 
 
+def compiles(config: RunConfig) -> bool:
+    """Whether a run compiles its model."""
+    return config.compile == "on" or (config.compile == "auto" and resolve_device(config.device).type == "cuda")
+
+
+_compiled_model: ModelConfig | None = None
+
+
+def _forget_other_models(model: ModelConfig) -> None:
+    """Drop compiled code of a model of another shape; code of the same shape serves the next run in this process.
+
+    The compiler keeps few variants of a function, and runs without any, silently, once there are more.
+    """
+    global _compiled_model  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
+    if model != _compiled_model:
+        torch.compiler.reset()
+        _compiled_model = model
+
+
+class LossGuard:
+    """Watches the training loss.
+
+    Args:
+        excess: Nats above the lowest loss so far that count as diverging.
+
+    Examples:
+        >>> guard = LossGuard(excess=5.0)
+        >>> guard.watch(1, 2.0)
+        >>> guard.watch(2, math.nan)
+        Traceback (most recent call last):
+        ...
+        muonsw.lab.errors.Diverged: the loss of update 2 is nan; ...
+    """
+
+    def __init__(self, excess: float) -> None:
+        self.excess, self.lowest, self.strikes = excess, math.inf, 0
+
+    def watch(self, step: int, loss: float) -> None:
+        """Look at the loss of one update.
+
+        Raises:
+            Diverged: If it is not finite, or has been too high for some updates.
+        """
+        advice = "lower the learning rate or the weight decay, or lengthen the warmup"
+        if not math.isfinite(loss):
+            raise Diverged(f"the loss of update {step} is {loss}; {advice}", step)
+        self.strikes = self.strikes + 1 if loss > self.lowest + self.excess else 0
+        self.lowest = min(self.lowest, loss)
+        if self.strikes >= PATIENCE:
+            raise Diverged(f"the loss of update {step} is {loss:.3f}, after {self.lowest:.3f} at best; {advice}", step)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+        return {"lowest": self.lowest if math.isfinite(self.lowest) else None, "strikes": self.strikes}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.lowest = math.inf if state["lowest"] is None else state["lowest"]
+        self.strikes = state["strikes"]
+
+
+def uses_graphs(config: RunConfig) -> bool:
+    """Whether updates are captured as CUDA graphs: small ones on a GPU, where launching takes longer than computing."""
+    if resolve_device(config.device).type != "cuda" or config.graphs == "off":
+        return False
+    return config.graphs == "on" or (config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS)
+
+
 def schedule_multiple(config: RunConfig) -> Callable[[int], float]:
     """The multiple of the peak learning rate at each step of a run."""
-    chosen = config.schedule
-    shared: dict[str, Any] = {
-        "total_steps": config.steps,
-        "warmup_steps": chosen.warmup(config.steps),
-        "warmup_shape": chosen.warmup_shape,
-        "final_fraction": 1.0 if chosen.shape == "constant" else chosen.final_fraction,
-    }
-    if chosen.shape == "wsd":
-        return partial(warmup_stable_decay, decay_fraction=chosen.decay_fraction, **shared)
-    return partial(warmup_cosine, **shared)
+    return config.schedule.multiple(config.steps)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -202,8 +297,7 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     if record.vocab_size > config.model.vocab:
         size = f"{config.data.path} has a vocabulary of {record.vocab_size} tokens"
         raise UsageError(f"{size}, more than model.vocab={config.model.vocab}: raise model.vocab")
-    parts = [record.tokenizer, *(f"{key}:{value}" for group in record.groups for key, value in group.checksums.items())]
-    found = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    found = fingerprint(record)
     wanted = config.data.fingerprint
     if wanted not in (None, found):
         raise UsageError(f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})")

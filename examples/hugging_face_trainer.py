@@ -1,0 +1,59 @@
+"""Hugging Face's Trainer with Muon-SW: the optimizer is made from the model and handed over; the rest is as always.
+
+Run it: `pip install transformers accelerate`, then `python examples/hugging_face_trainer.py`. The model is a tiny
+Llama with random weights, so nothing is downloaded.
+"""
+
+import tempfile
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from muonsw import MuonSW
+
+
+class Repeats(torch.utils.data.Dataset):
+    """Sequences in which the second half repeats the first, so that there is something to learn."""
+
+    def __init__(self, size: int = 256) -> None:
+        generator = torch.Generator().manual_seed(0)
+        halves = torch.randint(64, (size, 8), generator=generator)
+        self.tokens = torch.cat([halves, halves], dim=1)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[place], "labels": self.tokens[place]}
+
+
+def main(steps: int = 60) -> tuple[list[float], MuonSW]:
+    """Train, and return the logged losses and the optimizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=16,
+            warmup_steps=5,
+            lr_scheduler_type="cosine",
+            logging_steps=5,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+        )
+        # The Trainer makes the scheduler; its peak is the optimizer's learning rate, which decay divides by.
+        trainer = Trainer(model=model, args=arguments, train_dataset=Repeats(), optimizers=(optimizer, None))
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at the end")
+    return losses, optimizer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""`python -m muonsw` is the command `muonsw`, which belongs to the lab."""
+
+from __future__ import annotations
+
+import runpy
+
+if __name__ == "__main__":
+    runpy.run_module("muonsw.lab.cli", run_name="__main__")

@@ -1,0 +1,1 @@
+"""Claims that numbers can refute, and the statistics behind them."""

@@ -1,0 +1,261 @@
+"""Claims: statements with a prediction, a measurement, and a verdict that the two numbers decide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.storage import plain
+
+
+class Criterion(StrEnum):
+    """When a measured value agrees with a predicted one; `tolerance` means something else in each.
+
+    Attributes:
+        RELATIVE: It is within `tolerance` times the size of the prediction.
+        ABSOLUTE: It is within `tolerance`.
+        AT_MOST: It is no larger; `tolerance` is the slack, as a share of the bound (absolute where the bound is zero).
+        AT_LEAST: It is no smaller, with the same slack.
+        ABOVE: It is larger by more than `tolerance`: an effect, which is not there if nothing moved.
+        BELOW: It is smaller by more than `tolerance`.
+        COVERED: The interval around the measurement contains the prediction.
+    """
+
+    RELATIVE = "relative"
+    ABSOLUTE = "absolute"
+    AT_MOST = "at most"
+    AT_LEAST = "at least"
+    ABOVE = "above"
+    BELOW = "below"
+    COVERED = "inside the interval"
+
+
+class Verdict(StrEnum):
+    """What the numbers say about a claim."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Where a measured mean lies, and by which method that was found."""
+
+    low: float
+    high: float
+    method: str
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured mean with its interval.
+
+    Attributes:
+        value: The mean.
+        interval: Of the mean; None where there is one sample only.
+        limits: What this sample cannot show.
+    """
+
+    value: float
+    interval: Interval | None = None
+    limits: str = ""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """Where the paper makes a statement, and under which condition; the run satisfies it."""
+
+    reference: str
+    hypothesis: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement with what it predicts, what was measured, and when the two agree.
+
+    Attributes:
+        id: Short name, unique within its experiment.
+        statement: The statement in the project's own words.
+        reference: Where the paper makes it.
+        hypothesis: Under which condition it is made; the run satisfies it.
+        predicted: The value or the bound that theory gives.
+        measured: What the run gave.
+        criterion: How the two are compared.
+        tolerance: By how much they may differ.
+        because: Where the tolerance comes from.
+        interval: Uncertainty of the measurement, for statements about means.
+        limits: What a finite run cannot show of this statement.
+    """
+
+    id: str
+    statement: str
+    reference: str
+    hypothesis: str
+    predicted: float
+    measured: float
+    criterion: Criterion
+    tolerance: float
+    because: str
+    interval: Interval | None = None
+    limits: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """It holds if the whole interval agrees, fails if none of it does, and is undecided in between.
+
+        A measurement without interval is judged as it stands. One that is not a number agrees with nothing: it fails.
+
+        Examples:
+            >>> bound = Stated("", "")
+            >>> close = Measured(0.9, Interval(0.7, 1.1, "95% t, n=3"))
+            >>> str(at_most("gap", "", bound, close, 1.0, Tolerance(0.0, "")).verdict)
+            'undecided'
+        """
+        ends = (self.measured,) if self.interval is None else (self.measured, self.interval.low, self.interval.high)
+        if any(map(math.isnan, (self.predicted, *ends))):
+            return Verdict.FAILS
+        low, high = min(ends), max(ends)
+        if self.criterion is Criterion.COVERED:
+            covered = self.interval is not None and self.predicted in self.interval
+            return Verdict.HOLDS if covered else Verdict.FAILS
+        holds, fails = self._effect(low, high) if self._is_effect() else self._agreement(low, high)
+        return Verdict.HOLDS if holds else Verdict.FAILS if fails else Verdict.UNDECIDED
+
+    @property
+    def holds(self) -> bool:
+        """Whether the verdict is that it holds."""
+        return self.verdict is Verdict.HOLDS
+
+    @property
+    def fails(self) -> bool:
+        """Whether the verdict is that it fails, which sets the exit code of a command."""
+        return self.verdict is Verdict.FAILS
+
+    def _is_effect(self) -> bool:
+        return self.criterion in (Criterion.ABOVE, Criterion.BELOW)
+
+    def _effect(self, low: float, high: float) -> tuple[bool, bool]:
+        """Whether it is on the right side of the bound, or on the wrong one, by more than the tolerance."""
+        above, below = low > self.predicted + self.tolerance, high < self.predicted - self.tolerance
+        return (above, below) if self.criterion is Criterion.ABOVE else (below, above)
+
+    def _agreement(self, low: float, high: float) -> tuple[bool, bool]:
+        """Whether it is inside of what is accepted, or outside."""
+        slack = self.tolerance * (abs(self.predicted) or 1.0)
+        match self.criterion:
+            case Criterion.AT_MOST:
+                floor, ceiling = -math.inf, self.predicted + slack
+            case Criterion.AT_LEAST:
+                floor, ceiling = self.predicted - slack, math.inf
+            case _:
+                low, high = low - self.predicted, high - self.predicted
+                ceiling = self.tolerance * (abs(self.predicted) if self.criterion is Criterion.RELATIVE else 1.0)
+                floor = -ceiling
+        return floor <= low and high <= ceiling, high < floor or ceiling < low
+
+    def as_data(self) -> dict[str, Any]:
+        """The claim with its verdict as plain data; numbers that JSON does not know become None."""
+        data = {("comparison" if key == "criterion" else key): value for key, value in asdict(self).items()}
+        return {**plain(data), "verdict": str(self.verdict)}
+
+
+def make_claim(
+    criterion: Criterion,
+    id: str,
+    statement: str,
+    source: Stated,
+    measured: float | Measured,
+    predicted: float,
+    tolerance: Tolerance,
+    *,
+    limits: str = "",
+) -> Claim:
+    """A claim; the functions below have the criterion filled in."""
+    found = measured if isinstance(measured, Measured) else Measured(measured)
+    return Claim(
+        id=id,
+        statement=statement,
+        reference=source.reference,
+        hypothesis=source.hypothesis,
+        predicted=predicted,
+        measured=found.value,
+        criterion=criterion,
+        tolerance=tolerance.size,
+        because=tolerance.because,
+        interval=found.interval,
+        limits="; ".join(part for part in (limits, found.limits) if part),
+    )
+
+
+within = partial(make_claim, Criterion.ABSOLUTE)
+within_share = partial(make_claim, Criterion.RELATIVE)
+at_most = partial(make_claim, Criterion.AT_MOST)
+at_least = partial(make_claim, Criterion.AT_LEAST)
+above = partial(make_claim, Criterion.ABOVE)
+below = partial(make_claim, Criterion.BELOW)
+covered = partial(make_claim, Criterion.COVERED)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Curves over steps of several chains that follow one rule.
+
+    Attributes:
+        name: Which curves these are.
+        rule: `"constant"` or `"scaled"`, which fixes their colour.
+        steps: The steps at which values were kept.
+        values: One list for each chain, as long as `steps`.
+        level: An analytic value to draw as a line, if there is one.
+    """
+
+    name: str
+    rule: str
+    steps: Sequence[float]
+    values: Sequence[Sequence[float]]
+    level: float | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one experiment found: claims that can fail, and series that can be drawn."""
+
+    claims: Sequence[Claim]
+    series: Sequence[Series] = field(default=())
+
+
+def failed_first(claims: Iterable[Claim]) -> list[Claim]:
+    """The same claims: those that failed, then those that are undecided, then those that hold."""
+    order = (Verdict.FAILS, Verdict.UNDECIDED, Verdict.HOLDS)
+    return sorted(claims, key=lambda claim: order.index(claim.verdict))
+
+
+def count_verdicts(claims: Sequence[Claim]) -> str:
+    """How the claims came out, in one sentence.
+
+    Examples:
+        >>> claim = at_most("x", "", Stated("", ""), 2.0, 1.0, Tolerance(0.0, ""))
+        >>> count_verdicts([claim, claim])
+        '2 of 2 claims FAILED their stated tolerance; they are shown first.'
+        >>> count_verdicts([])
+        'No claim is made.'
+    """
+    counts = {verdict: sum(claim.verdict is verdict for claim in claims) for verdict in Verdict}
+    failed, undecided = counts[Verdict.FAILS], counts[Verdict.UNDECIDED]
+    if not claims:
+        return "No claim is made."
+    if not failed and not undecided:
+        return f"All {len(claims)} claims hold within their stated tolerances."
+    open_ones = f"{undecided} of {len(claims)} claims {'is' if undecided == 1 else 'are'} undecided"
+    if not failed:
+        return f"No claim failed; {open_ones}: their intervals reach across the bound."
+    rest = f" {open_ones[0].upper()}{open_ones[1:]}." if undecided else ""
+    return f"{failed} of {len(claims)} claims FAILED their stated tolerance; they are shown first.{rest}"

@@ -1,0 +1,55 @@
+"""How commands end: the verdict first, then a table, then one line that says where the files are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from muonsw.lab.studies.study import Conclusion
+from muonsw.lab.tables import Table, print_table
+from muonsw.lab.terminal import harmless, say
+
+
+def paragraph(console: Console, text: str) -> None:
+    """Print sentences, broken between words in a terminal and not at all elsewhere."""
+    if console.is_terminal:
+        console.print(Text(harmless(text)))
+    else:
+        say(console, text)
+
+
+def print_conclusion(
+    console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], *, verbose: bool, more: str = ""
+) -> None:
+    """Print what came out of a study.
+
+    Args:
+        console: Where to.
+        conclusion: The study.
+        folder: Where its files are.
+        tables: What to show of it.
+        verbose: Whether tables show all their columns.
+        more: What else to say about files.
+    """
+    say(console, "")
+    paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
+    for table in tables:
+        print_table(console, table, verbose=verbose)
+    say(console, f"\n{files(conclusion.paths, folder)}{more}")
+
+
+def files(paths: Sequence[Path], folder: Path) -> str:
+    """Where files are, in one line: those to open by name, figures by number.
+
+    Examples:
+        >>> folder = Path("out/theory")
+        >>> files([folder / name for name in ("claims.json", "convergence.png", "convergence.html")], folder)
+        'wrote claims.json, convergence.html and 1 figure to out/theory'
+    """
+    named = [path.name for path in paths if path.suffix in (".json", ".html")]
+    figures = len(paths) - len(named)
+    parts = [", ".join(named)] + ([f"{figures} figure{'s' if figures > 1 else ''}"] if figures else [])
+    return f"wrote {' and '.join(parts)} to {folder}"

@@ -1,0 +1,50 @@
+"""What can go wrong, as exceptions that the command line turns into a message and an exit code."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+OK, FAILED, USAGE, MACHINE = 0, 1, 2, 3
+
+
+class UsageError(Exception):
+    """Something the user asked for cannot be done; the message says what to do instead."""
+
+    exit_code: ClassVar[int] = USAGE
+
+
+class MachineError(UsageError):
+    """The machine could not do it: no room on the disk, or a process that the system ended."""
+
+    exit_code: ClassVar[int] = MACHINE
+
+
+class Diverged(Exception):  # noqa: N818 (an outcome of training that the caller reports, not a fault of the program)
+    """The loss is not finite, or far above where it was.
+
+    Attributes:
+        step: The update that showed it.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Interrupted(Exception):  # noqa: N818 (not a fault: the work was saved and can go on)
+    """The process was asked to stop by a signal, and has saved its work."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message, number)
+        self.signal = number
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the signal, as shells say it."""
+        return 128 + self.signal

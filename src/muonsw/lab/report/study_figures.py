@@ -1,0 +1,122 @@
+"""The figures of the studies that train no run: convergence on two quadratics, and the coordinate check of muP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from muonsw.lab.claims.claim import Evidence, Series, count_verdicts
+from muonsw.lab.claims.table import any_failed, claims_table
+from muonsw.lab.report.page import write_page
+from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document, Level, Sheet
+from muonsw.lab.report.static import write_sheet
+from muonsw.lab.report.theme import RULE_NAMES
+
+CONVERGENCE_TITLE = "Constant decay stops at its bound, scaled decay does not"
+CONVERGENCE_NOTE = (
+    "Learning rate η₀/(1 + t), starts W₀ ~ N(0, 0.02²). The loss is divided by its mean initial value. Dashed: the "
+    "analytic lower bound for constant decay. Thin lines are single starts, the thick line is their median. Steps "
+    "are thinned on a logarithmic scale, extremes kept; every point is a value of the run."
+)
+QUADRATICS = {
+    "scalar-figure": "SGD on ½a(w \N{MINUS SIGN} c)²",
+    "matrix-figure": "Muon on ½‖W \N{MINUS SIGN} A‖²",
+}
+COORDINATES_TITLE = "muP keeps sizes nearly equal at all widths; for that Muon needs its learning rate over √width"
+# The arms of the coordinate check, and the sizes that it shows: how far an output moves over the whole run, and how
+# far the first update moves the output of a matrix.
+WIDTH_ARMS: Mapping[str, str] = {
+    "adamw": "AdamW, muP",
+    "muon-sqrt": "Muon, muP, lr / √width",
+    "muon-adam": "Muon, muP, lr / width (paper)",
+    "muon-none": "Muon, muP, one lr",
+    "standard": "AdamW, standard",
+}
+SIZES: Mapping[str, str] = {
+    "change stream": "residual stream",
+    "change attention": "attention output",
+    "change experts": "experts' output",
+    "change logits": "logits",
+    "update qkv": "queries, keys, values",
+    "update out": "attention projection",
+    "update gate_up": "experts, gate and up",
+    "update down": "experts, down",
+}
+LABELS = {"change": "whole run, over narrowest", "update": "first update, over narrowest"}
+
+
+def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
+    """Where each rule's loss goes on the two quadratics, as PNG, SVG and page; nothing where no curves were run."""
+    shown = {name: outcomes[name].series for name in QUADRATICS if name in outcomes and outcomes[name].series}
+    if not shown:
+        return []
+    charts = [_convergence_chart(name, series) for name, series in shown.items()]
+    arms = [Arm(name, rule) for rule, name in RULE_NAMES.items()]
+    claims = {name: outcome.claims for name, outcome in outcomes.items()}
+    table = claims_table(claims, headings=("predicted", "measured"))
+    summary = f"{CONVERGENCE_TITLE}. {count_verdicts([claim for those in claims.values() for claim in those])}"
+    document = Document("Convergence", [*charts, table], verdict=summary, failed=any_failed(claims), arms=arms)
+    paths = write_sheet(Sheet("convergence", CONVERGENCE_TITLE, charts), arms, folder)
+    return [*paths, write_page(folder / "convergence.html", document)]
+
+
+def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
+    curves, levels = [], []
+    for those in series:
+        arm = RULE_NAMES[those.rule]
+        curves += [Curve(f"start {n}", arm, those.steps, values) for n, values in enumerate(those.values)]
+        middle = [median(column) for column in zip(*those.values, strict=True)]
+        curves.append(Curve("median", arm, those.steps, middle, middle=True))
+        levels += [] if those.level is None else [Level(those.level, "lower bound for constant")]
+    lowest = min(value for curve in curves for value in curve.y if value > 0)
+    highest = max(value for curve in curves for value in curve.y)
+    return Chart(
+        name,
+        f"{QUADRATICS[name]}, {len(series[0].values)} starts",
+        curves,
+        x=Axis("1 + step t", log=10),
+        y=Axis("loss / mean initial loss", log=10, limits=(10 ** math.floor(math.log10(lowest)), 1.2 * highest)),
+        note=CONVERGENCE_NOTE,
+        levels=levels,
+    )
+
+
+def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
+    """Sizes over the width for every rule in small multiples, as PNG and SVG; nothing where no arm was run."""
+    shown = {name: outcome for name, outcome in outcomes.items() if name in WIDTH_ARMS and outcome.series}
+    if not shown:
+        return []
+    charts = [_width_chart(size, shown) for size in SIZES]
+    charts = [chart for kind in LABELS for chart in _with_equal_axes(charts, kind)]
+    arms = [Arm(label, name) for name, label in WIDTH_ARMS.items()]
+    return write_sheet(Sheet("coordinates", COORDINATES_TITLE, charts, columns=4), arms, folder)
+
+
+def _width_chart(size: str, outcomes: Mapping[str, Evidence]) -> Chart:
+    """One size over the width: the median over seeds and layers for every arm, and all of them thin."""
+    curves: list[Curve] = []
+    widths: Sequence[float] = ()
+    for name, outcome in outcomes.items():
+        found = [series for series in outcome.series if series.name.partition("/")[0] == size]
+        lines = [[value / values[0] for value in values] for series in found for values in series.values]
+        widths, arm = found[0].steps, WIDTH_ARMS[name]
+        curves += [Curve("seed and layer", arm, widths, line) for line in lines]
+        middle = [median(column) for column in zip(*lines, strict=True)]
+        curves.append(Curve("median", arm, widths, middle, middle=True))
+    x, y = Axis("width", log=2, ticks=widths), Axis(LABELS[size.partition(" ")[0]], log=2)
+    return Chart(size.replace(" ", "-"), SIZES[size], curves, x=x, y=y, points=True, levels=[Level(1.0)])
+
+
+def _with_equal_axes(charts: Sequence[Chart], kind: str) -> list[Chart]:
+    """The charts of one row, all over the same range, the first alone with a label."""
+    row = [chart for chart in charts if chart.name.startswith(kind)]
+    values = [value for chart in row for curve in chart.curves for value in curve.y]
+    limits = (min(values) / 1.15, max(values) * 1.15)
+    axes = [
+        replace(chart.y, limits=limits, label=chart.y.label if place == 0 else "", unit="")
+        for place, chart in enumerate(row)
+    ]
+    return [replace(chart, y=axis) for chart, axis in zip(row, axes, strict=True)]

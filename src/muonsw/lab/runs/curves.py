@@ -1,0 +1,109 @@
+"""Curves of several runs: their median, a running mean, and fewer points without hiding an extreme."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from muonsw.lab.runs.run import Points
+from muonsw.theory.sampled import window_in_steps, windowed_line
+
+# From so many samples on a curve is smoothed, over this share of the run.
+NOISY, NEIGHBOURHOOD = 60, 0.05
+
+
+def median_curve(parts: Sequence[Points]) -> Points:
+    """The median over curves at the steps that all of them have.
+
+    Examples:
+        >>> one, two = np.array([1, 2, 3]), np.array([2, 3, 4])
+        >>> steps, middle = median_curve([(one, np.array([9.0, 1.0, 1.0])), (two, np.array([2.0, 4.0, 9.0]))])
+        >>> steps.tolist(), middle.tolist()
+        ([2, 3], [1.5, 2.5])
+    """
+    steps = parts[0][0]
+    for other, _ in parts[1:]:
+        if not np.array_equal(steps, other):
+            steps = np.intersect1d(steps, other, assume_unique=True)
+    rows = [values if len(at) == len(steps) else values[np.isin(at, steps)] for at, values in parts]
+    return steps, np.median(np.stack(rows), axis=0)
+
+
+def running_mean(values: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    """The mean over a centred window of that share of the values; windows are cut off at the ends.
+
+    Examples:
+        >>> running_mean(np.array([0.0, 3.0, 0.0, 3.0]), share=0.75).tolist()
+        [1.5, 1.0, 2.0, 1.5]
+    """
+    half = int(share * len(values) / 2)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
+    return np.asarray((sums[high] - sums[low]) / (high - low))
+
+
+def smooth_curve(points: Points) -> Points | None:
+    """The curve as lines fitted around each sample draw it; None where samples are too few to need that."""
+    steps, values = points
+    if len(values) < NOISY:
+        return None
+    at = torch.from_numpy(steps.astype(np.float64))
+    height, _ = windowed_line(at, torch.from_numpy(values.copy()), window_in_steps(at, NEIGHBOURHOOD))
+    return steps, height.numpy()
+
+
+def log_extremes(values: Tensor, bins: int) -> tuple[list[int], list[list[float]]]:
+    """Keep, in each of `bins` log-spaced bins of steps, the steps where some curve is extreme.
+
+    All curves share their steps, so the extremes are those of the smallest and the largest curve; every kept
+    value is a value of the run, never an average.
+
+    Args:
+        values: Shape (curves, steps); columns are counted from 1.
+        bins: How many bins the logarithm of the steps is cut into; at most four steps are kept in each.
+
+    Returns:
+        The kept steps, and for each curve its values there.
+
+    Examples:
+        >>> log_extremes(torch.tensor([[5.0, 4.0, 9.0, 4.0, 1.0]]), bins=1)
+        ([1, 3, 5], [[5.0, 9.0, 1.0]])
+    """
+    count = values.shape[1]
+    edges = sorted({round(float(count**x)) for x in torch.linspace(0, 1, bins + 1, dtype=torch.float64)})
+    low, high = values.amin(0), values.amax(0)
+    kept = {1, count}
+    for start, end in pairwise(edges):
+        inside = slice(start - 1, end)
+        kept |= {start, start + int(low[inside].argmin()), start + int(high[inside].argmax())}
+    steps = sorted(kept)
+    return steps, values[:, torch.tensor(steps) - 1].tolist()
+
+
+def extremes(values: NDArray[np.float64], points: int) -> NDArray[np.int64]:
+    """The places to keep of a curve: its ends, and the smallest and the largest value of each of equally long bins.
+
+    Args:
+        values: The curve; all finite.
+        points: How many places are kept at most; a curve that is no longer stays whole.
+
+    Examples:
+        >>> extremes(np.array([5.0, 4.0, 9.0, 4.0, 1.0, 2.0, 3.0]), points=6).tolist()
+        [0, 1, 2, 4, 6]
+    """
+    count = len(values)
+    if count <= max(points, 4):
+        return np.arange(count)
+    bins = max(1, (points - 2) // 2)
+    width = -(-count // bins)
+    # The last bin is filled up with the last value, which is kept anyway.
+    grid = np.pad(values, (0, -count % width), mode="edge").reshape(-1, width)
+    starts = np.arange(len(grid)) * width
+    found = np.concatenate([starts + grid.argmin(1), starts + grid.argmax(1), [0, count - 1]])
+    return np.unique(np.minimum(found, count - 1))

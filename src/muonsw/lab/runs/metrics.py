@@ -1,0 +1,229 @@
+"""Reading `metrics.jsonl`: one JSON object a line, of which every number becomes part of a column.
+
+Records of a kind are read together. A telemetry record has several scopes (all weights, a role, a layer, a parameter);
+each scope has columns of its own, and all of them as many records.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+try:
+    from orjson import loads
+except ModuleNotFoundError:  # the standard library reads the same, and takes about three times as long
+    from json import loads  # type: ignore[assignment]
+
+BLOCK = 1 << 20  # bytes of text that are read at a time; more would leave the cache of the processor
+POOLED = ("all", "decayed")
+SPLIT = {"roles": "role", "layers": "layer", "parameters": "parameter"}
+Column = NDArray[np.float64]
+Record = dict[str, Any]
+
+
+class Columns(Mapping[str, Column]):
+    """Records of one kind as columns: a key gives an array with one value for each record.
+
+    Values that are missing or null are not a number; a list such as `load_entropy` is `load_entropy.0` and so on.
+
+    Examples:
+        >>> columns = Columns({"step": np.array([1.0, 2.0]), "loss": np.array([3.5, np.nan])})
+        >>> columns.step.tolist(), columns["loss"].tolist(), sorted(columns)
+        ([1, 2], [3.5, nan], ['loss', 'step'])
+        >>> columns.get("z") is None
+        True
+    """
+
+    def __init__(self, columns: Mapping[str, Column] | None = None):
+        self._columns = columns or {}
+
+    def __getitem__(self, key: str) -> Column:
+        return self._columns[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @property
+    def step(self) -> NDArray[np.int64]:
+        """The steps of the records, ascending."""
+        return self["step"].astype(np.int64) if "step" in self else np.empty(0, np.int64)
+
+    @property
+    def records(self) -> int:
+        """How many records there are."""
+        return len(next(iter(self._columns.values()), ()))
+
+    def known(self, key: str) -> tuple[NDArray[np.int64], Column]:
+        """Steps and values of a key where it has finite ones; both empty where it was never recorded."""
+        if key not in self:
+            return np.empty(0, np.int64), np.empty(0)
+        finite = np.isfinite(self[key])
+        return self.step[finite], self[key][finite]
+
+
+def read_metrics(path: Path, *, details: bool = True) -> dict[str, dict[str, Columns]]:
+    """The columns of a file, by kind of record and by scope; kinds other than telemetry have the scope "" alone.
+
+    Args:
+        path: The file. A last line that is still being written is left out.
+        details: Whether telemetry of single roles, layers and parameters is read, or the pooled scopes alone.
+
+    Raises:
+        ValueError: If another line is not a JSON object.
+    """
+    parts: dict[tuple[str, str], list[_Part]] = {}
+    with _no_garbage_collection():
+        for number, records in _blocks(path):
+            for kind, places, alike in _alike(records, number):
+                for scope, part in _by_scope(places, alike, details):
+                    parts.setdefault((kind, scope), []).append(part)
+    kinds = dict.fromkeys(kind for kind, _ in parts)
+    return {name: _assemble({scope: part for (kind, scope), part in parts.items() if kind == name}) for name in kinds}
+
+
+def _blocks(path: Path) -> Iterator[tuple[int, list[Record]]]:
+    """Some megabytes of records at a time, with the number of the first line."""
+    first, rest = 1, b""
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            whole, _, rest = (rest + block).rpartition(b"\n")
+            if whole:
+                yield first, _records(whole, path, first)
+                first += whole.count(b"\n") + 1
+    with suppress(ValueError):  # a last line without an end is a record if it can be read, and is being written if not
+        yield first, _records(rest, path, first)
+
+
+def _records(text: bytes, path: Path, first: int) -> list[Record]:
+    """The records of whole lines.
+
+    Raises:
+        ValueError: With the number of the line that is not a JSON object.
+    """
+    with suppress(ValueError):
+        # One call for all lines is faster than one for each.
+        records: list[Record] = loads(b"[" + text.replace(b"\n", b",") + b"]")
+        if {dict}.issuperset(map(type, records)):
+            return records
+    records = []
+    for number, line in enumerate(text.split(b"\n"), first):
+        try:
+            record = loads(line) if line.strip() else None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error})") from None
+        if record is not None and not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object: {line[:60].decode(errors='replace')}")
+        records += [] if record is None else [record]
+    return records
+
+
+def _alike(records: Sequence[Record], first: int) -> Iterator[tuple[str, list[int], list[Record]]]:
+    """Records of one kind with the same keys, with their numbers in the file."""
+    groups: defaultdict[tuple[str, ...], tuple[list[int], list[Record]]] = defaultdict(lambda: ([], []))
+    for number, record in enumerate(records, first):
+        places, alike = groups[record.get("kind", ""), *record]
+        places.append(number)
+        alike.append(record)
+    for (kind, *_), (places, alike) in groups.items():
+        yield str(kind), places, alike
+
+
+def _by_scope(places: list[int], alike: list[Record], details: bool) -> Iterator[tuple[str, _Part]]:
+    """The numbers of records that are alike; of telemetry those of each scope as well."""
+    keys = [key for key in alike[0] if key != "kind"]
+    scopes = [key for key in keys if key in POOLED or key in SPLIT] if "all" in keys else []
+    yield "", _Part.of(places, alike, [key for key in keys if key not in scopes])
+    for name in scopes:
+        values = [record[name] for record in alike]
+        if name in POOLED:
+            yield from ((name, part) for part in _parts(places, values))
+        elif details:
+            for inner in dict.fromkeys(key for value in values for key in value):
+                found = [(place, value[inner]) for place, value in zip(places, values, strict=True) if inner in value]
+                yield from ((f"{SPLIT[name]}:{inner}", part) for part in _parts(*zip(*found, strict=True)))
+
+
+def _parts(places: Sequence[int], values: Sequence[Record]) -> Iterator[_Part]:
+    for _, chosen, alike in _alike(values, 0):
+        yield _Part.of([places[place] for place in chosen], alike, list(alike[0]))
+
+
+class _Part(NamedTuple):
+    """Columns of some records, and which records they are."""
+
+    places: NDArray[np.int64]
+    columns: dict[str, Column]
+
+    @classmethod
+    def of(cls, places: Sequence[int], alike: Sequence[Record], keys: Sequence[str]) -> _Part:
+        arrays = (_arrays(key, alike) for key in keys)
+        return cls(np.array(places), {name: array for part in arrays for name, array in part.items()})
+
+
+def _assemble(scopes: Mapping[str, Sequence[_Part]]) -> dict[str, Columns]:
+    """The columns of all scopes, under the union of their keys; of several records of one step the last counts."""
+    places = np.sort(np.concatenate([part.places for part in scopes[""]]))
+    whole = _union(scopes[""], places)
+    found = {scope: whole | _union(parts, places) if scope else whole for scope, parts in scopes.items()}
+    steps = whole.get("step")
+    if steps is None or (np.diff(steps) > 0).all():
+        return {scope: Columns(columns) for scope, columns in found.items()}
+    _, last = np.unique(steps[::-1], return_index=True)
+    chosen = steps.size - 1 - last
+    return {scope: Columns({key: one[chosen] for key, one in columns.items()}) for scope, columns in found.items()}
+
+
+def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> dict[str, Column]:
+    columns = {key: np.full(len(places), np.nan) for part in parts for key in part.columns}
+    for part in parts:
+        at = np.searchsorted(places, part.places)
+        for key, column in part.columns.items():
+            columns[key][at] = column
+    return columns
+
+
+def _arrays(key: str, records: Sequence[Record]) -> dict[str, Column]:
+    """The values of one key as one array, or as several where they are lists or objects; text is left out.
+
+    Examples:
+        >>> _arrays("load", [{"load": [1, 2]}, {"load": None}])
+        {'load.0': array([ 1., nan]), 'load.1': array([ 2., nan])}
+    """
+    if not isinstance(records[0][key], str):  # which might be a number in quotes
+        with suppress(TypeError, ValueError):
+            return {key: np.fromiter(map(itemgetter(key), records), np.float64, len(records))}
+    flat = [dict(_flatten(key, record[key])) for record in records]
+    names = dict.fromkeys(name for values in flat for name in values)
+    return {name: np.array([values.get(name) for values in flat], dtype=np.float64) for name in names}
+
+
+def _flatten(key: str, value: Any) -> Iterator[tuple[str, float | None]]:
+    if isinstance(value, list | dict):
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, item in items:
+            yield from _flatten(f"{key}.{name}", item)
+    elif isinstance(value, int | float):
+        yield key, value
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Records hold no cycles, and there are a great many of them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

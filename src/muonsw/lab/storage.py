@@ -1,0 +1,220 @@
+"""Files: written so that a reader never sees half of one, read so that no content can do more than be refused.
+
+Every file of the lab is written through this module. What the disk or the system refuses becomes a `MachineError` that
+names the file and says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from muonsw.lab.errors import MachineError, UsageError
+
+# No JSON file of the lab comes near these; a file beyond them is not one of ours.
+JSON_BYTES = 1 << 28
+JSON_DIGITS = 40
+LOCK = ".lock"
+MAKE_ROOM = "make room on the disk, or choose another folder"
+
+
+@contextmanager
+def reported(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
+    """Turn the system's refusal to write inside the block into an error that names the file and the remedy.
+
+    Raises:
+        MachineError: If writing failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from error
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder, and find out before the work whether its files can be written.
+
+    Raises:
+        UsageError: If it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"cannot write to the folder {folder}: {reason}; choose another") from error
+
+
+@contextmanager
+def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
+    """Make a folder if it is missing, and hold it while the block runs.
+
+    The lock is the system's, so a process that is killed leaves none behind.
+
+    Args:
+        folder: What to hold.
+        busy: What to say if another process holds it.
+        wait: How many seconds to wait for that one.
+
+    Raises:
+        UsageError: If another process holds it, or it cannot be written.
+    """
+    prepare_folder(folder)
+    path = folder / LOCK
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UsageError(f"{path} is not a lock of ours: delete it")
+    lock = FileLock(path, timeout=wait)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UsageError(busy) from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be locked: {error.strerror or error}; choose another folder") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
+    """Replace a file by one with this content; a reader sees the old or the new one, never a part.
+
+    Raises:
+        MachineError: If it cannot be written; the old file is then still there.
+    """
+    with replacing(path, remedy=remedy) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def write_json(path: Path, data: Any, *, indent: int | None = 1, remedy: str = MAKE_ROOM) -> Path:
+    """Replace a file by plain data in JSON, with None for what JSON has no number for."""
+    text = json.dumps(plain(data), indent=indent, allow_nan=False)
+    return write_atomically(path, text + "\n", remedy=remedy)
+
+
+@contextmanager
+def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
+    """A file beside `path` that takes its name, once it is on disk, when the block ends without an error."""
+    with placing(path, remedy=remedy) as beside, beside.open("wb") as file:
+        yield file
+
+
+@contextmanager
+def placing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[Path]:
+    """A name beside `path` under which the block writes a file; that file then takes the place of `path`."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with reported(path, remedy):
+        try:
+            yield beside
+            sync(beside)
+            beside.replace(path)
+            sync(path.parent)
+        finally:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
+        return  # a system that cannot open folders has no need to
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path, *, remedy: str = "check the file, or delete it") -> Any:
+    """The data of a JSON file, whatever it holds.
+
+    Raises:
+        UsageError: If it cannot be read, is larger than any file of ours, or is not JSON as the lab writes it.
+    """
+    try:
+        with path.open("rb") as file:
+            small = os.fstat(file.fileno()).st_size <= JSON_BYTES
+            text = file.read(JSON_BYTES + 1) if small else b""
+        if not small or len(text) > JSON_BYTES:
+            raise ValueError(f"it is larger than {JSON_BYTES >> 20} MiB")
+        return parse_json(text)
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist: check the path") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+
+
+def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UsageError: As `read_json`, and if the file holds another kind of data.
+    """
+    data = read_json(path, remedy=remedy)
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} does not hold a JSON object; {remedy}")
+    return data
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Data from JSON text.
+
+    Raises:
+        ValueError: If it is not JSON, or nested or with numbers such as the lab never writes.
+
+    Examples:
+        >>> parse_json('{"loss": 2.5}')
+        {'loss': 2.5}
+        >>> parse_json("[" * 100_000)
+        Traceback (most recent call last):
+        ...
+        ValueError: it is nested too deeply
+        >>> parse_json("9" * 400)
+        Traceback (most recent call last):
+        ...
+        ValueError: it has a whole number of 400 digits
+    """
+    try:
+        return json.loads(text, parse_int=_whole_number, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > JSON_DIGITS:
+        raise ValueError(f"it has a whole number of {len(digits)} digits")
+    return int(digits)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def plain(value: Any) -> Any:
+    """Numbers, strings, lists and dictionaries: no infinities, no NaN, no arrays, strings for enumerations.
+
+    Examples:
+        >>> import numpy as np
+        >>> plain({"a": (1.0, float("nan")), "b": np.array([2, 3])})
+        {'a': [1.0, None], 'b': [2, 3]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if hasattr(value, "tolist"):  # arrays, tensors, and the scalars of numpy
+        return plain(value.tolist())
+    return str(value) if isinstance(value, StrEnum) else value

@@ -1,0 +1,153 @@
+"""What is compared: arms that share everything but their optimizer, over the same seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw.lab.errors import UsageError
+from muonsw.lab.model import muon_lr_multiplier, scalings
+from muonsw.lab.runs import Run
+from muonsw.lab.settings import from_data
+from muonsw.lab.train.config import OptimizerConfig, RunConfig
+from muonsw.lab.train.state import schedule_multiple
+
+CONTROL_SUFFIX = "same total"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison.
+
+    Attributes:
+        name: How it is called everywhere.
+        optimizer: All settings of its optimizer.
+    """
+
+    name: str
+    optimizer: OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms that share everything but their optimizer, seed by seed.
+
+    Attributes:
+        name: How it is called within its study.
+        base: What the arms share.
+        arms: The first is the baseline of every pair.
+        seeds: Of initial weights and data order, the same for every arm.
+        paired: Whether arms are held against the first one; a sweep has no baseline.
+    """
+
+    name: str
+    base: RunConfig
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    paired: bool = True
+
+    def config(self, arm: Arm, seed: int) -> RunConfig:
+        """One run."""
+        return replace(self.base, optimizer=arm.optimizer, seed=seed)
+
+    def members(self) -> list[tuple[Arm, int]]:
+        """Every arm with every seed; seed by seed, so that a pair is complete as early as possible."""
+        return [(arm, seed) for seed in self.seeds for arm in self.arms]
+
+    def configs(self) -> list[RunConfig]:
+        """Every run."""
+        return [self.config(arm, seed) for arm, seed in self.members()]
+
+
+# By arm: one run for each seed. By comparison: its arms.
+Runs = Mapping[str, Sequence[Run]]
+Results = Mapping[str, Runs]
+
+
+def parse_arm(text: str, base: OptimizerConfig) -> Arm:
+    """An arm from `RULE` or `RULE,setting=value,...`, the settings being those of the optimizer.
+
+    Raises:
+        UsageError: If a rule or a setting is unknown, or a value does not fit.
+
+    Examples:
+        >>> parse_arm("constant,weight_decay=0.3", OptimizerConfig()).optimizer.weight_decay
+        0.3
+        >>> parse_arm("scaled,algorithm=adamw", OptimizerConfig()).name
+        'scaled, algorithm=adamw'
+    """
+    rule, *settings = (part.strip() for part in text.split(","))
+    if rule not in DECAY_RULES:
+        raise UsageError(f"arm {text!r}: an arm starts with a decay rule, one of {', '.join(DECAY_RULES)}")
+    changes: dict[str, Any] = {"decay": rule}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        changes[key] = _value(text, key, value)
+    try:
+        data = {field.name: getattr(base, field.name) for field in fields(base)} | changes
+        return Arm(", ".join((rule, *settings)), from_data(OptimizerConfig, data, "optimizer"))
+    except ValueError as error:
+        raise UsageError(f"arm {text!r}: {error}") from error
+
+
+def _value(text: str, key: str, value: str) -> Any:
+    known = {field.name: getattr(OptimizerConfig(), field.name) for field in fields(OptimizerConfig)}
+    known.pop("betas")  # a list, and commas separate the settings of an arm
+    if key not in known or not value:
+        raise UsageError(f"arm {text!r}: after the rule come setting=value pairs, with settings {', '.join(known)}")
+    if isinstance(known[key], bool):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    if known[key] is None or isinstance(known[key], float):
+        try:
+            return float(value)
+        except ValueError as error:
+            raise UsageError(f"arm {text!r}: {key} must be a number, not {value!r}") from error
+    return value
+
+
+def with_lambda(arm: Arm, name: str, weight_decay: float) -> Arm:
+    """The arm at another lambda, under another name."""
+    return Arm(name, replace(arm.optimizer, weight_decay=weight_decay))
+
+
+def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
+    """The decay factor phi of every update of a run, for hidden and expert matrices as muP divides their rate."""
+    group = optimizer.lr * hidden_multiplier(config, optimizer)
+    peak = group if optimizer.peak == "group" else optimizer.lr
+    rule, lam = optimizer.decay, optimizer.weight_decay
+    return [float(decay_factor(rule, lam, group * multiple, peak)) for multiple in _multiples(config)]
+
+
+@lru_cache(maxsize=2)
+def _multiples(config: RunConfig) -> list[float]:
+    """The schedule, kept because every arm of a long run asks for it."""
+    multiple = schedule_multiple(config)
+    return [multiple(step) for step in range(config.steps)]
+
+
+def hidden_multiplier(config: RunConfig, optimizer: OptimizerConfig) -> float:
+    """What muP multiplies the base learning rate of hidden and expert matrices by."""
+    if optimizer.algorithm == "adamw":
+        return scalings(config.model)["hidden"].lr
+    return muon_lr_multiplier(config.model, optimizer.muon_lr)
+
+
+def same_total(config: RunConfig, arm: Arm) -> Arm:
+    """Constant decay whose factors add up to those of an arm: the control that tells less decay from later decay.
+
+    Under a cosine to a tenth, scaled decay applies 0.73 of what constant decay at the same lambda does; less, by
+    the factor that muP divides a group's rate by, where it divides by the undivided peak.
+
+    Raises:
+        UsageError: If the arm does not decay at all.
+    """
+    constant = replace(arm.optimizer, decay="constant")
+    total = math.fsum(decay_factors(config, constant))
+    if total == 0.0:
+        raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
+    weight_decay = constant.weight_decay * (math.fsum(decay_factors(config, arm.optimizer)) / total)
+    return Arm(f"constant, {CONTROL_SUFFIX}", replace(constant, weight_decay=weight_decay))

@@ -1,0 +1,221 @@
+"""The study behind `muonsw compare`: one comparison, the paper's effects as claims, and a verdict in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from muonsw.lab import paper
+from muonsw.lab.claims.claim import Claim, Stated, above, below
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.claims.table import Claims
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.report import write_report
+from muonsw.lab.runs import Run
+from muonsw.lab.studies.arms import Arm, Comparison, Runs, same_total
+from muonsw.lab.studies.outcome import (
+    ArmOutcome,
+    Outcome,
+    PairOutcome,
+    arms_table,
+    compare,
+    describe_divergence,
+    last_loss,
+    mean,
+    paired,
+    pairs_table,
+)
+from muonsw.lab.studies.study import PAGE, Conclusion, Study
+from muonsw.lab.studies.tuning import Tuned, edge_note, sweep_table, tune
+from muonsw.lab.studies.workshop import Workshop
+from muonsw.lab.tables import Table
+from muonsw.lab.train.config import RunConfig
+
+NAME = "comparison"
+SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
+MAIN_TABLE = Stated(paper.TABLE, SAME_LAMBDA)
+LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
+# Norms that differ by less than this did not move, whatever the interval.
+MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie above a hundredth: less is no movement")
+# Below this total decay no rule does much to the weights.
+NO_DECAY = 0.2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a comparison trained, and what a search for lambda found before."""
+
+    runs: Runs
+    outcome: Outcome
+    tuned: Sequence[Tuned] = ()
+
+
+@dataclass(frozen=True)
+class CompareStudy(Study[Trained]):
+    """Arms against a baseline, on the same weights and batches.
+
+    Attributes:
+        base: What the arms share.
+        arms: The first is the baseline.
+        seeds: How many.
+        title: Of the page.
+        control: Whether constant decay of the total of the first scaled arm is added.
+        tune_lambda: Whether each arm is compared at its best lambda, found on a seed of its own.
+    """
+
+    base: RunConfig
+    arms: tuple[Arm, ...]
+    seeds: int
+    title: str
+    control: bool = False
+    tune_lambda: bool = False
+    name: str = field(default="compare", init=False)
+    numbers: ClassVar[str] = "outcome.json"
+
+    def run(self, workshop: Workshop) -> Trained:
+        """Search for lambda where that is asked, then train every arm with every seed."""
+        tuned = tune(workshop.train, self.base, self.arms, seed=self.seeds) if self.tune_lambda else []
+        arms = [one.arm for one in tuned] or list(self.arms)
+        if self.control:
+            arms.append(same_total(self.base, next(arm for arm in arms if arm.optimizer.decay == "scaled")))
+        results = workshop.train([Comparison(NAME, self.base, tuple(arms), tuple(range(self.seeds)))])
+        return Trained(results[NAME], compare(results[NAME]), tuned)
+
+    def judge(self, found: Trained) -> Claims:
+        """The paper's claims, which are about one lambda for both rules; none where each has its own."""
+        return {} if self.tune_lambda else {NAME: effects(found.runs, found.outcome)}
+
+    def sentence(self, found: Trained, claims: Claims) -> str:  # noqa: ARG002
+        """What came out."""
+        return verdict(found.outcome, found.tuned)
+
+    def record(self, found: Trained, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
+        """The verdict, every arm, every pair, the claims."""
+        judged = [claim.as_data() for claim in claims.get(NAME, ())]
+        return {"verdict": self.sentence(found, claims), **found.outcome.as_data(), "claims": judged}
+
+    def tables(self, found: Trained) -> list[Table]:
+        """Arms, pairs, and the search."""
+        search = [sweep_table(found.tuned)] if found.tuned else []
+        return [arms_table(found.outcome), pairs_table(found.outcome.pairs), *search]
+
+    def draw(self, found: Trained, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
+        """The page."""
+        runs = [run for those in found.runs.values() for run in those]
+        claims = conclusion.claims if any(conclusion.claims.values()) else None
+        return write_report(
+            folder / PAGE,
+            self.title,
+            runs,
+            verdict=conclusion.sentence,
+            claims=claims,
+            tables=conclusion.tables,
+            images=images,
+        )
+
+
+def effects(runs: Runs, outcome: Outcome) -> list[Claim]:
+    """The claims that a comparison of scaled with constant decay allows; none where it compares other things."""
+    arms = {arm.name: arm for arm in outcome.arms}
+    found = []
+    for pair in outcome.pairs:
+        one, other = arms[pair.baseline], arms[pair.arm]
+        rules = (one.rule, other.rule) == ("constant", "scaled")
+        if rules and _same_lambda(one, other) and pair.interval is not None:
+            statement = f"{pair.arm} ends at a lower validation loss than {pair.baseline}"
+            limits = "at this size and length the gain need not be the paper's"
+            both = runs[pair.baseline], runs[pair.arm]
+            found.append(lower_loss("loss", statement, *both, limits=limits))
+            if not any(map(math.isnan, one.norm_change + other.norm_change)):  # they were recorded
+                found.append(kept_norm("norm", HELD, *both))
+    return found
+
+
+HELD = "constant decay shrinks the weights while the learning rate falls, scaled decay holds them"
+
+
+def lower_loss(
+    id: str,
+    statement: str,
+    constant: Sequence[Run],
+    scaled: Sequence[Run],
+    *,
+    source: Stated = MAIN_TABLE,
+    limits: str = "",
+) -> Claim:
+    """The scaled arm's final validation loss is lower, seed by seed."""
+    return below(id, statement, source, over_seeds(paired(scaled, constant, last_loss)), 0.0, LOWER, limits=limits)
+
+
+def kept_norm(id: str, statement: str, constant: Sequence[Run], scaled: Sequence[Run]) -> Claim:
+    """The scaled arm keeps more of its largest norm, seed by seed."""
+    kept = over_seeds(paired(scaled, constant, lambda run: run.norm_change))
+    return above(id, statement, Stated(paper.HEADLINE, SAME_LAMBDA), kept, 0.0, MOVED)
+
+
+def verdict(outcome: Outcome, tuned: Sequence[Tuned] = ()) -> str:
+    """What came out, in a few sentences that claim no more than the numbers carry."""
+    arms = {arm.name: arm for arm in outcome.arms}
+    lines = [_diverged(arm) for arm in outcome.arms if arm.diverged]
+    lines += [_loss(pair, arms) for pair in outcome.pairs]
+    lines += [_norms(outcome.arms), *_caveats(outcome, tuned)]
+    return " ".join(line for line in lines if line)
+
+
+def _diverged(arm: ArmOutcome) -> str:
+    where = f"{arm.name!r} diverged {describe_divergence(arm.diverged)}"
+    if not arm.seeds:
+        return f"{where}: it cannot be trained with these settings, so it has no final loss to compare."
+    return f"{where}; it is compared on its other seeds, which flatters it."
+
+
+def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome]) -> str:
+    seeds = f"{len(pair.seeds)} seed{'s' if len(pair.seeds) != 1 else ''}"
+    size = f"{abs(pair.mean):.4f} nats"
+    if not pair.seeds:
+        return f"{pair.arm!r} and {pair.baseline!r} cannot be compared: no seed was completed by both."
+    if not math.isfinite(pair.mean):
+        return f"{pair.arm!r} against {pair.baseline!r}: a run has no final loss."
+    if pair.interval is None:
+        direction = "below" if pair.mean < 0 else "above"
+        return f"{pair.arm!r} ended {size} {direction} {pair.baseline!r}; one seed says nothing about chance."
+    spread = (
+        f"{pair.mean:+.4f} nats, {pair.interval.method} interval {pair.interval.low:+.4f} to {pair.interval.high:+.4f}"
+    )
+    if pair.interval.low <= 0.0 <= pair.interval.high:
+        both = f"{pair.arm!r} and {pair.baseline!r}"
+        return f"The final losses of {both} do not differ beyond chance over {seeds} ({spread})."
+    word = "lower" if pair.mean < 0 else "higher"
+    same = "same lambda" if _same_lambda(arms[pair.arm], arms[pair.baseline]) else "different lambda"
+    text = f"{pair.arm!r} ended {word} than {pair.baseline!r} over {seeds} ({spread}; {same})."
+    match = pair.mean_match
+    if word == "lower" and match is not None:
+        text += f" It reached the other's best loss after {100 * match:.0f}% of its updates."
+    return text
+
+
+def _same_lambda(one: ArmOutcome, other: ArmOutcome) -> bool:
+    return math.isclose(one.weight_decay, other.weight_decay)
+
+
+def _norms(arms: Sequence[ArmOutcome]) -> str:
+    known = [(arm.name, mean(arm.norm), mean(arm.norm_change)) for arm in arms]
+    shown = [
+        f"{name!r} ends at {norm:.3f} ({100 * change:+.0f}%)" for name, norm, change in known if math.isfinite(norm)
+    ]
+    return f"Weight RMS, and its change since its largest value: {', '.join(shown)}." if shown else ""
+
+
+def _caveats(outcome: Outcome, tuned: Sequence[Tuned]) -> list[str]:
+    notes = [edge_note(tuned)]
+    if max(arm.total_decay for arm in outcome.arms) < NO_DECAY:
+        notes.append("Decay hardly acts at this length (its factors add up to less than 0.2): no rule could matter.")
+    if not tuned and len({arm.rule for arm in outcome.arms}) > 1:
+        notes.append(
+            "A comparison at one lambda answers the paper's question; constant decay may do better at a smaller "
+            "lambda, which --tune-lambda looks for."
+        )
+    return notes

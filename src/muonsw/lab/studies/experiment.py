@@ -1,0 +1,69 @@
+"""Experiments as data: a name, the hypotheses they satisfy, their settings, and the function that runs them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from muonsw.lab.claims.claim import Evidence
+
+Progress = Callable[[float], None]
+
+
+def silent(fraction: float) -> None:
+    """Report progress to nobody."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a run is given besides its settings.
+
+    Attributes:
+        generator: Stated of every random number of the experiment.
+        progress: Told the fraction that is done, now and then.
+    """
+
+    generator: torch.Generator
+    progress: Progress = silent
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One block of claims that are checked together.
+
+    Attributes:
+        name: How it is called within its study.
+        title: One line for lists.
+        hypotheses: What the claims assume; the function checks it and raises `HypothesisError`.
+        settings: A frozen dataclass, the setting that is run by default.
+        function: Runs it, given settings and context.
+        cost: Rough seconds, so that the longest is started first.
+    """
+
+    name: str
+    title: str
+    hypotheses: tuple[str, ...]
+    settings: Any
+    function: Callable[[Any, Context], Evidence]
+    cost: float = 1.0
+
+    def run(self, seed: int = 0, *, settings: Any = None, progress: Progress = silent) -> Evidence:
+        """Run with random numbers that depend on the seed and the name alone, so that order does not matter."""
+        generator = torch.Generator().manual_seed(seed_for(seed, self.name))
+        chosen = self.settings if settings is None else settings
+        return self.function(chosen, Context(generator, progress))
+
+
+def seed_for(seed: int, name: str) -> int:
+    """A seed of its own for each named experiment, the same on every machine.
+
+    Examples:
+        >>> seed_for(0, "scalar") == seed_for(0, "scalar") != seed_for(1, "scalar")
+        True
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,343 @@
+"""What comparisons found: each arm's losses and norms, paired differences with their uncertainty, and their tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from muonsw.lab.claims.claim import Interval
+from muonsw.lab.claims.statistics import interval_of
+from muonsw.lab.runs import Run
+from muonsw.lab.storage import plain
+from muonsw.lab.studies.arms import Results, Runs, decay_factors
+from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.train.config import RunConfig
+from muonsw.theory import relaxation_number
+
+Measure = Callable[[Run], float]
+
+
+def diverged_at(run: Run) -> int | None:
+    """The update at which a run diverged; None if it did not."""
+    step = (run.result or {}).get("diverged")
+    return step if isinstance(step, int) else None
+
+
+def completed(runs: Sequence[Run]) -> list[Run]:
+    """The runs that did not diverge."""
+    return [run for run in runs if diverged_at(run) is None]
+
+
+def last_loss(run: Run) -> float:
+    """The last validation loss, not a number where there is none or the run diverged."""
+    return run.final_loss if diverged_at(run) is None else math.nan
+
+
+def lowest_loss(run: Run) -> float:
+    """The best validation loss, not a number where there is none or the run diverged."""
+    return run.best_loss if diverged_at(run) is None else math.nan
+
+
+def log_end_norm(run: Run) -> float:
+    """The logarithm of the last norm, so that differences are ratios; not a number where none was recorded."""
+    return math.log(run.final_norm) if run.final_norm > 0 else math.nan
+
+
+def by_seed(runs: Sequence[Run]) -> dict[int, Run]:
+    """The runs that did not diverge, by seed."""
+    return {int(run.config["seed"]): run for run in completed(runs)}
+
+
+def paired(one: Sequence[Run], other: Sequence[Run], measure: Measure) -> list[float]:
+    """A measure of one arm minus that of the other, on the seeds that both completed."""
+    ours, theirs = by_seed(one), by_seed(other)
+    return [measure(ours[seed]) - measure(theirs[seed]) for seed in ours if seed in theirs]
+
+
+@dataclass(frozen=True)
+class ArmOutcome:
+    """One arm over its seeds; runs that diverged have no other values.
+
+    Attributes:
+        name: The arm.
+        rule: Its decay rule.
+        weight_decay: Its lambda.
+        seeds: Of the runs that were completed, in the order of the values below.
+        final: Last validation loss of each run.
+        best: Lowest validation loss of each run.
+        norm: Weight RMS of the decayed matrices at the end of each run.
+        norm_change: The same relative to its largest value, minus one.
+        relative_update: Update over weight RMS, at the peak of the learning rate.
+        relaxation: N = 2 sum phi, how many relaxation times the run lasts.
+        total_decay: Sum of phi.
+        phi_peak: Decay of one update at the peak.
+        memory_ratio: phi_peak over 1 - beta; well under one where decay is slow beside momentum.
+        diverged: By seed, the update at which a run diverged.
+    """
+
+    name: str
+    rule: str
+    weight_decay: float
+    seeds: tuple[int, ...]
+    final: tuple[float, ...]
+    best: tuple[float, ...]
+    norm: tuple[float, ...]
+    norm_change: tuple[float, ...]
+    relative_update: tuple[float, ...]
+    relaxation: float
+    total_decay: float
+    phi_peak: float
+    memory_ratio: float
+    diverged: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class PairOutcome:
+    """One arm against the baseline, seed by seed.
+
+    Attributes:
+        baseline: The arm that is compared with.
+        arm: The arm.
+        seeds: Those that both completed, in the order of the values below.
+        differences: Final loss of the arm minus the baseline's; negative where the arm is better.
+        mean: Their mean; not a number where there is none.
+        interval: Of their mean; None with fewer than two seeds.
+        steps_to_match: The update at which the arm reaches the baseline's best loss, over the update at which the
+            baseline did; None where it never does.
+        match_interval: Of the mean of those; None where one is missing or with fewer than two seeds.
+    """
+
+    baseline: str
+    arm: str
+    seeds: tuple[int, ...]
+    differences: tuple[float, ...]
+    mean: float
+    interval: Interval | None
+    steps_to_match: tuple[float | None, ...]
+    match_interval: Interval | None
+
+    @property
+    def mean_match(self) -> float | None:
+        """Mean of the steps to match; None where one is missing."""
+        known = [value for value in self.steps_to_match if value is not None]
+        return math.fsum(known) / len(known) if known and len(known) == len(self.steps_to_match) else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A whole comparison; the first arm is the baseline of every pair."""
+
+    arms: tuple[ArmOutcome, ...]
+    pairs: tuple[PairOutcome, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything as JSON data."""
+        data: dict[str, Any] = plain(asdict(self))
+        return data
+
+
+def compare(runs: Runs) -> Outcome:
+    """What the runs of several arms say; the first arm is the baseline."""
+    first, *others = runs.values()
+    arms = tuple(arm_outcome(those) for those in runs.values())
+    return Outcome(arms, tuple(pair_outcome(first, those) for those in others))
+
+
+def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
+    """What the runs of one arm found; they differ in the seed alone."""
+    config = RunConfig.from_data(runs[0].config)
+    phis, ended = decay_factors(config, config.optimizer), completed(runs)
+    norms = [run.telemetry.scope("decayed") for run in ended]
+    beta = config.optimizer.betas[0] if config.optimizer.algorithm == "adamw" else config.optimizer.momentum
+    return ArmOutcome(
+        name=config.arm,
+        rule=config.optimizer.decay,
+        weight_decay=config.optimizer.weight_decay,
+        seeds=tuple(int(run.config["seed"]) for run in ended),
+        final=tuple(map(last_loss, ended)),
+        best=tuple(map(lowest_loss, ended)),
+        norm=tuple(float(scope["weight_rms"][-1]) if scope.records else math.nan for scope in norms),
+        norm_change=tuple(run.norm_change for run in ended),
+        relative_update=tuple(map(_relative_update_at_peak, ended)),
+        relaxation=relaxation_number(phis),
+        total_decay=math.fsum(phis),
+        phi_peak=max(phis),
+        memory_ratio=max(phis) / (1.0 - beta),
+        diverged={int(run.config["seed"]): step for run in runs if (step := diverged_at(run)) is not None},
+    )
+
+
+def _relative_update_at_peak(run: Run) -> float:
+    scope = run.telemetry.scope("decayed")
+    if not scope.records or not np.isfinite(scope["lr"]).any():
+        return math.nan
+    return float(scope["relative_update"][int(np.nanargmax(scope["lr"]))])
+
+
+def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
+    """An arm against the baseline, on the seeds that both completed."""
+    ours, theirs = by_seed(arm), by_seed(baseline)
+    seeds = tuple(seed for seed in theirs if seed in ours)
+    differences = tuple(last_loss(ours[seed]) - last_loss(theirs[seed]) for seed in seeds)
+    matches = tuple(steps_to_match(theirs[seed], ours[seed]) for seed in seeds)
+    known = [match for match in matches if match is not None]
+    return PairOutcome(
+        baseline=str(baseline[0].config["arm"]),
+        arm=str(arm[0].config["arm"]),
+        seeds=seeds,
+        differences=differences,
+        mean=mean(differences),
+        interval=interval_of(differences),
+        steps_to_match=matches,
+        match_interval=interval_of(known) if len(known) == len(matches) else None,
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; not a number where there is nothing."""
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def steps_to_match(baseline: Run, arm: Run) -> float | None:
+    """The update at which the arm first has the baseline's best loss, over the update at which the baseline had it."""
+    steps, losses = baseline.evals.known("loss")
+    best = int(losses.argmin())
+    if steps[best] == 0:
+        return None
+    reached = first_crossing(*arm.evals.known("loss"), level=float(losses[best]))
+    return None if reached is None else reached / float(steps[best])
+
+
+def first_crossing(steps: Any, losses: Any, level: float) -> float | None:
+    """The step at which a loss first falls to a level, between evaluations by a straight line; None if never.
+
+    Examples:
+        >>> first_crossing([0, 10, 20], [5.0, 4.0, 3.0], 3.5)
+        15.0
+        >>> first_crossing([0, 10], [5.0, 4.0], 3.5) is None
+        True
+    """
+    for place, loss in enumerate(losses):
+        if loss <= level:
+            if place == 0:
+                return float(steps[0])
+            before = losses[place - 1]
+            share = (before - level) / (before - loss)
+            return float(steps[place - 1] + share * (steps[place] - steps[place - 1]))
+    return None
+
+
+def divergences(results: Results) -> list[str]:
+    """Every run that diverged, in words.
+
+    An arm that diverged with several seeds is one entry.
+    """
+    found = []
+    for name, arms in results.items():
+        for arm, runs in arms.items():
+            where = {int(run.config["seed"]): step for run in runs if (step := diverged_at(run)) is not None}
+            if where:
+                called = f"{name}: {arm}" if len(results) > 1 else arm
+                found.append(f"{called!r} diverged {describe_divergence(where)}")
+    return found
+
+
+def describe_divergence(where: Mapping[int, int]) -> str:
+    """At which update runs diverged, by seed.
+
+    Examples:
+        >>> describe_divergence({0: 57, 2: 60})
+        'at update 57 (seed 0) and 60 (seed 2)'
+    """
+    return "at update " + " and ".join(f"{step:,} (seed {seed})" for seed, step in where.items())
+
+
+def arms_table(outcome: Outcome) -> Table:
+    """One row for each arm: losses and norms with their intervals over seeds."""
+    columns = (
+        Column("arm", rank=0),
+        Column("lambda", number=True, rank=0),
+        Column("seeds", number=True, rank=2),
+        Column("final loss", number=True, rank=0),
+        Column("best loss", number=True, rank=2),
+        Column("weight RMS at the end", number=True, rank=1),
+        Column("change since largest", number=True, rank=1),
+        Column("relative update at peak", number=True, digits=3, rank=3),
+        Column("N", number=True, digits=3, rank=3),
+        Column("sum of phi", number=True, digits=3, rank=3),
+        Column("phi at peak / (1 - beta)", number=True, digits=2, rank=3),
+    )
+    note = (
+        "Means over seeds with 95% t intervals. N = 2 sum phi counts relaxation times: runs with equal N forget their "
+        "initial norm equally well. Losses are validation cross-entropy in nats a token."
+    )
+    return Table("arms", "Arms", columns, [_arm_row(arm) for arm in outcome.arms], note)
+
+
+def _arm_row(arm: ArmOutcome) -> tuple[Value | Cell, ...]:
+    change, update = mean(arm.norm_change), mean(arm.relative_update)
+    final: Value | Cell = with_interval(arm.final)
+    if arm.diverged:
+        lost = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
+        final = Cell(lost, note=describe_divergence(arm.diverged), tone="fails")
+    return (
+        arm.name,
+        arm.weight_decay,
+        len(arm.seeds),
+        final,
+        with_interval(arm.best),
+        with_interval(arm.norm, digits=3),
+        f"{100 * change:+.0f} %" if math.isfinite(change) else None,
+        None if math.isnan(update) else update,
+        arm.relaxation,
+        arm.total_decay,
+        arm.memory_ratio,
+    )
+
+
+def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
+    """One row for each arm against the baseline: paired differences and steps to match."""
+    columns = (
+        "arm",
+        Column("against", rank=2),
+        Column("difference of final loss", number=True, rank=0),
+        Column("95% t interval", number=True),
+        Column("seed by seed", number=True, rank=3),
+        Column("steps to match", number=True, rank=2),
+    )
+    note = (
+        "Differences are paired by seed; negative is better. Steps to match: the update at which the arm reaches the "
+        "other's best loss, over the update at which the other did; it compares the middle of one schedule with the "
+        "end of another, so read it beside the final losses."
+    )
+    return Table("pairs", "Against the baseline", columns, [_pair_row(pair) for pair in pairs], note)
+
+
+def _pair_row(pair: PairOutcome) -> tuple[Value, ...]:
+    matches = "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f} %"
+    if pair.match_interval is not None:
+        matches += f" [{100 * pair.match_interval.low:.0f}, {100 * pair.match_interval.high:.0f}]"
+    return (
+        pair.arm,
+        pair.baseline,
+        f"{pair.mean:+.4f}" if pair.seeds else None,
+        None if pair.interval is None else f"[{pair.interval.low:+.4f}, {pair.interval.high:+.4f}]",
+        ", ".join(f"{value:+.4f}" for value in pair.differences) or None,
+        matches if pair.seeds else None,
+    )
+
+
+def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
+    """A mean with the half-width of its interval; None where there is nothing.
+
+    Examples:
+        >>> with_interval([1.0, 2.0, 3.0])
+        '2.0000 ± 2.4841'
+    """
+    interval = interval_of(values)
+    half = "" if interval is None else f" ± {(interval.high - interval.low) / 2:.{digits}f}"
+    return f"{mean(values):.{digits}f}{half}" if values else None

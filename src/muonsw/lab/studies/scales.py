@@ -1,0 +1,232 @@
+"""The sizes at which training studies run: the paper's own, minutes on one GPU, and a laptop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from muonsw.lab import paper
+from muonsw.lab.data.prepare import prepare_default
+from muonsw.lab.data.shards import read_record
+from muonsw.lab.errors import UsageError
+from muonsw.lab.model import ModelConfig, MuP, preset
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.presets import DEFAULT_DATA, default_data, preset_run
+
+# Filled in once the tokens are known.
+NO_DATA = ""
+GPT2_VOCAB = 50_257
+# A sweep of the learning rate goes where training is unstable: only a loss that is not finite ends its runs.
+NEVER = 1e9
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Everything that a study leaves open.
+
+    Attributes:
+        name: What `--scale` is given.
+        title: What it is, for lists and reports.
+        rows: The runs of the main table by width, with the scaled rule and the undivided peak.
+        headline: The width of the figures.
+        others: The widths of the figures beside the headline's.
+        small: The width of studies that the paper does not have.
+        sweep: The AdamW run whose learning rate is swept, at the width of the horizons.
+        sweep_widths: Widths of that sweep.
+        rates: Learning rates, ascending.
+        horizons: Updates, ascending.
+        factors: Multiples of lambda.
+        seeds: How many for each arm.
+        sweep_seeds: How many for each point of a sweep.
+        tflops: FLOPs that one run sustains in a second, in units of 1e12; a guess for planning.
+        workers: Runs at a time that the times are given for.
+        tokens: Makes or finds the tokens where no folder is given.
+        vocab: The vocabulary that a given folder must have; None takes any.
+    """
+
+    name: str
+    title: str
+    rows: Mapping[int, RunConfig]
+    headline: int
+    others: tuple[int, ...]
+    small: int
+    sweep: RunConfig
+    sweep_widths: tuple[int, ...]
+    rates: tuple[float, ...]
+    horizons: tuple[int, ...]
+    factors: tuple[float, ...]
+    seeds: int
+    sweep_seeds: int
+    tflops: float
+    workers: int
+    tokens: Callable[[], Path]
+    vocab: int | None = None
+
+    @property
+    def base_width(self) -> int:
+        """The width at which muP divides nothing."""
+        return self.rows[self.headline].model.mup.base_width
+
+    @property
+    def printed(self) -> bool:
+        """Whether the paper's numbers are those of this size."""
+        return self.name == "paper"
+
+    def with_seeds(self, seeds: int | None) -> Scale:
+        """The same with so many seeds everywhere; None leaves its own."""
+        return self if seeds is None else replace(self, seeds=seeds, sweep_seeds=seeds)
+
+
+def relaxed(name: str, model: ModelConfig, *, phi_peak: float) -> RunConfig:
+    """A short run relaxation-matched to the paper: lambda so large that a step at the peak decays by `phi_peak`.
+
+    Lambda times the group's learning rate times the updates, which fixes how far the norm relaxes, then is `phi_peak`
+    times the updates: 35 for the paper's width 256, and for 3,500 updates at 0.01.
+
+    Examples:
+        >>> run = relaxed("mini", replace(preset("mini"), mup=MuP(base_width=128)), phi_peak=0.01)
+        >>> run.optimizer.weight_decay * run.optimizer.lr / 2 * run.steps
+        35.0
+    """
+    run = preset_run(name, NO_DATA, model=model)
+    # The paper's choices where it matters which peak decay divides by; the rest is the preset's.
+    optimizer = replace(run.optimizer, muon_lr="adam", peak="base")
+    weight_decay = phi_peak * model.relative_width / optimizer.lr
+    return replace(run, optimizer=replace(optimizer, weight_decay=weight_decay))
+
+
+def adamw_sweep(run: RunConfig, steps: int, *, weight_decay: float = 0.1) -> RunConfig:
+    """The run with AdamW for all parameters and constant decay, as the paper tuned its learning rate."""
+    optimizer = replace(run.optimizer, algorithm="adamw", decay="constant", weight_decay=weight_decay, peak="group")
+    every = max(1, steps // 10)
+    return replace(
+        run, optimizer=optimizer, steps=steps, diverged=NEVER, eval_every=every, checkpoint_every=steps,
+        telemetry_every=every,
+    )  # fmt: skip
+
+
+def at_width(run: RunConfig, width: int) -> RunConfig:
+    """The same run of a wider or narrower model.
+
+    Examples:
+        >>> at_width(PAPER.sweep, 512).model == preset("w512")
+        True
+    """
+    return replace(run, model=widened(run.model, width))
+
+
+def widened(model: ModelConfig, width: int) -> ModelConfig:
+    """The same model at another width; an expert width that was given grows with it.
+
+    Examples:
+        >>> widened(preset("demo"), 128).ff_width / preset("demo").ff_width
+        2.0
+    """
+    ff = None if model.ff is None else model.ff * width // model.width
+    return replace(model, width=width, ff=ff)
+
+
+def _paper_tokens() -> Path:
+    raise UsageError(
+        "--scale paper needs --data DIR with GPT-2 tokens of FineWeb: make them with "
+        "muonsw data prepare --source fineweb --tokenizer gpt2"
+    )
+
+
+def _mini_tokens() -> Path:
+    vocab = preset("mini").vocab
+    folder = DEFAULT_DATA / f"python-packages-bpe{vocab}"
+    prepare_default(folder, vocab=vocab, packages=True)
+    return folder
+
+
+def _cpu_tokens() -> Path:
+    return default_data(preset("demo").vocab)
+
+
+def _wider(run: RunConfig, name: str, width: int, phi_peak: float) -> RunConfig:
+    return relaxed(name, widened(run.model, width), phi_peak=phi_peak)
+
+
+PAPER = Scale(
+    name="paper",
+    title="the paper's own configuration, for a cluster",
+    rows={width: preset_run(f"w{width}", NO_DATA) for width in paper.ROWS},
+    headline=1024,
+    others=(512, 768),
+    small=256,
+    sweep=adamw_sweep(preset_run("w256", NO_DATA), 5_000),
+    sweep_widths=tuple(paper.SWEEP),
+    rates=paper.SWEEP_RATES,
+    horizons=(5_000, 10_000, 20_000),
+    factors=(0.25, 0.5, 1.0, 2.0, 4.0),
+    seeds=1,
+    sweep_seeds=1,
+    tflops=400.0,
+    workers=1,
+    tokens=_paper_tokens,
+    vocab=GPT2_VOCAB,
+)
+
+_MINI = relaxed("mini", replace(preset("mini"), width=128, mup=MuP(base_width=128)), phi_peak=0.01)
+MINI = Scale(
+    name="mini",
+    title="6 layers, Python source, minutes to an hour on one GPU",
+    # The widest row has half the batch, so that the table fits an hour.
+    rows={
+        128: _MINI,
+        256: _wider(_MINI, "mini", 256, 0.01),
+        512: replace(_wider(_MINI, "mini", 512, 0.01), batch=_MINI.batch // 2),
+    },
+    headline=256,
+    others=(128, 512),
+    small=256,
+    sweep=adamw_sweep(_MINI, 1_000),
+    sweep_widths=(128, 256, 512),
+    rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
+    horizons=(1_000, 2_000, 4_000),
+    factors=(0.1, 0.25, 0.5, 1.0, 2.0),
+    seeds=3,
+    sweep_seeds=2,
+    tflops=100.0,
+    workers=1,
+    tokens=_mini_tokens,
+)
+
+_CPU = relaxed("demo", replace(preset("demo"), mup=MuP(base_width=64)), phi_peak=0.02)
+CPU = Scale(
+    name="cpu",
+    title="4 layers, Python source, under half an hour on two cores",
+    rows={64: _CPU, 96: _wider(_CPU, "demo", 96, 0.02)},
+    headline=64,
+    others=(96,),
+    small=64,
+    sweep=adamw_sweep(_CPU, 240),
+    sweep_widths=(32, 64, 128),
+    rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
+    horizons=(120, 240, 480),
+    factors=(0.1, 0.25, 0.5, 1.0, 2.0),
+    seeds=3,
+    sweep_seeds=2,
+    tflops=0.05,
+    workers=2,
+    tokens=_cpu_tokens,
+)
+
+SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)}
+
+
+def find_data(scale: Scale, given: Path | None) -> Path:
+    """The tokens of a scale, prepared if need be.
+
+    Raises:
+        UsageError: If the scale needs a folder and none is given, or it has another vocabulary.
+    """
+    if given is None:
+        return scale.tokens()
+    size = read_record(given).vocab_size
+    if scale.vocab is not None and size != scale.vocab:
+        wanted = f"--scale {scale.name} needs GPT-2 tokens, a vocabulary of {scale.vocab:,}"
+        raise UsageError(f"{wanted}; {given} has {size:,}: prepare it with --tokenizer gpt2")
+    return given

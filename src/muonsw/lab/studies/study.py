@@ -1,0 +1,344 @@
+"""The one protocol of all studies: run, judge, draw. What they share, and the two kinds that the catalogue has."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from muonsw.lab.claims.claim import Claim, Evidence, Verdict, count_verdicts, failed_first
+from muonsw.lab.claims.table import Claims, any_failed
+from muonsw.lab.processes import environment
+from muonsw.lab.report.report import write_report
+from muonsw.lab.report.sections import Chart
+from muonsw.lab.storage import plain, write_atomically, write_json
+from muonsw.lab.studies.arms import Comparison, Results
+from muonsw.lab.studies.experiment import Experiment
+from muonsw.lab.studies.outcome import arms_table, compare, completed, divergences, pairs_table
+from muonsw.lab.studies.scales import CPU, Scale
+from muonsw.lab.studies.workshop import Finished, Workshop, relabelled
+from muonsw.lab.tables import Table
+from muonsw.lab.train.config import RunConfig
+from muonsw.registry import Registry
+
+PAGE = "report.html"
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What came out of a study that was run and judged.
+
+    Attributes:
+        sentence: What came out, in a few words.
+        claims: By the experiment that makes them.
+        tables: Numbers beside them, the most telling one first.
+        paths: What was written, the numbers first.
+        seconds: How long it took.
+    """
+
+    sentence: str
+    claims: Claims
+    tables: Sequence[Table]
+    paths: Sequence[Path]
+    seconds: float
+
+    @property
+    def all_claims(self) -> list[Claim]:
+        """The claims, those that failed first."""
+        return failed_first(chain.from_iterable(self.claims.values()))
+
+    @property
+    def failed(self) -> bool:
+        """Whether a claim fails; one that is undecided does not."""
+        return any_failed(self.claims)
+
+
+class Study(ABC, Generic[Found]):
+    """A question with the work that answers it; `conduct` runs it, judges it and draws it.
+
+    Attributes:
+        name: What `muonsw reproduce` is given.
+        title: One line for lists and pages.
+        numbers: The file that its numbers are written to.
+    """
+
+    name: str
+    title: str
+    numbers: ClassVar[str] = "claims.json"
+
+    @abstractmethod
+    def run(self, workshop: Workshop) -> Found:
+        """Make what is needed; what exists already is taken."""
+
+    @abstractmethod
+    def judge(self, found: Found) -> Claims:
+        """The claims that it allows."""
+
+    @abstractmethod
+    def sentence(self, found: Found, claims: Claims) -> str:
+        """What came out, claiming no more than the numbers carry."""
+
+    @abstractmethod
+    def record(self, found: Found, claims: Claims, seconds: float) -> dict[str, Any]:
+        """All numbers as data, with how long they took."""
+
+    def tables(self, found: Found) -> Sequence[Table]:  # noqa: ARG002 (a study may have none)
+        """Numbers beside the claims, the most telling table first."""
+        return ()
+
+    @abstractmethod
+    def draw(self, found: Found, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
+        """Write figures and a page; with `images` the figures of the page as files too."""
+
+
+def conduct(study: Study[Found], workshop: Workshop, folder: Path, *, images: bool = True) -> Conclusion:
+    """Run a study to its end, judge it, and write what it found into a folder that exists."""
+    start = time.perf_counter()
+    found = study.run(workshop)
+    claims, seconds = study.judge(found), time.perf_counter() - start
+    conclusion = Conclusion(
+        sentence=study.sentence(found, claims),
+        claims=claims,
+        tables=study.tables(found),
+        paths=[write_json(folder / study.numbers, study.record(found, claims, seconds))],
+        seconds=seconds,
+    )
+    return replace(conclusion, paths=[*conclusion.paths, *study.draw(found, conclusion, folder, images=images)])
+
+
+def counts(claims: Claims) -> dict[str, int]:
+    """How many claims there are, and how many failed or are undecided."""
+    verdicts = [claim.verdict for those in claims.values() for claim in those]
+    return {
+        "claims_total": len(verdicts),
+        "claims_failed": verdicts.count(Verdict.FAILS),
+        "claims_undecided": verdicts.count(Verdict.UNDECIDED),
+    }
+
+
+@dataclass(frozen=True)
+class ExperimentStudy(Study[Mapping[str, Finished]]):
+    """Experiments that are reproduced together under one name, and the picture drawn from them.
+
+    Attributes:
+        name: What `muonsw reproduce` is given.
+        title: One line for lists.
+        experiments: In the order in which they are shown.
+        picture: Writes figures from the evidence into a folder and returns their paths.
+        seed: Of every random number.
+    """
+
+    name: str
+    title: str
+    experiments: tuple[Experiment, ...]
+    picture: Callable[[Mapping[str, Evidence], Path], list[Path]]
+    seed: int = 0
+
+    def select(self, name: str) -> ExperimentStudy:
+        """The study with one of its experiments only."""
+        known: Registry[Experiment] = Registry(f"experiment of {self.name}")
+        for experiment in self.experiments:
+            known.register(experiment.name, experiment)
+        return replace(self, experiments=(known[name],))
+
+    def run(self, workshop: Workshop) -> Mapping[str, Finished]:
+        """Run all experiments."""
+        return workshop.experiment(self.experiments, seed=self.seed)
+
+    def judge(self, found: Mapping[str, Finished]) -> Claims:
+        """Experiments judge themselves; those claims that failed come first."""
+        return {name: failed_first(result.evidence.claims) for name, result in found.items()}
+
+    def sentence(self, found: Mapping[str, Finished], claims: Claims) -> str:  # noqa: ARG002
+        """How many claims hold, and what a finite run cannot show."""
+        count = count_verdicts([claim for those in claims.values() for claim in those])
+        if any_failed(claims):
+            return count
+        return f"{count} Finite runs on these objectives agree with the theory, and cannot prove its limits."
+
+    def record(self, found: Mapping[str, Finished], claims: Claims, seconds: float) -> dict[str, Any]:
+        """Everything except the curves."""
+        each = {name: round(result.seconds, 2) for name, result in found.items()}
+        return {
+            "study": self.name,
+            "title": self.title,
+            "seed": self.seed,
+            **counts(claims),
+            "experiments": [
+                {
+                    "name": experiment.name,
+                    "title": experiment.title,
+                    "hypotheses": experiment.hypotheses,
+                    "settings": asdict(experiment.settings),
+                    "claims": [claim.as_data() for claim in claims[experiment.name]],
+                }
+                for experiment in self.experiments
+            ],
+            "seconds": each | {"total": round(seconds, 2)},
+            "environment": environment(),
+        }
+
+    def draw(self, found: Mapping[str, Finished], conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:  # noqa: ARG002
+        """The curves as data, and the picture."""
+        evidence = {name: result.evidence for name, result in found.items()}
+        curves = [asdict(series) for one in evidence.values() for series in one.series]
+        text = json.dumps(seven_digits(plain(curves)), separators=(",", ":"), allow_nan=False)
+        paths = [write_atomically(folder / "series.json", text + "\n")] if curves else []
+        return [*paths, *self.picture(evidence, folder)]
+
+
+def seven_digits(value: Any) -> Any:
+    """Floats at seven significant digits, which no picture can tell from more."""
+    if isinstance(value, Mapping):
+        return {key: seven_digits(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [seven_digits(item) for item in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def nothing(_results: Results, _scale: Scale) -> Sequence[Any]:
+    """No comparison that waits for results, no table or figure beside those that every study has."""
+    return ()
+
+
+def no_figures(_results: Results, _folder: Path) -> list[Path]:
+    """No figure in a file of its own."""
+    return []
+
+
+@dataclass(frozen=True)
+class TrainingStudy(Study[Results]):
+    """One table or figure of the paper, or a question next to it, answered by training.
+
+    Attributes:
+        name: What `muonsw reproduce` is given.
+        title: One line for lists.
+        reference: Where the paper has it.
+        scaled: By scale, how it was scaled, in words; the scales it can be run at.
+        comparisons: The runs, given a scale.
+        claims: The claims that they allow.
+        follow_up: Runs that depend on what the first ones found; given no results, stand-ins that cost the same.
+        own_tables: Tables of its own.
+        charts: Figures of its own, for the page.
+        figures: Figures of its own, as files in a folder.
+        scale: At which size it is run.
+    """
+
+    name: str
+    title: str
+    reference: str
+    scaled: Mapping[str, str]
+    comparisons: Callable[[Scale], Sequence[Comparison]]
+    claims: Callable[[Results, Scale], Sequence[Claim]]
+    follow_up: Callable[[Results, Scale], Sequence[Comparison]] = nothing
+    own_tables: Callable[[Results, Scale], Sequence[Table]] = nothing
+    charts: Callable[[Results, Scale], Sequence[Chart]] = nothing
+    figures: Callable[[Results, Path], list[Path]] = no_figures
+    scale: Scale = CPU
+
+    def at(self, scale: Scale) -> TrainingStudy:
+        """The study at another scale."""
+        return replace(self, scale=scale)
+
+    def planned(self) -> list[Comparison]:
+        """All comparisons, those that wait for results with stand-ins."""
+        return [*self.comparisons(self.scale), *self.follow_up({}, self.scale)]
+
+    def runs(self) -> list[RunConfig]:
+        """Every run, those that comparisons share once."""
+        return list(dict.fromkeys(config for one in self.planned() for config in one.configs()))
+
+    def run(self, workshop: Workshop) -> Results:
+        """Train everything, then what depends on it."""
+        first = self.comparisons(self.scale)
+        results = workshop.train(first)
+        later = self.follow_up(results, self.scale)
+        return workshop.train([*first, *later]) if later else results
+
+    def judge(self, found: Results) -> Claims:
+        """The claims about runs that were completed; those that failed first."""
+        usable = self._usable(found)
+        return {self.name: failed_first(self.claims(usable, self.scale)) if usable or not found else []}
+
+    def _usable(self, found: Results) -> Results:
+        """The runs that did not diverge, without paired comparisons that lost all runs of an arm.
+
+        A sweep keeps them: a learning rate at which training diverges is a bad one.
+        """
+        sweeps = {one.name for one in self.planned() if not one.paired}
+        kept = {
+            name: arms if name in sweeps else {arm: completed(runs) for arm, runs in arms.items()}
+            for name, arms in found.items()
+        }
+        return {name: arms for name, arms in kept.items() if all(arms.values())}
+
+    def sentence(self, found: Results, claims: Claims) -> str:
+        """What came out, and at which size."""
+        lost = divergences(found)
+        diverged = f" {'; '.join(lost)}: claims are about the runs that were completed." if lost else ""
+        seeds = [len(one.seeds) for one in self.planned()]
+        alone = " One seed for each arm: chance is not excluded." if seeds and max(seeds) == 1 else ""
+        return f"{count_verdicts(claims[self.name])}{diverged}{alone} Scale {self.scale.name}: {self.how_scaled}"
+
+    @property
+    def how_scaled(self) -> str:
+        """How the study was changed for its scale, in words."""
+        return self.scaled[self.scale.name]
+
+    def record(self, found: Results, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
+        """Everything except the curves."""
+        seeds = {one.name: one.seeds for one in self.planned()}
+        return {
+            "study": self.name,
+            "title": self.title,
+            "reference": self.reference,
+            "scale": self.scale.name,
+            "scaled": self.how_scaled,
+            **counts(claims),
+            "claims": [claim.as_data() for claim in claims[self.name]],
+            "comparisons": [
+                {
+                    "name": name,
+                    "seeds": seeds[name],
+                    "runs": {arm: [run.name for run in runs] for arm, runs in arms.items()},
+                    **compare(arms).as_data(),
+                }
+                for name, arms in found.items()
+            ],
+            "environment": environment(),
+        }
+
+    def tables(self, found: Results) -> list[Table]:
+        """Its own, then losses and norms of every arm, and of pairs where there is a baseline."""
+        tables = [*self.own_tables(found, self.scale)]
+        for place, one in enumerate(one for one in self.planned() if one.name in found):
+            outcome = compare(found[one.name])
+            for table in (arms_table(outcome), pairs_table(outcome.pairs))[: 2 if one.paired else 1]:
+                tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {one.name}"))
+        return tables
+
+    def draw(self, found: Results, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
+        """Figures of its own, and the page."""
+        several, usable = len(found) > 1, self._usable(found)
+        runs = [
+            relabelled(run, f"{name}: {arm}" if several else arm)
+            for name, arms in found.items()
+            for arm, those in arms.items()
+            for run in those
+        ]
+        return self.figures(usable, folder) + write_report(
+            folder / PAGE,
+            self.title,
+            runs,
+            verdict=conclusion.sentence,
+            claims=conclusion.claims,
+            tables=conclusion.tables,
+            figures=self.charts(found, self.scale),
+            images=images,
+        )

@@ -1,0 +1,277 @@
+"""The shifted scalar quadratic `a/2 (w - c)^2`: where each rule settles, and where a short schedule freezes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_most, within_share
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.studies.experiment import Context, Experiment
+from muonsw.lab.studies.theory.chains import (
+    CONSTANT,
+    SCALED,
+    TRUE_RULES,
+    Rules,
+    chain,
+    farthest,
+    gaussian,
+    gradient,
+    harmonic,
+    log_spaced,
+    march,
+    sgd,
+)
+from muonsw.theory import (
+    PowerLaw,
+    check_schedule,
+    constant_decay_fixed_point,
+    constant_decay_loss_gap,
+    frozen_point,
+    scaled_decay_error,
+)
+
+Number = TypeVar("Number", float, Tensor)
+HYPOTHESES = ("a > 0", "lambda > 0", "0 < eta <= 1/(a + lambda)")
+STOPS = "0 < eta <= 1/(a + lambda), sum eta = infinity"
+PROPOSITION = Stated("Proposition 3.1", STOPS)
+REMARK = "remark after Proposition 3.1"
+ROUNDING = Tolerance(1e-11, "rounding: each step adds an ulp of w, and the contraction forgets old ones")
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """The objective `a/2 (w - c)^2`, the decay, and which rule stands behind which name."""
+
+    a: float = 1.0
+    c: float = 1.0
+    lam: float = 0.1
+    rules: Rules = TRUE_RULES
+
+    @property
+    def fixed_point(self) -> float:
+        """Where constant decay settles."""
+        return constant_decay_fixed_point(a=self.a, c=self.c, lam=self.lam)
+
+    @property
+    def gap(self) -> float:
+        """The loss that constant decay settles at."""
+        return constant_decay_loss_gap(a=self.a, c=self.c, lam=self.lam)
+
+    def loss(self, w: Tensor) -> Tensor:
+        """The objective."""
+        return self.a / 2.0 * (w - self.c).square()
+
+    def frozen(self, w0: Number, etas: Sequence[float]) -> Number:
+        """Where constant decay stands after all steps."""
+        return frozen_point(w0, etas, a=self.a, c=self.c, lam=self.lam)
+
+
+@dataclass(frozen=True)
+class ScalarSettings(Quadratic):
+    """The schedule `gamma/(t + t0)` and the schedules `freeze_eta0 (1 + t)^-p` that freeze."""
+
+    gamma: float = 2.0
+    t0: float = 4.0
+    steps: int = 30_000
+    chains: int = 100
+    start_std: float = 0.02
+    freeze_eta0: float = 0.5
+    freeze_exponents: tuple[float, ...] = (1.5, 2.0)
+    freeze_steps: int = 5_000
+
+
+@dataclass(frozen=True)
+class ScalarFigureSettings(Quadratic):
+    """The left panel of the convergence figure: `eta0/(1 + t)` from many starts near zero."""
+
+    eta0: float = 0.9
+    steps: int = 100_000
+    chains: int = 100
+    start_std: float = 0.02
+    points: int = 150
+
+
+def descend(
+    starts: dict[str, Tensor],
+    etas: Sequence[float],
+    setting: Quadratic,
+    context: Context,
+    *,
+    part: tuple[float, float] = (0.0, 1.0),
+    keep: Sequence[int] = (),
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Run all chains of both rules; return where they end and where they were after the steps in `keep`."""
+    weights = {name: chain(start) for name, start in starts.items()}
+    groups = [{"params": [w], "decay": setting.rules[name]} for name, w in weights.items()]
+    optimizer = sgd(groups, peak=max(etas), lam=setting.lam)
+    wanted = set(keep)
+    kept = {name: [start.clone()] if 0 in wanted else list[Tensor]() for name, start in starts.items()}
+    for t in march(optimizer, etas, context.progress, part=part):
+        for w in weights.values():
+            torch.sub(w, setting.c, out=gradient(w)).mul_(setting.a)
+        optimizer.step()
+        if t + 1 in wanted:
+            for name, w in weights.items():
+                kept[name].append(w.detach().clone())
+    ends = {name: w.detach() for name, w in weights.items()}
+    return ends, {name: torch.stack(seen, 1) for name, seen in kept.items() if seen}
+
+
+def run_scalar(setting: ScalarSettings, context: Context) -> Evidence:
+    """Both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
+    s = setting
+    etas = harmonic(s.steps, gamma=s.gamma, t0=s.t0)
+    check_schedule(etas, a=s.a, lam=s.lam).require()
+    starts = gaussian((s.chains,), context.generator, std=s.start_std)
+    error = scaled_decay_error(s.steps, a=s.a, c=s.c, lam=s.lam, gamma=s.gamma, t0=s.t0)
+    ends, _ = descend({CONSTANT: starts, SCALED: starts}, etas, s, context, part=(0.0, 0.9))
+    claims = [
+        within_share(
+            "constant-fixed-point",
+            "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c",
+            PROPOSITION,
+            farthest(ends[CONSTANT], s.fixed_point),
+            s.fixed_point,
+            Tolerance(1e-6, "the start is forgotten like (t0/T)^(gamma (a + lambda)), 3e-9 here"),
+        ),
+        within_share(
+            "constant-loss-gap",
+            "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum",
+            PROPOSITION,
+            farthest(s.loss(ends[CONSTANT]), s.gap),
+            s.gap,
+            Tolerance(
+                2e-6 * (s.a + s.lam) / s.lam,
+                "an error of 1e-6 in w counts (a + lambda)/lambda times in w - c and twice in its square",
+            ),
+        ),
+        within_share(
+            "scaled-error",
+            "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))",
+            Stated("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1"),
+            farthest(s.c - ends[SCALED], error),
+            error,
+            Tolerance(0.01, "terms of relative order t0/T, and the start, forgotten like (t0/T)^(a gamma - 1)"),
+            limits="a finite run shows the rate at which the error falls, not its limit",
+        ),
+    ]
+    return Evidence(claims + freeze(setting, starts, context))
+
+
+def freeze(setting: ScalarSettings, starts: Tensor, context: Context) -> list[Claim]:
+    """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of all steps is finite, so w stops on its way."""
+    s, claims = setting, []
+    share = 0.1 / len(s.freeze_exponents)
+    for number, p in enumerate(s.freeze_exponents):
+        law = PowerLaw(s.freeze_eta0, p)
+        etas = [law(t) for t in range(s.freeze_steps)]
+        left = s.frozen(s.fixed_point + 1.0, etas) - s.fixed_point
+        tuned = starts.new_tensor([s.fixed_point + (s.c - s.fixed_point) / left])
+        begin = torch.cat([starts, tuned])
+        part = (0.9 + number * share, 0.9 + (number + 1) * share)
+        end = descend({CONSTANT: begin}, etas, s, context, part=part)[0][CONSTANT]
+        expected = s.frozen(begin, etas)
+        worst = int((end - expected)[:-1].abs().argmax())
+        claims += [
+            within_share(
+                f"freeze-p{p:g}",
+                f"with eta ~ t^-{p:g} the iterate freezes at wbar + (w0 - wbar) prod(1 - eta (a + lambda))",
+                Stated(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)"),
+                float(end[worst]),
+                float(expected[worst]),
+                ROUNDING,
+            ),
+            within_share(
+                f"tuned-start-p{p:g}",
+                "one finely tuned start lands on the minimizer all the same",
+                Stated(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))"),
+                float(end[-1]),
+                s.c,
+                ROUNDING,
+            ),
+        ]
+    return claims
+
+
+def run_scalar_figure(setting: ScalarFigureSettings, context: Context) -> Evidence:
+    """The schedule of the figure, whose constant-decay chains flatten at the gap while the others fall on."""
+    s = setting
+    law = PowerLaw(s.eta0, 1.0)
+    law.require_robbins_monro()
+    etas = [law(t) for t in range(s.steps)]
+    check_schedule(etas, a=s.a, lam=s.lam).require()
+    starts = gaussian((s.chains,), context.generator, std=s.start_std)
+    steps = [0, *log_spaced(s.steps, s.points)]
+    _, seen = descend({CONSTANT: starts, SCALED: starts}, etas, s, context, keep=steps)
+    losses = {name: s.loss(w) for name, w in seen.items()}
+    initial = float(s.loss(starts).mean())
+    claims = figure_claims(setting, etas, starts, {name: loss[:, -1] for name, loss in losses.items()}, initial)
+    levels = {CONSTANT: s.gap / initial}
+    series = [
+        Series(f"scalar/{name}", name, [1 + t for t in steps], (loss / initial).tolist(), levels.get(name))
+        for name, loss in losses.items()
+    ]
+    return Evidence(claims, series)
+
+
+def figure_claims(
+    setting: ScalarFigureSettings, etas: Sequence[float], starts: Tensor, ends: dict[str, Tensor], initial: float
+) -> list[Claim]:
+    """Where the curves of the left panel end."""
+    s = setting
+    left = s.frozen(starts, etas) - s.fixed_point
+    forgotten = 2.0 * float(left.abs().max()) / abs(s.c - s.fixed_point)
+    return [
+        within_share(
+            "figure-constant",
+            "left panel: constant decay flattens at its loss gap",
+            Stated("Figure 2 (left), Proposition 3.1", STOPS),
+            farthest(ends[CONSTANT] / initial, s.gap / initial),
+            s.gap / initial,
+            Tolerance(
+                1.01 * forgotten + 1e-9,
+                "what the product of 1 - eta (a + lambda) leaves of the start, counted twice in the square",
+            ),
+        ),
+        at_most(
+            "figure-scaled",
+            "left panel: scaled decay drives the loss towards zero",
+            Stated("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity"),
+            float(ends[SCALED].max()) / initial,
+            s.a / 2.0 * error_bound(setting, etas, starts) ** 2 / initial,
+            Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start"),
+            limits="the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run",
+        ),
+    ]
+
+
+def error_bound(setting: ScalarFigureSettings, etas: Sequence[float], starts: Tensor) -> float:
+    """Bound the error of scaled decay after all steps by the recursion of Lemma D.1."""
+    bound = float((starts - setting.c).abs().max())
+    q = setting.lam / max(etas)
+    for eta in etas:
+        bound = (1.0 - setting.a * eta) * bound + q * eta**2 * abs(setting.c)
+    return bound
+
+
+SCALAR = Experiment(
+    name="scalar",
+    title="scalar quadratic: constant decay stops short, scaled decay arrives, short schedules freeze",
+    hypotheses=(*HYPOTHESES, "a gamma > 1"),
+    settings=ScalarSettings(),
+    function=run_scalar,
+    cost=7.0,
+)
+SCALAR_FIGURE = Experiment(
+    name="scalar-figure",
+    title="scalar quadratic under eta0/(1 + t), many starts: the left panel of the figure",
+    hypotheses=(*HYPOTHESES, "sum eta = infinity", "sum eta^2 < infinity"),
+    settings=ScalarFigureSettings(),
+    function=run_scalar_figure,
+    cost=24.0,
+)

@@ -1,0 +1,425 @@
+"""SGD with noise: the weighted gradient on a nonconvex objective, and the 1/t rate on a strongly convex one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, below, covered, within, within_share
+from muonsw.lab.claims.statistics import log_log_slope, mean_of
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.studies.experiment import Context, Experiment
+from muonsw.lab.studies.theory.chains import (
+    CONSTANT,
+    SCALED,
+    TRUE_RULES,
+    Rules,
+    chain,
+    farthest,
+    gaussian,
+    gradient,
+    harmonic,
+    log_spaced,
+    march,
+    sgd,
+)
+from muonsw.theory import (
+    PowerLaw,
+    check_schedule,
+    first_contracting_step,
+    sa_constant,
+    stationarity_bound,
+    strongly_convex_bound,
+)
+from muonsw.theory.hypotheses import require, require_noise
+
+RIPPLE, FREQUENCY = 0.9, 3.0
+THEOREM = Stated(
+    "Theorem 3.1", "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
+)
+
+
+@dataclass(frozen=True)
+class NonconvexSettings:
+    """Coordinates in a rippled bowl around `c`, started all over it, under `eta0 (1 + t)^-p`.
+
+    Each coordinate pays `(1 - RIPPLE) y^2/2 - RIPPLE cos(3 y)/9` for `y = x - c`: smoothness 1, and several wells.
+    """
+
+    c: float = 1.0
+    lam: float = 0.1
+    sigma: float = 0.3
+    eta0: float = 0.25
+    p: float = 0.6
+    steps: int = 10_000
+    chains: int = 400
+    start_std: float = 1.0
+    rules: Rules = TRUE_RULES
+
+
+def ripple_loss(y: Tensor) -> Tensor:
+    """The rippled bowl, zero at its deepest point."""
+    return (1.0 - RIPPLE) * y.square() / 2.0 + RIPPLE * (1.0 - (FREQUENCY * y).cos()) / FREQUENCY**2
+
+
+def ripple_gradient(y: Tensor) -> Tensor:
+    """Its derivative."""
+    return (1.0 - RIPPLE) * y + RIPPLE * (FREQUENCY * y).sin() / FREQUENCY
+
+
+def ripple_curvature(y: Tensor) -> Tensor:
+    """Its second derivative, between `1 - 2 RIPPLE` and 1."""
+    return (1.0 - RIPPLE) + RIPPLE * (FREQUENCY * y).cos()
+
+
+@dataclass(frozen=True)
+class Stationarity:
+    """What was seen of the chains of one rule.
+
+    Attributes:
+        end: Where they are after the run.
+        squares: The squared gradient at each step, averaged over chains.
+        weighted: For each decade of steps and each chain, the eta-weighted mean of the squared gradient.
+        second_moment: The largest mean of `x^2` over all steps.
+    """
+
+    end: Tensor
+    squares: list[float]
+    weighted: Tensor
+    second_moment: float
+
+
+def decade_edges(steps: int) -> list[int]:
+    """Where decades start and end, the first from step 0.
+
+    Examples:
+        >>> decade_edges(3000)
+        [0, 10, 100, 1000, 3000]
+    """
+    powers = [10**k for k in range(1, math.ceil(math.log10(steps)))]
+    return [0, *powers, steps]
+
+
+def wander(
+    setting: NonconvexSettings, etas: Sequence[float], starts: Tensor, context: Context
+) -> dict[str, Stationarity]:
+    """Both rules from the same starts with the same noise."""
+    s = setting
+    weights = {rule: chain(starts) for rule in (CONSTANT, SCALED)}
+    optimizer = sgd([{"params": [w], "decay": s.rules[rule]} for rule, w in weights.items()], peak=s.eta0, lam=s.lam)
+    edges = decade_edges(s.steps)
+    sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in weights}
+    squares, moments, decade = {rule: list[float]() for rule in weights}, dict.fromkeys(weights, 0.0), 0
+    for t in march(optimizer, etas, context.progress):
+        decade += t == edges[decade + 1]
+        noise = gaussian(starts.shape, context.generator, std=s.sigma)
+        for rule, w in weights.items():
+            slope = ripple_gradient(w - s.c)
+            squared = slope.square()
+            sums[rule][decade].add_(squared, alpha=etas[t])
+            squares[rule].append(float(squared.mean()))
+            moments[rule] = max(moments[rule], float(w.square().mean()))
+            torch.add(slope, noise, out=gradient(w))
+        optimizer.step()
+    totals = torch.tensor([math.fsum(etas[a:b]) for a, b in pairwise(edges)]).unsqueeze(1)
+    return {
+        rule: Stationarity(w.detach(), squares[rule], sums[rule] / totals, moments[rule]) for rule, w in weights.items()
+    }
+
+
+def run_nonconvex(setting: NonconvexSettings, context: Context) -> Evidence:
+    """The weighted gradient falls decade by decade under scaled decay, and stops under constant decay."""
+    s = setting
+    require_noise(s.sigma)
+    law = PowerLaw(s.eta0, s.p)
+    law.require_robbins_monro()
+    require("more than one decade", s.steps > 100, steps=s.steps)
+    etas = [law(t) for t in range(s.steps)]
+    starts = s.c + gaussian((s.chains,), context.generator, std=s.start_std)
+    seen = wander(setting, etas, starts, context)
+    start = decade_edges(s.steps)[-2]
+    claims = [*falling_claims(seen[SCALED].weighted), tail_claim(setting, seen, etas[start:])]
+    claims.append(constant_claim(setting, seen[CONSTANT]))
+    return Evidence([*claims, inequality_claim(setting, seen[SCALED], etas, starts)])
+
+
+def falling_claims(weighted: Tensor) -> list[Claim]:
+    """Each decade against the one before, chain by chain, from the second on."""
+    return [
+        below(
+            f"decade-{k}-falls",
+            f"scaled: the eta-weighted squared gradient falls from decade {k - 1} to decade {k} of steps",
+            THEOREM,
+            mean_of(weighted[k] - weighted[k - 1]),
+            0.0,
+            Tolerance(0.0, "the upper end of the interval of the paired difference must be negative"),
+        )
+        for k in range(1, len(weighted))
+    ]
+
+
+def tail_claim(setting: NonconvexSettings, seen: dict[str, Stationarity], etas: Sequence[float]) -> Claim:
+    """The last decade of scaled decay against that of constant decay."""
+    s, tail = setting, {rule: stack.weighted[-1] for rule, stack in seen.items()}
+    curvature = float(ripple_curvature(seen[SCALED].end - s.c).mean())
+    sustained = curvature * s.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
+    return at_most(
+        "tail",
+        "scaled: in the last decade at most a tenth of constant decay's squared gradient is left",
+        THEOREM,
+        mean_of(tail[SCALED]),
+        0.1 * float(tail[CONSTANT].mean()),
+        Tolerance(0.0, "the upper end of the interval must be below"),
+        limits=f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are chains "
+        "that still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, with "
+        "harmonic steps like 1/log T",
+    )
+
+
+def constant_claim(setting: NonconvexSettings, seen: Stationarity) -> Claim:
+    """Constant decay's last decade, against the gradient at the point where it balances the decay."""
+    return within_share(
+        "constant-stays",
+        "constant: the squared gradient stays at (lambda x)^2, where it balances the decay",
+        Stated("contrast to Theorem 3.1", "sum eta = infinity"),
+        mean_of(seen.weighted[-1]),
+        float((setting.lam * seen.end).square().mean()),
+        Tolerance(0.05, "what the noise adds at the learning rates of the last decade"),
+    )
+
+
+def inequality_claim(setting: NonconvexSettings, seen: Stationarity, etas: Sequence[float], starts: Tensor) -> Claim:
+    """The summed descent inequality of the proof at finite T."""
+    s = setting
+    bound = stationarity_bound(
+        etas,
+        f_gap=float(ripple_loss(starts - s.c).mean()),
+        L=1.0,
+        q=s.lam / s.eta0,
+        sigma=s.sigma,
+        bound=math.sqrt(seen.second_moment),
+    )
+    return at_most(
+        "descent-inequality",
+        "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof",
+        Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded"),
+        math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True)),
+        bound,
+        Tolerance(0.0, "a bound on a mean over chains; the sampling error is far below the distance to it"),
+    )
+
+
+NONCONVEX = Experiment(
+    name="sgd-nonconvex",
+    title="SGD with noise in a rippled bowl: the weighted gradient vanishes under scaled decay only",
+    hypotheses=("lambda > 0", "sigma >= 0", "sum eta = infinity", "sum eta^2 < infinity", "eta <= 1/(4 L)"),
+    settings=NonconvexSettings(),
+    function=run_nonconvex,
+    cost=3.0,
+)
+
+
+BATCHES = 20
+# One interval in a thousand misses the truth, so that a table of them hardly ever shows a false alarm.
+CONFIDENCE = 0.999
+NOISELESS = "/noiseless"
+# The grid of constants on which the recursion of Lemma D.1 is run.
+ALPHAS, KAPPAS, STARTS = (1.0, 1.5, 3.0), (0.5, 2.0), (0.0, 0.1, 1.0)
+
+
+@dataclass(frozen=True)
+class StronglyConvexSettings:
+    """`1/2 sum h_i (x_i - c)^2` with curvatures from mu to L under `gamma/(t + t0)`; sigma^2 is the total variance."""
+
+    mu: float = 1.0
+    L: float = 2.0
+    dimension: int = 4
+    c: float = 1.0
+    lam: float = 0.1
+    sigma: float = 1.0
+    gamma: float = 2.0
+    t0: float = 8.0
+    steps: int = 10_000
+    chains: int = 1_000
+    rules: Rules = TRUE_RULES
+
+    @property
+    def curvature(self) -> Tensor:
+        """The curvature of each coordinate."""
+        return torch.linspace(self.mu, self.L, self.dimension, dtype=torch.float64)
+
+
+def run_strongly_convex(setting: StronglyConvexSettings, context: Context) -> Evidence:
+    """Mean squared distance to the minimizer, with and without noise, for both rules; then Lemma D.1."""
+    s = setting
+    require_noise(s.sigma)
+    require("mu*gamma > 1", s.mu * s.gamma > 1.0, mu=s.mu, gamma=s.gamma)
+    require("0 < mu <= L", 0.0 < s.mu <= s.L, mu=s.mu, L=s.L)
+    require(f"chains are a multiple of {BATCHES}", s.chains % BATCHES == 0, chains=s.chains)
+    etas = harmonic(s.steps, gamma=s.gamma, t0=s.t0)
+    check_schedule(etas, lam=s.lam, mu=s.mu).require()
+    first = first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(etas))
+    steps = sorted({t for t in log_spaced(s.steps, 200) if t > first} | {first})
+    seen = distances(setting, etas, steps, context)
+    decade = [k for k, t in enumerate(steps) if t >= s.steps / 10]
+    shifted = torch.tensor([steps[k] + s.t0 for k in decade], dtype=torch.float64)
+    late = {name: squares[:, decade] for name, squares in seen.items()}
+    claims = [
+        slope_claim(late[SCALED], shifted),
+        noiseless_claim(late[SCALED + NOISELESS], shifted),
+        variance_claim(setting, late[SCALED][:, -1]),
+        bound_claim(setting, seen[SCALED].mean(0), steps),
+        shifted_claim(setting, late[CONSTANT][:, -1]),
+    ]
+    return Evidence(claims + recursion_claims(etas, gamma=s.gamma, t0=s.t0, context=context))
+
+
+def distances(
+    setting: StronglyConvexSettings, etas: Sequence[float], steps: Sequence[int], context: Context
+) -> dict[str, Tensor]:
+    """The squared distance after each of `steps`, averaged within each of 20 batches of chains."""
+    s = setting
+    begin = torch.zeros(s.chains, s.dimension, dtype=torch.float64)
+    weights = {rule: chain(begin) for rule in (CONSTANT, SCALED)}
+    weights |= {rule + NOISELESS: chain(begin[:1]) for rule in (CONSTANT, SCALED)}
+    groups = [{"params": [w], "decay": s.rules[name.split("/")[0]]} for name, w in weights.items()]
+    optimizer = sgd(groups, peak=max(etas), lam=s.lam)
+    wanted, kept = set(steps), {name: list[Tensor]() for name in weights}
+    for t in march(optimizer, etas, context.progress, part=(0.0, 0.8)):
+        noise = gaussian(begin.shape, context.generator, std=s.sigma / s.dimension**0.5)
+        for name, w in weights.items():
+            if t in wanted:
+                squares = (w.detach() - s.c).square().sum(1)
+                kept[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
+            torch.sub(w, s.c, out=gradient(w)).mul_(s.curvature)
+            if not name.endswith(NOISELESS):
+                gradient(w).add_(noise)
+        optimizer.step()
+    for name, w in weights.items():
+        squares = (w.detach() - s.c).square().sum(1)
+        kept[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
+    return {name: torch.stack(seen, 1) for name, seen in kept.items()}
+
+
+def slope_claim(late: Tensor, shifted: Tensor) -> Claim:
+    """The rate with noise."""
+    return covered(
+        "rate-with-noise",
+        "scaled: the mean squared distance falls like 1/t (slope in the last decade, log-log)",
+        Stated("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1"),
+        mean_of(log_log_slope(shifted, late), CONFIDENCE),
+        -1.0,
+        Tolerance(0.0, "the interval over batches of chains covers -1; the pull of the decay adds some -0.001"),
+        limits="O(1/t) is an upper bound; that the rate is attained is seen here, where the noise is isotropic",
+    )
+
+
+def noiseless_claim(late: Tensor, shifted: Tensor) -> Claim:
+    """The rate without noise."""
+    return within(
+        "rate-without-noise",
+        "scaled, without noise: the squared distance falls like 1/t^2",
+        Stated("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1"),
+        float(log_log_slope(shifted, late).mean()),
+        -2.0,
+        Tolerance(0.02, "the start, forgotten like (t0/t)^(mu gamma - 1), still bends the line by about t0/t"),
+    )
+
+
+def variance_claim(setting: StronglyConvexSettings, last: Tensor) -> Claim:
+    """The constant in front of 1/t."""
+    s = setting
+    per_entry = s.sigma**2 / s.dimension
+    return covered(
+        "variance",
+        "scaled: t times the mean squared distance tends to sum gamma^2 sigma_i^2/(2 h_i gamma - 1)",
+        Stated("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1"),
+        mean_of(last * (s.steps + s.t0), CONFIDENCE),
+        float((per_entry * s.gamma**2 / (2.0 * s.curvature * s.gamma - 1.0)).sum()),
+        Tolerance(0.0, "the interval over batches of chains covers it"),
+    )
+
+
+def bound_claim(setting: StronglyConvexSettings, squares: Tensor, steps: Sequence[int]) -> Claim:
+    """The explicit bound of the proof, at every kept step."""
+    s = setting
+    constants = {"gamma": s.gamma, "t0": s.t0, "mu": s.mu, "L": s.L, "q": s.lam * s.t0 / s.gamma, "sigma": s.sigma}
+    x_star, u1, t1 = abs(s.c) * s.dimension**0.5, float(squares[0]), steps[0]
+    bounds = [strongly_convex_bound(t, u1=u1, t1=t1, x_star=x_star, **constants) for t in steps]
+    return at_most(
+        "explicit-bound",
+        "scaled: the mean squared distance is under the proof's nu/(t + t0) (largest ratio over steps)",
+        Stated("proof of Theorem 3.2", "from the first step at which K1 eta + K2 eta^3 <= mu"),
+        float((squares / squares.new_tensor(bounds)).max()),
+        1.0,
+        Tolerance(1e-12, "rounding; the two may be equal at the first step"),
+    )
+
+
+def shifted_claim(setting: StronglyConvexSettings, last: Tensor) -> Claim:
+    """Constant decay stops at the shifted point."""
+    s = setting
+    return within_share(
+        "constant-stays",
+        "constant: the mean squared distance stops at sum (lambda c/(h_i + lambda))^2",
+        Stated("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity"),
+        mean_of(last, CONFIDENCE),
+        float((s.lam * s.c / (s.curvature + s.lam)).square().sum()),
+        Tolerance(0.05, "the variance that the noise still sustains at the last step, and sampling"),
+    )
+
+
+def recursion_claims(etas: Sequence[float], *, gamma: float, t0: float, context: Context) -> list[Claim]:
+    """Lemma D.1 with equality: `u <- (1 - alpha eta) u + kappa eta^2`, an SGD step with gradient `alpha u - kappa eta`.
+
+    The optimizer's own decay is off; all constants run as one vector.
+    """
+    grid = torch.tensor(list(itertools.product(ALPHAS, KAPPAS, STARTS)), dtype=torch.float64)
+    alpha, kappa, start = grid.unbind(1)
+    nu = torch.tensor(
+        [sa_constant(u1=u, t1=0, alpha=a, kappa=k, gamma=gamma, t0=t0) for a, k, u in grid.tolist()],
+        dtype=torch.float64,
+    )
+    u = chain(start)
+    optimizer = sgd([{"params": [u], "decay": "none"}], peak=max(etas), lam=1.0)
+    largest = (start * t0 / nu).max()
+    for t in march(optimizer, etas, context.progress, part=(0.8, 1.0)):
+        torch.mul(u, alpha, out=gradient(u)).sub_(kappa, alpha=etas[t])
+        optimizer.step()
+        largest = torch.maximum(largest, (u * (t + 1 + t0) / nu).max())
+    limit = kappa * gamma**2 / (alpha * gamma - 1.0)
+    lemma = Stated("Lemma D.1", "alpha gamma > 1, alpha eta <= 1")
+    return [
+        at_most(
+            "recursion-bound",
+            "u <- (1 - alpha eta) u + kappa eta^2 stays under nu/(t + t0), for a grid of constants",
+            lemma,
+            float(largest),
+            1.0,
+            Tolerance(1e-12, "rounding; nu/(t + t0) is met at the first step where the start dominates"),
+        ),
+        within_share(
+            "recursion-constant",
+            "(t + t0) u tends to kappa gamma^2/(alpha gamma - 1), so nu cannot be improved",
+            lemma,
+            farthest(u.detach() * (len(etas) + t0) / limit, 1.0),
+            1.0,
+            Tolerance(0.02, "the start, forgotten like (t0/t)^(alpha gamma - 1), 0.4% at the slowest"),
+        ),
+    ]
+
+
+STRONGLY_CONVEX = Experiment(
+    name="sgd-strongly-convex",
+    title="SGD with noise on a strongly convex quadratic: the 1/t rate, its constant, and Lemma D.1",
+    hypotheses=("lambda > 0", "sigma >= 0", "0 < mu <= L", "mu gamma > 1", "mu eta <= 1"),
+    settings=StronglyConvexSettings(),
+    function=run_strongly_convex,
+    cost=8.0,
+)

@@ -1,0 +1,1 @@
+"""Studies that train: what each runs, claims and draws, as data in `catalogue`."""

@@ -1,0 +1,253 @@
+"""What the telemetry of the headline runs says: steady state, alignment, orthogonality, late fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from muonsw.lab import paper
+from muonsw.lab.claims.claim import Claim, Measured, Stated, at_least, at_most, below, within, within_share
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.diagnose import diagnose, late_fits, open_history
+from muonsw.lab.diagnose.figures import draw
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.runs import Run
+from muonsw.lab.studies.arms import Results, Runs
+from muonsw.lab.studies.outcome import Measure, log_end_norm, paired
+from muonsw.lab.studies.scales import Scale
+from muonsw.lab.studies.training.rows import CONSTANT, SAME_RUNS, SCALED, larger_norm, subfolder
+
+RULES = (CONSTANT, SCALED)
+RECURSION = Tolerance(0.1, "alignment is sampled every few updates and interpolated between, and the error adds up")
+NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
+DEFECT_LOW, DEFECT_HIGH = 0.8, 1.0
+DEFECT_RANGE = Tolerance(0.0, "five Newton-Schulz steps leave singular values between about 0.7 and 1.13")
+SMALL_COSINE = 0.05
+NEAR_ZERO = Tolerance(0.0, "a twentieth: a cosine at which a gradient is all but orthogonal to its weight")
+HALF = Tolerance(0.0, "less than half as much")
+STEADY_FIGURE = Stated(paper.STEADY, SAME_RUNS)
+DEFECT_FIGURE = Stated("appendix, figure on Newton-Schulz", SAME_RUNS)
+GRADIENT_FIGURE = Stated("appendix, figure on gradient and momentum", SAME_RUNS)
+LATE_FIGURE = Stated("appendix, figure on late alignment", SAME_RUNS)
+
+
+def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
+    """Negative alignment, the recursion, who holds its norm, and at paper scale where tracking ends."""
+    (arms,) = results.values()
+    claims = []
+    for rule in RULES:
+        claims += [
+            below(
+                f"{rule}-alignment",
+                f"{rule} decay: updates push weights outward (late cosine of weight and update)",
+                STEADY_FIGURE,
+                over_seeds([late(run, "alignment_update") for run in arms[rule]]),
+                0.0,
+                NEGATIVE,
+            ),
+            within_share(
+                f"{rule}-recursion",
+                f"{rule} decay: end norm that the recursion predicts from the first one, over the observed",
+                Stated(paper.STEADY, "measured update size, decay and alignment"),
+                over_seeds([recursion_ratio(run) for run in arms[rule]]),
+                1.0,
+                RECURSION,
+            ),
+        ]
+    statement = "the norm ends higher under scaled than under constant decay (logarithm of the ratio)"
+    claims.append(larger_norm("separation", statement, arms[CONSTANT], arms[SCALED], STEADY_FIGURE))
+    return [*claims, *(_printed_steady_state(arms) if scale.printed else [])]
+
+
+def _printed_steady_state(arms: Runs) -> list[Claim]:
+    breaks = [min(map(tracking_end, pair)) for pair in zip(*(arms[rule] for rule in RULES), strict=True)]
+    ratio = [math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)]
+    told = paper.ROWS[1024]
+    assert told.scaled_norm is not None
+    assert told.constant_norm is not None
+    return [
+        within_share(
+            "boundary",
+            "the update from which the first of the two norms no longer follows its steady state",
+            Stated(paper.STEADY, "a norm follows while it is within a fifth of its target"),
+            over_seeds(breaks),
+            paper.BOUNDARY,
+            paper.TRACKING,
+        ),
+        within(
+            "fall",
+            "constant decay: change of the norm since its largest value",
+            STEADY_FIGURE,
+            over_seeds([run.norm_change for run in arms[CONSTANT]]),
+            paper.FALL_FROM_PEAK,
+            paper.FALL,
+        ),
+        within_share(
+            "ratio",
+            "end norm under scaled over that under constant decay",
+            STEADY_FIGURE,
+            over_seeds(ratio),
+            told.scaled_norm / told.constant_norm,
+            paper.NORM_RATIO,
+        ),
+    ]
+
+
+def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
+    """The three figures of the appendix: orthogonality, gradient and momentum, late alignment."""
+    (arms,) = results.values()
+    claims: list[Claim] = []
+    for rule in RULES:
+
+        def mean(measure: Measure, rule: str = rule) -> Measured:
+            return over_seeds([measure(run) for run in arms[rule]])
+
+        defect = mean(lambda run: typical(run, "defect"))
+        words = f"{rule} decay: normalized size of Muon's direction"
+        claims += [
+            at_least(
+                f"{rule}-defect-low",
+                f"{words} is not far below that of a rotation",
+                DEFECT_FIGURE,
+                defect,
+                DEFECT_LOW,
+                DEFECT_RANGE,
+            ),
+            at_most(
+                f"{rule}-defect-high", f"{words} stays below one", DEFECT_FIGURE, defect, DEFECT_HIGH, DEFECT_RANGE
+            ),
+            at_most(
+                f"{rule}-gradient",
+                f"{rule} decay: gradients are nearly orthogonal to weights (size of the cosine)",
+                GRADIENT_FIGURE,
+                mean(lambda run: abs(typical(run, "alignment_gradient"))),
+                SMALL_COSINE,
+                NEAR_ZERO,
+            ),
+            below(
+                f"{rule}-momentum",
+                f"{rule} decay: momentum is aligned against the weights",
+                GRADIENT_FIGURE,
+                mean(lambda run: typical(run, "alignment_momentum")),
+                0.0,
+                NEGATIVE,
+            ),
+        ]
+    return [*claims, *(_printed_diagnostics(arms) if scale.printed else [_shrinking_offset(arms)])]
+
+
+def _shrinking_offset(arms: Runs) -> Claim:
+    """What carries over of the late fits: scaled decay's alignment falls with the learning rate."""
+    return at_most(
+        "late-alignment",
+        "scaled decay: late alignment over its size at the peak of the learning rate",
+        LATE_FIGURE,
+        over_seeds([late(run, "alignment_update") / at_peak(run, "alignment_update") for run in arms[SCALED]]),
+        0.5,
+        HALF,
+        limits="too few late samples for the paper's fits; only that the alignment falls with the learning rate",
+    )
+
+
+def _printed_diagnostics(arms: Runs) -> list[Claim]:
+    late = Stated(
+        LATE_FIGURE.reference,
+        "the last 50 of 376 parts of the run; learning rates are those of the matrices, as muP divides them",
+    )
+
+    def fits(arm: str, which: str, key: str) -> Measured:
+        return over_seeds([_fit(run, which, key) for run in arms[arm]])
+
+    defect = over_seeds([typical(run, "defect") for run in arms[SCALED]])
+    words = "constant decay: {} of the late fit a = -a0 - k eta"
+    return [
+        within(
+            "defect",
+            "scaled decay: normalized size of Muon's direction",
+            DEFECT_FIGURE,
+            defect,
+            paper.DEFECT,
+            paper.DEFECT_TOLERANCE,
+        ),
+        within_share(
+            "scaled-slope",
+            "scaled decay: k of the late fit a = -k eta",
+            late,
+            fits(SCALED, "origin", "k"),
+            paper.SCALED_SLOPE,
+            paper.FIT,
+        ),
+        within_share(
+            "constant-offset",
+            words.format("a0"),
+            late,
+            fits(CONSTANT, "offset", "a0"),
+            paper.CONSTANT_OFFSET,
+            paper.FIT,
+        ),
+        within_share(
+            "constant-slope", words.format("k"), late, fits(CONSTANT, "offset", "k"), paper.CONSTANT_SLOPE, paper.FIT
+        ),
+    ]
+
+
+def late(run: Run, key: str) -> float:
+    """The median of a column over the last part of a run."""
+    seen = open_history(run)
+    return seen.typical(seen.column(key), seen.late())
+
+
+def typical(run: Run, key: str) -> float:
+    """The median of a column from the peak of the learning rate on."""
+    seen = open_history(run)
+    return seen.typical(seen.column(key))
+
+
+def at_peak(run: Run, key: str) -> float:
+    """The median of a column while the learning rate is above nine tenths of its peak."""
+    seen = open_history(run)
+    lr = seen.column("lr")
+    return seen.typical(seen.column(key), (lr >= 0.9 * seen.highest("lr")) & np.isfinite(lr))
+
+
+def recursion_ratio(run: Run) -> float:
+    """The end norm that the recursion gives, over the one that was observed; not a number without telemetry for it."""
+    seen = open_history(run)
+    if seen.tracking is None or seen.norm is None:
+        return math.nan
+    return float(seen.tracking.predicted[-1] / seen.norm.r[-1])
+
+
+def tracking_end(run: Run) -> float:
+    """The update from which the norm no longer follows its target; infinite where it follows to the end."""
+    tracking = open_history(run).tracking
+    if tracking is None:
+        return math.nan
+    return math.inf if tracking.broke_at is None else float(tracking.broke_at)
+
+
+def _fit(run: Run, which: str, key: str) -> float:
+    fits = late_fits(open_history(run))
+    chosen = None if fits is None else getattr(fits, which)
+    return math.nan if chosen is None else float(getattr(chosen, key))
+
+
+def draw_steady_state(results: Results, folder: Path) -> list[Path]:
+    """Alignment beside norm, target and recursion, and how well the norm follows."""
+    return _draw(results, folder, ("alignment-and-prediction", "tracking"))
+
+
+def draw_diagnostics(results: Results, folder: Path) -> list[Path]:
+    """Orthogonality, gradient and momentum, late alignment."""
+    return _draw(results, folder, ("orthogonality", "gradient-and-momentum", "late-alignment"))
+
+
+def _draw(results: Results, folder: Path, figures: Sequence[str]) -> list[Path]:
+    return [
+        path
+        for name, arms in results.items()
+        for path in draw([diagnose(arms[rule][0]) for rule in RULES], subfolder(folder, name), figures)
+    ]

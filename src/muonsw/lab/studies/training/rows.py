@@ -1,0 +1,218 @@
+"""The paper's main effect: the same run with constant and with scaled decay, at one width or several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from muonsw.lab import paper
+from muonsw.lab.claims.claim import Claim, Stated, above, within, within_share
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.diagnose import diagnose
+from muonsw.lab.diagnose.figures import draw
+from muonsw.lab.runs import Run
+from muonsw.lab.studies.arms import CONTROL_SUFFIX, Arm, Comparison, Results, Runs, same_total
+from muonsw.lab.studies.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
+from muonsw.lab.studies.outcome import (
+    Measure,
+    log_end_norm,
+    lowest_loss,
+    pair_outcome,
+    paired,
+    pairs_table,
+    steps_to_match,
+)
+from muonsw.lab.studies.scales import Scale
+from muonsw.lab.tables import Table
+from muonsw.lab.train.config import RunConfig
+
+CONSTANT, SCALED, GROUP = "constant", "scaled", "scaled, group peak"
+CONTROL = f"constant, {CONTROL_SUFFIX}"
+BEYOND = "beyond the paper"
+SMALLER = "a short run with raised lambda: its gain need not be the paper's"
+SAME_RUNS = "the same weights and batches for every arm"
+
+
+@cache
+def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
+    """Constant decay, scaled decay, and constant decay of the same total.
+
+    Where muP divides the group's learning rate, scaled decay with the group's own peak beside it.
+    """
+    scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
+    arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]
+    if run.model.relative_width != 1.0 and run.optimizer.peak == "base":
+        arms.append(Arm(GROUP, replace(scaled.optimizer, peak="group")))
+    return (*arms, control_arm(run, scaled))
+
+
+def control_arm(run: RunConfig, scaled: Arm) -> Arm:
+    """Constant decay of the scaled arm's total; its peak is the group's, which constant decay does not use."""
+    control = same_total(run, scaled)
+    return replace(control, optimizer=replace(control.optimizer, peak="group"))
+
+
+def row(scale: Scale, width: int) -> Comparison:
+    """The arms of one width."""
+    run = scale.rows[width]
+    return Comparison(f"width {width}", run, decay_arms(run), tuple(range(scale.seeds)))
+
+
+def all_rows(scale: Scale) -> list[Comparison]:
+    """Every width of the main table."""
+    return [row(scale, width) for width in scale.rows]
+
+
+def headline_row(scale: Scale) -> list[Comparison]:
+    """The width of the figures."""
+    return [row(scale, scale.headline)]
+
+
+def other_rows(scale: Scale) -> list[Comparison]:
+    """The widths of the figures beside it."""
+    return [row(scale, width) for width in scale.others]
+
+
+def judge_rows(results: Results, scale: Scale) -> list[Claim]:
+    """Loss and norm at every width that was run, and what the paper prints about it."""
+    claims: list[Claim] = []
+    for name, arms in results.items():
+        width = int(name.removeprefix("width "))
+        claims += judge_pair(f"w{width}", name, arms, paper.TABLE, limits_at(scale))
+        if GROUP in arms:
+            claims += judge_group(f"w{width}", name, arms, limits_at(scale))
+        if scale.printed:
+            claims += judge_printed(width, arms[CONSTANT], arms[SCALED])
+    return claims
+
+
+def limits_at(scale: Scale) -> str:
+    """What a loss at this scale cannot show."""
+    return "" if scale.printed else SMALLER
+
+
+def judge_pair(id: str, where: str, arms: Runs, reference: str, limits: str) -> list[Claim]:
+    """Scaled decay ends lower and keeps its weights."""
+    constant, scaled = arms[CONSTANT], arms[SCALED]
+    return [
+        lower_loss(
+            f"{id}-loss",
+            f"{where}: scaled decay ends at a lower validation loss than constant decay",
+            constant,
+            scaled,
+            source=Stated(reference, SAME_LAMBDA),
+            limits=limits,
+        ),
+        larger_norm(
+            f"{id}-norm",
+            f"{where}: the weights end larger under scaled decay (logarithm of the ratio of their RMS)",
+            constant,
+            scaled,
+            Stated(paper.HEADLINE, SAME_LAMBDA),
+        ),
+        kept_norm(
+            f"{id}-kept",
+            f"{where}: scaled decay keeps more of the largest norm while the learning rate falls",
+            constant,
+            scaled,
+        ),
+    ]
+
+
+def larger_norm(
+    id: str,
+    statement: str,
+    small: Sequence[Run],
+    large: Sequence[Run],
+    source: Stated,
+    measure: Measure = log_end_norm,
+) -> Claim:
+    """The weights of one arm end larger than those of another, seed by seed."""
+    return above(id, statement, source, over_seeds(paired(large, small, measure)), 0.0, MOVED)
+
+
+def judge_group(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
+    """The same where decay divides by the group's own peak, so that both rules decay alike at the peak."""
+    constant, group = arms[CONSTANT], arms[GROUP]
+    source = Stated(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
+    return [
+        lower_loss(
+            f"{id}-group-loss",
+            f"{where}: scaled decay by the group's own peak ends at a lower validation loss than constant decay",
+            constant,
+            group,
+            source=source,
+            limits=limits,
+        ),
+        larger_norm(
+            f"{id}-group-norm",
+            f"{where}: the weights end larger under scaled decay by the group's own peak (logarithm of the ratio)",
+            constant,
+            group,
+            source,
+        ),
+    ]
+
+
+def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:
+    """What the paper prints about a width: losses, gain, steps saved, end norms."""
+    told, name, table = paper.ROWS[width], f"w{width}", Stated(paper.TABLE, SAME_RUNS)
+    matches = (steps_to_match(*pair) for pair in zip(constant, scaled, strict=True))
+    saved = [math.nan if match is None else 1.0 - match for match in matches]
+    claims = [
+        within(
+            f"{name}-gain",
+            f"width {width}: difference of the best losses, scaled minus constant",
+            table,
+            over_seeds(paired(scaled, constant, lowest_loss)),
+            told.scaled - told.constant,
+            paper.GAIN,
+        ),
+        within(
+            f"{name}-saved",
+            f"width {width}: updates saved until scaled decay has the best loss of constant decay",
+            table,
+            over_seeds(saved),
+            told.saved,
+            paper.SAVED,
+            limits="compares the middle of one schedule with the end of another",
+        ),
+    ]
+    arms = {CONSTANT: (constant, told.constant, told.constant_norm), SCALED: (scaled, told.scaled, told.scaled_norm)}
+    for arm, (runs, loss, norm) in arms.items():
+        losses = over_seeds([lowest_loss(run) for run in runs])
+        statement = f"width {width}: best validation loss, {arm} decay"
+        claims.append(within(f"{name}-{arm}-loss", statement, table, losses, loss, paper.LOSS))
+        if norm is not None:
+            norms, figure = over_seeds([run.final_norm for run in runs]), Stated(paper.FIGURES[width], SAME_RUNS)
+            statement = f"width {width}: weight RMS at the end, {arm} decay"
+            claims.append(within_share(f"{name}-{arm}-norm", statement, figure, norms, norm, paper.NORM))
+    return claims
+
+
+def control_tables(results: Results, _scale: Scale) -> list[Table]:
+    """Scaled decay against constant decay of the same total: later decay alone, where less decay is ruled out."""
+    pairs = {name: pair_outcome(arms[CONTROL], arms[SCALED]) for name, arms in results.items()}
+    table = pairs_table([replace(pair, arm=f"{name}: {pair.arm}") for name, pair in pairs.items()])
+    return [replace(table, name="control", title="Scaled decay against constant decay of the same total")]
+
+
+def draw_rows(results: Results, folder: Path) -> list[Path]:
+    """Loss and norm over the updates, one figure for each width, the first seed of the two rules."""
+    return [
+        path
+        for name, arms in results.items()
+        for path in draw(
+            [diagnose(arms[arm][0]) for arm in (CONSTANT, SCALED)], subfolder(folder, name), ("loss-and-norm",)
+        )
+    ]
+
+
+def subfolder(folder: Path, name: str) -> Path:
+    """A folder for the figures of one comparison."""
+    chosen = folder / "figures" / name.replace(" ", "-").replace(",", "")
+    chosen.mkdir(parents=True, exist_ok=True)
+    return chosen

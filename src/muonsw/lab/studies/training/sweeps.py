@@ -1,0 +1,300 @@
+"""Sweeps of the peak learning rate: does its best value transfer over widths, and how does it follow the horizon?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from muonsw.lab import paper
+from muonsw.lab.claims.claim import Claim, Stated, at_least, at_most, within
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.sections import Axis, Chart, Curve
+from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs
+from muonsw.lab.studies.outcome import last_loss
+from muonsw.lab.studies.scales import Scale, adamw_sweep, at_width
+from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.train.config import RunConfig
+
+ADAMW = "AdamW for all parameters, constant decay"
+WIDTH_FIGURE = Stated("appendix on muP, figure on width and the table commented out in the source", ADAMW)
+HORIZON_FIGURE = Stated("appendix on muP, figure on the horizon", ADAMW)
+INSIDE = Tolerance(0.0, "at an edge of the grid a better rate may lie beyond, and nothing can be said of transfer")
+ONE_STEP = Tolerance(0.0, "one step of the grid: basins are flat, and a parabola over a grid says no more")
+# Points whose excess loss is so many times the median one say nothing about the bottom of the basin.
+FAR_OUT = 5.0
+TRANSFER = Tolerance(0.0, "a quarter: by the paper's own table the best rate of width 128 costs 0.14 at width 256")
+TRANSFER_COST = 0.25
+
+# By seed: the loss of each learning rate, rates ascending.
+Losses = Mapping[float, float]
+
+
+def rate_arms(run: RunConfig, rates: Iterable[float]) -> tuple[Arm, ...]:
+    """One arm for each learning rate."""
+    return tuple(Arm(f"lr {rate:g}", replace(run.optimizer, lr=rate)) for rate in rates)
+
+
+def width_sweep(scale: Scale) -> list[Comparison]:
+    """The same learning rates at every width."""
+    return [_sweep(f"width {width}", at_width(scale.sweep, width), scale) for width in scale.sweep_widths]
+
+
+def horizon_sweep(scale: Scale) -> list[Comparison]:
+    """The same learning rates for every number of updates."""
+    return [
+        _sweep(f"{steps} updates", adamw_sweep(scale.sweep, steps, weight_decay=scale.sweep.optimizer.weight_decay),
+               scale)
+        for steps in scale.horizons
+    ]  # fmt: skip
+
+
+def _sweep(name: str, run: RunConfig, scale: Scale) -> Comparison:
+    return Comparison(name, run, rate_arms(run, scale.rates), tuple(range(scale.sweep_seeds)), paired=False)
+
+
+def losses_by_seed(arms: Runs) -> list[dict[float, float]]:
+    """For each seed, final loss by learning rate; a run without one counts as infinitely bad."""
+    found: dict[int, dict[float, float]] = {}
+    for runs in arms.values():
+        for run in runs:
+            loss = last_loss(run)
+            rate = float(run.config["optimizer"]["lr"])
+            found.setdefault(int(run.config["seed"]), {})[rate] = math.inf if math.isnan(loss) else loss
+    return [dict(sorted(found[seed].items())) for seed in sorted(found)]
+
+
+def best_place(losses: Losses) -> int:
+    """The place of the best rate in the grid."""
+    values = list(losses.values())
+    return values.index(min(values))
+
+
+def best_rate(losses: Losses) -> float:
+    """The best learning rate: the vertex of a parabola over the logarithm of the rate, fitted to all of the grid.
+
+    A basin is flat and its runs are noisy, so the lowest point alone says little. Points that are far out, as of runs
+    that all but diverged, are left out; a vertex beyond the grid is moved to its edge, and where the points have none
+    it is the lowest point.
+
+    Examples:
+        >>> round(best_rate({0.01: 1.0, 0.02: 0.5, 0.04: 1.0}), 6)
+        0.02
+        >>> best_rate({0.01: 1.0, 0.02: 2.0})
+        0.01
+    """
+    rates, values = list(losses), list(losses.values())
+    lowest = min(values)
+    far = FAR_OUT * sorted(value - lowest for value in values)[len(values) // 2]
+    kept = {math.log(rate): value for rate, value in losses.items() if value - lowest <= far and value < math.inf}
+    if len(kept) < 3:
+        return rates[best_place(losses)]
+    curvature, slope, _ = np.polyfit(np.array([*kept]), np.array([*kept.values()]), 2).tolist()
+    if curvature <= 0.0:
+        return rates[best_place(losses)]
+    return min(max(math.exp(-slope / (2.0 * curvature)), rates[0]), rates[-1])
+
+
+def grid_step(rates: Sequence[float]) -> float:
+    """The mean distance of neighbours, in logarithms.
+
+    Examples:
+        >>> round(math.exp(grid_step([0.01, 0.02, 0.08])), 6)
+        2.828427
+    """
+    return math.log(rates[-1] / rates[0]) / max(1, len(rates) - 1) or 1.0
+
+
+def distance(seeds: Sequence[Losses]) -> float:
+    """Steps of the grid between the lowest and the highest of several best rates."""
+    best = [best_rate(losses) for losses in seeds]
+    return math.log(max(best) / min(best)) / grid_step(list(seeds[0]))
+
+
+def judge_widths(results: Results, scale: Scale) -> list[Claim]:
+    """The best rate is the same at every width, within a step of the grid; taking the narrowest's costs little."""
+    sweeps = {name: losses_by_seed(arms) for name, arms in results.items()}
+    claims = [_inside(name, seeds, WIDTH_FIGURE) for name, seeds in sweeps.items()]
+    means = {name: mean_losses(seeds) for name, seeds in sweeps.items()}
+    spread = [distance(those) for those in zip(*sweeps.values(), strict=True)]
+    claims.append(
+        at_most(
+            "same-rate",
+            "steps of the grid between the best learning rates of the widths",
+            WIDTH_FIGURE,
+            distance(list(means.values())),
+            1.0,
+            ONE_STEP,
+            limits=f"from means over seeds; seed by seed it is {', '.join(f'{value:.2f}' for value in spread)}",
+        )
+    )
+    narrow, *wider = means
+    for name in wider:
+        claims.append(
+            at_most(
+                f"{_slug(name)}-cost",
+                f"{name}: what the best learning rate of {narrow} costs, over what the worst of the grid costs",
+                WIDTH_FIGURE,
+                transfer_cost(means[narrow], means[name]),
+                TRANSFER_COST,
+                TRANSFER,
+                limits="from means over seeds, of a number that is never negative, so without an interval",
+            )
+        )
+    return [*claims, *(_printed_widths(sweeps) if scale.printed else [])]
+
+
+def transfer_cost(narrow: Losses, wide: Losses) -> float:
+    """What the best rate of one width costs at another, as a share of what the worst rate of the grid costs there.
+
+    Rates at which runs diverged are left out: the worst is the worst that trains.
+
+    Examples:
+        >>> transfer_cost({0.01: 1.0, 0.02: 2.0, 0.04: 3.0}, {0.01: 1.5, 0.02: 1.0, 0.04: 3.0})
+        0.25
+    """
+    values = list(wide.values())
+    lowest, highest = min(values), max((value for value in values if value < math.inf), default=math.inf)
+    return (values[best_place(narrow)] - lowest) / (highest - lowest) if highest > lowest else 0.0
+
+
+def _slug(name: str) -> str:
+    return name.replace(" ", "-")
+
+
+def mean_losses(seeds: Sequence[Losses]) -> dict[float, float]:
+    """The mean over seeds by learning rate."""
+    return {rate: math.fsum(losses[rate] for losses in seeds) / len(seeds) for rate in seeds[0]}
+
+
+def _inside(name: str, seeds: Sequence[Losses], source: Stated) -> Claim:
+    means = mean_losses(seeds)
+    rates, best = list(means), best_rate(means)
+    return at_least(
+        f"{_slug(name)}-inside",
+        f"{name}: steps of the grid from the best learning rate to the nearest edge",
+        source,
+        min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates),
+        0.5,
+        INSIDE,
+        limits="from means over seeds",
+    )
+
+
+def _printed_widths(sweeps: Mapping[str, Sequence[Losses]]) -> list[Claim]:
+    claims = []
+    for name, seeds in sweeps.items():
+        told = dict(zip(paper.SWEEP_RATES, paper.SWEEP[int(name.removeprefix("width "))], strict=True))
+        claims.append(
+            at_most(
+                f"{_slug(name)}-transferred",
+                f"{name}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats",
+                WIDTH_FIGURE,
+                over_seeds([losses[paper.TRANSFERRED_RATE] - min(losses.values()) for losses in seeds]),
+                *paper.TRANSFERRED,
+            )
+        )
+        claims += [
+            within(
+                f"{_slug(name)}-lr-{rate:g}",
+                f"{name}: loss after 5,000 updates at learning rate {rate:g}",
+                WIDTH_FIGURE,
+                over_seeds([losses[rate] for losses in seeds]),
+                loss,
+                paper.SWEEP_LOSS,
+            )
+            for rate, loss in told.items()
+        ]
+    return claims
+
+
+def judge_horizons(results: Results, scale: Scale) -> list[Claim]:
+    """The best learning rate falls with the horizon as its cube root."""
+    sweeps = {name: losses_by_seed(arms) for name, arms in results.items()}
+    claims = [_inside(name, seeds, HORIZON_FIGURE) for name, seeds in sweeps.items()]
+    slopes = [
+        power([best_rate(losses) for losses in those], scale.horizons) for those in zip(*sweeps.values(), strict=True)
+    ]
+    claims.append(
+        within(
+            "cube-root",
+            "power of the horizon that the best learning rate follows",
+            HORIZON_FIGURE,
+            over_seeds(slopes),
+            paper.HORIZON_POWER,
+            resolution(scale),
+            limits="validated by the paper for 5,000 to 20,000 updates only" if not scale.printed else "",
+        )
+    )
+    return claims
+
+
+def power(rates: Sequence[float], horizons: Sequence[int]) -> float:
+    """The least-squares slope of the logarithm of the rate over that of the horizon.
+
+    Examples:
+        >>> round(power([0.02, 0.01, 0.005], [1000, 2000, 4000]), 6)
+        -1.0
+    """
+    x, y = ([math.log(value) for value in values] for values in (horizons, rates))
+    middle, level = math.fsum(x) / len(x), math.fsum(y) / len(y)
+    return math.fsum((a - middle) * (b - level) for a, b in zip(x, y, strict=True)) / math.fsum(
+        (a - middle) ** 2 for a in x
+    )
+
+
+def resolution(scale: Scale) -> Tolerance:
+    """How well a grid can tell the power: an optimum is known to a quarter of a step at either end.
+
+    Examples:
+        >>> from muonsw.lab.studies.scales import MINI
+        >>> round(resolution(MINI).size, 3)
+        0.25
+    """
+    size = 0.5 * grid_step(scale.rates) / math.log(scale.horizons[-1] / scale.horizons[0])
+    return Tolerance(size, "a quarter of a step of the grid, by a parabola over all of it, at either end")
+
+
+def sweep_tables(results: Results, scale: Scale) -> list[Table]:
+    """Mean final loss over seeds by learning rate and comparison, the best of each column marked."""
+    means = {name: mean_losses(losses_by_seed(arms)) for name, arms in results.items()}
+    columns = [Column("learning rate"), *(Column(name, number=True) for name in means)]
+    rows: list[list[Value | Cell]] = []
+    for rate in scale.rates:
+        cells = [
+            Cell(
+                f"{losses[rate]:.4f}" if losses[rate] < math.inf else "diverged",
+                tone="holds" if losses[rate] == min(losses.values()) else "",
+            )
+            for losses in means.values()
+        ]
+        rows.append([f"{rate:g}", *cells])
+    seeds = "one seed" if scale.sweep_seeds == 1 else f"means over {scale.sweep_seeds} seeds"
+    return [Table("sweep", "Final loss by learning rate", columns, rows, f"Validation loss, {seeds}.")]
+
+
+def width_charts(results: Results, _scale: Scale) -> list[Chart]:
+    """Excess loss over the learning rate, one curve for each width."""
+    return [_excess_chart(results, dict.fromkeys(results, 1.0), "learning rate")]
+
+
+def horizon_charts(results: Results, scale: Scale) -> list[Chart]:
+    """The same, over the learning rate times the cube root of the horizon: the minima should then meet."""
+    first = scale.horizons[0]
+    factors = {name: (steps / first) ** (1.0 / 3.0) for name, steps in zip(results, scale.horizons, strict=True)}
+    return [_excess_chart(results, factors, f"learning rate times (T/{first})^(1/3)")]
+
+
+def _excess_chart(results: Results, factors: Mapping[str, float], label: str) -> Chart:
+    curves = []
+    for name, arms in results.items():
+        losses = mean_losses(losses_by_seed(arms))
+        lowest = min(losses.values())
+        x, y = [rate * factors[name] for rate in losses], [loss - lowest for loss in losses.values()]
+        curves.append(Curve(name, name, x, y))
+    note = "Mean over seeds minus the lowest of the same curve."
+    rates, excess = Axis(label, log=10), Axis("excess loss", "nats per token")
+    return Chart("excess-loss", "Excess loss", curves, x=rates, y=excess, note=note, points=True)

@@ -1,0 +1,122 @@
+"""The best lambda of an arm, found on a seed that the comparison itself does not use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from muonsw.lab.studies.arms import Arm, Comparison, Runs, with_lambda
+from muonsw.lab.studies.outcome import last_loss
+from muonsw.lab.tables import Cell, Column, Table
+from muonsw.lab.train.config import RunConfig
+
+SEARCH = "search"
+FACTORS = (0.1, 0.25, 0.5, 1.0, 2.0)
+MOST_EXTENSIONS = 3
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search over lambda found for one arm.
+
+    Attributes:
+        name: The arm as it was given.
+        arm: The arm at its best lambda.
+        losses: Final loss by lambda; infinite where a run diverged.
+    """
+
+    name: str
+    arm: Arm
+    losses: Mapping[float, float]
+
+    @property
+    def best(self) -> float:
+        """The lambda with the lowest loss."""
+        return self.arm.optimizer.weight_decay
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best is the smallest or the largest that was tried, so that a better one may lie beyond."""
+        return self.best in (min(self.losses), max(self.losses))
+
+
+def grid(arm: Arm, factors: Sequence[float]) -> list[Arm]:
+    """The arm at multiples of its lambda."""
+    lambdas = [float(f"{arm.optimizer.weight_decay * factor:.4g}") for factor in factors]
+    return [with_lambda(arm, f"{arm.name}, lambda={lam:g}", lam) for lam in lambdas]
+
+
+def best_of(arm: Arm, candidates: Sequence[Arm], runs: Runs, name: str = "{arm}, best lambda={best:g}") -> Tuned:
+    """The candidate with the lowest final loss, under a name that says so."""
+    losses = {}
+    for candidate in candidates:
+        loss = last_loss(runs[candidate.name][0])
+        losses[candidate.optimizer.weight_decay] = math.inf if math.isnan(loss) else loss
+    best = min(losses, key=losses.__getitem__)
+    return Tuned(arm.name, with_lambda(arm, name.format(arm=arm.name, best=best), best), losses)
+
+
+def tune(
+    train: Callable[[Sequence[Comparison]], Mapping[str, Runs]],
+    base: RunConfig,
+    arms: Sequence[Arm],
+    *,
+    seed: int,
+    factors: Sequence[float] = FACTORS,
+) -> list[Tuned]:
+    """Try multiples of each arm's lambda on one seed and keep the best of each arm.
+
+    Where the best is the smallest or the largest that was tried, the search goes on beyond it, a few times.
+
+    Args:
+        train: Makes the runs of comparisons.
+        base: The run that is varied.
+        arms: What is tuned, each for itself.
+        seed: For the search alone: a comparison on the same seed would be biased to whoever was luckier.
+        factors: Multiples of the arm's lambda.
+    """
+    grids = {arm.name: sorted(factors) for arm in arms}
+    for extensions in range(MOST_EXTENSIONS + 1):
+        candidates = {arm.name: grid(arm, grids[arm.name]) for arm in arms}
+        everyone = tuple(candidate for those in candidates.values() for candidate in those)
+        runs = train([Comparison(SEARCH, base, everyone, (seed,), paired=False)])[SEARCH]
+        found = [best_of(arm, candidates[arm.name], runs) for arm in arms]
+        if extensions == MOST_EXTENSIONS or not any(tuned.at_edge for tuned in found):
+            break
+        grids = {tuned.name: _extended(grids[tuned.name], tuned) for tuned in found}
+    return found
+
+
+def _extended(factors: list[float], tuned: Tuned) -> list[float]:
+    """The grid with one more point beyond the edge that was best, as far from it as its neighbour."""
+    if not tuned.at_edge or len(factors) < 2:
+        return factors
+    if tuned.best == min(tuned.losses):
+        return [factors[0] * factors[0] / factors[1], *factors]
+    return [*factors, factors[-1] * factors[-1] / factors[-2]]
+
+
+def sweep_table(found: Sequence[Tuned]) -> Table:
+    """Final loss by lambda and arm."""
+    lambdas = sorted({lam for tuned in found for lam in tuned.losses})
+    columns = [Column("lambda"), *(Column(tuned.name, number=True) for tuned in found)]
+    rows = [(f"{lam:g}", *(_cell(tuned, lam) for tuned in found)) for lam in lambdas]
+    note = "Final validation loss on one seed that is used for nothing else; the best of each column stands out."
+    return Table("sweep", "Search over lambda", columns, rows, " ".join(filter(None, (note, edge_note(found)))))
+
+
+def edge_note(found: Sequence[Tuned]) -> str:
+    """A sentence about searches that ended at an edge; empty where none did."""
+    edges = " and ".join(tuned.arm.name for tuned in found if tuned.at_edge)
+    if not edges:
+        return ""
+    return f"The best lambda of {edges} is at the edge of what was tried; a better one may lie beyond."
+
+
+def _cell(tuned: Tuned, lam: float) -> Cell | None:
+    loss = tuned.losses.get(lam)
+    if loss is None:
+        return None
+    text = f"{loss:.4f}" if math.isfinite(loss) else "diverged"
+    return Cell(text, tone="holds" if lam == tuned.best else "")

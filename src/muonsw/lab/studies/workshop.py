@@ -1,0 +1,292 @@
+"""Where runs and experiments are made: each once, several at a time, resumable, and shown while they are under way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from filelock import FileLock
+from rich.console import Console
+
+from muonsw.lab.claims.claim import Evidence
+from muonsw.lab.data.shards import read_record
+from muonsw.lab.data.tokenizers import padded_vocab
+from muonsw.lab.errors import Diverged
+from muonsw.lab.processes import Audience, Tell, run_jobs, stop_at_failure
+from muonsw.lab.progress import View, showing
+from muonsw.lab.runs import Run, load_runs
+from muonsw.lab.storage import prepare_folder, read_object, write_json
+from muonsw.lab.studies.arms import Arm, Comparison, Results
+from muonsw.lab.studies.experiment import Experiment
+from muonsw.lab.terminal import say
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import RESULT, refuse_other_settings
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.progress import numbers_of
+from muonsw.lab.train.records import Record
+from muonsw.lab.train.state import compiles, resolve_device, with_fingerprint
+
+# Parts of a record that no display shows; they stay in the process that made them.
+DETAILS = ("parameters", "layers", "roles")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its settings, its folder, and what it is called while it is under way."""
+
+    name: str
+    config: RunConfig
+    folder: Path
+
+
+class Places(Protocol):
+    """Decides where the runs of comparisons are kept."""
+
+    def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
+        """The run of one arm with one seed."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByArm:
+    """Runs under the names of their arms: one comparison in one folder, which refuses other settings."""
+
+    folder: Path
+
+    def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
+        """The run of one arm with one seed."""
+        config = replace(comparison.config(arm, seed), arm=arm.name)
+        letters = (letter if letter.isalnum() or letter in "._=" else "-" for letter in arm.name)
+        return Job(
+            f"{arm.name}, seed {seed}", config, self.folder / f"{''.join(letters).replace('--', '-')}-seed{seed}"
+        )
+
+
+@dataclass(frozen=True)
+class BySettings:
+    """Runs under a hash of all their settings, so that studies share those that are equal.
+
+    Attributes:
+        folder: Of all runs.
+        data: Prepared tokens.
+        device: "cpu" or "cuda".
+    """
+
+    folder: Path
+    data: Path
+    device: str
+
+    def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
+        """The run of one arm with one seed."""
+        config = self.ready(comparison.config(arm, seed))
+        digest = hashlib.sha256(json.dumps(config.as_data(), sort_keys=True).encode()).hexdigest()[:10]
+        folder = self.folder / f"{config.arm}-seed{config.seed}-{digest}"
+        return Job(f"{comparison.name}: {arm.name}, seed {seed}", config, folder)
+
+    def ready(self, config: RunConfig) -> RunConfig:
+        """The run on these tokens and this device, under a name that its settings alone decide."""
+        chosen = replace(
+            config,
+            model=replace(config.model, vocab=padded_vocab(read_record(self.data).vocab_size)),
+            data=replace(config.data, path=str(self.data)),
+            device=self.device,
+            threads=threads_for(config, self.device),
+            arm="",
+        )
+        chosen = with_fingerprint(chosen)
+        return replace(chosen, arm=describe(chosen))
+
+
+def threads_for(config: RunConfig, device: str) -> int:
+    """One thread for each run on a CPU: the number of workers then changes nothing but the time."""
+    return 1 if device == "cpu" else config.threads
+
+
+def describe(config: RunConfig) -> str:
+    """A short name of what mostly sets a run apart.
+
+    Examples:
+        >>> from muonsw.lab.train.presets import preset_run
+        >>> describe(preset_run("w512-dense", ""))
+        'w512-dense-muon-scaled-lr0.007-wd0.1-T110000'
+    """
+    chosen, dense = config.optimizer, "-dense" if config.model.experts == 1 else ""
+    rule = f"{chosen.algorithm}-{chosen.decay}-lr{chosen.lr:.4g}-wd{chosen.weight_decay:.4g}"
+    return f"w{config.model.width}{dense}-{rule}-T{config.steps}"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An experiment's evidence and how long it took."""
+
+    evidence: Evidence
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Makes what studies ask for.
+
+    The number of workers changes nothing but the time.
+
+    Attributes:
+        console: Where progress is shown.
+        workers: Runs, or experiments, at a time.
+        places: Where runs are kept; experiments keep nothing.
+        retry_diverged: Whether runs that diverged in an earlier call are tried again.
+    """
+
+    console: Console
+    workers: int
+    places: Places = field(default_factory=lambda: ByArm(Path("runs")))
+    retry_diverged: bool = False
+
+    def train(self, comparisons: Sequence[Comparison]) -> Results:
+        """Bring every run to its end, equal ones once, and read all back by comparison and arm.
+
+        Runs that are complete are left alone, those begun go on. A run that diverges does not stop the others: its
+        `result.json` says so.
+
+        Raises:
+            UsageError: If a run cannot start, or a folder holds a run with other settings.
+            Interrupted: If the process was asked to stop; all runs were saved.
+        """
+        jobs = self.jobs(comparisons)
+        self._bring_to_end(list(jobs.values()))
+        loaded = dict(zip(jobs, load_runs(jobs), strict=True))
+
+        def runs(one: Comparison, arm: Arm) -> list[Run]:
+            folders = (self.places.job(one, arm, seed).folder for seed in one.seeds)
+            return [relabelled(loaded[folder], arm.name) for folder in folders]
+
+        return {one.name: {arm.name: runs(one, arm) for arm in one.arms} for one in comparisons}
+
+    def jobs(self, comparisons: Sequence[Comparison]) -> dict[Path, Job]:
+        """The runs of comparisons by folder, equal ones once, under the name that is met first."""
+        found: dict[Path, Job] = {}
+        for one in comparisons:
+            for arm, seed in one.members():
+                job = self.places.job(one, arm, seed)
+                found.setdefault(job.folder, job)
+        return found
+
+    def _bring_to_end(self, jobs: Sequence[Job]) -> None:
+        todo = {job.name: job for job in jobs if not self._has_ended(job)}
+        if len(todo) < len(jobs):
+            say(self.console, f"{len(jobs) - len(todo)} of {len(jobs)} runs are complete already")
+        if not todo:
+            return
+        steps = {name: float(job.config.steps) for name, job in todo.items()}
+        with showing(self.console, steps, what="runs", workers=self.workers) as view:
+            audience = Audience(
+                message=partial(_show, view, todo),
+                finished=lambda name, result: view.finish(name, f"validation loss {result['final_loss']:.4f}"),
+                failed=lambda name, error: _failed(view, todo[name], error),
+            )
+            run_jobs(_train, list(todo.items()), audience, workers=self.workers, threads=None)
+
+    def _has_ended(self, job: Job) -> bool:
+        if not (job.folder / RESULT).exists():
+            return False
+        refuse_other_settings(job.folder, with_fingerprint(job.config))
+        if self.retry_diverged and "diverged" in read_object(job.folder / RESULT):
+            (job.folder / RESULT).unlink()
+            return False
+        return True
+
+    def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, Finished]:
+        """Run experiments, the longest first, and return what they found in the order given.
+
+        Every experiment runs on one thread and draws from a generator of its own, so that neither the number of
+        processes nor their order changes a bit of the result.
+        """
+        found: dict[str, Finished] = {}
+        by_cost = sorted(experiments, key=lambda experiment: -experiment.cost)
+        costs = {experiment.name: experiment.cost for experiment in by_cost}
+        with showing(self.console, costs, what="experiments", workers=self.workers) as view:
+
+            def finished(name: str, result: Finished) -> None:
+                found[name] = result
+                held = sum(claim.holds for claim in result.evidence.claims)
+                view.finish(name, f"{held} of {len(result.evidence.claims)} claims hold ({result.seconds:.1f} s)")
+
+            audience = Audience(
+                message=lambda name, share: view.update(name, share * costs[name], {"share": f"{share:.0%}"}),
+                finished=finished,
+            )
+            tasks = [(experiment.name, experiment) for experiment in by_cost]
+            run_jobs(partial(_run_experiment, seed=seed), tasks, audience, workers=self.workers)
+        return {experiment.name: found[experiment.name] for experiment in experiments}
+
+
+def relabelled(run: Run, arm: str) -> Run:
+    """The run under the name that a study has for its arm."""
+    return replace(run, config={**run.config, "arm": arm})
+
+
+def _train(job: Job, tell: Tell) -> dict[str, Any]:
+    """Bring one run to its end, perhaps in a process of its own."""
+    with compiling_alone(job) as compiled:
+
+        def record(record: Record) -> None:
+            if record["kind"] == "train":
+                compiled()
+            tell({key: value for key, value in record.items() if key not in DETAILS})
+
+        return train(job.config, job.folder, Watch(record=record, note=tell))
+
+
+@contextmanager
+def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
+    """Let one process at a time compile a model; the others then take its code from torch's caches on disk.
+
+    Yields:
+        What to call once the model is compiled, that is after the first update; nothing happens where none is.
+    """
+    if not compiles(job.config):
+        yield lambda: None
+        return
+    prepare_folder(job.folder.parent)
+    model = hashlib.sha256(repr(job.config.model).encode()).hexdigest()[:10]
+    lock = FileLock(job.folder.parent / f".compiling-{model}")
+    lock.acquire()
+    try:
+        yield lock.release
+    finally:
+        lock.release()
+
+
+def _show(view: View, todo: Mapping[str, Job], name: str, content: Record | str) -> None:
+    if isinstance(content, str):
+        view.say(f"{name}: {content}")
+    else:
+        done = float(content["step"]) if content["kind"] == "train" else None
+        view.update(name, done, numbers_of(content, todo[name].config.steps))
+
+
+def _failed(view: View, job: Job, error: Exception) -> None:
+    """Let the others go on if a run diverged; end everything if it could not run."""
+    if not isinstance(error, Diverged):
+        stop_at_failure(job.name, error)
+        return
+    write_json(job.folder / RESULT, {"diverged": error.step, "steps": error.step, "reason": str(error)})
+    view.finish(job.name, f"diverged at update {error.step}")
+    view.say(f"{job.name}: {error}")
+
+
+def _run_experiment(experiment: Experiment, tell: Tell, *, seed: int) -> Finished:
+    start = time.perf_counter()
+    evidence = experiment.run(seed, progress=tell)
+    return Finished(evidence, time.perf_counter() - start)
+
+
+def on_cpu(device: str) -> bool:
+    """Whether a run on the device of this name would be on the CPU here."""
+    return resolve_device(device).type == "cpu"

@@ -1,0 +1,280 @@
+"""A table as data, and one way to print it: the columns that matter most for the width at hand, no number cut."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from muonsw.lab.terminal import harmless, say
+
+Value = str | float | int | bool | None
+MISSING = "\N{EN DASH}"
+GAP = 2  # blanks between columns
+NARROWEST_TEXT = 20  # characters that a column of text keeps before it wraps its words over several lines
+LONGEST_WORD = 40  # longer ones, such as paths, are broken
+TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell that says more than its text.
+
+    Attributes:
+        text: What it shows.
+        note: A smaller second line; the terminal shows it with `verbose`.
+        tone: `"holds"`, `"fails"` and `"undecided"` have colours.
+        code: Whether it is something to type.
+    """
+
+    text: str
+    note: str = ""
+    tone: str = ""
+    code: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: Its heading.
+        number: Whether it holds numbers, which are set to the right and never broken.
+        digits: Significant digits of floats.
+        rank: How soon it is left out where room is short: the highest first. Columns of rank 0 stay.
+    """
+
+    title: str
+    number: bool = False
+    digits: int = 5
+    rank: int = 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        name: Its id on a page: letters, digits, hyphens.
+        title: Its heading.
+        columns: In order; a plain string is a column of text. The first one names the row and is always shown.
+        rows: As many values in each as there are columns; None shows as a dash.
+        note: A sentence below it.
+        folded: Whether it starts closed on a page.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[Column | str]
+    rows: Sequence[Sequence[Value | Cell]]
+    note: str = ""
+    folded: bool = False
+
+    def headings(self) -> list[Column]:
+        """The columns, all in full."""
+        return [column if isinstance(column, Column) else Column(column) for column in self.columns]
+
+    def cells(self) -> list[list[Cell]]:
+        """The rows, all values as text.
+
+        Raises:
+            ValueError: If a row is not as long as there are columns.
+        """
+        columns = self.headings()
+        for row in self.rows:
+            if len(row) != len(columns):
+                raise ValueError(f"a row has {len(row)} values for {len(columns)} columns: {row!r}")
+        return [[as_cell(value, column) for value, column in zip(row, columns, strict=True)] for row in self.rows]
+
+
+def show(value: Value, digits: int = 5) -> str:
+    """A value as a table shows it.
+
+    Examples:
+        >>> show(0.123456789), show(True), show(12345678), show(float("nan"))
+        ('0.12346', 'yes', '12,345,678', 'not finite')
+    """
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.{digits}g}" if math.isfinite(value) else "not finite"
+    return value
+
+
+def loss_text(loss: float) -> str:
+    """A loss as every table and sentence shows it: four decimals.
+
+    Examples:
+        >>> loss_text(3.14159), loss_text(float("nan"))
+        ('3.1416', '\N{EN DASH}')
+    """
+    return f"{loss:.4f}" if math.isfinite(loss) else MISSING
+
+
+def norm_text(norm: float) -> str:
+    """A norm, or another size, as every table and sentence shows it: three digits.
+
+    Examples:
+        >>> norm_text(0.204139), norm_text(0.015), norm_text(461.2)
+        ('0.204', '0.0150', '461')
+    """
+    return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
+
+
+def change_text(change: float) -> str:
+    """A relative change as every table and sentence shows it: whole percents with their sign.
+
+    Examples:
+        >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
+        ('\N{MINUS SIGN}60 %', '+2 %', '0 %')
+    """
+    if not math.isfinite(change):
+        return MISSING
+    whole = round(100 * change)
+    return f"{whole:+d} %".replace("-", "\N{MINUS SIGN}") if whole else "0 %"
+
+
+def as_cell(value: Value | Cell, column: Column) -> Cell:
+    """A value as the cell of its column."""
+    return value if isinstance(value, Cell) else Cell(show(value, column.digits))
+
+
+def print_table(console: Console, table: Table, *, verbose: bool = False, hint: str = "--verbose shows them") -> None:
+    """Print a table under its title, with its note.
+
+    In a terminal the columns of the lowest rank that fit into its width are shown, and a line below names the others.
+    A file or a pipe has no width: there all columns are printed, as plain text.
+
+    Args:
+        console: Where to.
+        table: What.
+        verbose: Print the columns that do not fit as well, as further tables below, and the notes of cells.
+        hint: How the reader gets at the columns that were left out; empty where there is no way.
+    """
+    if not console.is_terminal:
+        parts = (table.title, plain_text(table, notes=verbose), table.note)
+        say(console, "\n" + "\n".join(part for part in parts if part))
+        return
+    table = _harmless(table)
+    chosen, left_out = fitting(table, console.width)
+    _draw(console, table, chosen, title=table.title, notes=verbose)
+    while verbose and left_out:
+        chosen, left_out = fitting(table, console.width, among=[0, *left_out])
+        _draw(console, table, chosen)
+    if table.note:
+        console.print(Text(table.note, style="dim"))
+    if left_out:
+        names = ", ".join(table.headings()[place].title for place in left_out)
+        text = f"Not shown at this width: {names}{f' ({hint})' if hint else ''}."
+        console.print(Text(text, style="dim"))
+
+
+def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
+    """Which columns of a table fit into a width, and which do not, both as places in the table's order.
+
+    Columns are taken by rank, those of one rank from left to right, until the next one does not fit. The first column
+    and those of rank 0 are always taken, and so is one more: a row without a value would say nothing.
+
+    Examples:
+        >>> columns = ("arm", Column("seeds", rank=2), Column("final loss", number=True))
+        >>> table = Table("arms", "Arms", columns, [("scaled", "3", 5.2345), ("constant", "3", 5.3456)])
+        >>> fitting(table, 23), fitting(table, 22)
+        (([0, 1, 2], []), ([0, 2], [1]))
+    """
+    columns, cells = table.headings(), table.cells()
+    places = list(range(len(columns)) if among is None else among)
+    taken, room = [places[0]], width - _least(columns, cells, places[0])
+    ranked = sorted(places[1:], key=lambda place: columns[place].rank)
+    for place in ranked:
+        room -= GAP + _least(columns, cells, place)
+        if room < 0 and columns[place].rank > 0 and len(taken) > 1:
+            break
+        taken.append(place)
+    return sorted(taken), [place for place in places if place not in taken]
+
+
+def plain_text(table: Table, *, notes: bool = False) -> str:
+    """A table as aligned text without colours, numbers to the right.
+
+    Examples:
+        >>> print(plain_text(Table("t", "T", ("arm", Column("loss", number=True)), [("scaled", 3.1)])))
+        arm     loss
+        scaled   3.1
+    """
+    columns = table.headings()
+    body = [[_with_note(cell) if notes else cell.text for cell in row] for row in table.cells()]
+    lines = [[column.title for column in columns], *body] if any(column.title for column in columns) else body
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))] if lines else []
+    aligned = (
+        "  ".join(
+            text.rjust(width) if column.number else text.ljust(width)
+            for text, width, column in zip(line, widths, columns, strict=True)
+        )
+        for line in lines
+    )
+    return "\n".join(line.rstrip() for line in aligned)
+
+
+def _harmless(table: Table) -> Table:
+    """The table with nothing in it that could steer a terminal."""
+    cells = [
+        [replace(cell, text=harmless(cell.text), note=harmless(cell.note)) for cell in row] for row in table.cells()
+    ]
+    columns = [replace(column, title=harmless(column.title)) for column in table.headings()]
+    return replace(table, title=harmless(table.title), columns=columns, rows=cells, note=harmless(table.note))
+
+
+def _with_note(cell: Cell) -> str:
+    return f"{cell.text} ({cell.note})" if cell.note else cell.text
+
+
+def _least(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: int) -> int:
+    """The width below which a column is not shown: that of its longest number, or of its text with words wrapped."""
+    heading = max(map(cell_len, columns[place].title.split()), default=0)
+    texts = [row[place].text for row in cells]
+    longest = max(map(cell_len, texts), default=0)
+    if columns[place].number:
+        return max(heading, longest)
+    words = [min(cell_len(word), LONGEST_WORD) for text in texts for word in text.split()]
+    return max([heading, *words, min(NARROWEST_TEXT, longest)])
+
+
+def _draw(console: Console, table: Table, places: Sequence[int], *, title: str = "", notes: bool = False) -> None:
+    """Print the chosen columns: numbers as wide as they are, text in the room that is left."""
+    columns, cells = table.headings(), table.cells()
+    drawn = RichTable(
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+        show_header=any(columns[place].title for place in places),
+    )
+    for place in places:
+        column, least = columns[place], _least(columns, cells, place)
+        heading = Text("\n".join(textwrap.wrap(column.title, least)) if column.number else column.title)
+        if column.number:
+            drawn.add_column(heading, justify="right", no_wrap=True, width=least)
+        else:
+            drawn.add_column(heading, overflow="fold", min_width=least)
+    for row in cells:
+        drawn.add_row(*(_rich(row[place], notes=notes) for place in places))
+    console.print()
+    if title:
+        console.print(Text(title, style="bold"))
+    console.print(drawn, crop=False)
+
+
+def _rich(cell: Cell, *, notes: bool) -> Text:
+    text = Text(cell.text, style=TONES.get(cell.tone, ""))
+    return text.append(f"\n{cell.note}", style="dim") if notes and cell.note else text

@@ -1,0 +1,50 @@
+"""Train from a config file, without any command-line library: `python -m muonsw.lab.run CONFIG.json RUN`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from muonsw.lab.errors import FAILED, OK, USAGE, Diverged, Interrupted, UsageError
+from muonsw.lab.terminal import say
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import read_config_file
+from muonsw.lab.train.loop import train
+from muonsw.lab.train.progress import watching
+
+__all__ = ["main", "read_config_file", "run"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and return an exit code: 0 done, 1 diverged, 2 not usable, 130 or 143 stopped and saved."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if len(given) != 2:
+        print("usage: python -m muonsw.lab.run CONFIG.json RUN_FOLDER", file=sys.stderr)
+        return USAGE
+    try:
+        return run(read_config_file(Path(given[0])), Path(given[1]))
+    except (UsageError, Interrupted) as error:
+        print(f"muonsw: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def run(config: RunConfig, folder: Path) -> int:
+    """Train with progress on the terminal, and report how it ended."""
+    console = Console()
+    try:
+        with watching(console) as watch:
+            result = train(config, folder, watch)
+    except Diverged as error:
+        print(f"muonsw: {error}", file=sys.stderr)
+        return FAILED
+    best = f"best {result['best_loss']:.4f} after {result['best_step']:,}"
+    ended = f"validation loss {result['final_loss']:.4f} after {result['steps']:,} updates ({best})"
+    say(console, f"{ended}, {result['seconds']:.0f} s, in {folder}")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

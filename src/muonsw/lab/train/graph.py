@@ -1,0 +1,74 @@
+"""Functions of a batch as CUDA graphs: the kernels of a small model end sooner than the host can launch the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from muonsw.lab.data.loader import Batch
+
+# Calls that run as they are written before one is captured: kernels are compiled, and states made, on the way.
+WARM_CALLS = 3
+
+# A graph keeps the activations of a call for itself, and beyond so many tokens the kernels are long enough.
+MOST_TOKENS = 65_536
+
+Result = TypeVar("Result")
+
+
+class Captured(Generic[Result]):
+    """A function that is captured once and then replayed on new batches of the same shape.
+
+    What it returns is overwritten by the next call, so use it before.
+
+    Args:
+        function: Works on tensors of fixed shapes and never waits for the device.
+        device: A CUDA device.
+    """
+
+    def __init__(self, function: Callable[[list[Batch]], Result], device: torch.device) -> None:
+        self.function = function
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batches: list[Batch] = []
+        self._result: Result | None = None
+
+    def __call__(self, batches: list[Batch]) -> Result:
+        """The function of these batches; the first calls run as they are written."""
+        self._calls += 1
+        if self._calls <= WARM_CALLS or (self._graph is not None and not self._fits(batches)):
+            return self.as_written(batches)
+        if self._graph is None:
+            self._capture(batches)
+        assert self._graph is not None
+        assert self._result is not None
+        for held, given in zip(_tensors(self._batches), _tensors(batches), strict=True):
+            held.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._result
+
+    def as_written(self, batches: list[Batch]) -> Result:
+        """A plain call, on the stream of the capture: autograd remembers on which stream it met the weights."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = self.function(batches)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def _fits(self, batches: list[Batch]) -> bool:
+        return [t.shape for t in _tensors(batches)] == [t.shape for t in _tensors(self._batches)]
+
+    def _capture(self, batches: list[Batch]) -> None:
+        """Record a call without making it; the thread that reads batches ahead goes on meanwhile."""
+        self._batches = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+            self._result = self.function(self._batches)
+
+
+def _tensors(batches: list[Batch]) -> list[Tensor]:
+    return [tensor for batch in batches for tensor in batch]

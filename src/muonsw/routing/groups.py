@@ -1,0 +1,144 @@
+"""Param groups for a whole model: the role of each parameter, what patterns say, and one group for each outcome."""
+
+from __future__ import annotations
+
+import warnings
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedParameter
+
+from muonsw.algorithms import ALGORITHMS
+from muonsw.options import COMMON, validate_option
+from muonsw.registry import unknown
+from muonsw.routing.names import aliases
+from muonsw.routing.roles import MATRIX_ROLES, ROLES, Routed, classify
+
+Group = dict[str, Any]
+
+ROLE_PREFIX = "role:"
+MUON, ADAMW = "muon", "adamw"
+
+
+class Routing(NamedTuple):
+    """Param groups, matrices first, and the reason for each parameter's role by its name."""
+
+    groups: list[Group]
+    reasons: dict[str, str]
+
+
+def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw: Group) -> Routing:
+    """Param groups for a model, one for each set of options that its parameters end up with."""
+    _check_adamw(adamw)
+    _refuse_shapeless(model)
+    routed = list(classify(model))
+    if not routed:
+        raise ValueError("the model has no parameter that requires a gradient")
+    chosen = {entry.name: _first_match(patterns, entry) for entry in routed}
+    groups: dict[str, Group] = {}
+    adamw_used = False
+    for entry in routed:
+        pattern = patterns.get(chosen[entry.name] or "", {})
+        takes_adamw = _takes_adamw(entry, algorithm, pattern)
+        adamw_used |= takes_adamw
+        options = _role_options(entry, algorithm, pattern) | (adamw if takes_adamw else {}) | pattern
+        key = repr(sorted(options.items(), key=lambda item: item[0]))
+        groups.setdefault(key, {**options, "params": []})["params"].append((entry.name, entry.param))
+    ordered = sorted(groups.values(), key=lambda group: group["role"] not in MATRIX_ROLES)
+    _refuse_unused(patterns, set(chosen.values()), routed)
+    _refuse_idle(adamw, adamw_used)
+    if algorithm == MUON:
+        _warn_without_matrices(ordered)
+    return Routing(ordered, {entry.name: _reason(entry, chosen[entry.name]) for entry in routed})
+
+
+def _refuse_shapeless(model: nn.Module) -> None:
+    """Refuse parameters that have no shape yet, and those that FSDP1 has laid out as vectors."""
+    for name, param in model.named_parameters():
+        path, _, own = name.rpartition(".")
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet; run one batch through the model before for_model")
+        sized = isinstance(model.get_submodule(path), nn.Linear | nn.Embedding | _ConvNd)
+        piece = sized and own == "weight" and param.dim() < 2
+        if piece or own == "_flat_param" or type(param).__name__ == "FlatParameter":
+            raise ValueError(
+                f"{name} has been flattened to a vector, as FullyShardedDataParallel (FSDP1) does; no matrix can be "
+                f"seen in it any more, and every weight would get AdamW without decay. Shard with "
+                f"torch.distributed.fsdp.fully_shard (FSDP2), which keeps shapes, or use DistributedDataParallel"
+            )
+
+
+def _role_options(entry: Routed, algorithm: str, pattern: Group) -> Group:
+    """What the role gives: an algorithm, no decay outside matrices, and the matrix view where one is needed."""
+    usual = _usual_algorithm(entry, algorithm)
+    options: Group = {"role": entry.role, "algorithm": usual}
+    if not entry.decayed:
+        options["weight_decay"] = 0.0
+    if entry.role in MATRIX_ROLES or pattern.get("algorithm", usual) == MUON:
+        options |= {"matrix": None, **entry.view}
+    return options
+
+
+def _usual_algorithm(entry: Routed, algorithm: str) -> str:
+    return ADAMW if algorithm == MUON and entry.role not in MATRIX_ROLES else algorithm
+
+
+def _takes_adamw(entry: Routed, algorithm: str, pattern: Group) -> bool:
+    """Whether the options for AdamW apply: to what ends there, except the matrices of AdamW's own class."""
+    final = pattern.get("algorithm", _usual_algorithm(entry, algorithm))
+    return final == ADAMW and not (algorithm == ADAMW and entry.role in MATRIX_ROLES)
+
+
+def _first_match(patterns: dict[str, Group], entry: Routed) -> str | None:
+    return next((pattern for pattern in patterns if _matches(pattern, entry)), None)
+
+
+def _matches(pattern: str, entry: Routed) -> bool:
+    if pattern.startswith(ROLE_PREFIX):
+        return pattern.removeprefix(ROLE_PREFIX) == entry.role
+    return any(fnmatchcase(name, pattern) for name in aliases(entry.name))
+
+
+def _reason(entry: Routed, pattern: str | None) -> str:
+    return entry.reason if pattern is None else f"{entry.reason}; options from the pattern {pattern!r}"
+
+
+def _check_adamw(adamw: Group) -> None:
+    """Every key must be an option that AdamW knows, with a value that it takes."""
+    known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
+    for key, value in adamw.items():
+        if key not in known:
+            raise ValueError(f"adamw={{{key!r}: ...}}: {unknown('option of AdamW', key, sorted(known))}")
+        validate_option(key, value)
+
+
+def _refuse_idle(adamw: Group, used: bool) -> None:
+    if adamw and not used:
+        raise ValueError(
+            f"adamw={adamw!r} applies to nothing: no parameter of this model goes to AdamW; leave it out, or give the "
+            f"options to the class itself or in patterns"
+        )
+
+
+def _refuse_unused(patterns: dict[str, Group], used: set[str | None], routed: list[Routed]) -> None:
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if unused:
+        names = ", ".join(entry.name for entry in routed[:3])
+        raise ValueError(
+            f"pattern {unused[0]!r} matches no parameter that an earlier pattern has not claimed; names look like "
+            f"{names} and roles are {', '.join(ROLES)}"
+        )
+
+
+def _warn_without_matrices(groups: list[Group]) -> None:
+    if any(group["algorithm"] == MUON for group in groups):
+        return
+    roles = sorted({group["role"] for group in groups})
+    lora = " Low-rank factors get Muon with patterns={'role:lora': {'algorithm': 'muon'}}." if "lora" in roles else ""
+    warnings.warn(
+        f"MuonSW.for_model found no matrix to orthogonalize: every parameter goes to another algorithm (roles: "
+        f"{', '.join(roles)}). Look at optimizer.routing(reasons=True).{lora}",
+        stacklevel=4,
+    )

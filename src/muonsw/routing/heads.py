@@ -1,0 +1,118 @@
+"""Outputs: maps whose result the model gives away instead of reading it again."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from muonsw.routing import names
+from muonsw.routing.survey import Layer, Subject, Survey, holder_of, within
+
+# Projections that are often fused into one: two (keys and values, gate and up, scale and shift), three, four, six.
+FUSED = (2, 3, 4, 6)
+
+
+def find_head(subject: Subject, survey: Survey) -> tuple[str, str] | None:
+    """The role ("head", or "unclear" where it could be one) and the reason; None where the map feeds another."""
+    layer = survey.layer_of.get(subject.param)
+    if layer is None:
+        return None
+    if any(within(layer.path, path) and not survey.is_read(layer, path) for path in survey.heads):
+        return "head", "the model declares it as its output layer"
+    if layer.gives == survey.vocabulary and not survey.is_read(layer):
+        return "head", "it gives one number for each row of the largest embedding"
+    output = _output_around(subject, survey)
+    if output is not None:
+        return _called_output(layer, output, survey)
+    if survey.in_block(layer.path):
+        return _in_a_block(layer, survey)
+    return _outside_blocks(layer, subject, survey)
+
+
+def _called_output(layer: Layer, output: str, survey: Survey) -> tuple[str, str] | None:
+    """A name alone is not enough: inside a block nothing may read it at all, outside nothing in it and after it."""
+    holder = holder_of(output)
+    if survey.in_block(holder):
+        is_read = survey.is_read(layer)
+    else:
+        is_read = survey.is_read(layer, output) or survey.is_read(layer, holder, later=True)
+    if is_read or _is_concatenated(layer, survey):
+        return None
+    return "head", f"{output} is called an output, and nothing reads its {layer.gives} features"
+
+
+def _in_a_block(layer: Layer, survey: Survey) -> tuple[str, str] | None:
+    """Inside repeated parts a map feeds another, unless it is as wide as an output outside and nothing reads it."""
+    if layer.gives not in survey.outside or survey.is_read(layer) or _is_concatenated(layer, survey):
+        return None
+    return "head", f"nothing reads its {layer.gives} features, and an output outside is as wide"
+
+
+def _outside_blocks(layer: Layer, subject: Subject, survey: Survey) -> tuple[str, str] | None:
+    if sum(other.gives is not None for other in survey.layers) == 1:
+        return None  # a model of one layer has no inside and no outside
+    if _is_last(layer, survey):
+        return "head", f"it is the last layer of the model and the only one that gives {layer.gives} features"
+    if isinstance(subject.owner, _ConvNd) or survey.is_read(layer):
+        return None
+    return _fused_or_head(layer, survey)
+
+
+def _fused_or_head(layer: Layer, survey: Survey) -> tuple[str, str] | None:
+    """A size that nothing reads is an output, unless a neighbour reads parts of it, or it with others as a whole."""
+    gives, around = layer.gives or 0, _neighbourhood(layer, survey)
+    near = [other for other in survey.layers if other is not layer and within(other.path, around)]
+    beside = survey.modules[holder_of(layer.path)].children()
+    counts = {*FUSED, *(len(module) for module in beside if isinstance(module, nn.ModuleList) and len(module))}
+    parts = {gives // count for count in counts if gives % count == 0 and gives > count}
+    wholes = {gives * count for count in FUSED}
+    if any(other.order > layer.order and (parts | wholes) & set(other.reads) for other in near):
+        return None
+    if any(parts & set(other.reads) for other in near):
+        return "unclear", f"nothing reads its {gives} features, but a neighbour reads a part of that size"
+    return "head", f"nothing in the model reads its {gives} features"
+
+
+def _neighbourhood(layer: Layer, survey: Survey) -> str:
+    """The closest module around a layer that holds others too."""
+    path = holder_of(layer.path)
+    while path and sum(within(other.path, path) for other in survey.layers) < 2:
+        path = holder_of(path)
+    while path and isinstance(survey.modules[path], nn.Sequential):
+        path = holder_of(path)
+    return path
+
+
+def _output_around(subject: Subject, survey: Survey) -> str | None:
+    """The innermost module around the parameter that is called an output, by its name or its class."""
+    for path, module in survey.ancestors(subject.path):
+        word = path.rpartition(".")[2]
+        if names.says_head(word) or (not word.isdigit() and _is_head_class(module)):
+            return path
+    return None
+
+
+def _is_head_class(module: nn.Module) -> bool:
+    """Whether the class name ends in "Head", as RegressionHead does; plain Head is often one head of attention."""
+    kind = type(module).__name__
+    return kind.endswith("Head") and kind != "Head"
+
+
+def _is_last(layer: Layer, survey: Survey) -> bool:
+    """Whether no layer comes after it, and no other gives as many features, as the layers of a trunk would."""
+    giving = [other for other in survey.layers if other.gives is not None]
+    unique = all(other.gives != layer.gives for other in giving[:-1])
+    return layer is giving[-1] and unique and layer.gives not in layer.reads
+
+
+def _is_concatenated(layer: Layer, survey: Survey) -> bool:
+    """Whether a list of equal modules gives pieces of what a layer beside it reads whole, as heads of attention do."""
+    for path, _ in survey.ancestors(layer.path):
+        holder = survey.modules[holder_of(path)]
+        if isinstance(holder, nn.ModuleList):
+            whole = (layer.gives or 0) * len(holder)
+            scope = holder_of(holder_of(path))
+            readers = (other for other in survey.reading.get(whole, ()) if within(other.path, scope))
+            alike = len(holder) > 1 and len({type(element) for element in holder}) == 1
+            return alike and any(not within(other.path, holder_of(path)) for other in readers)
+    return False

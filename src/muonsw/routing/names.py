@@ -1,0 +1,100 @@
+"""What names tell, and which parts of a name tell nothing. Names are asked last, after structure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+# Words that torch.compile, FSDP, activation checkpointing and Lightning put into names.
+WRAPPER_WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+# Classes that keep the wrapped model in `module`, a word that other classes use for parts of their own.
+WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"})
+# What PEFT puts into names: the model it wraps, the layer it adapts, the copy that it trains.
+PEFT_PREFIX = "base_model.model."
+PEFT_WORDS = frozenset({"base_layer", "modules_to_save"})
+
+ROUTER = re.compile(r"(^|_|k)(router|routing)($|_)")
+GATE = re.compile(r"^(gate|gating|gate_network|wg|w_gate|switch|selector)$")
+MIXTURE = re.compile(r"(^|_)(moe|mixture)($|_)")
+EXPERT = re.compile(r"(?<!shared)(^|_)experts?($|_|\d)")
+SHARED = re.compile(r"shared_?experts?")
+DOWN = re.compile(r"(^|_)(down|w2|wo|o|out|output|fc2|post|c_proj)($|_|\d)")
+HEAD = re.compile(
+    r"(^|_)(heads?|classifiers?|logits?|scores?|predictors?|predictions?|pred|outputs|class_embed|bbox_(embed|reg))"
+    r"(_(dist\w*|aux|\d+))?$|^(output|embed_out|unembed|unembedding)$"
+)
+NOT_HEAD = re.compile(r"^[qkvor]_heads?$")
+ADAPTER = re.compile(r"(^|_)(lora|hada|lokr)_", re.IGNORECASE)
+BIAS = re.compile(r"(^|_)bias(es)?($|_)|bias$")
+TABLE = re.compile(
+    r"emb(ed(ding)?s?)?($|_|\d)|pos($|_)|position|token|table|registers?|latents?|quer(y|ies)|prompt|codebook|codevector|"
+    r"relative|(^|_)rel($|_)|prototype|centroid|attention_biases"
+)
+ELEMENTWISE = re.compile(
+    r"(^|_)(scale|gain|gamma|alpha|beta|lambda|temperature|decay|mix|mask|threshold|freqs?|inv_freq)($|_|\d)|"
+    r"^A(_log)?$|_log$|^D$"
+)
+LINEAR = re.compile(r"(^|_)(weight|kernel|proj(ection)?|linear|w|in_proj_weight)($|_|\d)|^[wW][_a-z]?\d?$|^[wW]_|^v1$")
+FUSED = re.compile(r"qkv|query_key_value|queries_keys_values|c_attn|(^|_)kv($|_)|gate_up|up_gate", re.IGNORECASE)
+
+
+def clean_name(model: nn.Module, name: str) -> str:
+    """A parameter's name without the words of wrappers, so that patterns and saved names outlive them.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        >>> clean_name(model, "module.0.weight")
+        '0.weight'
+    """
+    return ".".join(_own_words(model, name.split(".")))
+
+
+def _own_words(model: nn.Module, words: list[str]) -> Iterator[str]:
+    module: object = model
+    for word in words:
+        classes = {cls.__name__ for cls in type(module).__mro__}
+        if not (word in WRAPPER_WORDS or (word == "module" and classes & WRAPPER_CLASSES)):
+            yield word
+        module = getattr(module, word, None) if isinstance(module, nn.Module) else None
+
+
+def aliases(name: str) -> tuple[str, ...]:
+    """The names under which a pattern may find a parameter: its own, and without PEFT's prefix."""
+    return (name, name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else (name,)
+
+
+def meaningful(words: list[str]) -> list[str]:
+    """The words of a module's path that its author chose: no wrappers, no PEFT, no adapter names after them."""
+    kept: list[str] = []
+    for previous, word in zip(["", *words], words, strict=False):
+        if word not in WRAPPER_WORDS | PEFT_WORDS and previous != "modules_to_save":
+            kept.append(word)
+    return kept
+
+
+def says_head(word: str) -> bool:
+    """Whether a module's name is one that people give to outputs; `q_head` is a projection of queries."""
+    return bool(HEAD.search(word.lower())) and not NOT_HEAD.match(word.lower())
+
+
+def says_expert(word: str) -> bool:
+    """Whether a module's name or class speaks of routed experts; a shared expert is an ordinary layer."""
+    return bool(EXPERT.search(snake_case(word))) and not SHARED.search(snake_case(word))
+
+
+def says_router(word: str) -> bool:
+    """Whether a module's name or class is one that routers have; `gate` alone may also be half of a SwiGLU."""
+    return bool(ROUTER.search(snake_case(word)))
+
+
+def snake_case(word: str) -> str:
+    """A class name in the form of a module's name.
+
+    Examples:
+        >>> snake_case("MixtralTopKRouter")
+        'mixtral_top_krouter'
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower()

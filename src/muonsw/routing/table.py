@@ -1,0 +1,62 @@
+"""The routing as plain text: one line for each group, or one for each parameter with the reason for its role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Group = dict[str, Any]
+
+
+def routing_table(groups: list[Group]) -> str:
+    """Groups as a table: role, algorithm, decay, learning rate, sizes and the first names."""
+    header = ("group", "role", "algorithm", "decay", "lr", "tensors", "parameters", "names")
+    return _aligned([header, *(_group_row(number, group) for number, group in enumerate(groups))])
+
+
+def reasons_table(groups: list[Group], reasons: dict[str, str]) -> str:
+    """Every parameter: its group, role, algorithm, shape, how Muon sees it, and why."""
+    header = ("group", "role", "algorithm", "shape", "seen as", "name", "reason")
+    rows = [row for number, group in enumerate(groups) for row in _parameter_rows(number, group, reasons)]
+    return _aligned([header, *rows])
+
+
+def _group_row(number: int, group: Group) -> tuple[str, ...]:
+    names = group.get("param_names") or []
+    lam = float(group["weight_decay"])
+    return (
+        str(number),
+        group["role"] or "-",
+        group["algorithm"],
+        f"{group['decay']} {lam:g}" if lam else "none",
+        f"{float(group['lr']):g}",
+        str(len(group["params"])),
+        f"{sum(p.numel() for p in group['params']):,}",
+        ", ".join(names[:2]) + (f", ... ({len(names) - 2} more)" if len(names) > 2 else ""),
+    )
+
+
+def _parameter_rows(number: int, group: Group, reasons: dict[str, str]) -> Iterable[tuple[str, ...]]:
+    names = group.get("param_names") or ["-"] * len(group["params"])
+    for name, param in zip(names, group["params"], strict=True):
+        shape = "x".join(map(str, param.shape)) or "scalar"
+        reason = reasons.get(name, "put into this group by hand")
+        yield str(number), group["role"] or "-", group["algorithm"], shape, _view(group), name, reason
+
+
+def _view(group: Group) -> str:
+    """The options by which Muon finds matrices in a parameter, in words."""
+    if group["algorithm"] != "muon":
+        return "-"
+    parts = [str(group["matrix"])] if group.get("matrix") else []
+    parts += ["(in, out)"] if group.get("transposed") else []
+    sizes, heads = group.get("split_sizes"), group.get("heads")
+    parts += [f"{heads} blocks"] if heads else [f"{len(sizes)} parts"] if sizes else []
+    return " ".join(parts) or "matrix"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

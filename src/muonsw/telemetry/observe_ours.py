@@ -1,0 +1,211 @@
+"""Measuring the optimizers of this package, at the moment they change the weights, with the coefficients they use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms.base import WHOLE, Group, Part, Update
+from muonsw.algorithms.muon import STACK, matrix_shape
+from muonsw.apply import Coefficients, apply_update
+from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.precision import LOW_PRECISION
+from muonsw.telemetry.measurements import Measurements, Piece, compute_dtype, inner, norm
+from muonsw.telemetry.parameters import ModelView, matrix_view
+from muonsw.work import work_of
+
+MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
+
+# Blocks of at most so many entries are copied together, up to so many in all, and measured at once: for small ones
+# calls cost more than copies, and on accelerators most are small in this sense.
+CPU_BUNDLE = (2**15, 2**20)
+ACCELERATOR_BUNDLE = (2**22, 2**24)
+
+
+class Block(NamedTuple):
+    """Whole matrices, or one piece of one, within a part of a parameter: rows of a (rows, area) view."""
+
+    start: int
+    rows: int
+    area: int
+    first: int
+
+    def of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows of this block in a tensor that has the part's shape."""
+        if self.start == 0 and self.rows * self.area == tensor.numel():
+            part = tensor.reshape(self.rows, self.area)
+        else:
+            part = tensor.reshape(-1).narrow(0, self.start, self.rows * self.area).view(self.rows, -1)
+        return part if part.dtype == dtype else part.to(dtype)
+
+
+class Bundle(NamedTuple):
+    """Blocks of one shape that are measured together, with the parts they lie in and the directions of those."""
+
+    blocks: list[Block]
+    parts: list[Part]
+    directions: list[Tensor]
+
+    def gather(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+        """The rows of all blocks, one tensor for each; a view of it where there is one."""
+        rows = [block.of(tensor, dtype) for block, tensor in zip(self.blocks, tensors, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """The weights as they are now."""
+        return self.gather((part.region.of(part.item.param) for part in self.parts), dtype)
+
+    def weights_before(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the weights."""
+        rows = self.weights(dtype)
+        is_view = len(self.parts) == 1 and self.parts[0].item.param.dtype == dtype
+        return rows.clone() if is_view else rows
+
+
+class OurOptimizerObserver:
+    """The observer of a `ScaledDecayOptimizer`; it applies updates as the optimizer would, and measures them."""
+
+    def __init__(self, optimizer: ScaledDecayOptimizer, view: ModelView) -> None:
+        self.optimizer = optimizer
+        self.view = view
+        self.measured = Measurements()
+        self._matrices: Counter[Tensor] = Counter()
+        self._ok: Tensor | None = None
+        self._skipped_before = 0
+
+    def begin(self, closure: bool) -> None:  # noqa: ARG002
+        """Measure the next update: from now on the optimizer hands its updates to `apply`."""
+        self.measured, self._matrices, self._ok = Measurements(), Counter(), None
+        self._skipped_before = self.optimizer._notices.skipped_on_host
+        self.optimizer._observer = self
+
+    def stop(self) -> None:
+        """Stop measuring: the optimizer applies its updates itself again."""
+        self.optimizer._observer = None
+
+    def finish(self) -> bool:
+        """Stop measuring, and say whether the update was skipped; of a skipped update only the weights are measured."""
+        self.stop()
+        if self.optimizer._notices.skipped_on_host > self._skipped_before:
+            self._measure_weights()
+            return True
+        return self._ok is not None and not bool(self._ok)
+
+    @property
+    def skipped(self) -> int:
+        """Updates skipped so far."""
+        return self.optimizer.skipped_steps
+
+    def apply(self, group: Group, update: Update, coefficients: Coefficients) -> None:
+        """Apply an update exactly as without telemetry, and measure it.
+
+        Weights whose change does not follow from decay and direction are measured before and after.
+        """
+        self._ok = coefficients.ok
+        weight = update.parts[0].item.param
+        dtype, follows = compute_dtype(weight), change_follows(group, weight)
+        measured = []
+        for bundle in self._bundles(group, update):
+            before = bundle.weights(dtype) if follows else bundle.weights_before(dtype)
+            measured.append((bundle, before, self._measure(group, bundle, before)))
+        apply_update(group, update, coefficients)
+        for bundle, before, rows in measured:
+            if not follows:
+                rows["change"] = norm(torch.sub(bundle.weights(dtype), before, out=before))
+            self.measured.add(self._pieces(group, bundle, update.scale, coefficients), rows)
+
+    def _measure(self, group: Group, bundle: Bundle, w: Tensor) -> dict[str, Tensor]:
+        """What is known before the weights change."""
+        d = bundle.gather(bundle.directions, w.dtype)
+        g = bundle.gather((part.grad for part in bundle.parts), w.dtype)
+        rows = {"weight": norm(w), "direction": norm(d), "gradient": norm(g)}
+        rows |= {"weight_direction": inner(w, d), "weight_gradient": inner(w, g)}
+        key = _momentum_key(bundle.parts[0])
+        if key is not None:
+            m = bundle.gather((part.state(key) for part in bundle.parts), w.dtype)
+            rows |= {"momentum": norm(m), "weight_momentum": inner(w, m)}
+        rows["decayed"] = norm(torch.where(w * d >= 0, w, 0)) if group["cautious"] else rows["weight"]
+        return rows
+
+    def _pieces(self, group: Group, bundle: Bundle, scale: float, coefficients: Coefficients) -> list[Piece]:
+        side, with_momentum = 0, _momentum_key(bundle.parts[0]) is not None
+        if group["algorithm"] == "muon":
+            part = bundle.parts[0]
+            side = min(matrix_shape(part.region.of(part.item.param).shape, group["matrix"]))
+        follows = change_follows(group, bundle.parts[0].item.param)
+        factors = (side, with_momentum, coefficients.eta, scale, coefficients.phi, follows)
+        return [
+            Piece(part.item.param, block.first, block.rows, block.area, *factors)
+            for part, block in zip(bundle.parts, bundle.blocks, strict=True)
+        ]
+
+    def _bundles(self, group: Group, update: Update) -> Iterable[Bundle]:
+        """The blocks of an update, small ones of the same shape together."""
+        bundles: dict[tuple[int, ...], Bundle] = {}
+        on_cpu = update.parts[0].item.param.device.type == "cpu"
+        small, capacity = CPU_BUNDLE if on_cpu else ACCELERATOR_BUNDLE
+        sizes: Counter[int] = Counter()
+        for number, (part, direction) in enumerate(zip(update.parts, update.directions, strict=True)):
+            for block in self._blocks(group, part):
+                size = block.rows * block.area
+                together = (block.area, sizes[block.area] // capacity)
+                key = together if size <= small else (block.area, number, block.start)
+                sizes[block.area] += size if size <= small else 0
+                bundle = bundles.setdefault(key, Bundle([], [], []))
+                bundle.blocks.append(block)
+                bundle.parts.append(part)
+                bundle.directions.append(direction)
+        return bundles.values()
+
+    def _blocks(self, group: Group, part: Part) -> list[Block]:
+        """How a part falls into matrices: Muon's are whole, those of other rules may have been cut anywhere."""
+        param, weight = part.item.param, part.region.of(part.item.param)
+        size = weight.numel()
+        if group["algorithm"] == "muon" or not (part.region == WHOLE or part.region.flat):
+            rows, columns = matrix_shape(weight.shape, group.get("matrix")) if weight.dim() > 1 else (1, size)
+            first, count = self._matrices[param], size // (rows * columns)
+            self._matrices[param] += count
+            return [Block(0, count, rows * columns, first)]
+        area = self._area(group, param)
+        start = part.region.narrows[0][1] if part.region.flat else 0
+        return list(_cut_blocks(start, size, area))
+
+    def _area(self, group: Group, param: Tensor) -> int:
+        """Entries of one expert of a stack, else of the whole parameter."""
+        known = self.view.get(param, (None, None, None))[2]
+        stacked = matrix_view(group, param, known) == STACK
+        return param.shape[-1] * param.shape[-2] if stacked else param.numel()
+
+    def _measure_weights(self) -> None:
+        """Measure the weights alone: the update was skipped on the host before anything was computed."""
+        for batch in work_of(self.optimizer):
+            for item in (item for item in batch.items if item.param.numel()):
+                area = self._area(batch.group, item.param)
+                w = item.param.detach().reshape(-1, area).to(compute_dtype(item.param))
+                self.measured.add([Piece(item.param, 0, w.shape[0], area)], {"weight": norm(w)})
+
+
+def change_follows(group: Group, weight: Tensor) -> bool:
+    """Whether the stored change equals `-(phi W + lr scale direction)` up to rounding, and need not be measured."""
+    return weight.dtype not in LOW_PRECISION and not group["cautious"]
+
+
+def _momentum_key(part: Part) -> str | None:
+    return next((key for key in MOMENTUM_KEYS if key in part.item.state), None)
+
+
+def _cut_blocks(start: int, size: int, area: int) -> Iterator[Block]:
+    """The flat range [start, start + size) at the borders of matrices of `area` entries."""
+    position, end = start, start + size
+    while position < end:
+        index, offset = divmod(position, area)
+        if offset or end - position < area:
+            length, count = min(area - offset, end - position), 1
+        else:
+            length, count = area, (end - position) // area
+        yield Block(position - start, count, length, index)
+        position += count * length

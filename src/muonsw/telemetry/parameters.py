@@ -1,0 +1,107 @@
+"""What is known of each parameter besides its values: name, role, layer, settings, and how it is seen as matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from muonsw import peak
+from muonsw.algorithms.base import Group
+from muonsw.algorithms.muon import FLATTEN, STACK, split_axis, split_sizes
+from muonsw.decay import DECAY_RULES
+from muonsw.routing import classify
+
+ModelView = dict[Tensor, tuple[str, str, str | None]]
+
+
+class ParameterInfo(NamedTuple):
+    """Name, role and layer of a parameter, and the settings of its group at this update."""
+
+    name: str
+    role: str | None
+    layer: str | None
+    decayed: bool
+    lr: float
+    peak_lr: float | None
+    matrix: str | None
+
+
+def model_view(model: nn.Module | None) -> ModelView:
+    """Name, role and matrix view of a model's parameters."""
+    return {} if model is None else {entry.param: (entry.name, entry.role, entry.matrix) for entry in classify(model)}
+
+
+def members(optimizer: Optimizer) -> Iterator[tuple[Group, str | None, str, Tensor]]:
+    """Every parameter of an optimizer: its group, its name or None, its position in words, and itself."""
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        for index, param in enumerate(group["params"]):
+            yield group, names[index] if names else None, f"parameter {index} of group {number}", param
+
+
+def parameter_infos(optimizer: Optimizer, view: ModelView) -> dict[Tensor, ParameterInfo]:
+    """What is known of every parameter; reads learning rates that are held in tensors."""
+    settings = {id(group): _settings(group) for group in optimizer.param_groups}
+    infos = {}
+    for group, given, words, param in members(optimizer):
+        known, role, matrix = view.get(param, (None, None, None))
+        name = given or known
+        lr, peak_lr, decayed = settings[id(group)]
+        infos[param] = ParameterInfo(
+            name or words,
+            group.get("role") or role,
+            layer_of(name) if name else None,
+            decayed,
+            lr,
+            peak_lr,
+            matrix_view(group, param, matrix),
+        )
+    return infos
+
+
+def layer_of(name: str) -> str | None:
+    """The first number in a dotted name.
+
+    Examples:
+        >>> layer_of("layers.3.moe.experts.7.down"), layer_of("embedding.weight")
+        ('3', None)
+    """
+    return next((str(int(word)) for word in name.split(".") if word.isdecimal()), None)
+
+
+def matrix_view(group: Group, param: Tensor, of_model: str | None) -> str | None:
+    """How a parameter is seen as matrices: "stack", "flatten", or None for one tensor that is one unit."""
+    if param.dim() < 3:
+        return None
+    chosen = group.get("matrix") or of_model
+    return STACK if chosen is None and group.get("role") == "experts" else chosen
+
+
+def matrices(group: Group, param: Tensor, view: str | None) -> list[Tensor]:
+    """The matrices of a parameter as batches (count, m, n); none for vectors and for axes of unknown meaning."""
+    if param.dim() < 2 or (param.dim() > 2 and view is None) or param.numel() == 0:
+        return []
+    parts: Sequence[Tensor] = (param,)
+    sizes = split_sizes(group, param) if group.get("algorithm") == "muon" else None
+    if sizes:
+        parts = torch.split_with_sizes(param, list(sizes), dim=split_axis(group, param))
+    if view == FLATTEN:
+        return [part.reshape(1, part.shape[0], -1) for part in parts]
+    return [part.reshape(-1, *part.shape[-2:]) for part in parts]
+
+
+def _settings(group: Group) -> tuple[float, float | None, bool]:
+    """Learning rate, the peak that decay divides by, and whether the group is decayed at all."""
+    lam = group.get("base_weight_decay", group.get("weight_decay", 0.0))
+    decayed = _number(lam) != 0
+    divides = decayed and "resolved_peak_lr" in group and DECAY_RULES[group["decay"]].uses_peak
+    top = peak.eta_max({"peak": "group", **group}) if divides else None
+    return _number(group.get("lr", float("nan"))), top, decayed
+
+
+def _number(value: Any) -> float:
+    return float(value) if value is not None else 0.0

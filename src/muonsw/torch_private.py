@@ -1,0 +1,76 @@
+"""Every private name of torch that this project uses, and why no public one does.
+
+torch may change them in any release. `missing()` says which of them the installed torch no longer has; a test calls it,
+and another one compares this table with the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from operator import attrgetter
+from types import MappingProxyType
+
+import torch
+
+_FOREACH = "one kernel for a list of tensors; torch's own optimizers use it, and it has no public name"
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "torch._foreach_add_": _FOREACH,
+        "torch._foreach_addcmul_": _FOREACH,
+        "torch._foreach_div": _FOREACH,
+        "torch._foreach_lerp_": _FOREACH,
+        "torch._foreach_mul": _FOREACH,
+        "torch._foreach_mul_": _FOREACH,
+        "torch._foreach_neg": _FOREACH,
+        "torch._foreach_norm": _FOREACH,
+        "torch._foreach_sqrt": _FOREACH,
+        "torch._compile._disable_dynamo": "as torch.compiler.disable, but the compiler is imported only when it runs",
+        "torch.nn.modules.batchnorm._NormBase": "the one parent of all batch and instance norms",
+        "torch.nn.modules.conv._ConvNd": "the one parent of all convolutions, transposed ones included",
+        "torch.nn.modules.conv._ConvTransposeNd": "the one parent of transposed convolutions: (in, out)",
+    }
+)
+# Attributes of objects, by the object that has them.
+ATTRIBUTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "optimizer": {"_optimizer_step_pre_hooks": "whether somebody's hook runs before a step"},
+        "module": {
+            "_modules": "the children of a module under all their names, also where two names share one",
+            "_parameters": "a module's own parameters under all their names, tied ones included",
+        },
+        "scheduler": {"_step_count": "a scheduler that resumes must not warn that it came before the optimizer"},
+    }
+)
+# Arguments, by the function that takes them.
+ARGUMENTS: Mapping[str, str] = MappingProxyType(
+    {"_weight": "torch.nn.Embedding with values of our own, without drawing others first"}
+)
+
+
+def missing() -> list[str]:
+    """Names of the table that the installed torch does not have.
+
+    Examples:
+        >>> missing()
+        []
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    objects = {"module": torch.nn.Module(), "optimizer": optimizer, "scheduler": scheduler}
+    gone = [name for name in NAMES if not _exists(name)]
+    gone += [
+        f"{kind}.{name}" for kind, names in ATTRIBUTES.items() for name in names if not hasattr(objects[kind], name)
+    ]
+    known = torch.nn.Embedding.__init__.__code__.co_varnames
+    return gone + [f"Embedding({name}=)" for name in ARGUMENTS if name not in known]
+
+
+def _exists(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    try:
+        attrgetter(attribute)(import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True

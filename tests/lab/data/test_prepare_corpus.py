@@ -1,0 +1,205 @@
+"""Data from settings alone: made once, found again, and never mixed with other settings."""
+
+import json
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from muonsw.lab.data import prepare as module
+from muonsw.lab.data.corpus import Corpus
+from muonsw.lab.data.loader import TokenLoader, ValidationLoader
+from muonsw.lab.data.prepare import (
+    DataSettings,
+    TokenizerChoice,
+    is_validation,
+    locked,
+    open_split,
+    prepare_corpus,
+    prepare_default,
+)
+from muonsw.lab.data.shards import load_tokenizer, read_record
+from muonsw.lab.data.tokenizers import BPETokenizer
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import LOCK
+
+SMALL = {"source": "synthetic", "vocab": 300, "limit_characters": 100_000}
+
+
+def contents(folder):
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir() if path.name != LOCK}
+
+
+def data_in(folder):
+    return {name: data for name, (data, _) in contents(folder).items()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    prepare_default(tmp_path / "data", **SMALL)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    """How often a tokenizer is trained."""
+    counted, train = [], BPETokenizer.train
+    monkeypatch.setattr(BPETokenizer, "train", lambda *given: counted.append(given) or train(*given))
+    return counted
+
+
+def test_the_default_can_be_trained_on(tmp_path):
+    record = prepare_default(tmp_path, limit_characters=200_000)
+    tokenizer = load_tokenizer(tmp_path)
+    assert record.complete
+    assert tokenizer.vocab_size == record.vocab_size == 1024
+    assert TokenLoader(open_split(tmp_path, "train"), 64, 8, 0).batch_at(0)[0].shape == (8, 64)
+    text = next(text for text in Corpus().documents() if not is_validation(text, record.validation_fraction))
+    start = open_split(tmp_path, "train")[0].tokens[:200]
+    assert text.startswith(tokenizer.decode(start)[:100])
+
+
+def test_a_small_corpus_has_something_to_validate_on(folder):
+    assert len(ValidationLoader(open_split(folder, "validation"), 64, 8)) > 0
+
+
+def test_asking_again_touches_nothing_and_reads_nothing(folder, monkeypatch):
+    before = contents(folder)
+    monkeypatch.setattr(Corpus, "documents", None)
+    record = prepare_default(folder, **SMALL)
+    assert record.complete
+    assert contents(folder) == before
+
+
+def test_asking_again_repairs_what_is_missing(folder, trainings):
+    before = data_in(folder)
+    read_record(folder).paths(folder, "validation")[0].unlink()
+    prepare_default(folder, **SMALL)
+    assert data_in(folder) == before
+    (folder / "tokenizer.json").write_text("{}")
+    assert not trainings, "the tokenizer was found in the folder"
+    prepare_default(folder, **SMALL)
+    assert len(trainings) == 1
+    assert data_in(folder) == before, "training the tokenizer again gives the same one"
+
+
+def test_an_interrupted_run_goes_on_with_its_tokenizer(folder, tmp_path, trainings):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    settings = DataSettings(Corpus("synthetic", limit_characters=100_000), TokenizerChoice(vocab=300))
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(tmp_path / "again", settings, finished=stop)
+    prepare_default(tmp_path / "again", **SMALL)
+    assert len(trainings) == 1
+    assert data_in(tmp_path / "again") == data_in(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"vocab": 310}, r"made_with .*'vocab': 300.* \(now .*'vocab': 310"),
+        ({"limit_characters": 200_000}, r"corpus .*100000.* \(now .*200000"),
+        ({"seed": 1}, r"corpus .*'seed': 0.* \(now .*'seed': 1"),
+        ({"tokenizer": "bytes"}, "made_with .*bpe.*now.*bytes"),
+        ({"validation_fraction": 0.2}, r"validation_fraction 0\.05 \(now 0\.2\)"),
+    ],
+)
+def test_other_settings_are_refused_before_any_work(folder, trainings, change, match):
+    before = contents(folder)
+    with pytest.raises(UsageError, match=f"holds data with other settings: {match}"):
+        prepare_default(folder, **{**SMALL, **change})
+    assert contents(folder) == before
+    assert not trainings
+
+
+def test_text_that_changed_under_its_tokenizer_is_noticed(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("the first text " * 100)
+    settings = DataSettings(Corpus("text", files=(str(text),)), TokenizerChoice(vocab=300), 0.0)
+    prepare_corpus(tmp_path / "data", settings)
+    text.write_text("another story " * 100)
+    with pytest.raises(UsageError, match="holds data with other settings: tokenizer"):
+        prepare_corpus(tmp_path / "data", settings)
+
+
+def test_the_tokenizer_is_trained_on_a_bounded_part_that_is_not_held_out(tmp_path, monkeypatch):
+    read, seen = [], Corpus("synthetic", limit_documents=400)
+    monkeypatch.setattr(
+        BPETokenizer, "train", classmethod(lambda cls, texts, _: read.extend(texts) or cls(trained._definition))
+    )
+    trained = BPETokenizer.__new__(BPETokenizer)
+    trained._definition = small_definition()
+    prepare_corpus(tmp_path, DataSettings(seen, TokenizerChoice(vocab=300, training_characters=20_000)))
+    allowed = [text for text in seen.documents() if not is_validation(text, 0.05)]
+    assert read == allowed[: len(read)]
+    assert sum(map(len, read)) >= 20_000 > sum(map(len, read[:-1]))
+
+
+def small_definition():
+    import tokenizers
+
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator([], trainer)
+    return bpe.to_str()
+
+
+def test_who_asks_for_a_folder_at_work_waits(folder):
+    """The second asks while the first works; it gets the same data once that is done."""
+    before, found = data_in(folder), []
+    read_record(folder).paths(folder, "train")[0].unlink()
+    waiting = threading.Thread(target=lambda: found.append(prepare_default(folder, **SMALL)))
+    with locked(folder):
+        with pytest.raises(UsageError, match="being prepared by another process"):
+            prepare_default(folder, **SMALL, wait=0.0)
+        waiting.start()
+        waiting.join(0.2)
+        assert not found
+    waiting.join()
+    assert found[0].complete
+    assert data_in(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("cores", "corpus", "processes", "expected"),
+    [
+        (2, Corpus("synthetic", limit_documents=10), None, (1, 2)),
+        (16, Corpus("synthetic", limit_characters=10**6), None, (1, 16)),
+        (16, Corpus("synthetic", limit_characters=10**9), None, (16, 1)),
+        (16, Corpus("fineweb"), None, (16, 1)),
+        (16, Corpus("fineweb"), 1, (1, 1)),
+        (2, Corpus("synthetic", limit_documents=10), 3, (3, 1)),
+    ],
+)
+def test_every_core_is_used_once(monkeypatch, cores, corpus, processes, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert module._workforce(corpus, processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda _: TokenizerChoice("bpe", vocab=256), "--vocab above 256"),
+        (lambda _: TokenizerChoice("bpe2"), "no tokenizer 'bpe2': give bytes, bpe, gpt2"),
+        (lambda _: TokenizerChoice("bytes", gpt2_files=Path("x")), "--gpt2-files go with"),
+        (lambda f: prepare_default(f, **SMALL, validation_fraction=1.0), "at least 0 and below 1, not 1.0"),
+        (lambda f: prepare_default(f, **SMALL, processes=0), "--processes must be at least 1, got 0"),
+        (lambda f: prepare_corpus(f, DataSettings(group_characters=0)), "--group-characters must be at least 1, got 0"),
+        (lambda f: prepare_default(f / "no.txt", source="text", files=(f"{f}/no*",)), "no file matches"),
+    ],
+)
+def test_settings_without_sense_are_refused(tmp_path, make, match):
+    with pytest.raises(UsageError, match=match):
+        make(tmp_path)
+
+
+def test_no_process_is_started_for_a_small_corpus(tmp_path):
+    prepare_default(tmp_path, **SMALL)
+    assert not multiprocessing.active_children()
+    recipe = json.loads((tmp_path / "data.json").read_text())["recipe"]
+    assert recipe["corpus"] == {"source": "synthetic", "seed": 0, "limit_documents": None, "limit_characters": 100_000}

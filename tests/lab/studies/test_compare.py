@@ -1,0 +1,295 @@
+"""Comparisons: paired by seed, no bolder than their numbers, and clear about arms that diverged."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from muonsw.lab.claims.claim import Interval
+from muonsw.lab.claims.statistics import t_interval
+from muonsw.lab.cli import main
+from muonsw.lab.errors import UsageError
+from muonsw.lab.runs import load_run
+from muonsw.lab.studies.arms import Arm, decay_factors, parse_arm, same_total
+from muonsw.lab.studies.compare import CompareStudy, effects, verdict
+from muonsw.lab.studies.outcome import (
+    ArmOutcome,
+    Outcome,
+    PairOutcome,
+    arms_table,
+    compare,
+    first_crossing,
+    pairs_table,
+    steps_to_match,
+)
+from muonsw.lab.studies.study import conduct
+from muonsw.lab.studies.tuning import sweep_table, tune
+from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
+from tests.lab.studies.tiny import ARMS, WILD, by_arm, comparison, tiny_run
+from tests.lab.train.small import small_run, tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("comparison")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """Two arms with three seeds."""
+    return by_arm(folder / "runs").train([comparison()])["comparison"]
+
+
+@pytest.fixture(scope="module")
+def study():
+    return CompareStudy(tiny_run(), ARMS, 3, "a title")
+
+
+def test_arms_share_weights_and_batches_and_differ_in_decay_alone(runs):
+    for constant, scaled in zip(runs["constant"], runs["scaled"], strict=True):
+        # the rules are the same at the peak, and the first update of a warmup decays by next to nothing
+        assert constant.evals["loss"][0] == scaled.evals["loss"][0]
+        assert constant.train["cross_entropy"][0] == scaled.train["cross_entropy"][0]
+        assert constant.train["loss"][-1] != scaled.train["loss"][-1]
+    for one, other in pairwise(runs["constant"]):
+        assert one.evals["loss"][0] != other.evals["loss"][0]
+
+
+def test_a_comparison_is_paired_by_seed(runs):
+    outcome = compare(runs)
+    (pair,) = outcome.pairs
+    finals = {name: [run.result["final_loss"] for run in those] for name, those in runs.items()}
+    by_hand = [b - a for a, b in zip(finals["constant"], finals["scaled"], strict=True)]
+    assert pair.differences == pytest.approx(by_hand, abs=1e-15)
+    assert pair.mean == pytest.approx(sum(by_hand) / 3, abs=1e-15)
+    assert pair.interval == t_interval(torch.tensor(by_hand, dtype=torch.float64))
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_finished_comparison_is_written_and_not_run_again(folder, study):
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")}
+    report = conduct(study, by_arm(folder / "runs"), folder, images=False)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")} == before
+    data = json.loads((folder / "outcome.json").read_text())
+    assert data["verdict"] == report.sentence
+    assert [claim["id"] for claim in data["claims"]] == ["loss", "norm"] == [claim.id for claim in claims_of(report)]
+    assert report.paths == [folder / "outcome.json", folder / "report.html"]
+    assert "scaled" in (folder / "report.html").read_text()
+
+
+def claims_of(report):
+    return report.claims["comparison"]
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(folder):
+    other = [ARMS[0], Arm("scaled", replace(ARMS[1].optimizer, weight_decay=0.5))]
+    with pytest.raises(UsageError, match=r"--out:\n  optimizer\.weight_decay: 1\.0 there, 0\.5 now"):
+        by_arm(folder / "runs").train([comparison(other)])
+
+
+def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path):
+    study = CompareStudy(tiny_run(steps=20, diverged=1.0), (*ARMS, WILD), 2, "a title")
+    report = conduct(study, by_arm(tmp_path / "runs"), tmp_path, images=False)
+    data = json.loads((tmp_path / "outcome.json").read_text())
+    steps = data["arms"][2]["diverged"]
+    assert set(steps) == {"0", "1"}
+    where = f"'wild' diverged at update {steps['0']} (seed 0) and {steps['1']} (seed 1)"
+    assert report.sentence.startswith(f"{where}: it cannot be trained with these settings")
+    assert "'wild' and 'constant' cannot be compared" in report.sentence
+    assert "'scaled' and 'constant'" in report.sentence
+    assert report.tables[0].rows[2][3].text == "diverged"
+    assert where in (tmp_path / "report.html").read_text().replace("&#x27;", "'")
+    assert [claim.id for claim in claims_of(report)] == ["loss", "norm"]
+    assert data["pairs"][1]["mean"] is None
+
+
+def test_total_decay_of_the_control_is_that_of_the_scaled_arm():
+    config = small_run(steps=2000)
+    control = same_total(config, ARMS[1])
+    scaled, constant = (math.fsum(decay_factors(config, arm)) for arm in (ARMS[1].optimizer, control.optimizer))
+    assert constant == pytest.approx(scaled, rel=1e-12)
+    flat = replace(config, schedule=ScheduleConfig(warmup_steps=0))
+    # half a cosine from 1 to 0.1 has mean 0.55 and mean square 0.55^2 + 0.45^2/2
+    assert same_total(flat, ARMS[1]).optimizer.weight_decay == pytest.approx((0.55**2 + 0.45**2 / 2) / 0.55, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("scalled", "starts with a decay rule"),
+        ("scaled,weight_decay", "setting=value"),
+        ("scaled,weight=1", "settings algorithm, lr"),
+        ("scaled,lr=fast", "lr must be a number"),
+        ("scaled,algorithm=adam", "must be one of muon, adamw"),
+    ],
+)
+def test_a_wrong_arm_is_explained(text, message):
+    with pytest.raises(UsageError, match=message):
+        parse_arm(text, OptimizerConfig())
+
+
+def test_steps_to_match_interpolates_between_evaluations(tmp_path):
+    def run(name, evaluations):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        records = [{"kind": "eval", "step": step, "loss": loss} for step, loss in evaluations]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return load_run(folder)
+
+    baseline = run("baseline", [(0, 5.0), (50, 3.0), (100, 3.2)])
+    assert steps_to_match(baseline, run("faster", [(0, 5.0), (20, 4.0), (40, 2.0)])) == pytest.approx(30 / 50)
+    assert steps_to_match(baseline, run("never", [(0, 5.0), (100, 3.1)])) is None
+    assert first_crossing([0, 10], [2.0, 1.0], 2.5) == 0.0
+
+
+def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid(tmp_path):
+    found = tune(by_arm(tmp_path / "runs").train, tiny_run(steps=4), ARMS, seed=7, factors=(0.5, 1.0, 2.0))
+    for tuned in found:
+        tried = sorted(tuned.losses)
+        assert {0.5, 1.0, 2.0} <= set(tried)
+        assert all(larger == pytest.approx(2 * smaller) for smaller, larger in pairwise(tried))
+        best = tuned.arm.optimizer.weight_decay
+        assert tuned.losses[best] == min(tuned.losses.values())
+        assert tuned.at_edge == (best in (tried[0], tried[-1]))
+        assert len(tried) == 6 or not tuned.at_edge, "the search stops at an edge only after three extensions"
+    assert all(path.name.endswith("seed7") for path in (tmp_path / "runs").iterdir())
+    table = sweep_table(found)
+    marked = [cell.text for row in table.rows for cell in row[1:] if cell is not None and cell.tone]
+    assert sorted(marked) == sorted(f"{min(tuned.losses.values()):.4f}" for tuned in found)
+    assert ("edge" in table.note) == any(tuned.at_edge for tuned in found)
+
+
+def arm(name, rule, **values):
+    numbers = {
+        "seeds": (0, 1, 2),
+        "final": (3.0,) * 3,
+        "best": (3.0,) * 3,
+        "norm": (0.1,) * 3,
+        "norm_change": (-0.5,) * 3,
+    }
+    rest = {
+        "relative_update": (0.05,) * 3,
+        "relaxation": 10.0,
+        "total_decay": 5.0,
+        "phi_peak": 0.02,
+        "memory_ratio": 0.4,
+        "diverged": {},
+    }
+    return ArmOutcome(name, rule, 1.0, **{**numbers, **rest, **values})
+
+
+def pair(differences, match=(0.8, 0.8, 0.8)):
+    interval = t_interval(torch.tensor(differences, dtype=torch.float64))
+    mean = sum(differences) / len(differences)
+    return PairOutcome("constant", "scaled", (0, 1, 2), differences, mean, interval, match, Interval(0.7, 0.9, "95% t"))
+
+
+def test_the_verdict_follows_the_interval():
+    both = (arm("constant", "constant"), arm("scaled", "scaled", norm=(0.2,) * 3, norm_change=(-0.1,) * 3))
+    clear = verdict(Outcome(both, (pair((-0.10, -0.11, -0.09)),)))
+    assert "'scaled' ended lower than 'constant' over 3 seeds" in clear
+    assert "after 80% of its updates" in clear
+    worse = verdict(Outcome(both, (pair((0.10, 0.11, 0.09)),)))
+    assert "'scaled' ended higher" in worse
+    assert "80%" not in worse
+    unsure = verdict(Outcome(both, (pair((-0.10, 0.11, -0.09)),)))
+    assert "do not differ beyond chance" in unsure
+    assert all("--tune-lambda" in text for text in (clear, worse, unsure))
+
+
+def test_the_verdict_says_when_decay_cannot_matter():
+    both = (arm("constant", "constant", total_decay=0.1), arm("scaled", "scaled", total_decay=0.07))
+    assert "hardly acts" in verdict(Outcome(both, (pair((-0.1, 0.1, 0.0)),)))
+
+
+def test_an_arm_that_lost_some_seeds_is_compared_on_the_others():
+    lost = arm("scaled", "scaled", seeds=(0, 2), final=(3.0, 3.1), diverged={1: 40})
+    text = verdict(Outcome((arm("constant", "constant"), lost), (pair((-0.1, -0.2, -0.15)),)))
+    assert text.startswith("'scaled' diverged at update 40 (seed 1); it is compared on its other seeds")
+    (row,) = arms_table(Outcome((lost,), ())).rows
+    assert row[3].text.endswith(", 1 diverged")
+    assert row[3].note == "at update 40 (seed 1)"
+
+
+def test_a_pair_without_a_seed_in_common_has_no_numbers():
+    nothing = PairOutcome("constant", "scaled", (), (), math.nan, None, (), None)
+    assert pairs_table([nothing]).rows[0][2:] == (None, None, None, None)
+
+
+def written(folder, rule, seed, loss, norms):
+    """A run with a known final loss and known norms."""
+    path = folder / f"{rule}-{seed}-{norms}"
+    path.mkdir()
+    config = tiny_run(seed=seed, arm=rule, optimizer={"decay": rule, "weight_decay": 1.0})
+    (path / "config.json").write_text(json.dumps(config.as_data()))
+    records = [
+        {"kind": "telemetry", "step": step, "decayed": {"weight_rms": norm}, "all": {"weight_rms": norm}}
+        for step, norm in enumerate(norms)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (path / "result.json").write_text(json.dumps({"final_loss": loss, "best_loss": loss}))
+    return load_run(path)
+
+
+def both_rules(folder, gains, constant, scaled):
+    return {
+        rule: [written(folder, rule, seed, 3.0 - gain * (rule == "scaled"), norms) for seed, gain in enumerate(gains)]
+        for rule, norms in (("constant", constant), ("scaled", scaled))
+    }
+
+
+@pytest.mark.parametrize(
+    ("gains", "scaled", "expected"),
+    [
+        ((0.10, 0.11, 0.09), (1.0, 0.9), ["holds", "holds"]),
+        ((0.10, -0.2, 0.09), (1.0, 0.9), ["undecided", "holds"]),
+        ((-0.10, -0.11, -0.09), (1.0, 0.3), ["fails", "fails"]),
+        ((0.0, 0.0, 0.0), (1.0, 0.5), ["undecided", "undecided"]),
+    ],
+)
+def test_claims_follow_the_interval_and_nothing_moved_is_no_effect(gains, scaled, expected, tmp_path):
+    runs = both_rules(tmp_path, gains, (1.0, 0.5), scaled)
+    pair = PairOutcome("constant", "scaled", (0, 1, 2), gains, 0.0, Interval(0, 0, ""), (), None)
+    both = (arm("constant", "constant"), arm("scaled", "scaled"))
+    assert [str(claim.verdict) for claim in effects(runs, Outcome(both, (pair,)))] == expected
+    assert effects(runs, Outcome((both[0], replace(both[1], weight_decay=0.5)), (pair,))) == []
+    assert effects(runs, Outcome(both, (replace(pair, interval=None),))) == []
+    unknown = replace(both[1], norm_change=(math.nan,) * 3)
+    assert [claim.id for claim in effects(runs, Outcome((both[0], unknown), (pair,)))] == ["loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--arms", "scaled"], "at least two different arms"),
+        (["--arms", "constant", "squared", "--control", "total"], "needs a scaled arm"),
+        (["--preset", "w3"], "unknown preset 'w3'"),
+        (["--data", "/nowhere"], "holds no prepared data"),
+        (["--workers", "0"], "--workers must be at least 1"),
+        (["--weight-decay", "0", "--control", "total"], "give --weight-decay above zero"),
+        (["--telemetry-every", "-1"], "telemetry_every=-1 must be at least 0"),
+    ],
+)
+def test_a_wrong_option_is_explained_before_any_training(options, message, tmp_path, capsys):
+    given = [] if "--data" in options else ["--data", tokens()]
+    assert main(["compare", "--out", str(tmp_path / "out"), *given, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_the_command_prints_the_verdict_one_table_and_where_the_files_are(tmp_path, capsys):
+    options = ["--seeds", "1", "--steps", "2", "--workers", "1", "--device", "cpu", "--telemetry-every", "1"]
+    assert main(["compare", "--data", tokens(), "--out", str(tmp_path), *options]) == 0
+    *_, sentence, _, title, heading, one, other, _, files = capsys.readouterr().out.splitlines()
+    assert "one seed says nothing about chance" in sentence
+    assert title == "Arms"
+    assert [line.split()[0] for line in (heading, one, other)] == ["arm", "constant", "scaled"]
+    assert files.startswith("wrote outcome.json, report.html and")
+    assert files.endswith(f"figures to {tmp_path}")
+    assert load_run(tmp_path / "runs" / "scaled-seed0").telemetry.step.tolist() == [1, 2]

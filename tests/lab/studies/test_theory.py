@@ -1,0 +1,135 @@
+"""The paper's claims at test size, the same checks with the rules swapped, and settings that break a hypothesis."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from muonsw.lab.studies.theory import EXPERIMENTS
+from muonsw.lab.studies.theory.chains import SWAPPED
+from muonsw.lab.studies.theory.matrix import floor_excess
+from muonsw.lab.studies.theory.sgd import decade_edges, ripple_curvature, ripple_gradient, ripple_loss
+from muonsw.theory import HypothesisError, constant_decay_fixed_point
+from tests.lab.small import SMALL
+
+# What does not depend on which rule is which: facts about matrices and recursions, inequalities that hold for any
+# bounded path, targets that both rules reach, and transients that both go through.
+INDIFFERENT = {
+    "scalar": set(),
+    "scalar-figure": set(),
+    "matrix": {"inside-constant", "inside-scaled", "clip-distance", "clip-optimal", "clip-rivals"},
+    "matrix-figure": set(),
+    "sgd-nonconvex": {"decade-1-falls", "decade-2-falls", "decade-3-falls", "descent-inequality"},
+    "sgd-strongly-convex": {"recursion-bound", "recursion-constant"},
+    "muon-noise": {"alignment", "descent-inequality", "tracking-bound"}
+    | {f"tracking-settles-beta{beta}" for beta in ("0", "0.9")},
+    "muon-deterministic": {"convex-gap"},
+    "fixed-rate": {"fixed-rate-sgd", "fixed-rate-muon"},
+}
+
+
+@cache
+def outcome(name):
+    return SMALL[name].run(0)
+
+
+def test_every_experiment_has_a_small_version():
+    assert list(SMALL) == [experiment.name for experiment in EXPERIMENTS] == list(INDIFFERENT)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_claims_hold(name):
+    failed = [(c.id, c.predicted, c.measured, c.tolerance) for c in outcome(name).claims if not c.holds]
+    assert not failed
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_claims_fail_when_the_rules_are_swapped(name):
+    experiment = SMALL[name]
+    swapped = experiment.run(0, settings=replace(experiment.settings, rules=SWAPPED))
+    assert {claim.id for claim in swapped.claims if claim.holds} <= INDIFFERENT[name]
+    assert any(claim.fails for claim in swapped.claims)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_claims_are_complete(name):
+    claims = outcome(name).claims
+    assert len({claim.id for claim in claims}) == len(claims)
+    for claim in claims:
+        assert all((claim.statement, claim.reference, claim.hypothesis, claim.because)), claim.id
+        assert math.isfinite(claim.predicted + claim.measured), claim.id
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_decay_is_refused_by_name(name):
+    experiment = SMALL[name]
+    for lam in (0.0, -0.1, math.nan):
+        with pytest.raises(HypothesisError, match="lambda"):
+            experiment.run(0, settings=replace(experiment.settings, lam=lam))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "hypothesis"),
+    [
+        ("scalar", {"gamma": 8.0}, r"eta <= 1/\(a \+ lambda\)"),
+        ("scalar", {"gamma": 0.5}, r"a\*gamma > 1"),
+        ("scalar", {"a": -1.0}, "a > 0"),
+        ("scalar-figure", {"eta0": 0.95}, r"eta <= 1/\(a \+ lambda\)"),
+        ("matrix", {"eta0": 11.0}, r"eta\*lambda <= 1"),
+        ("matrix-figure", {"eta0": 11.0}, r"eta\*lambda <= 1"),
+        ("sgd-nonconvex", {"sigma": -1.0}, "sigma >= 0"),
+        ("sgd-nonconvex", {"p": 0.5}, r"sum eta\^2 < infinity"),
+        ("sgd-nonconvex", {"p": 1.5}, "sum eta = infinity"),
+        ("sgd-nonconvex", {"eta0": 0.3}, r"eta <= 1/\(4\*L\*rho\)"),
+        ("sgd-strongly-convex", {"sigma": -1.0}, "sigma >= 0"),
+        ("sgd-strongly-convex", {"gamma": 0.9}, r"mu\*gamma > 1"),
+        ("sgd-strongly-convex", {"mu": 3.0}, "0 < mu <= L"),
+        ("muon-noise", {"sigma": -1.0}, "sigma >= 0"),
+        ("muon-noise", {"eta0": 3.0}, r"eta\*lambda <= 1"),
+        ("muon-deterministic", {"eta0": 3.0}, r"eta\*lambda <= 1"),
+        ("fixed-rate", {"lam": 1.5}, "lambda < 1"),
+        ("fixed-rate", {"eta": 0.9}, r"eta <= 1/\(a \+ lambda\)"),
+    ],
+)
+def test_a_violated_hypothesis_is_named(name, settings, hypothesis):
+    experiment = SMALL[name]
+    with pytest.raises(HypothesisError, match=hypothesis):
+        experiment.run(0, settings=replace(experiment.settings, **settings))
+
+
+@pytest.mark.parametrize("name", ["sgd-nonconvex", "matrix-figure"])
+def test_a_seed_fixes_every_bit_and_another_changes_it(name):
+    again, other = SMALL[name].run(0), SMALL[name].run(1)
+    assert again == outcome(name)
+    assert other != outcome(name)
+
+
+def test_the_fixed_point_moves_with_the_quadratic():
+    experiment = SMALL["scalar"]
+    settings = replace(experiment.settings, a=2.0, c=-3.0, lam=0.3, gamma=1.5, freeze_eta0=0.4)
+    claims = {claim.id: claim for claim in experiment.run(0, settings=settings).claims}
+    assert claims["constant-fixed-point"].predicted == constant_decay_fixed_point(a=2.0, c=-3.0, lam=0.3)
+    assert all(claim.holds for claim in claims.values())
+
+
+def test_the_rippled_bowl_is_what_it_says():
+    y = torch.linspace(-4.0, 4.0, 801, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(ripple_loss(y).sum(), y, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), y)
+    assert torch.allclose(slope, ripple_gradient(y))
+    assert torch.allclose(curvature, ripple_curvature(y))
+    assert curvature.max() <= 1.0
+    signs = ripple_gradient(y.detach()).sign()
+    assert int((signs[1:] > signs[:-1]).sum()) >= 3  # several wells
+
+
+def test_the_excess_over_the_floor_is_what_is_missing_to_the_radius():
+    sigmas = torch.tensor([3.0, 1.0], dtype=torch.float64)
+    # One step of eta lambda = 1/2 from zero reaches half of the radius 2: (3 - 1)^2/2 against the floor (3 - 2)^2/2.
+    assert floor_excess(sigmas, [1.0], 0.5) == pytest.approx(2.0 - 0.5)
+
+
+def test_decades_cover_the_run_once():
+    assert decade_edges(10_000) == [0, 10, 100, 1000, 10_000]

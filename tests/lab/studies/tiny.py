@@ -1,0 +1,61 @@
+"""Comparisons that take a second: a tiny decoder under both rules, and scales made of such runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from muonsw.lab.model import MuP
+from muonsw.lab.studies.arms import Arm, Comparison
+from muonsw.lab.studies.scales import Scale, adamw_sweep
+from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop
+from muonsw.lab.train.config import DataConfig, OptimizerConfig
+from tests.lab.train.small import MODEL, small_run, tokens
+
+ARMS = tuple(Arm(rule, OptimizerConfig(decay=rule, weight_decay=1.0)) for rule in ("constant", "scaled"))
+WILD = Arm("wild", OptimizerConfig(lr=50.0, weight_decay=0.0))
+QUIET = Console(quiet=True)
+
+
+def tiny_run(**settings):
+    model = {"width": 16, "layers": 1, "head_dim": 8, "experts": 2, "ff": 16, "sequence": 16}
+    return small_run(**({"model": model, "batch": 2} | settings))
+
+
+def comparison(arms=ARMS, seeds=(0, 1, 2), **settings):
+    return Comparison("comparison", tiny_run(**settings), tuple(arms), tuple(seeds))
+
+
+def by_arm(folder, workers=1, **settings):
+    return Workshop(QUIET, workers, ByArm(folder), **settings)
+
+
+def by_settings(folder, workers=1, **settings):
+    return Workshop(QUIET, workers, BySettings(folder, Path(tokens()), "cpu"), **settings)
+
+
+def tiny_scale(**changes):
+    """A scale of such runs, with two widths of which muP divides one."""
+    narrow = replace(MODEL, width=16, layers=1, head_dim=8, experts=2, ff=16, sequence=16, mup=MuP(base_width=16))
+    optimizer = OptimizerConfig(muon_lr="adam", peak="base", weight_decay=1.0, ns_dtype="float32")
+    row = replace(tiny_run(), model=narrow, optimizer=optimizer, steps=10, telemetry_every=1, eval_every=5)
+    row = replace(row, data=DataConfig("", eval_windows=4))
+    settings = {
+        "name": "cpu",
+        "title": "tiny",
+        "rows": {16: row, 32: replace(row, model=replace(narrow, width=32))},
+        "headline": 16,
+        "others": (32,),
+        "small": 16,
+        "sweep": adamw_sweep(row, 10),
+        "sweep_widths": (16,),
+        "rates": (0.005, 0.01, 0.02),
+        "horizons": (5, 10),
+        "factors": (0.5, 1.0, 2.0),
+        "seeds": 2,
+        "sweep_seeds": 1,
+        "tflops": 1.0,
+        "workers": 1,
+        "tokens": lambda: Path(tokens()),
+    }
+    return Scale(**(settings | changes))

@@ -1,0 +1,72 @@
+"""The lab is one ladder: a folder imports only from itself and from what stands above it in this list."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import muonsw.lab
+
+LADDER = (
+    "errors",
+    "storage",
+    "settings",
+    "terminal",
+    "tables",
+    "progress",
+    "processes",
+    "paper",
+    "data",
+    "model",
+    "train",
+    "costs",
+    "plan",
+    "runs",
+    "claims",
+    "report",
+    "diagnose",
+    "studies",
+    "commands",
+    "cli",
+    "run",
+)
+LAB = Path(muonsw.lab.__file__).parent
+ROOMS = sorted(path.stem for path in LAB.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists())
+
+
+def files_of(room):
+    return sorted((LAB / room).rglob("*.py")) if (LAB / room).is_dir() else [LAB / f"{room}.py"]
+
+
+def rooms_imported_by(path):
+    """The rooms that a file imports from, inside functions and in `from muonsw.lab import room` too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively, which hides the room"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.split(".")[2] for name in names if name.startswith("muonsw.lab."))
+
+
+def test_every_room_has_its_rung():
+    assert set(ROOMS) - {"__init__"} == set(LADDER)
+
+
+@pytest.mark.parametrize("room", LADDER)
+def test_a_room_imports_nothing_from_below(room):
+    below = set(LADDER[LADDER.index(room) + 1 :])
+    for path in files_of(room):
+        found = below.intersection(rooms_imported_by(path))
+        assert not found, f"{path.relative_to(LAB)} imports from {sorted(found)}, which stand on {room}"
+
+
+def test_an_import_upwards_is_seen_in_all_its_forms(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import muonsw.lab.studies.arms\nfrom muonsw.lab import report\n"
+        "def late():\n    from muonsw.lab.commands.plan import Plan\n"
+    )
+    assert set(rooms_imported_by(path)) == {"studies", "report", "commands"}

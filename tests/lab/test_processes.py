@@ -1,0 +1,167 @@
+"""The pool of worker processes: every job is heard of, and no process outlives the one that started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import chain, count
+from pathlib import Path
+
+import pytest
+import torch
+
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
+from muonsw.lab.processes import Audience, run_jobs, stop_requests
+
+IN_PROC = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are found in /proc")
+
+
+def work(task, tell):
+    """A job for the tests: does what its task says."""
+    tell(f"doing {task}")
+    match task:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "diverge":
+            raise Diverged("the loss is nan")
+        case "fault":
+            raise ZeroDivisionError("by zero")
+        case "sleep" | "dream":
+            time.sleep(60)
+        case "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            tell("deaf now")
+            time.sleep(60)
+        case "save" | "save in vain":
+            with stop_requests() as request:
+                while request.signal is None:
+                    time.sleep(0.01)
+            if task == "save":
+                raise Interrupted("saved", request.signal)
+            raise MachineError("no room")
+    return os.getpid(), torch.get_num_threads(), os.environ.get("RAYON_NUM_THREADS")
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_jobs_in_processes_are_done_told_of_and_pinned_to_their_threads():
+    """An endless stream of jobs, read one ahead of those at work; the audience ends it by raising."""
+    told, found, failed, taken = {}, {}, {}, []
+    odd = [("killed", "kill"), ("wild", "diverge"), ("broken", "fault")]
+
+    def jobs():
+        for job in chain(odd, ((str(number), number) for number in count())):
+            taken.append(job[0])
+            yield job
+
+    def finish(name, result):
+        found[name] = result
+        assert len(taken) <= len(found) + len(failed) + 2
+        if len(failed) == len(odd):
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        run_jobs(work, jobs(), Audience(told.__setitem__, finish, failed.__setitem__), workers=2, threads=1)
+    assert {name: told[name] for name in (*found, *failed)} == {
+        name: f"doing {dict(odd).get(name, name)}" for name in (*found, *failed)
+    }
+    assert all(rest == [1, "1"] for _, *rest in found.values())
+    assert os.getpid() not in {process for process, *_ in found.values()}
+    assert isinstance(failed["wild"], Diverged)
+    assert isinstance(failed["killed"], MachineError)
+    assert "ended from outside (signal 9)" in str(failed["killed"])
+    assert str(failed["broken"]) == "ZeroDivisionError: by zero"
+    assert "in work" in failed["broken"].__notes__[0]
+
+
+def test_a_failure_ends_all_jobs_unless_the_audience_says_otherwise():
+    heard = []
+    audience = Audience(message=lambda name, _content: heard.append(name))
+    with pytest.raises(UsageError, match="wild: the loss is nan"):
+        run_jobs(work, [("wild", "diverge"), ("never", "save")], audience, workers=1)
+    assert heard == ["wild"]
+
+
+def test_in_this_process_torch_has_its_threads_back_afterwards():
+    before, found = torch.get_num_threads(), {}
+    run_jobs(work, [("a", 1)], Audience(finished=found.__setitem__), workers=8, threads=before + 2)
+    assert found["a"][:2] == (os.getpid(), before + 2)
+    assert torch.get_num_threads() == before
+
+
+PARENT = """
+import sys
+from muonsw.lab.errors import Interrupted
+from muonsw.lab.processes import Audience, run_jobs
+from tests.lab.test_processes import work
+
+if __name__ == "__main__":
+    said = Audience(message=lambda name, _content: print(name, flush=True))
+    try:
+        run_jobs(work, [(task, task) for task in sys.argv[1:]], said, workers=2)
+    except Interrupted as stop:
+        print(stop, flush=True)
+        sys.exit(stop.exit_code)
+"""
+
+
+def started(script, tasks):
+    """A process of its own that runs the tasks in two others."""
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, script, *tasks], env=environment, text=True, **pipes)
+
+
+def children_of(parent):
+    return Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+
+
+def assert_gone(children):
+    deadline = time.monotonic() + 10.0
+    while any(is_running(child) for child in children):
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.01)
+
+
+@IN_PROC
+@pytest.mark.parametrize(
+    ("number", "tasks", "end", "code"),
+    [
+        (signal.SIGKILL, ("sleep", "save"), "", -9),
+        pytest.param(signal.SIGHUP, ("sleep", "dream"), "stopped; the same command", 129, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, ("save", "sleep"), "stopped, all runs saved; the", 143, marks=pytest.mark.slow),
+        (signal.SIGTERM, ("save", "save in vain"), "stopped, save in vain was not saved: no room; the same", 143),
+    ],
+)
+def test_no_process_outlives_its_parent_and_the_end_is_told_as_it_was(tmp_path, number, tasks, end, code):
+    with started(tmp_path / "parent.py", tasks) as parent:
+        assert {parent.stdout.readline().strip() for _ in tasks} == set(tasks)
+        children = children_of(parent)
+        parent.send_signal(number)
+        printed = parent.stdout.read()
+    assert printed.startswith(end)
+    assert parent.returncode == code
+    assert len(children) >= 2
+    assert_gone(children)
+
+
+@IN_PROC
+@pytest.mark.slow
+def test_a_second_interrupt_does_not_wait_for_a_job_that_does_not_listen(tmp_path):
+    with started(tmp_path / "parent.py", ("deaf", "deaf")) as parent:
+        assert [parent.stdout.readline() for _ in range(4)] == ["deaf\n"] * 4
+        children = children_of(parent)
+        parent.send_signal(signal.SIGINT)
+        time.sleep(1.0)
+        assert parent.poll() is None
+        parent.send_signal(signal.SIGINT)
+        parent.communicate(timeout=10)
+    assert parent.returncode == -signal.SIGINT
+    assert_gone(children)

@@ -1,0 +1,115 @@
+"""Files are whole or not there, and a file that is not ours is refused by name."""
+
+import os
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from muonsw.lab.errors import MachineError, UsageError
+from muonsw.lab.storage import LOCK, locked, read_json, read_object, replacing, write_atomically, write_json
+
+
+@contextmanager
+def files_no_larger_than(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_is_written_is_read_back_without_what_json_has_no_number_for(tmp_path):
+    write_json(tmp_path / "a.json", {"loss": float("inf"), "steps": (1, 2)})
+    assert read_object(tmp_path / "a.json") == {"loss": None, "steps": [1, 2]}
+
+
+def test_a_disk_that_is_full_leaves_the_old_file_and_names_the_remedy(tmp_path):
+    path = write_atomically(tmp_path / "a", "old")
+    with files_no_larger_than(3), pytest.raises(MachineError, match=r"a cannot be written: File too large; make room"):
+        write_atomically(path, "new content")
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_error_of_the_writer_leaves_the_old_file(tmp_path):
+    path = write_atomically(tmp_path / "a", "old")
+
+    def half():
+        with replacing(path) as file:
+            file.write(b"half")
+            raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        half()
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_read_only_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(MachineError, match=r"a cannot be written: Permission denied; make room"):
+        write_atomically(tmp_path / "a", "x")
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match=r"file/a cannot be written: Not a directory"):
+        write_atomically(tmp_path / "file" / "a", "x")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"a": ', "Expecting value"),
+        (b"\xff\xfe\x00", "codec can't decode"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"[" + b"7" * 400 + b"]", "a whole number of 400 digits"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b"", "Expecting value"),
+    ],
+)
+def test_whatever_a_file_holds_it_is_data_or_an_error_with_its_name(tmp_path, content, reason):
+    path = tmp_path / "state.json"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"state\.json cannot be read: .*{reason}.*; delete the folder"):
+        read_json(path, remedy="delete the folder")
+
+
+def test_a_list_where_an_object_belongs_is_refused(tmp_path):
+    path = write_json(tmp_path / "state.json", [1])
+    with pytest.raises(UsageError, match=r"state\.json does not hold a JSON object"):
+        read_object(path)
+
+
+def test_a_missing_file_and_a_folder_are_said_to_be_such(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        read_json(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="Is a directory"):
+        read_json(tmp_path)
+
+
+def test_a_file_too_large_to_be_ours_is_refused_without_reading_it(tmp_path):
+    path: Path = tmp_path / "huge.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse: no disk, and no memory
+    with pytest.raises(UsageError, match="it is larger than 256 MiB"):
+        read_json(path)
+
+
+@pytest.mark.parametrize("place", [Path.mkdir, lambda path: path.symlink_to("elsewhere")])
+def test_a_lock_that_is_not_ours_is_named(tmp_path, place):
+    place(tmp_path / LOCK)
+    with pytest.raises(UsageError, match=r"\.lock is not a lock of ours: delete it"), locked(tmp_path, "busy"):
+        pass
+
+
+def test_a_folder_is_held_by_one_and_given_back(tmp_path):
+    with locked(tmp_path / "new", "busy"), pytest.raises(UsageError, match="busy"), locked(tmp_path / "new", "busy"):
+        pass
+    with locked(tmp_path / "new", "busy"):
+        pass

@@ -1,0 +1,107 @@
+"""What leaves a run: files that load without it, and text that shows what was learned."""
+
+import json
+from itertools import islice
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from muonsw.lab.cli import main
+from muonsw.lab.data.prepare import prepare
+from muonsw.lab.data.tokenizers import ByteTokenizer
+from muonsw.lab.errors import UsageError
+from muonsw.lab.model import Decoder, ModelConfig
+from muonsw.lab.settings import from_data
+from muonsw.lab.train.config import DataConfig, RunConfig
+from muonsw.lab.train.export import export, load_model
+from muonsw.lab.train.loop import train
+from muonsw.lab.train.sample import sample
+from tests.lab.train.small import MODEL, small_run
+
+SENTENCE = "the quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on one sentence, which it learns by heart."""
+    folder = tmp_path_factory.mktemp("sentence")
+    documents = (SENTENCE * 20 + str(number) for number in range(40))
+    prepare(islice(documents, 40), ByteTokenizer(), folder / "data", validation_fraction=0.2)
+    config = RunConfig(
+        model=MODEL,
+        data=DataConfig(str(folder / "data"), eval_windows=4),
+        steps=80,
+        batch=8,
+        eval_every=40,
+        checkpoint_every=40,
+        telemetry_every=0,
+        threads=1,
+    )
+    train(config, folder / "run")
+    return folder / "run"
+
+
+def test_an_export_loads_in_a_few_lines_and_is_the_run_s_model(run, tmp_path):
+    folder = export(run, tmp_path)
+    config = from_data(ModelConfig, json.loads((folder / "config.json").read_text())["model"])
+    model = Decoder(config, seed=None)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    ours, _ = load_model(run)
+    tokens = torch.arange(20).view(1, 20)
+    assert torch.equal(model.logits(tokens), ours.logits(tokens))
+
+
+def test_an_export_needs_nothing_of_the_run(run, tmp_path):
+    export(run, tmp_path / "export")
+    (run.parent / "data").rename(run.parent / "elsewhere")
+    try:
+        model, tokenizer = load_model(tmp_path / "export")
+        assert isinstance(model, Decoder)
+        assert tokenizer.identity == ByteTokenizer().identity
+    finally:
+        (run.parent / "elsewhere").rename(run.parent / "data")
+
+
+def test_the_best_checkpoint_can_be_exported(run, tmp_path):
+    best = json.loads((run / "result.json").read_text())["best_step"]
+    export(run, tmp_path, best=True)
+    assert json.loads((tmp_path / "config.json").read_text())["step"] == best
+
+
+def test_the_model_continues_what_it_has_learned(run):
+    model, tokenizer = load_model(run)
+    drawn = list(sample(model, tokenizer, "the quick brown ", tokens=20, temperature=0.0))
+    assert tokenizer.decode(drawn) == "fox jumps over the l"
+
+
+def test_draws_depend_on_the_seed_alone(run):
+    model, tokenizer = load_model(run)
+    texts = [list(sample(model, tokenizer, "", tokens=30, temperature=2.0, seed=seed)) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(token < tokenizer.vocab_size for text in texts for token in text)
+
+
+def test_a_prompt_longer_than_the_context_is_cut(run):
+    model, tokenizer = load_model(run)
+    assert list(sample(model, tokenizer, SENTENCE * 5, tokens=3, temperature=0.0))
+
+
+def test_the_commands_write_and_print(run, tmp_path, capsys):
+    assert main(["export", str(run), "--out", str(tmp_path / "export")]) == 0
+    assert (
+        main(["sample", str(tmp_path / "export"), "--prompt", "over the ", "--tokens", "4", "--temperature", "0"]) == 0
+    )
+    assert capsys.readouterr().out.endswith("over the lazy\n")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="does not exist: check the path"):
+        export(tmp_path, tmp_path / "export")
+
+
+def test_a_run_without_checkpoint_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(small_run().as_data()))
+    with pytest.raises(UsageError, match="has no whole checkpoint"):
+        export(tmp_path, tmp_path / "export")
+    assert main(["sample", str(tmp_path)]) == 2

@@ -1,0 +1,62 @@
+"""A run on a CUDA device: replayed updates are the updates, and a run goes on after a stop. Run by `make test-gpu`."""
+
+import pytest
+import torch
+
+from muonsw.lab.train.graph import WARM_CALLS
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.state import Training, with_fingerprint
+from tests.lab.train.small import losses, small_run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def run(folder, graphs, **settings):
+    config = small_run(steps=24, device="cuda", compile="off", graphs=graphs, precision="float32", **settings)
+    train(config, folder)
+    return {(r["kind"], r["step"]): r for r in losses(folder)}
+
+
+def test_replayed_updates_are_the_updates(tmp_path):
+    """Evaluations and telemetry included; kernels that add in any order leave a difference of rounding."""
+    plain, replayed = run(tmp_path / "plain", "off"), run(tmp_path / "replayed", "on")
+    assert plain.keys() == replayed.keys()
+    for key, record in plain.items():
+        if "loss" in record:
+            assert replayed[key]["loss"] == pytest.approx(record["loss"], rel=2e-3), key
+    sample = ("telemetry", 24)
+    assert replayed[sample]["decayed"]["decay"] == pytest.approx(plain[sample]["decayed"]["decay"], rel=1e-5)
+    assert replayed[sample]["all"]["weight_rms"] == pytest.approx(plain[sample]["all"]["weight_rms"], rel=1e-3)
+
+
+def test_a_graph_follows_the_schedule_and_the_batches():
+    training = Training(with_fingerprint(small_run(steps=24, device="cuda", compile="off", graphs="on")))
+    seen = []
+    for batches, _ in zip(training.batches(), range(WARM_CALLS + 6), strict=False):
+        losses, norm = training.update(batches, measured=False)
+        seen.append((float(losses.total), float(norm)))
+    assert training.replayed_update._graph is not None
+    assert len(set(seen)) == len(seen), "every replay sees another batch"
+    assert training.optimizer.summary().groups[0].lr == pytest.approx(float(training.optimizer.param_groups[0]["lr"]))
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_run_with_graphs_goes_on_after_a_stop(tmp_path):
+    def stop(record):
+        if record["step"] > 16:
+            raise StoppedError
+
+    whole = run(tmp_path / "whole", "on")
+    config = small_run(steps=24, device="cuda", compile="off", graphs="on", precision="float32")
+    with pytest.raises(StoppedError):
+        train(config, tmp_path / "stopped", Watch(record=stop))
+    train(config, tmp_path / "stopped")
+    resumed = {(r["kind"], r["step"]): r for r in losses(tmp_path / "stopped")}
+    assert resumed.keys() == whole.keys()
+    assert resumed["eval", 24]["loss"] == pytest.approx(whole["eval", 24]["loss"], rel=2e-3)

@@ -1,0 +1,368 @@
+"""Models that show one habit of the field each, written out with torch alone."""
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+MODELS = {}
+
+
+def idiom(build):
+    MODELS[build.__name__] = build
+    return build
+
+
+class Holder(nn.Module):
+    """A module that holds these parts under these names, to be looked at and never run."""
+
+    def __init__(self, **members):
+        super().__init__()
+        for name, member in members.items():
+            setattr(self, name, member)
+
+
+def holds(**members):
+    """A holder whose class no other module shares, as in a hand-written model."""
+    return type("Part", (Holder,), {})(**members)
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.empty(shape))
+
+
+@idiom
+def perceptron():
+    return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+@idiom
+def lenet():
+    convolutions = {"conv1": nn.Conv2d(1, 6, 5), "conv2": nn.Conv2d(6, 16, 5)}
+    return holds(**convolutions, fc1=nn.Linear(400, 120), fc2=nn.Linear(120, 84), fc3=nn.Linear(84, 10))
+
+
+@idiom
+def head_without_a_name():
+    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50))
+
+
+@idiom
+def tied_head_first():
+    model = holds(unembed=nn.Linear(8, 50, bias=False), body=nn.Linear(8, 8, bias=False), embed=nn.Embedding(50, 8))
+    model.unembed.weight = model.embed.weight
+    return model
+
+
+@idiom
+def width_equal_to_vocabulary():
+    blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    return holds(tokens=nn.Embedding(64, 64), positions=nn.Embedding(16, 64), blocks=blocks)
+
+
+@idiom
+def bag_of_words():
+    return holds(bag=nn.EmbeddingBag(100, 16), up=nn.Linear(16, 24), down=nn.Linear(24, 5))
+
+
+def swiglu(width, inner, bias=False):
+    names = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+    return holds(**{name: nn.Linear(*sizes, bias=bias) for name, sizes in names.items()})
+
+
+@idiom
+def swiglu_and_gate():
+    layer = holds(gate=nn.Linear(8, 32), up=nn.Linear(8, 32), output=nn.Linear(32, 8))
+    layer.moe = holds(gate=nn.Linear(8, 4), experts=nn.ModuleList(swiglu(8, 6) for _ in range(4)))
+    return holds(layers=nn.ModuleList([layer]), output=nn.Linear(8, 50))
+
+
+@idiom
+def narrow_experts():
+    experts = nn.ModuleList(swiglu(32, 4) for _ in range(8))
+    return holds(moe=holds(gate=nn.Linear(32, 8, bias=False), experts=experts))
+
+
+@idiom
+def deep_router():
+    router = holds(layer=holds(linear=nn.Linear(16, 6)))
+    return holds(moe=holds(router=router, w_in=parameter(6, 24, 16), w_out=parameter(6, 16, 24)))
+
+
+@idiom
+def more_experts_than_width():
+    """Stored as (experts, in, out), as `torch.bmm` likes it."""
+    experts = holds(up=parameter(40, 16, 24), down=parameter(40, 24, 16))
+    return holds(gate=nn.Linear(16, 40, bias=False), experts=experts)
+
+
+@idiom
+def router_without_a_name():
+    experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)) for _ in range(5))
+    return holds(assign=nn.Linear(16, 5), experts=experts)
+
+
+@idiom
+def router_as_parameter():
+    experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+    return holds(w_gate=parameter(16, 5), w_noise=parameter(16, 5), experts=experts)
+
+
+@idiom
+def tall_experts():
+    experts = holds(w1=parameter(96, 16), w2=parameter(96, 16))
+    experts.num_experts = 4
+    return holds(gate=nn.Linear(16, 4, bias=False), experts=experts)
+
+
+@idiom
+def tokens_and_scales():
+    vectors = {"cls_token": (1, 1, 8), "mask_token": (1, 1, 8), "layer_scale": (8, 1, 1), "time_mix": (1, 1, 8)}
+    tables = {"registers": (1, 4, 8), "latents": (5, 8), "position_grid": (1, 7, 7, 8), "channel_gain": (1, 8, 1, 1)}
+    named = {name: parameter(*shape) for name, shape in (vectors | tables).items()}
+    block = holds(body=nn.Linear(8, 8), gate=nn.Linear(8, 1, bias=False))
+    return holds(**named, blocks=nn.ModuleList([block]))
+
+
+@idiom
+def torch_attention():
+    return holds(attention=nn.MultiheadAttention(16, 2, add_bias_kv=True), norm=nn.LayerNorm(16))
+
+
+@idiom
+def cross_attention():
+    return holds(attention=nn.MultiheadAttention(16, 2, kdim=12, vdim=20))
+
+
+@idiom
+def weight_norm():
+    conv = parametrizations.weight_norm(nn.Conv1d(8, 8, 3), dim=2)
+    old = nn.Linear(8, 8)  # what the older function of torch leaves behind
+    del old.weight
+    old.weight_g, old.weight_v = parameter(8, 1), parameter(8, 8)
+    return holds(conv=conv, old=old, body=nn.Linear(8, 8))
+
+
+@idiom
+def spectral_norm():
+    return holds(conv=parametrizations.spectral_norm(nn.Conv2d(8, 8, 3)), body=nn.Linear(8, 8))
+
+
+@idiom
+def state_space():
+    model = holds(A_log=parameter(32, 16), D=parameter(32), marked=parameter(32, 32))
+    model.marked._no_weight_decay = True
+    model.conv = nn.Conv1d(32, 32, 4, groups=32)
+    model.in_proj, model.out_proj = nn.Linear(16, 64), nn.Linear(32, 16)
+    return holds(layers=nn.ModuleList([model]))
+
+
+@idiom
+def relative_positions():
+    tables = {"relative_position_bias_table": (49, 4), "rel_pos_h": (13, 8), "attention_bias_table": (4, 64)}
+    attention = holds(**{name: parameter(*shape) for name, shape in tables.items()}, qkv=nn.Linear(8, 24))
+    return holds(layers=nn.ModuleList([attention]))
+
+
+@idiom
+def numbered_heads():
+    trunk = nn.ModuleList(holds(fc1=nn.Linear(16, 32), fc2=nn.Linear(32, 16)) for _ in range(2))
+    heads = nn.ModuleList(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 7)) for _ in range(3))
+    return holds(trunk=trunk, heads=heads)
+
+
+@idiom
+def classification_head():
+    return holds(body=nn.Linear(16, 16), classifier=holds(dense=nn.Linear(16, 16), out_proj=nn.Linear(16, 3)))
+
+
+@idiom
+def regression():
+    return holds(body=nn.Sequential(nn.Linear(1, 16), nn.Linear(16, 16)), value=nn.Linear(16, 1))
+
+
+@idiom
+def depthwise_convolutions():
+    return holds(
+        dw=nn.Conv2d(16, 16, 3, groups=16),
+        multiplied=nn.Conv1d(16, 32, 3, groups=16),
+        transposed_dw=nn.ConvTranspose2d(16, 16, 2, groups=16),
+        pw=nn.Conv2d(16, 16, 1),
+        mono=nn.Conv1d(1, 16, 10),
+        grouped=nn.Conv2d(16, 32, 3, groups=4),
+        up=nn.ConvTranspose2d(16, 8, 2),
+        grouped_up=nn.ConvTranspose2d(16, 32, 2, groups=4),
+    )
+
+
+@idiom
+def segmentation():
+    body = {"stem": nn.Conv2d(3, 16, 3), "norm": nn.BatchNorm2d(16), "body": nn.Conv2d(16, 16, 3)}
+    return holds(**body, outc=holds(conv=nn.Conv2d(16, 5, 1)))
+
+
+@idiom
+def four_axes():
+    return holds(
+        blocks=nn.ModuleList([holds(scale=parameter(1, 8, 1, 1), blob=parameter(2, 3, 4, 5), body=nn.Linear(8, 8))])
+    )
+
+
+@idiom
+def bilinear():
+    return holds(body=nn.Linear(8, 8), pair=nn.Bilinear(8, 8, 4))
+
+
+@idiom
+def heads_on_an_axis():
+    attention = holds(w_q=parameter(24, 4, 8), w_k=parameter(24, 4, 8), w_o=parameter(24, 4, 8))
+    attention.per_head_weight, attention.per_head_bias = parameter(4, 8, 8), parameter(4, 8)
+    attention.num_heads, attention.head_dim, attention.width = 4, 8, 24
+    return attention
+
+
+class GroupNormalizer(nn.GroupNorm):
+    """A name that says little of the class it extends."""
+
+
+class PerHeadRMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = parameter(4, 8)
+
+
+class NormalizedLinear(nn.Linear):
+    """A linear layer that has "norm" in its name."""
+
+
+class NormHead(nn.Module):
+    def __init__(self, width, vocabulary):
+        super().__init__()
+        self.weight = parameter(vocabulary, width)
+
+
+class LayerNormLinear(nn.Module):
+    """A gain and a matrix in one module, as fused layers have it."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.layer_norm_weight = parameter(in_features)
+        self.fused_weight = parameter(out_features, in_features)
+
+
+@idiom
+def names_with_norm():
+    block = holds(per_head=PerHeadRMSNorm(), group_norm=GroupNormalizer(2, 16), spatial=nn.LayerNorm([16, 4, 4]))
+    block.fused, block.normed = LayerNormLinear(16, 32), NormalizedLinear(32, 16)
+    return holds(blocks=nn.ModuleList([block]), head=NormHead(16, 50))
+
+
+@idiom
+def linear_layers_called_embed():
+    time = nn.Sequential(nn.Linear(12, 16), nn.SiLU(), nn.Linear(16, 16))
+    parts = {"token_embed": nn.Embedding(30, 10), "embed_proj": nn.Linear(10, 16), "time_embed": time}
+    return holds(**parts, patch_embed=holds(proj=nn.Conv2d(3, 16, 4)), body=nn.Linear(16, 16))
+
+
+class Dense(nn.Module):
+    def __init__(self, fan_in, fan_out):
+        super().__init__()
+        self.weight, self.bias = parameter(fan_out, fan_in), parameter(fan_out)
+
+
+class InOut(nn.Module):
+    """Multiplies `x @ weight`: (in, out)."""
+
+    def __init__(self, fan_in, fan_out):
+        super().__init__()
+        self.weight, self.bias = parameter(fan_in, fan_out), parameter(fan_out)
+
+
+class ParallelEmbedding(nn.Module):
+    def __init__(self, rows, width):
+        super().__init__()
+        self.weight = parameter(rows, width)
+
+
+@idiom
+def own_linear():
+    block = holds(dense=Dense(16, 48), conv1d=InOut(48, 16))
+    return holds(table=ParallelEmbedding(30, 16), blocks=nn.ModuleList([block]))
+
+
+@idiom
+def recurrent():
+    lstm, gru, rnn = nn.LSTM(12, 8), nn.GRU(8, 8), nn.RNN(8, 8)
+    return holds(lstm=lstm, gru=gru, rnn=rnn, out=nn.Linear(8, 3))
+
+
+@idiom
+def diffusion_transformer():
+    block = holds(qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16), adaln=nn.Sequential(nn.SiLU(), nn.Linear(16, 96)))
+    final = holds(adaln=nn.Sequential(nn.SiLU(), nn.Linear(16, 32)), linear=nn.Linear(16, 12))
+    inputs = {"x_embedder": nn.Conv2d(3, 16, 2), "pos_embed": parameter(1, 64, 16), "y_embedder": nn.Embedding(11, 16)}
+    time = nn.Sequential(nn.Linear(20, 16), nn.SiLU(), nn.Linear(16, 16))
+    return holds(**inputs, t_embedder=time, blocks=nn.ModuleList([block]), final=final)
+
+
+@idiom
+def hand_written_lora():
+    layers = [holds(base=nn.Linear(16, 16), lora_A=parameter(4, 16), lora_B=parameter(16, 4)) for _ in range(2)]
+    return holds(layers=nn.ModuleList(layers))
+
+
+class Declares(Holder):
+    """The methods by which timm's models tell what they know of themselves."""
+
+    def get_classifier(self):
+        return self.out
+
+    def no_weight_decay(self):
+        return {"weird"}
+
+
+@idiom
+def declared_classifier():
+    return Declares(body=nn.Linear(16, 16), out=nn.Linear(16, 16), weird=parameter(16, 16))
+
+
+@idiom
+def codebooks():
+    tables = nn.ModuleList(nn.Embedding(40, 16) for _ in range(3))
+    body = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+    return holds(embed=tables, body=body, lm_heads=nn.ModuleList(nn.Linear(16, 40, bias=False) for _ in range(3)))
+
+
+@idiom
+def contrastive():
+    tower = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    return holds(tower=tower, text_projection=parameter(16, 12), logit_scale=parameter())
+
+
+@idiom
+def heads_as_modules():
+    heads = [holds(key=nn.Linear(16, 4), query=nn.Linear(16, 4), value=nn.Linear(16, 4)) for _ in range(4)]
+    for head in heads:
+        head.__class__ = type(heads[0])
+    attention = holds(heads=nn.ModuleList(heads), proj=nn.Linear(16, 16))
+    return holds(tokens=nn.Embedding(30, 16), attention=attention, lm_head=nn.Linear(16, 30))
+
+
+@idiom
+def shared_expert_of_equal_size():
+    moe = holds(gate=nn.Linear(16, 8, bias=False), experts=nn.ModuleList(swiglu(16, 6) for _ in range(8)))
+    moe.shared_expert = swiglu(16, 8)
+    return holds(layers=nn.ModuleList([moe]))
+
+
+@idiom
+def upsampling():
+    upsample = holds(projection=nn.Linear(16, 32))
+    encoder = holds(norm=nn.LayerNorm(16), body=nn.Linear(16, 16), upsample=upsample)
+    return holds(encoder=encoder, lm_head=nn.Linear(16, 5))
+
+
+@idiom
+def two_towers():
+    towers = {"high": nn.Linear(10, 8), "low": nn.Linear(12, 8), "proj": nn.Linear(16, 24)}
+    return holds(tokens=nn.Embedding(30, 24), **towers, lm_head=nn.Linear(24, 30))

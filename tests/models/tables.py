@@ -1,0 +1,63 @@
+"""The expected tables: roles and matrix views of parameters, as text that people write and read.
+
+A table is a section of a file in `tables/`, named `[model]`, with lines of the form `role (view): pattern pattern`.
+The first pattern that matches a name decides. `role|role` allows either where the difference is a matter of taste,
+never where it changes the algorithm. A line that starts with `#` is a comment.
+"""
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parent / "tables"
+LINE = re.compile(r"^(?P<roles>[a-z|]+)(?: \((?P<view>[^)]*)\))?: (?P<patterns>.+)$")
+
+
+class Expected(NamedTuple):
+    """One pattern of a table: which names, which roles, and how Muon must see them."""
+
+    pattern: str
+    roles: tuple[str, ...]
+    view: str
+
+
+def read_tables(file):
+    """All tables of one file, by the name of the model."""
+    tables = {}
+    for line in (FOLDER / f"{file}.txt").read_text().splitlines():
+        if line.startswith("["):
+            current = tables.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            found = LINE.match(line)
+            assert found, f"{file}.txt: cannot read {line!r}"
+            roles = tuple(found["roles"].split("|"))
+            current.extend(Expected(p, roles, found["view"] or _usual_view(roles)) for p in found["patterns"].split())
+    return tables
+
+
+def _usual_view(roles):
+    return "flatten" if roles == ("convolution",) else ""
+
+
+def differences(table, found):
+    """Where a routing, `{name: (role, view)}`, is not what the table says, and what has no partner in the other."""
+    unused = {entry.pattern for entry in table}
+    wrong = []
+    for name, (role, view) in found.items():
+        entry = next((entry for entry in table if fnmatchcase(name, entry.pattern)), None)
+        if entry is None:
+            wrong.append(f"{name}: the table does not mention it")
+            continue
+        unused.discard(entry.pattern)
+        if role not in entry.roles:
+            wrong.append(f"{name}: {role}, expected {' or '.join(entry.roles)}")
+        elif view is not None and not _same_view(view.split(), entry.view.split()):
+            wrong.append(f"{name}: {role} seen as {view or 'a matrix'!r}, expected {entry.view or 'a matrix'!r}")
+    return wrong + [f"{pattern}: matches no parameter" for pattern in sorted(unused)]
+
+
+def _same_view(found, expected):
+    """Whether two views are one; a square matrix is the same as (in, out) and as (out, in)."""
+    free = {"square", "transposed"} if "square" in found else set()
+    return set(found) - free == set(expected) - free

@@ -1,0 +1,61 @@
+"""Hand-written models, each with the table that a reader of it would write."""
+
+import pytest
+import torch
+
+from muonsw import AdamWSW, MuonSW
+from muonsw.routing import classify
+from tests.models.idioms import MODELS
+from tests.models.tables import differences, read_tables
+from tests.models.views import MATRICES, seen_as
+
+TABLES = read_tables("idioms")
+
+
+def routing_of(model):
+    return {entry.name: (entry.role, seen_as(entry.role, entry.view, entry.param.shape)) for entry in classify(model)}
+
+
+def test_every_idiom_has_a_table():
+    assert set(TABLES) == set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_idiom_is_routed_as_its_table_says(name):
+    with torch.device("meta"):
+        model = MODELS[name]()
+    assert differences(TABLES[name], routing_of(model)) == []
+
+
+@pytest.mark.filterwarnings("ignore:MuonSW.for_model found no matrix")
+@pytest.mark.parametrize("name", MODELS)
+def test_no_model_is_refused_for_its_shapes_and_every_parameter_can_take_a_step(name):
+    """The views are ones that Muon can use: each matrix role is accepted and moves."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for param in model.parameters():
+        torch.nn.init.normal_(param)
+        param.grad = torch.randn_like(param)
+    for cls in (MuonSW, AdamWSW):
+        optimizer = cls.for_model(model, lr=0.02)
+        before = {n: p.detach().clone() for g in optimizer.param_groups for n, p in named(g)}
+        optimizer.step()
+        for group in optimizer.param_groups:
+            expected = cls.algorithm if group["role"] in MATRICES or cls is AdamWSW else "adamw"
+            assert group["algorithm"] == expected
+            assert all(not torch.equal(p, before[n]) for n, p in named(group))
+
+
+def named(group):
+    return zip(group["param_names"], group["params"], strict=True)
+
+
+def test_tables_notice_what_is_wrong():
+    """A wrong role, a wrong view, a name that the table lacks and a pattern without a parameter are all told."""
+    table = read_tables("idioms")["recurrent"]
+    found = {"lstm.weight_ih_l0": ("hidden", ""), "rnn.weight_ih_l0": ("head", None), "new": ("bias", None)}
+    told = "\n".join(differences(table, found))
+    assert "lstm.weight_ih_l0: hidden seen as 'a matrix', expected 'split=8,8,8,8'" in told
+    assert "rnn.weight_ih_l0: head, expected hidden" in told
+    assert "new: the table does not mention it" in told
+    assert "out.weight: matches no parameter" in told

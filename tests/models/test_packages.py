@@ -1,0 +1,46 @@
+"""Models of other people's packages, each with the table that a reader of it would write; run by `make test-models`."""
+
+import pytest
+
+from muonsw import MuonSW
+from tests.models import packages
+from tests.models.tables import differences, read_tables
+from tests.models.test_idioms import routing_of
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(bool(packages.missing()), reason="needs the extra `models`; run `make test-models`"),
+]
+
+CASES = [(file, name) for file in packages.BUILDERS for name in read_tables(file)]
+
+# What the router still gets wrong, and why it cannot know better.
+KNOWN_MISSES = {
+    # Two projections into one space, whose outputs are compared; the second reads as many features as the first gives.
+    ("encoders", "wav2vec2-pretraining"): ["project_hid.weight: hidden, expected head"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _packages():
+    packages.prepare()
+
+
+@pytest.mark.parametrize(("file", "name"), CASES, ids=lambda value: value)
+def test_a_model_is_routed_as_its_table_says(file, name):
+    model = packages.build(file, name)
+    assert differences(read_tables(file)[name], routing_of(model)) == KNOWN_MISSES.get((file, name), [])
+
+
+@pytest.mark.filterwarnings("ignore:MuonSW.for_model found no matrix")
+@pytest.mark.parametrize(("file", "name"), CASES, ids=lambda value: value)
+def test_every_model_gets_an_optimizer(file, name):
+    """No model is refused for its shapes, and the views are ones that Muon accepts."""
+    model = packages.build(file, name)
+    optimizer = MuonSW.for_model(model, lr=0.02)
+    claimed = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(claimed) == len(set(claimed)) == sum(p.requires_grad for p in model.parameters())
+
+
+def test_the_corpus_is_as_large_as_the_documentation_says():
+    assert len(CASES) == 145

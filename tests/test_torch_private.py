@@ -1,0 +1,63 @@
+"""Private names of torch: all of them are in one table, and the installed torch has them."""
+
+import ast
+from pathlib import Path
+
+import muonsw
+from muonsw import torch_private
+from muonsw.torch_private import ARGUMENTS, ATTRIBUTES, NAMES, missing
+
+SOURCE = Path(muonsw.__file__).parent
+# Not torch's: a named tuple's method, the system's exit, the pattern of a tiktoken encoding.
+OTHERS = {"_replace", "_asdict", "_exit", "_pat_str"}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def trees():
+    return [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py") if path.name != "torch_private.py"]
+
+
+def defined(nodes):
+    """Names that our own source gives to something."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            is_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            if isinstance(node, ast.Name) or is_self:
+                yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def used(nodes):
+    """Private names that the source uses: with their module, or as they are for attributes and arguments."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if any(map(is_private, name.split("."))))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            dotted = ast.unparse(node)
+            yield dotted if dotted.startswith("torch.") else node.attr
+        elif isinstance(node, ast.keyword) and node.arg and is_private(node.arg):
+            yield node.arg
+
+
+def test_the_installed_torch_has_every_private_name_we_use():
+    assert not missing()
+
+
+def test_the_table_lists_what_the_source_uses():
+    nodes = [node for tree in trees() for node in ast.walk(tree)]
+    listed = {*NAMES, *ARGUMENTS, *(name for names in ATTRIBUTES.values() for name in names)}
+    found = set(used(nodes)) - set(defined(nodes)) - OTHERS
+    assert not found - listed, "add these to muonsw/torch_private.py, or do without them"
+    assert not listed - found, "these are no longer used: delete them from muonsw/torch_private.py"
+
+
+def test_a_name_that_torch_has_lost_is_reported(monkeypatch):
+    monkeypatch.setattr(torch_private, "NAMES", {"torch._foreach_gone_": "", "torch._no_module.name": ""})
+    monkeypatch.setattr(torch_private, "ATTRIBUTES", {"optimizer": {"_lost": ""}})
+    monkeypatch.setattr(torch_private, "ARGUMENTS", {"_never": ""})
+    assert missing() == ["torch._foreach_gone_", "torch._no_module.name", "optimizer._lost", "Embedding(_never=)"]
