@@ -17,6 +17,9 @@ PARAMETERS = sum(torch.Size(shape).numel() for shape in SHAPES)
 BYTES = 4 * PARAMETERS
 
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
 class Counter:
     """Counts the bytes that this rank gets from others in the collectives of the exchange."""
 
@@ -28,7 +31,7 @@ class Counter:
 
     def __enter__(self):
         dist.all_to_all_single = self._all_to_all
-        dist.all_gather_into_tensor = self._all_gather
+        setattr(dist, GATHER, self._all_gather)
         dist.broadcast = self._broadcast
         return self
 
@@ -42,7 +45,7 @@ class Counter:
 
     def _all_gather(self, output, send, **kwargs):
         self.received += (output.numel() - send.numel()) * output.element_size()
-        return self._real["all_gather_into_tensor"](output, send, **kwargs)
+        return self._real[GATHER](output, send, **kwargs)
 
     def _broadcast(self, tensor, *, group_src, **kwargs):
         self.received += tensor.numel() * tensor.element_size() * (group_src != self.me)

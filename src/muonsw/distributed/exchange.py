@@ -142,7 +142,7 @@ class Copies:
         mine, group = _packed(list(results.values()), one), one.wire.group
         receive = mine.new_empty(sum(one.held))
         if len(set(one.held)) == 1:
-            return Travelling(receive, [dist.all_gather_into_tensor(receive, mine, group=group, async_op=True)])
+            return Travelling(receive, [_all_gather(receive, mine, group=group, async_op=True)])
         shares = receive.split_with_sizes(one.held)
         shares[one.wire.me].copy_(mine)
         handles = [
@@ -154,6 +154,11 @@ class Copies:
 
 
 EXCHANGES: dict[str, Exchange] = {SHARDS: Shards(), COPIES: Copies()}
+
+
+def _all_gather(receive: Tensor, mine: Tensor, **options: Any) -> Any:
+    """What torch 2.13 renamed."""
+    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(receive, mine, **options)
 
 
 def _all_to_all(one: Round, send: Tensor, sizes: list[int], expected: list[int]) -> Travelling:

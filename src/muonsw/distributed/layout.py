@@ -64,6 +64,13 @@ class Layouts:
             self._known[key] = self._spread(like.shape, like.device_mesh, like.placements, first_matrix_axis)
         return self._known[key]
 
+    def sharding_group(self, param: Tensor) -> ProcessGroup | None:
+        """The ranks that hold other parts of a parameter than this one."""
+        like = as_spread(param)
+        mesh = like.device_mesh
+        dims = [dim for dim, one in enumerate(like.placements) if not one.is_replicate() and mesh.shape[dim] > 1]
+        return self._group(mesh, dims) if dims else None
+
     def _plain(self, shape: torch.Size) -> Layout:
         if self._process_group is None:
             return Layout(HERE, shape)

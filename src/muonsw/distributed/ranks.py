@@ -98,8 +98,7 @@ class Ranks:
 
     def keeps(self, item: Item) -> bool:
         """Whether the momentum of an item is kept on this rank."""
-        owner = self._owners.get(item.parameter)
-        return owner is None or owner == dist.get_rank(self.process_group)
+        return not self.is_elsewhere(item.parameter)
 
     def settle_owners(self, groups: Sequence[Group]) -> None:
         """Give every parameter of which ranks hold copies an owner; those that have one keep it."""
@@ -122,6 +121,17 @@ class Ranks:
                 item.state.pop(key, None)
             self.elsewhere[item.parameter] = item.name
 
+    def measuring_group(self, param: Tensor) -> ProcessGroup | None:
+        """The ranks that each measure a part of this parameter: those with other shards, or among which it is owned."""
+        if is_spread(param):
+            return self._layouts.sharding_group(param)
+        return self.process_group if self.has_owner(param) else None
+
+    def is_elsewhere(self, param: Tensor) -> bool:
+        """Whether another rank keeps the momentum of a parameter."""
+        owner = self._owners.get(param)
+        return owner is not None and owner != dist.get_rank(self.process_group)
+
     def has_owner(self, param: Tensor) -> bool:
         """Whether one rank alone keeps the momentum of a parameter."""
         return param in self._owners
@@ -143,8 +153,8 @@ class Ranks:
         if self.elsewhere:
             name = next(iter(self.elsewhere.values()))
             raise RuntimeError(
-                f"the momentum of {name} and {len(self.elsewhere) - 1} more are on other ranks, as momentum_on_owner=True "
-                f"asks; call optimizer.gather_state() on every rank first"
+                f"the momentum of {name} and {len(self.elsewhere) - 1} more are on other ranks, as "
+                f"momentum_on_owner=True asks; call optimizer.gather_state() on every rank first"
             )
 
     def _is_divided(self, group: Group, param: Tensor) -> bool:

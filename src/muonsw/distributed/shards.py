@@ -31,16 +31,21 @@ def local(tensor: Tensor) -> Tensor:
     return as_spread(tensor).to_local() if is_spread(tensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor brought together from all ranks; a collective where it is spread."""
+    return as_spread(tensor.detach()).full_tensor() if is_spread(tensor) else tensor
+
+
 def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
     """The gradient of this rank's shard; one that lies otherwise than its parameter is brought into its place."""
     if not is_spread(grad):
         raise ValueError(
             f"{name} is a DTensor and its gradient a plain tensor; give it a gradient that is spread alike"
         )
-    whole, spread = as_spread(grad), as_spread(param)
-    if whole.placements != spread.placements:
-        whole = whole.redistribute(spread.device_mesh, spread.placements)
-    return whole.to_local()
+    found, like = as_spread(grad), as_spread(param)
+    if found.placements != like.placements:
+        found = found.redistribute(like.device_mesh, like.placements)
+    return found.to_local()
 
 
 def spread_like(param: Tensor, shard: Tensor) -> Tensor:
@@ -62,14 +67,14 @@ def put_like(param: Tensor, value: Tensor) -> Tensor:
     A whole tensor is cut where it is, without asking other ranks, which have loaded the same.
     """
     if not is_spread(param):
-        return as_spread(value).full_tensor() if is_spread(value) else value
+        return whole(value)
     from torch.distributed.tensor import distribute_tensor
 
     like = as_spread(param)
     if is_spread(value):
         if (as_spread(value).device_mesh, as_spread(value).placements) == (like.device_mesh, like.placements):
             return value
-        value = as_spread(value).full_tensor()
+        value = whole(value)
     moved = value.to(like.to_local().device)
     return cast("Tensor", distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None))
 
