@@ -47,7 +47,12 @@ class Layout(NamedTuple):
 
 
 class Layouts:
-    """Finds layouts and remembers them, with the process groups that were made for them."""
+    """Finds layouts and remembers them, with the process groups that were made for them.
+
+    Fewer than `fewest` ranks have nothing to exchange; a test of the exchange on a single device lowers it.
+    """
+
+    fewest = 2
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         self._process_group = process_group
@@ -75,7 +80,7 @@ class Layouts:
         if self._process_group is None:
             return Layout(HERE, shape)
         if shape not in self._known:
-            self._known[shape] = _copies(shape, self._process_group)
+            self._known[shape] = self._copies(shape, self._process_group)
         return self._known[shape]
 
     def _spread(self, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any], first: int) -> Layout:
@@ -83,8 +88,8 @@ class Layouts:
         if order is None:
             return Layout(OTHER, shape)
         if not order:
-            return _copies(shape, self._group(mesh, range(mesh.ndim)))
-        dims = [dim for dim in order if placements[dim].dim >= first and mesh.shape[dim] > 1]
+            return self._copies(shape, self._group(mesh, range(mesh.ndim)))
+        dims = [dim for dim in order if placements[dim].dim >= first and mesh.shape[dim] >= self.fewest]
         if not dims:
             return Layout(HERE, shape)
         group = self._group(mesh, sorted(dims))
@@ -93,6 +98,12 @@ class Layouts:
         held = torch.Size((*boxes[0].lengths[:first], *shape[first:]))
         shifted = (Box((*(0,) * first, *box.starts[first:]), box.lengths) for box in boxes)
         return Layout(SHARDS, held, group, tuple(shifted))
+
+    def _copies(self, shape: torch.Size, group: ProcessGroup) -> Layout:
+        ranks = dist.get_world_size(group)
+        if ranks < self.fewest:
+            return Layout(HERE, shape)
+        return Layout(COPIES, shape, group, (Box((0,) * len(shape), tuple(shape)),) * ranks)
 
     def _group(self, mesh: DeviceMesh, dims: Sequence[int]) -> ProcessGroup:
         """The ranks of a mesh that differ from this one along some of its axes only."""
@@ -141,13 +152,6 @@ def spread_ranks(params: Iterable[Tensor]) -> set[int]:
     """The ranks that hold parts of these parameters."""
     meshes = {as_spread(param).device_mesh for param in params if is_spread(param)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-
-
-def _copies(shape: torch.Size, group: ProcessGroup) -> Layout:
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
-        return Layout(HERE, shape)
-    return Layout(COPIES, shape, group, (Box((0,) * len(shape), tuple(shape)),) * ranks)
 
 
 def _box(
