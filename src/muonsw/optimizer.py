@@ -224,7 +224,8 @@ class ScaledDecayOptimizer(Optimizer):
     def _step_with_others(self) -> None:
         """A step of parameters that are spread over ranks: agree first, then move what is here."""
         work = work_of(self)
-        agreed = self._ranks.agree(self.param_groups, self._finite([item for batch in work for item in batch.items]))
+        ok = self._finite([item for batch in work for item in batch.items])
+        agreed = self._ranks.agree(self.param_groups, ok, measured=self._observer is not None)
         if agreed.absent:
             work = work_of(self, agreed.absent)
         self._prepare(work)

@@ -25,9 +25,7 @@ class Counter:
 
     def __init__(self, group):
         self.received, self.me, self.ranks = 0, dist.get_rank(group), dist.get_world_size(group)
-        self._real = {
-            name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor", "broadcast")
-        }
+        self._real = {name: getattr(dist, name) for name in ("all_to_all_single", GATHER, "broadcast")}
 
     def __enter__(self):
         dist.all_to_all_single = self._all_to_all

@@ -51,7 +51,7 @@ def records(kind, *, skip=False, **options):
     optimizer, give = built(kind, **options)
     with Telemetry(optimizer, every=1, spectral_norm=True, condition=True) as telemetry, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for step in range(3):
+        for step in range(2):
             take_step(optimizer, step, poison(give) if skip and step == 1 else give)
     return telemetry.records
 
@@ -72,11 +72,20 @@ def both(kind, **options):
 KINDS = ["rows", "columns", "hybrid", "both", "copies", "owners"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"cautious": True}, {"skip": True}], ids=["plain", "cautious", "skipped"])
+OPTIONS = {"plain": {}, "cautious": {"cautious": True}, "skipped": {"skip": True}}
+# Each kind and each option once in the quick tests, all of them together in the slow ones.
+QUICK = {("rows", "plain"), ("both", "cautious"), ("hybrid", "skipped"), ("owners", "cautious"), ("copies", "plain")}
+CASES = [
+    pytest.param(kind, options, id=f"{kind}-{name}", marks=() if (kind, name) in QUICK else pytest.mark.slow)
+    for kind in KINDS
+    for name, options in OPTIONS.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
 def test_records_are_those_of_one_process_on_every_rank(pool, kind, options):
     for alone, together in pool.run(both, kind, **options):
-        assert len(alone) == len(together) == 3
+        assert len(alone) == len(together) == 2
         for expected, found in zip(map(dict, map(numbers, alone)), map(dict, map(numbers, together)), strict=True):
             assert expected.keys() == found.keys()
             for place, value in expected.items():
@@ -84,3 +93,24 @@ def test_records_are_those_of_one_process_on_every_rank(pool, kind, options):
                 if isinstance(value, float) and isinstance(found[place], float):
                     same = math.isclose(found[place], value, rel_tol=1e-6, abs_tol=1e-9)
                 assert same, (place, value, found[place])
+
+
+def measured_on_one_rank(kind):
+    optimizer, give = built(kind)
+    if dist.get_rank() == 0:
+        Telemetry(optimizer, every=1)
+    try:
+        take_step(optimizer, 0, give)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["rows", "owners"])
+def test_telemetry_on_one_rank_alone_is_an_error_and_no_hang(pool, kind):
+    for message in pool.run(measured_on_one_rank, kind, timeout=20):
+        assert "telemetry would measure this step on some ranks only" in message
+
+
+def test_where_ranks_hold_copies_one_may_measure_alone(pool):
+    assert set(pool.run(measured_on_one_rank, "copies", timeout=20)) == {""}

@@ -59,18 +59,23 @@ class Agreement:
         """Whether other ranks hold parts of a parameter, or copies of it that must stay the same."""
         return self._process_group is not None or is_spread(param)
 
-    def reach(self, members: Sequence[Member], ok: Tensor | bool) -> Agreed:
+    def reach(self, members: Sequence[Member], ok: Tensor | bool, *, measured: bool = False) -> Agreed:
         """Tell the others whether the gradients here are finite and complete, and hear the same from them.
 
+        Args:
+            members: all parameters of the optimizer.
+            ok: whether the gradients on this rank are finite.
+            measured: whether telemetry measures this step together with other ranks.
+
         Raises:
-            RuntimeError: if the ranks have different parameters, shapes or settings.
+            RuntimeError: if the ranks have different parameters, shapes or settings, or some measure and some do not.
             ValueError: if copies of a parameter differ, or have gradients on some ranks only.
         """
         watched = [member for member in members if self.concerns(member.param)]
         is_new = self._look(members, watched)
         missing = [int(member.param.grad is None) for member in watched]
         device = local(watched[0].param).device
-        header = [1 if isinstance(ok, Tensor) else int(ok), self._digest, -self._digest]
+        header = [1 if isinstance(ok, Tensor) else int(ok), self._digest, -self._digest, int(measured), -int(measured)]
         message = torch.tensor(_padded([*header, *missing, *(-lack for lack in missing)]), dtype=torch.int64)
         message = message.to(device, non_blocking=True)
         if isinstance(ok, Tensor):
@@ -78,11 +83,16 @@ class Agreement:
         for group in self._groups:
             dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
         lacking = any(lack and member.param.requires_grad for lack, member in zip(missing, watched, strict=True))
-        if device.type != "cpu" and not is_new and not lacking:
+        if device.type != "cpu" and not (is_new or lacking or measured):
             return Agreed(message[0] > 0, [])
         values = message.tolist()
         if values[1] != -values[2]:
             self._refuse(members)
+        if values[3] != -values[4]:
+            raise RuntimeError(
+                "telemetry would measure this step on some ranks only; attach it on every rank, with the same `every` "
+                "and `start_step`, and give the sink to one of them"
+            )
         if is_new:
             self._compare_copies(watched)
         absent = _absent(watched, missing, values[len(header) :])
