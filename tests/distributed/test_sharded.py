@@ -207,6 +207,9 @@ def interleaved():
     return (parameters(together)[0].to_local() - mine).abs().max().item(), said
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="older versions of torch cannot gather such a tensor themselves"
+)
 def test_other_placements_take_the_slow_way_and_say_so_once(pool):
     for difference, said in pool.run(interleaved):
         assert difference < CLOSE

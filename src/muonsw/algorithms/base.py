@@ -7,14 +7,14 @@ bounded whatever the size of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Group = dict[str, Any]
-State = MutableMapping[str, Tensor]
+State = dict[str, Tensor]
 
 # Cuts (axis, start, length), applied in turn.
 Narrows = tuple[tuple[int, int, int], ...]

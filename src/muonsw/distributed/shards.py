@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -103,30 +102,17 @@ def local_item(position: int, name: str, param: Tensor, grad: Tensor | None, sta
     return Item(position + noise_place(param), name, shard, gradient, LocalState(state, param), param)
 
 
-class LocalState(MutableMapping[str, Tensor]):
+class LocalState(dict[str, Tensor]):
     """The state of a spread parameter as this rank's shards; what is put in is kept spread like the parameter.
 
     So distributed checkpoint saves it as it is, and can load it on another number of ranks.
     """
 
     def __init__(self, state: dict[str, Any], param: Tensor) -> None:
+        super().__init__((key, local(value)) for key, value in state.items())
         self._state = state
         self._param = param
 
-    def __getitem__(self, key: str) -> Tensor:
-        return local(self._state[key])
-
     def __setitem__(self, key: str, value: Tensor) -> None:
+        super().__setitem__(key, value)
         self._state[key] = value if key == "step" else spread_like(self._param, value)
-
-    def __delitem__(self, key: str) -> None:
-        del self._state[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._state
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
