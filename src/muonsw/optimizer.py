@@ -225,7 +225,8 @@ class ScaledDecayOptimizer(Optimizer):
         """A step of parameters that are spread over ranks: agree first, then move what is here."""
         work = work_of(self)
         ok = self._finite([item for batch in work for item in batch.items])
-        agreed = self._ranks.agree(self.param_groups, ok, measured=self._observer is not None)
+        settings = f"nonfinite={self.nonfinite!r}, chunk_bytes={self.chunk_bytes}"
+        agreed = self._ranks.agree(self.param_groups, ok, settings=settings, measured=self._observer is not None)
         if agreed.absent:
             work = work_of(self, agreed.absent)
         self._prepare(work)

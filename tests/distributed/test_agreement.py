@@ -97,6 +97,8 @@ def different_plans(kind, what):
             group["param_names"].pop()
         elif what == "frozen":
             group["params"][1].requires_grad_(False)
+        elif what == "chunks":
+            optimizer.chunk_bytes = 512
         elif what == "decay":
             optimizer.param_groups[1]["weight_decay"] = 0.0
     begun = time.monotonic()
@@ -108,7 +110,7 @@ def different_plans(kind, what):
 
 
 @pytest.mark.parametrize("kind", ["shards", "copies"])
-@pytest.mark.parametrize("what", ["setting", "order", "fewer", "frozen", "decay"])
+@pytest.mark.parametrize("what", ["setting", "order", "fewer", "frozen", "decay", "chunks"])
 def test_ranks_with_different_plans_all_get_an_error(pool, kind, what):
     for message, seconds in pool.run(different_plans, kind, what, timeout=20):
         assert "the ranks would take different steps" in message

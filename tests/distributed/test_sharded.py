@@ -201,7 +201,7 @@ def interleaved():
         take_step(alone, step, give_plain)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            take_step(together, step, lambda p, g: spread(g))  # noqa: ARG005
+            take_step(together, step, lambda _, g: spread(g))
         said += [str(w.message) for w in caught]
     mine = spread(parameters(alone)[0].detach()).to_local()
     return (parameters(together)[0].to_local() - mine).abs().max().item(), said
@@ -223,7 +223,7 @@ def with_a_flag_on_the_device(flags):
     alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
     together = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
     for step, flag in enumerate(flags):
-        together._ranks.agree = lambda groups, ok, measured, flag=flag: Agreed(torch.tensor(flag), [])  # noqa: ARG005
+        together._ranks.agree = lambda *_, flag=flag, **__: Agreed(torch.tensor(flag), [])
         take_step(together, step, give_spread)
         if flag:
             take_step(alone, step, give_plain)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ class Agreement:
     def __init__(self, process_group: ProcessGroup | None) -> None:
         self._process_group = process_group
         self._seen: Any = None
+        self._plan: list[str] = []
         self._digest = 0
         self._groups: list[ProcessGroup] = []
 
@@ -59,12 +61,15 @@ class Agreement:
         """Whether other ranks hold parts of a parameter, or copies of it that must stay the same."""
         return self._process_group is not None or is_spread(param)
 
-    def reach(self, members: Sequence[Member], ok: Tensor | bool, *, measured: bool = False) -> Agreed:
+    def reach(
+        self, members: Sequence[Member], ok: Tensor | bool, *, settings: str = "", measured: bool = False
+    ) -> Agreed:
         """Tell the others whether the gradients here are finite and complete, and hear the same from them.
 
         Args:
             members: all parameters of the optimizer.
             ok: whether the gradients on this rank are finite.
+            settings: settings of the whole optimizer, which must be the same on all ranks.
             measured: whether telemetry measures this step together with other ranks.
 
         Raises:
@@ -72,40 +77,50 @@ class Agreement:
             ValueError: if copies of a parameter differ, or have gradients on some ranks only.
         """
         watched = [member for member in members if self.concerns(member.param)]
-        is_new = self._look(members, watched)
+        is_new = self._look(members, watched, settings)
         missing = [int(member.param.grad is None) for member in watched]
-        device = local(watched[0].param).device
-        header = [1 if isinstance(ok, Tensor) else int(ok), self._digest, -self._digest, int(measured), -int(measured)]
-        message = torch.tensor(_padded([*header, *missing, *(-lack for lack in missing)]), dtype=torch.int64)
-        message = message.to(device, non_blocking=True)
+        lacking = any(lack and member.param.requires_grad for lack, member in zip(missing, watched, strict=True))
+        header = [1, self._digest, -self._digest, int(measured), -int(measured), int(is_new)]
+        message = self._reduced(ok, [*header, *missing, *(-lack for lack in missing)], local(watched[0].param).device)
+        if not (message.is_cpu or is_new or lacking or measured):
+            return Agreed(message[0] > 0, [])
+        values = message.tolist()
+        self._check(values)
+        if values[5]:
+            self._compare_copies(watched)
+        absent = _absent(watched, missing, values[len(header) :])
+        return Agreed(bool(values[0]) if message.is_cpu else message[0] > 0, absent)
+
+    def _reduced(self, ok: Tensor | bool, values: list[int], device: torch.device) -> Tensor:
+        """The smallest of all ranks for each value; the first is whether gradients are finite."""
+        values[0] = 1 if isinstance(ok, Tensor) else int(ok)
+        values += [0] * (math.ceil(len(values) / _BLOCK) * _BLOCK - len(values))
+        message = torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
         if isinstance(ok, Tensor):
             message[0] = ok.to(device, non_blocking=True)
         for group in self._groups:
             dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
-        lacking = any(lack and member.param.requires_grad for lack, member in zip(missing, watched, strict=True))
-        if device.type != "cpu" and not (is_new or lacking or measured):
-            return Agreed(message[0] > 0, [])
-        values = message.tolist()
-        if values[1] != -values[2]:
-            self._refuse(members)
-        if values[3] != -values[4]:
+        return message
+
+    def _check(self, values: Sequence[int]) -> None:
+        """Where the smallest value and the smallest negative value are not opposite, ranks differ."""
+        _, digest, minus_digest, measured, minus_measured, *_ = values
+        if digest != -minus_digest:
+            self._refuse()
+        if measured != -minus_measured:
             raise RuntimeError(
                 "telemetry would measure this step on some ranks only; attach it on every rank, with the same `every` "
                 "and `start_step`, and give the sink to one of them"
             )
-        if is_new:
-            self._compare_copies(watched)
-        absent = _absent(watched, missing, values[len(header) :])
-        return Agreed(bool(values[0]) if device.type == "cpu" else message[0] > 0, absent)
 
-    def _look(self, members: Sequence[Member], watched: Sequence[Member]) -> bool:
+    def _look(self, members: Sequence[Member], watched: Sequence[Member], settings: str) -> bool:
         """Notice whether parameters or groups have changed since the last step, and with them the plan."""
-        seen = [(id(member.param), member.param.requires_grad) for member in members]
+        seen = (settings, [(id(member.param), member.param.requires_grad) for member in members])
         if seen == self._seen:
             return False
         self._seen = seen
-        text = "\n".join(_describe(member) for member in members)
-        self._digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        self._plan = [settings, *(_describe(member) for member in members)]
+        self._digest = int.from_bytes(hashlib.sha256("\n".join(self._plan).encode()).digest()[:7])
         self._groups = self._circles([member.param for member in watched])
         return True
 
@@ -121,13 +136,12 @@ class Agreement:
         groups += [] if self._process_group is None else [self._process_group]
         return groups if len(meshes) == 1 and self._process_group is None else groups * 2
 
-    def _refuse(self, members: Sequence[Member]) -> None:
+    def _refuse(self) -> NoReturn:
         """Tell what this rank would do otherwise than another; all ranks are here."""
-        mine = [_describe(member) for member in members]
-        world: list[list[str]] = [[] for _ in range(dist.get_world_size(self._groups[0]))]
-        dist.all_gather_object(world, mine, group=self._groups[0])
-        for rank, theirs in zip(dist.get_process_group_ranks(self._groups[0]), world, strict=True):
-            for here, there in zip(_padded_lines(mine, theirs), _padded_lines(theirs, mine), strict=True):
+        plans: list[list[str]] = [[] for _ in range(dist.get_world_size(self._groups[0]))]
+        dist.all_gather_object(plans, self._plan, group=self._groups[0])
+        for rank, theirs in zip(dist.get_process_group_ranks(self._groups[0]), plans, strict=True):
+            for here, there in zip_longest(self._plan, theirs, fillvalue="nothing"):
                 if here != there:
                     raise RuntimeError(
                         f"the ranks would take different steps, so none is taken: rank {dist.get_rank()} has\n  {here}"
@@ -181,7 +195,8 @@ def _describe(member: Member) -> str:
     keys = sorted(key for key in group if key not in _OWN_BUSINESS and not isinstance(group[key], Tensor))
     settings = ", ".join(f"{key}={group[key]!r}" for key in keys if key in rule.defaults or key in _SETTINGS)
     frozen = "" if param.requires_grad else " frozen"
-    return f"{name} {tuple(param.shape)} {param.dtype}{spread}{frozen}: {group['algorithm']}, {settings}"
+    where = param.device.type if rule.whole is None else rule.whole.result_dtype(group, param.dtype, param.device)
+    return f"{name} {tuple(param.shape)} {param.dtype}{spread}{frozen}: {group['algorithm']} in {where}, {settings}"
 
 
 _SETTINGS = ("lr", "weight_decay", "decay", "cautious", "peak", "lr_multiplier", "state_dtype", "rounding", "maximize")
@@ -191,11 +206,3 @@ def _checksum(param: Tensor) -> Tensor:
     """The sum of a tensor's bits, which does not depend on the order of summation."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return param.detach().contiguous().view(-1).view(integers[param.element_size()]).sum(dtype=torch.int64)
-
-
-def _padded(values: list[int]) -> list[int]:
-    return values + [0] * (math.ceil(len(values) / _BLOCK) * _BLOCK - len(values))
-
-
-def _padded_lines(lines: list[str], other: Iterable[str]) -> list[str]:
-    return lines + ["nothing"] * max(0, len(list(other)) - len(lines))
