@@ -283,13 +283,12 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _begin(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
         """Create the state that is missing, let go of what other ranks keep, and count the step."""
-        kept = [item for item in items if self._ranks.keeps(item)]
-        ensure_state(group, kept)
-        if len(kept) < len(items):
+        away = self._ranks.kept_elsewhere(items)
+        if away:
             keys = ALGORITHMS[group["algorithm"]].state_keys(group)
-            others = [item for item in items if not self._ranks.keeps(item)]
-            ensure_state(group, others, leave_out=keys)
-            self._ranks.release(others, keys)
+            self._ranks.release(away, keys)
+            ensure_state(group, away, leave_out=keys)
+        ensure_state(group, [i for i in items if not self._ranks.is_elsewhere(i.parameter)] if away else items)
         counters = [item.state["step"] for item in items if "step" in item.state]
         if counters:
             taken = 1 if coefficients.ok is None else [coefficients.ok.float()] * len(counters)

@@ -23,10 +23,11 @@ Blocks = dict[Shape, Tensor]
 
 
 class Travelling(NamedTuple):
-    """A buffer that a collective is filling."""
+    """A buffer that collectives are filling, and what they read, which must stay until then."""
 
     buffer: Tensor
     handles: list[Any]
+    sent: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The buffer, filled; on an accelerator its stream waits, not the host."""
@@ -142,7 +143,7 @@ class Copies:
         mine, group = _packed(list(results.values()), one), one.wire.group
         receive = mine.new_empty(sum(one.held))
         if len(set(one.held)) == 1:
-            return Travelling(receive, [_all_gather(receive, mine, group=group, async_op=True)])
+            return Travelling(receive, [_all_gather(receive, mine, group=group, async_op=True)], mine)
         shares = receive.split_with_sizes(one.held)
         shares[one.wire.me].copy_(mine)
         handles = [
@@ -164,7 +165,7 @@ def _all_gather(receive: Tensor, mine: Tensor, **options: Any) -> Any:
 def _all_to_all(one: Round, send: Tensor, sizes: list[int], expected: list[int]) -> Travelling:
     receive = send.new_empty(sum(expected))
     handle = dist.all_to_all_single(receive, send, expected, sizes, group=one.wire.group, async_op=True)
-    return Travelling(receive, [handle])
+    return Travelling(receive, [handle], send)
 
 
 def _orthogonalize(met: Sequence[Met], one: Round, blocks: Blocks) -> Blocks:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# Plans that are remembered: parameters that have gradients now and then make several.
+_REMEMBERED = 8
+
+
 class Sorted(NamedTuple):
     """The items of a batch by what has to be done for them: nothing, an exchange, or the slow way."""
 
@@ -94,13 +98,14 @@ class Ranks:
         if key not in self._rounds:
             _check_boxes(met)
             owners = self._settled_owners(met) if self.momentum_on_owner else None
-            self._rounds.clear()
+            if len(self._rounds) == _REMEMBERED:
+                self._rounds.clear()
             self._rounds[key] = make_rounds(met, chunk_bytes, owners)
         return self._rounds[key]
 
-    def keeps(self, item: Item) -> bool:
-        """Whether the momentum of an item is kept on this rank."""
-        return not self.is_elsewhere(item.parameter)
+    def kept_elsewhere(self, items: Sequence[Item]) -> list[Item]:
+        """The items whose momentum another rank keeps."""
+        return [item for item in items if self.is_elsewhere(item.parameter)] if self._owners else []
 
     def settle_owners(self, groups: Sequence[Group]) -> None:
         """Give every parameter of which ranks hold copies an owner; those that have one keep it."""
