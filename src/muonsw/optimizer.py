@@ -39,6 +39,7 @@ from muonsw.wrapped import unwrap_optimizer, unwrap_scheduler
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from muonsw.distributed.agreement import Agreed
     from muonsw.distributed.plan import Met
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -223,14 +224,21 @@ class ScaledDecayOptimizer(Optimizer):
     @_disable_dynamo
     def _step_with_others(self) -> None:
         """A step of parameters that are spread over ranks: agree first, then move what is here."""
-        work = work_of(self)
-        ok = self._finite([item for batch in work for item in batch.items])
-        settings = f"nonfinite={self.nonfinite!r}, chunk_bytes={self.chunk_bytes}"
-        agreed = self._ranks.agree(self.param_groups, ok, settings=settings, measured=self._observer is not None)
+        try:
+            work = work_of(self)
+            ok = self._finite([item for batch in work for item in batch.items])
+        except ValueError:
+            self._agree(False)  # the others skip this step instead of waiting for ever
+            raise
+        agreed = self._agree(ok)
         if agreed.absent:
             work = work_of(self, agreed.absent)
         self._prepare(work)
         self._update(work, agreed.ok)
+
+    def _agree(self, ok: Tensor | bool) -> Agreed:
+        settings = f"nonfinite={self.nonfinite!r}, chunk_bytes={self.chunk_bytes}"
+        return self._ranks.agree(self.param_groups, ok, settings=settings, measured=self._observer is not None)
 
     def _update(self, work: list[Batch], agreed: Tensor | bool | None = None) -> None:
         items = [item for batch in work for item in batch.items]

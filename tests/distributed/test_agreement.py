@@ -143,3 +143,29 @@ def nothing_to_do_here():
 
 def test_a_rank_without_any_gradient_takes_part(pool):
     assert set(pool.run(nothing_to_do_here)) == {5}
+
+
+def a_gradient_of_the_wrong_kind():
+    """Rank 1 has a whole gradient for a sharded parameter, and cannot take the step."""
+    optimizer, give = built("shards")
+    wrong = torch.ones(8, 8, dtype=torch.float64)
+    before = [p.to_local().clone() for p in parameters(optimizer)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            take_step(optimizer, 0, lambda p, g: wrong if dist.get_rank() == 1 and p.shape == (8, 8) else give(p, g))
+            message = ""
+        except (ValueError, RuntimeError) as error:
+            message = str(error)
+    return (
+        message,
+        optimizer.skipped_steps,
+        all(map(torch.equal, before, [p.to_local() for p in parameters(optimizer)])),
+    )
+
+
+def test_others_skip_a_step_that_one_rank_cannot_take(pool):
+    for rank, (message, skipped, unchanged) in enumerate(pool.run(a_gradient_of_the_wrong_kind, timeout=20)):
+        assert unchanged
+        assert skipped == (rank != 1)
+        assert bool(message) == (rank == 1)
