@@ -13,7 +13,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Group
 from muonsw.distributed.shards import put_like
 from muonsw.options import CHECKS, validate_option
-from muonsw.orthogonalize.coefficients import NS5
+from muonsw.orthogonalize import NS5
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.state import dtype_of
 

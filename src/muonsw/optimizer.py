@@ -48,7 +48,7 @@ Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, An
 _ROUNDING = 1e-12
 
 CPU_CHUNK_BYTES = 4 * 2**20
-ACCELERATOR_CHUNK_BYTES = 2**30
+ACCELERATOR_CHUNK_BYTES = 9 * 2**26
 
 
 class ScaledDecayOptimizer(Optimizer):
@@ -284,10 +284,11 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _step_group(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
         self._begin(group, items, coefficients)
-        budget = Budget(self._chunk_bytes(items[0].param.device), coefficients.ok)
+        budget = Budget(self._chunk_bytes(items[0].param.device), coefficients.ok, coefficients.on_host)
         apply = apply_update if self._observer is None else self._observer.apply
         for update in ALGORITHMS[group["algorithm"]].updates(group, items, budget):
             apply(group, update, coefficients)
+            del update  # its directions need not outlive it
 
     def _begin(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
         """Create the state that is missing, let go of what other ranks keep, and count the step."""

@@ -29,7 +29,8 @@ class MuonSW(ScaledDecayOptimizer):
         momentum: beta.
         nesterov: look ahead along the momentum.
         momentum_form: "ema" (`M <- beta M + (1-beta) G`) or "heavy_ball" (`M <- beta M + G`).
-        orthogonalizer: "newton_schulz", "polar_express", "gram_newton_schulz", "exact", or a registered name.
+        orthogonalizer: "auto" (Newton-Schulz, the fastest way for each shape), "newton_schulz", "gram_newton_schulz",
+            "polar_express", "exact", or a registered name.
         ns_steps: iterations of the orthogonalizer.
         ns_dtype: dtype of its products; "auto" is bfloat16 where the hardware multiplies it, else float32.
         scale: shape scale: "match_rms_adamw" (0.2 sqrt(max(m, n))), "original", "spectral" or "none".
@@ -42,7 +43,7 @@ class MuonSW(ScaledDecayOptimizer):
             last axis for out.
         nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
             the device), or "propagate".
-        chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 1 GiB elsewhere.
+        chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 576 MiB elsewhere.
         process_group: ranks that hold the same plain parameters, as under DistributedDataParallel: each then
             orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
         momentum_on_owner: keep the momentum of such a parameter on the rank that orthogonalizes it alone; call
@@ -71,7 +72,7 @@ class MuonSW(ScaledDecayOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         momentum_form: str = "ema",
-        orthogonalizer: str = "newton_schulz",
+        orthogonalizer: str = "auto",
         ns_steps: int = 5,
         ns_dtype: torch.dtype | str = "auto",
         scale: str = "match_rms_adamw",

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from muonsw.lab.errors import OK, USAGE, Interrupted, UsageError
+from muonsw.lab.terminal import enduring, harmless
 from muonsw.version import __version__
 
 INTERRUPTED = 130
 
 
+@enduring
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
@@ -29,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"muonsw: the lab needs {error.name}; install it with: pip install 'muonsw[lab]'", file=sys.stderr)
         return USAGE
-    from muonsw.lab.terminal import harmless  # needs what the lab needs
-
     try:
         return int(commands.run(given))
     except (UsageError, Interrupted) as error:

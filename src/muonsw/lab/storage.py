@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -134,6 +135,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def numbered(path: Path) -> Path:
+    """The first of `path.1`, `path.2`, ... that is not taken, for what is put aside: nothing kept before is lost."""
+    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def read_json(path: Path, *, remedy: str = "check the file, or delete it") -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS, Item
-from muonsw.algorithms.base import WHOLE, Group, Part, Update
+from muonsw.algorithms.base import WHOLE, FusedUpdate, Group, Part, Update
 from muonsw.algorithms.muon import STACK, matrix_shape
 from muonsw.apply import Coefficients, apply_update
 from muonsw.distributed.shards import local, offset
@@ -105,12 +105,15 @@ class OurOptimizerObserver:
         """Updates skipped so far."""
         return self.optimizer.skipped_steps
 
-    def apply(self, group: Group, update: Update, coefficients: Coefficients) -> None:
+    def apply(self, group: Group, update: Update | FusedUpdate, coefficients: Coefficients) -> None:
         """Apply an update exactly as without telemetry, and measure it.
 
         Weights whose change does not follow from decay and direction are measured before and after.
         """
         self._ok = coefficients.ok
+        if isinstance(update, FusedUpdate):
+            self._apply_fused(group, update, coefficients)
+            return
         weight = update.parts[0].item.param
         dtype, follows = compute_dtype(weight), change_follows(group, weight)
         measured = []
@@ -121,6 +124,20 @@ class OurOptimizerObserver:
         for bundle, before, rows in measured:
             if not follows:
                 rows["change"] = norm(torch.sub(bundle.weights(dtype), before, out=before))
+            self.measured.add(self._pieces(group, bundle, update.scale, coefficients), rows)
+
+    def _apply_fused(self, group: Group, update: FusedUpdate, coefficients: Coefficients) -> None:
+        """Let the kernel make the whole update, and measure it afterwards, beside a copy of the weights."""
+        before = [part.region.of(part.item.param).clone() for part in update.parts]
+        apply_update(group, update, coefficients)
+        known = Update(update.parts, update.directions(), update.scale)
+        old = {id(part): weight for part, weight in zip(update.parts, before, strict=True)}
+        dtype = compute_dtype(update.parts[0].item.param)
+        for bundle in self._bundles(group, known):
+            weights = bundle.gather((old[id(part)] for part in bundle.parts), dtype)
+            rows = self._measure(group, bundle, weights)
+            if not change_follows(group, bundle.parts[0].item.param):
+                rows["change"] = norm(bundle.weights(dtype) - weights)
             self.measured.add(self._pieces(group, bundle, update.scale, coefficients), rows)
 
     def _measure(self, group: Group, bundle: Bundle, w: Tensor) -> dict[str, Tensor]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from muonsw.lab.errors import UsageError
+from muonsw.lab.terminal import harmless, say
 from muonsw.lab.train.export import export, load_model, sample
 
 
@@ -27,7 +28,7 @@ class Export:
     def run(self) -> int:
         """Write, and say where."""
         folder = export(self.run_folder, self.out or self.run_folder / "export", best=self.best)
-        print(f"wrote {folder}; see what it learned with: muonsw sample {folder}")
+        say(Console(), f"wrote {folder}; see what it learned with: muonsw sample {folder}")
         return 0
 
 
@@ -64,13 +65,12 @@ class Sample:
         )
         ids: list[int] = []
         shown = self.prompt
-        sys.stdout.write(shown)
+        print(harmless(shown), end="")
         for token in drawn:
             ids.append(token)
             text = self.prompt + tokenizer.decode(ids)
             if not text.endswith("\ufffd"):  # half a character: wait for the rest
-                sys.stdout.write(text[len(shown) :])
-                sys.stdout.flush()
+                print(harmless(text[len(shown) :]), end="", flush=True)
                 shown = text
         print()
         return 0

@@ -151,8 +151,9 @@ class RunConfig:
         precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
         compile: "on", "off", or "auto" for compiling on a GPU.
         graphs: "on", "off", or "auto" for replaying small updates on a GPU as CUDA graphs.
-        threads: CPU threads; 0 leaves torch's choice.
+        threads: CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed.
         diverged: Stop when the training loss exceeds its best by so many nats.
+        skipped: Stop when so many updates in a row are skipped because their gradients are not finite.
         tensorboard: Also write TensorBoard events into the run folder.
         wandb: Also log to this Weights & Biases project.
     """
@@ -177,11 +178,21 @@ class RunConfig:
     graphs: str = "auto"
     threads: int = 0
     diverged: float = 5.0
+    skipped: int = 20
     tensorboard: bool = False
     wandb: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep", "log_every"):
+        for name in (
+            "steps",
+            "batch",
+            "accumulation",
+            "eval_every",
+            "checkpoint_every",
+            "keep",
+            "log_every",
+            "skipped",
+        ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("seed", "telemetry_every", "threads"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
@@ -17,7 +19,6 @@ from muonsw.lab.settings import as_data, from_data
 from muonsw.lab.storage import placing, prepare_folder, read_object, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.folder import CHECKPOINTS, read_config
-from muonsw.lab.train.loop import best_saved
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
 FORMAT = "muonsw-decoder"
@@ -31,13 +32,38 @@ def export(run: Path, folder: Path, *, best: bool = False) -> Path:
     """
     config = read_config(run)
     saved = load_newest(run, best=best)
+    _require_own(folder)
     prepare_folder(folder)
     with placing(folder / MODEL) as beside:
-        checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt"})
+        checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt", "maker": FORMAT})
     _copy_tokenizer(Path(config.data.path), folder / TOKENIZER)
     content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model)}
     write_json(folder / CONFIG, content)
     return folder
+
+
+def _require_own(folder: Path) -> None:
+    """Find out whether an export may be written there: outside of it nothing is written, inside nothing foreign lost.
+
+    Raises:
+        UsageError: If the folder is a link, or holds a run, or a model that is no export.
+    """
+    for path in (folder, folder / TOKENIZER):
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link: delete it, or name the folder that it leads to")
+    config, model = folder / CONFIG, folder / MODEL
+    if os.path.lexists(config) and read_object(config).get("format") != FORMAT:
+        raise UsageError(f"{config} belongs to something else than an export: choose another folder with --out")
+    if os.path.lexists(model) and not _made_here(model):
+        raise UsageError(f"{model} was not written by an export: choose another folder with --out")
+
+
+def _made_here(model: Path) -> bool:
+    try:
+        with safe_open(model, "pt") as file:
+            return (file.metadata() or {}).get("maker") == FORMAT
+    except (OSError, SafetensorError):
+        return False
 
 
 def load_newest(run: Path, *, best: bool = False) -> checkpoint.Checkpoint:
@@ -47,7 +73,7 @@ def load_newest(run: Path, *, best: bool = False) -> checkpoint.Checkpoint:
         UsageError: If there is none.
     """
     checkpoints = run / CHECKPOINTS
-    wanted = best_saved(checkpoints) if best else None
+    wanted = checkpoint.best_saved(checkpoint.newest_first(checkpoints)) if best else None
     for path in checkpoint.newest_first(checkpoints):
         if wanted in (None, checkpoint.step_of(path)):
             try:
