@@ -344,9 +344,8 @@ def _first_axis(group: Group, axes: int) -> int:
 
 def _cells(group: Group, shape: torch.Size) -> Iterator[tuple[Narrows, int, int]]:
     """The parts of a parameter of this shape, with the shape of their matrices."""
-    cuts = _cuts(group)
-    for narrow in _splits(shape, cuts):
-        yield narrow, *matrix_shape(_narrowed(shape, narrow), cuts.matrix)
+    for narrow in _splits(shape, _cuts(group)):
+        yield narrow, *matrix_shape(_narrowed(shape, narrow), group["matrix"])
 
 
 def _advance(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:

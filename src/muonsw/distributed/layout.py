@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonsw.distributed.boxes import Box, box_at, cutting_order
 from muonsw.distributed.shards import as_spread, is_spread
 
 if TYPE_CHECKING:
@@ -24,13 +24,6 @@ SHARDS = "shards"
 COPIES = "copies"
 # Anything else: every rank gets every matrix, which is slow and right.
 OTHER = "other"
-
-
-class Box(NamedTuple):
-    """A contiguous part of a tensor: where it starts and how long it is, along each axis."""
-
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
 
 
 class Layout(NamedTuple):
@@ -94,7 +87,7 @@ class Layouts:
             return Layout(HERE, shape)
         group = self._group(mesh, sorted(dims))
         coordinates = _coordinates(mesh)
-        boxes = [_box(shape, placements, mesh.shape, coordinates[rank], order) for rank in _ranks(group)]
+        boxes = [box_at(coordinates[rank], shape, placements, mesh.shape, order) for rank in _ranks(group)]
         held = torch.Size((*boxes[0].lengths[:first], *shape[first:]))
         shifted = (Box((*(0,) * first, *box.starts[first:]), box.lengths) for box in boxes)
         return Layout(SHARDS, held, group, tuple(shifted))
@@ -120,52 +113,10 @@ class Layouts:
         return self._groups[ranks]
 
 
-def cutting_order(placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[int] | None:
-    """The mesh axes along which a tensor was cut, in the order of the cuts; None where shards are not boxes.
-
-    FSDP after tensor parallelism cuts along the first mesh axis last and calls that a strided shard, whose stride
-    must then be the number of pieces that there were before.
-    """
-    from torch.distributed.tensor.placement_types import Replicate, Shard
-
-    plain: list[int] = []
-    strided: list[int] = []
-    for dim, placement in enumerate(placements):
-        factor = getattr(placement, "split_factor", None)
-        if factor is not None:
-            before = math.prod(
-                mesh_shape[other]
-                for other in range(dim + 1, len(placements))
-                if getattr(placements[other], "dim", None) == placement.dim
-            )
-            if factor != before or any(placements[other].dim == placement.dim for other in strided):
-                return None
-            strided.append(dim)
-        elif isinstance(placement, Shard):
-            plain.append(dim)
-        elif not isinstance(placement, Replicate):
-            return None
-    return plain + strided
-
-
 def spread_ranks(params: Iterable[Tensor]) -> set[int]:
     """The ranks that hold parts of these parameters."""
     meshes = {as_spread(param).device_mesh for param in params if is_spread(param)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-
-
-def _box(
-    shape: torch.Size, placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int], order: list[int]
-) -> Box:
-    """The shard at one place of a mesh: each cut makes pieces of equal length, the last ones shorter or empty."""
-    starts, lengths = [0] * len(shape), list(shape)
-    for dim in order:
-        axis = placements[dim].dim
-        length = math.ceil(lengths[axis] / mesh_shape[dim])
-        start = min(coordinate[dim] * length, lengths[axis])
-        starts[axis] += start
-        lengths[axis] = min(length, lengths[axis] - start)
-    return Box(tuple(starts), tuple(lengths))
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from muonsw.algorithms.base import Group, Item, Narrows, Region, WholeMatrices
-from muonsw.distributed.layout import Box, Layout
+from muonsw.distributed.boxes import Box
+from muonsw.distributed.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

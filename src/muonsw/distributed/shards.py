@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms.base import Item
+from muonsw.distributed.boxes import box_at, cutting_order
 from muonsw.precision import LOW_PRECISION
 
 if TYPE_CHECKING:
@@ -79,13 +80,15 @@ def put_like(param: Tensor, value: Tensor) -> Tensor:
 
 
 def offset(param: Tensor) -> tuple[int, ...]:
-    """Where this rank's shard begins in the whole, along each axis."""
+    """Where this rank's shard begins in the whole, along each axis; zeros where shards are not contiguous."""
+    nowhere = (0,) * param.dim()
     if not is_spread(param):
-        return (0,) * param.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+        return nowhere
     like = as_spread(param)
-    return tuple(compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)[1])
+    order, mine = cutting_order(like.placements, like.device_mesh.shape), like.device_mesh.get_coordinate()
+    if order is None or mine is None:
+        return nowhere
+    return box_at(mine, like.shape, like.placements, like.device_mesh.shape, order).starts
 
 
 def noise_place(param: Tensor) -> int:
