@@ -15,9 +15,8 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import DataConfig, RunConfig
-from muonsw.lab.train.export import export, load_model
+from muonsw.lab.train.export import export, load_model, sample
 from muonsw.lab.train.loop import train
-from muonsw.lab.train.sample import sample
 from tests.lab.train.small import MODEL, small_run
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
