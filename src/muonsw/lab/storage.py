@@ -6,6 +6,7 @@ names the file and says what to do.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -22,9 +23,11 @@ from muonsw.lab.errors import MachineError, UsageError
 
 # No JSON file of the lab comes near these; a file beyond them is not one of ours.
 JSON_BYTES = 1 << 28
-JSON_DIGITS = 40
+JSON_DIGITS, JSON_DEPTH = 40, 64
 LOCK = ".lock"
 MAKE_ROOM = "make room on the disk, or choose another folder"
+# What a disk says when it, and not the name of the folder, is the trouble.
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @contextmanager
@@ -45,14 +48,17 @@ def prepare_folder(folder: Path) -> None:
 
     Raises:
         UsageError: If it cannot be made or written to.
+        MachineError: If the disk is full or fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"cannot write to the folder {folder}: {reason}; choose another") from error
+        message = f"cannot write to the folder {folder}: {error.strerror or error}"
+        if error.errno in _DISK_FAULTS:
+            raise MachineError(f"{message}; {MAKE_ROOM}") from error
+        raise UsageError(f"{message}; choose another") from error
 
 
 @contextmanager
@@ -89,11 +95,13 @@ def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
 def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
     """Replace a file by one with this content; a reader sees the old or the new one, never a part.
 
+    Halves of characters, which come from file names that are not UTF-8, are written as their code.
+
     Raises:
         MachineError: If it cannot be written; the old file is then still there.
     """
     with replacing(path, remedy=remedy) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     return path
 
 
@@ -186,15 +194,33 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it has a whole number of 400 digits
     """
     try:
-        return json.loads(text, parse_int=_whole_number, parse_constant=_no_number)
+        data = json.loads(text, parse_int=_whole_number, parse_float=_finite_number, parse_constant=_no_number)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    _require_shallow(data)
+    return data
+
+
+def _require_shallow(data: Any) -> None:
+    """Refuse what would end a function that calls itself for each level."""
+    level = [data] if isinstance(data, dict | list) else []
+    for _ in range(JSON_DEPTH):
+        inner = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+    if level:
+        raise ValueError("it is nested too deeply")
 
 
 def _whole_number(digits: str) -> int:
     if len(digits) > JSON_DIGITS:
         raise ValueError(f"it has a whole number of {len(digits)} digits")
     return int(digits)
+
+
+def _finite_number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:JSON_DIGITS]} is too large a number")
+    return number
 
 
 def _no_number(name: str) -> float:
