@@ -27,7 +27,9 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._foreach_norm": _FOREACH,
         "torch._foreach_sqrt": _FOREACH,
         "torch._compile._disable_dynamo": "as torch.compiler.disable, but the compiler is imported only when it runs",
+        "torch.nn.modules.batchnorm._NormBase": "the one parent of all batch and instance norms",
         "torch.nn.modules.conv._ConvNd": "the one parent of all convolutions, transposed ones included",
+        "torch.nn.modules.conv._ConvTransposeNd": "the one parent of transposed convolutions: (in, out)",
     }
 )
 # Attributes of objects, by the object that has them.

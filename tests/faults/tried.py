@@ -55,7 +55,17 @@ def _names(line: str, broken: Path) -> bool:
     return any(str(path) in line for path in (broken, broken.parent, broken.parent.parent))
 
 
-REMEDIES = ("delete", "prepare", "export the run again", "put the", "choose", "check", "train it", "run the same", "bad: ")
+REMEDIES = (
+    "delete",
+    "prepare",
+    "export the run again",
+    "put the",
+    "choose",
+    "check",
+    "train it",
+    "run the same",
+    "bad: ",
+)
 
 
 def _has_remedy(line: str) -> bool:

@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 
-from muonsw.lab.studies.theory.deterministic import DETERMINISTIC
 from muonsw.lab.studies.theory.fixed_rate import FIXED_RATE
 from muonsw.lab.studies.theory.matrix import MATRIX, MATRIX_FIGURE
-from muonsw.lab.studies.theory.muon import MUON
-from muonsw.lab.studies.theory.rates import STRONGLY_CONVEX
+from muonsw.lab.studies.theory.muon import DETERMINISTIC, MUON
 from muonsw.lab.studies.theory.scalar import SCALAR, SCALAR_FIGURE
-from muonsw.lab.studies.theory.sgd import NONCONVEX
+from muonsw.lab.studies.theory.sgd import NONCONVEX, STRONGLY_CONVEX
 
 
 def smaller(experiment, **settings):

@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(given)
     except (UsageError, Interrupted) as error:
-        print(f"muonsw: {error}", file=sys.stderr)
+        from muonsw.lab.terminal import harmless  # needs what the lab needs
+
+        print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
     except MemoryError:
         print("muonsw: there is not enough memory: ask for something smaller, or stop other programs", file=sys.stderr)

@@ -10,10 +10,12 @@ import errno
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +28,8 @@ JSON_BYTES = 1 << 28
 JSON_DIGITS, JSON_DEPTH = 40, 64
 LOCK = ".lock"
 MAKE_ROOM = "make room on the disk, or choose another folder"
+# The names of files that are being written: see `placing`.
+_LEFTOVER = re.compile(r"\..+\.\d+")
 # What a disk says when it, and not the name of the folder, is the trouble.
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -65,7 +69,8 @@ def prepare_folder(folder: Path) -> None:
 def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
     """Make a folder if it is missing, and hold it while the block runs.
 
-    The lock is the system's, so a process that is killed leaves none behind.
+    The lock is the system's, so a process that is killed leaves none behind; the files that such a one was writing are
+    removed.
 
     Args:
         folder: What to hold.
@@ -87,9 +92,17 @@ def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"{path} cannot be locked: {error.strerror or error}; choose another folder") from error
     try:
+        remove_leftovers(folder)
         yield
     finally:
         lock.release()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what killed processes left beside the files that they were about to replace."""
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
@@ -142,6 +155,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def numbered(path: Path) -> Path:
+    """The first of `path.1`, `path.2`, ... that is not taken, for what is put aside: nothing kept before is lost."""
+    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def read_json(path: Path, *, remedy: str = "check the file, or delete it") -> Any:

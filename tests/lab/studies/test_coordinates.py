@@ -11,17 +11,19 @@ from muonsw.lab.claims.claim import Criterion
 from muonsw.lab.model import Decoder
 from muonsw.lab.report.study_figures import WIDTH_ARMS, draw_coordinates
 from muonsw.lab.studies.experiment import Context
-from muonsw.lab.studies.mup import EXPERIMENTS
-from muonsw.lab.studies.mup.coordinates import (
+from muonsw.lab.studies.mup import (
     COORDINATES,
+    EXPERIMENTS,
     MATRICES,
     TOLERANCE,
     CoordinateSettings,
+    activations,
+    chain_tokens,
     experiment_name,
+    measure,
     measure_widths,
     run_flat,
 )
-from muonsw.lab.studies.mup.measure import activations, chain_tokens, measure
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.scale import match_rms_adamw
 
@@ -53,7 +55,7 @@ def test_no_claim_fails_and_every_mean_is_where_the_claim_says(name):
 def test_what_drifts_does_not_pass_for_flat(name):
     sizes = {curves.name: torch.tensor(curves.values, dtype=torch.float64) for curves in outcome(name).series}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("muonsw.lab.studies.mup.coordinates.measure_widths", lambda *_: sizes)
+        patch.setattr("muonsw.lab.studies.mup.measure_widths", lambda *_: sizes)
         judged = run_flat(SMALL[name], Context(torch.Generator()))
     verdicts = {claim.id: claim for claim in judged.claims}
     assert not any(verdicts[f"update-{matrix}"].holds for matrix in MATRICES)

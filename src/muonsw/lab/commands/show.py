@@ -10,13 +10,13 @@ from rich.text import Text
 
 from muonsw.lab.studies.study import Conclusion
 from muonsw.lab.tables import Table, print_table
-from muonsw.lab.terminal import say
+from muonsw.lab.terminal import harmless, say
 
 
 def paragraph(console: Console, text: str) -> None:
     """Print sentences, broken between words in a terminal and not at all elsewhere."""
     if console.is_terminal:
-        console.print(Text(text))
+        console.print(Text(harmless(text)))
     else:
         say(console, text)
 

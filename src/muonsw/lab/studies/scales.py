@@ -37,6 +37,9 @@ class Scale:
         rates: Learning rates, ascending.
         horizons: Updates, ascending.
         factors: Multiples of lambda.
+        map_run: The run of the regret map, at the smallest width that trains stably.
+        map_horizons: Its lengths, a factor of four apart.
+        map_lambdas: Its lambdas, a factor of two apart.
         seeds: How many for each arm.
         sweep_seeds: How many for each point of a sweep.
         tflops: FLOPs that one run sustains in a second, in units of 1e12; a guess for planning.
@@ -56,6 +59,9 @@ class Scale:
     rates: tuple[float, ...]
     horizons: tuple[int, ...]
     factors: tuple[float, ...]
+    map_run: RunConfig
+    map_horizons: tuple[int, ...]
+    map_lambdas: tuple[float, ...]
     seeds: int
     sweep_seeds: int
     tflops: float
@@ -161,6 +167,9 @@ PAPER = Scale(
     rates=paper.SWEEP_RATES,
     horizons=(5_000, 10_000, 20_000),
     factors=(0.25, 0.5, 1.0, 2.0, 4.0),
+    map_run=preset_run("w256", NO_DATA),
+    map_horizons=(2_500, 10_000, 40_000),
+    map_lambdas=(0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
     seeds=1,
     sweep_seeds=1,
     tflops=400.0,
@@ -187,6 +196,9 @@ MINI = Scale(
     rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(1_000, 2_000, 4_000),
     factors=(0.1, 0.25, 0.5, 1.0, 2.0),
+    map_run=replace(preset_run("mini", NO_DATA, model=replace(preset("mini"), width=128)), batch=16),
+    map_horizons=(400, 1_600, 6_400),
+    map_lambdas=(0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
     seeds=3,
     sweep_seeds=2,
     tflops=100.0,
@@ -207,6 +219,9 @@ CPU = Scale(
     rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(120, 240, 480),
     factors=(0.1, 0.25, 0.5, 1.0, 2.0),
+    map_run=preset_run("demo", NO_DATA),
+    map_horizons=(105, 420),
+    map_lambdas=(0.0625, 0.125, 0.25, 0.5, 1.0, 2.0),
     seeds=3,
     sweep_seeds=2,
     tflops=0.05,

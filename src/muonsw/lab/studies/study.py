@@ -60,7 +60,7 @@ class Conclusion:
 
 
 class Study(ABC, Generic[Found]):
-    """A question with the work that answers it. `conduct` calls the methods in the order of this class.
+    """A question with the work that answers it; `conduct` runs it, judges it and draws it.
 
     Attributes:
         name: What `muonsw reproduce` is given.

@@ -222,7 +222,8 @@ class Workshop:
                 finished=finished,
             )
             tasks = [(experiment.name, experiment) for experiment in by_cost]
-            run_jobs(partial(_run_experiment, seed=seed), tasks, audience, workers=self.workers)
+            run = partial(_run_experiment, seed=seed)
+            run_jobs(run, tasks, audience, workers=self.workers, again="the same command begins anew")
         return {experiment.name: found[experiment.name] for experiment in experiments}
 
 

@@ -45,6 +45,8 @@ def run(config: RunConfig, folder: Path) -> int:
         return FAILED
     best = f"best {result['best_loss']:.4f} after {result['best_step']:,}"
     ended = f"validation loss {result['final_loss']:.4f} after {result['steps']:,} updates ({best})"
+    if skipped := result["skipped"]:
+        ended += f", {skipped:,} of them skipped because their gradients were not finite"
     say(console, f"{ended}, {result['seconds']:.0f} s, in {folder}")
     return OK
 

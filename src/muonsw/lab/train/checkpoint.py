@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from muonsw.lab.errors import UsageError
-from muonsw.lab.storage import plain, read_object, reported, sync
+from muonsw.lab.storage import numbered, plain, read_object, reported, sync
 
 STATE = "state.json"
 PREFIX = "step-"
@@ -129,13 +130,71 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
 
 
-def prune(folder: Path, *, keep: int, best_step: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one, and what killed processes left behind."""
-    for path in list(newest_first(folder))[keep:]:
-        if step_of(path) != best_step:
+def best_saved(paths: Iterable[Path]) -> int | None:
+    """The step of the checkpoint with the lowest validation loss."""
+    measured = []
+    for path in paths:
+        with suppress(CheckpointError, KeyError, TypeError, ValueError):  # the last three: of another program
+            content = read_state(path)
+            step, loss = content["state"]["latest"]
+            if step == content["step"] and loss is not None:  # a run that was stopped saves without evaluating
+                measured.append((loss, step))
+    return min(measured)[1] if measured else None
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The checkpoints of a run under way: the newest whole ones and the best stay, damaged ones are put aside.
+
+    Attributes:
+        folder: Where they are.
+        keep: How many to keep besides the best.
+        note: Is told what was put aside or could not be deleted.
+    """
+
+    folder: Path
+    keep: int
+    note: Callable[[str], None] = lambda _text: None
+    _whole: set[Path] = field(default_factory=set)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Add a checkpoint, then delete older ones and what killed processes left behind.
+
+        Raises:
+            UsageError: If it cannot be written.
+        """
+        self._whole.add(save(self.folder, checkpoint))
+        whole = [path for path in newest_first(self.folder) if self._is_whole(path)]
+        best = best_saved(whole)
+        for path in whole[self.keep :]:
+            if step_of(path) != best:
+                self._delete(path)
+        for path in self.folder.glob(f".{PREFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def put_aside(self, path: Path, damage: CheckpointError) -> None:
+        """Give a damaged checkpoint another name, under which it counts no more, and say so."""
+        aside = numbered(path.with_name(f"damaged-{path.name}"))
+        with reported(path):
+            path.rename(aside)
+        self.note(f"damaged checkpoint left out: {damage}; it is now {aside}")
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a checkpoint can be loaded; it is read for this once, and not at all if this process wrote it."""
+        if path not in self._whole:
+            try:
+                load(path)
+            except CheckpointError as error:
+                self.put_aside(path, error)
+                return False
+            self._whole.add(path)
+        return True
+
+    def _delete(self, path: Path) -> None:
+        try:
             remove(path)
-    for path in folder.glob(f".{PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        except OSError as error:
+            self.note(f"{path} cannot be deleted: {error.strerror or error}")
 
 
 def remove(path: Path) -> None:

@@ -154,8 +154,9 @@ class RunConfig:
         precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
         compile: "on", "off", or "auto" for compiling on a GPU.
         graphs: "on", "off", or "auto" for replaying small updates on a GPU as CUDA graphs.
-        threads: CPU threads; 0 leaves torch's choice.
+        threads: CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed.
         diverged: Stop when the training loss exceeds its best by so many nats.
+        skipped: Stop when so many updates in a row are skipped because their gradients are not finite.
         tensorboard: Also write TensorBoard events into the run folder.
         wandb: Also log to this Weights & Biases project.
     """
@@ -180,11 +181,21 @@ class RunConfig:
     graphs: str = "auto"
     threads: int = 0
     diverged: float = 5.0
+    skipped: int = 20
     tensorboard: bool = False
     wandb: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep", "log_every"):
+        for name in (
+            "steps",
+            "batch",
+            "accumulation",
+            "eval_every",
+            "checkpoint_every",
+            "keep",
+            "log_every",
+            "skipped",
+        ):
             _require(1 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 1 and below 2**63")
         for name in ("seed", "telemetry_every", "threads"):
             _require(0 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 0 and below 2**63")

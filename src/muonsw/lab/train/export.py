@@ -16,10 +16,9 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.model.counts import unallocated
 from muonsw.lab.settings import as_data, from_data
-from muonsw.lab.storage import placing, prepare_folder, read_object, write_json
+from muonsw.lab.storage import placing, prepare_folder, read_object, remove_leftovers, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.folder import CHECKPOINTS, read_config
-from muonsw.lab.train.loop import best_saved
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
 FORMAT = "muonsw-decoder"
@@ -44,6 +43,7 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     config = read_config(run)
     saved = load_newest(run, best=best, note=note)
     prepare_folder(folder)
+    remove_leftovers(folder)
     with placing(folder / MODEL) as beside:
         checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt"})
         checksum = _sha256(beside)
@@ -60,7 +60,7 @@ def load_newest(run: Path, *, best: bool = False, note: Note = lambda _text: Non
         UsageError: If there is none.
     """
     checkpoints = run / CHECKPOINTS
-    wanted = best_saved(checkpoints) if best else None
+    wanted = checkpoint.best_saved(checkpoint.newest_first(checkpoints)) if best else None
     for path in checkpoint.newest_first(checkpoints):
         if wanted in (None, checkpoint.step_of(path)):
             try:
@@ -76,6 +76,7 @@ def load_newest(run: Path, *, best: bool = False, note: Note = lambda _text: Non
 def _copy_tokenizer(data: Path, folder: Path) -> None:
     """The tokenizer's own files, and a record that says which tokenizer it is; nothing about the tokens."""
     prepare_folder(folder)
+    remove_leftovers(folder)
     store(load_tokenizer(data), folder)
     save_record(folder, replace(read_record(data), groups=()))
 

@@ -45,7 +45,6 @@ def _agree(folder: Path, config: RunConfig) -> None:
         with suppress(checkpoint.CheckpointError):  # a damaged one is nobody's
             _refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
     write_json(folder / CONFIG, config.as_data())
-    write_json(folder / ENVIRONMENT, _environment())
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:
@@ -95,6 +94,8 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     write_json(folder / RESULT, result)
 
 
-def _environment() -> dict[str, Any]:
+def write_environment(folder: Path) -> None:
+    """Say on what the run is trained, once it has set its threads."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {**environment(), "device": device, "threads": torch.get_num_threads(), "command": sys.argv}
+    threads = torch.get_num_threads()
+    write_json(folder / ENVIRONMENT, {**environment(), "device": device, "threads": threads, "command": sys.argv})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from muonsw.lab import paper
 from muonsw.lab.studies.study import TrainingStudy
-from muonsw.lab.studies.training import dynamics, recipes, rows, rules, sweeps
+from muonsw.lab.studies.training import dynamics, recipes, regret, rows, rules, sweeps
 
 SHORT = "runs are relaxation-matched: lambda is raised so that decay acts within a short run as it does in a long one"
 CPU_BODY = (
@@ -126,6 +126,20 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         claims=sweeps.judge_horizons,
         own_tables=sweeps.sweep_tables,
         charts=sweeps.horizon_charts,
+    ),
+    TrainingStudy(
+        name="regret",
+        title="the regret map: what a wrong lambda costs under each rule, and whether one lambda serves every horizon",
+        reference=regret.BEYOND.reference,
+        scaled=_scaled(
+            "Width 64; 105 and 420 updates of 1,536 tokens, six lambdas, two seeds; so short that decay hardly acts.",
+            "Width 128 of 6 layers; 400, 1,600 and 6,400 updates of 16,384 tokens, seven lambdas, two seeds.",
+            "Width 256; 2,500 to 40,000 updates, seven lambdas, one seed.",
+        ),
+        comparisons=regret.maps,
+        claims=regret.judge_map,
+        own_tables=regret.map_tables,
+        charts=regret.map_charts,
     ),
     TrainingStudy(
         name="decay-sweep",

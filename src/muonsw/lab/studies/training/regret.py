@@ -1,0 +1,217 @@
+"""The regret map: what a wrong lambda costs under each rule, and whether one lambda serves every horizon.
+
+The regret of a lambda is its final loss minus the best over lambda, at the same horizon and under the same rule. All
+runs share the model, the data and the seeds; the peak learning rate follows the horizon rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from muonsw.lab.claims.claim import Claim, Stated, at_least, at_most
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.sections import Axis, Chart, Curve, Level
+from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs
+from muonsw.lab.studies.outcome import last_loss
+from muonsw.lab.studies.scales import Scale
+from muonsw.lab.studies.training.sweeps import best_rate, mean_losses, power
+from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.train.config import RunConfig
+from muonsw.schedule import peak_lr_for_horizon
+
+RULES = ("constant", "scaled")
+# A loss within so many nats of the best counts as good.
+GOOD = 0.01
+BEYOND = Stated("beyond the paper; claims written down before the runs", "Muon, cosine to a tenth of the peak")
+EXACT = Tolerance(0.0, "the bound itself was stated before the runs")
+
+# By seed: the loss of each lambda, lambdas ascending.
+Losses = Mapping[float, float]
+
+
+def maps(scale: Scale) -> list[Comparison]:
+    """Every lambda under both rules, at every horizon."""
+    return [_at(scale, steps) for steps in scale.map_horizons]
+
+
+def _at(scale: Scale, steps: int) -> Comparison:
+    run = at_horizon(scale.map_run, steps)
+    arms = tuple(
+        Arm(f"{rule} {lam:g}", replace(run.optimizer, decay=rule, weight_decay=lam))
+        for rule in RULES
+        for lam in scale.map_lambdas
+    )
+    return Comparison(f"{steps} updates", run, arms, tuple(range(scale.sweep_seeds)), paired=False)
+
+
+def at_horizon(run: RunConfig, steps: int) -> RunConfig:
+    """The run at another length, its peak by the horizon rule; evaluated and saved at the end alone."""
+    optimizer = replace(run.optimizer, lr=min(run.optimizer.lr, peak_lr_for_horizon(steps)))
+    every = max(1, steps // 4)
+    return replace(
+        run, optimizer=optimizer, steps=steps, eval_every=every, checkpoint_every=steps, telemetry_every=every, keep=1
+    )
+
+
+def losses_of(arms: Runs, rule: str) -> list[dict[float, float]]:
+    """For each seed, final loss by lambda under one rule; a run that diverged counts as infinitely bad."""
+    found: dict[int, dict[float, float]] = {}
+    for runs in arms.values():
+        for run in runs:
+            chosen, loss = run.config["optimizer"], last_loss(run)
+            if chosen["decay"] == rule:
+                by_lambda = found.setdefault(int(run.config["seed"]), {})
+                by_lambda[float(chosen["weight_decay"])] = math.inf if math.isnan(loss) else loss
+    return [dict(sorted(found[seed].items())) for seed in sorted(found)]
+
+
+def regrets(losses: Losses) -> dict[float, float]:
+    """What each lambda costs more than the best one.
+
+    Examples:
+        >>> regrets({0.1: 3.0, 0.2: 2.5})
+        {0.1: 0.5, 0.2: 0.0}
+    """
+    lowest = min(losses.values())
+    return {lam: loss - lowest for lam, loss in losses.items()}
+
+
+def octaves_within(losses: Losses, limit: float = GOOD) -> float:
+    """How many factors of two of lambda lie within so many nats of the best, by lines between the points of the grid.
+
+    Examples:
+        >>> octaves_within({0.125: 2.5, 0.25: 2.0, 0.5: 3.0}, limit=0.5)
+        1.5
+    """
+    points = [(math.log2(lam), value) for lam, value in regrets(losses).items() if value < math.inf]
+    width = 0.0
+    for (x0, y0), (x1, y1) in pairwise(points):
+        low, high = min(y0, y1), max(y0, y1)
+        if low <= limit:
+            width += (x1 - x0) * (1.0 if high <= limit else (limit - low) / (high - low))
+    return width
+
+
+def carried_regret(short: Losses, long: Losses) -> float:
+    """What the best lambda of a short run costs in a long one."""
+    best = min(short, key=lambda lam: short[lam])
+    return regrets(long)[best]
+
+
+def judge_map(results: Results, scale: Scale) -> list[Claim]:
+    """The claims of the map, as they were written down before the runs."""
+    names = [f"{steps} updates" for steps in scale.map_horizons]
+    by_rule = {rule: [losses_of(results[name], rule) for name in names] for rule in RULES}
+    short, long = names[0], names[-1]
+    carried = {
+        rule: [carried_regret(a, b) for a, b in zip(maps[0], maps[-1], strict=True)] for rule, maps in by_rule.items()
+    }
+    widths = {rule: [octaves_within(losses) for losses in maps[-1]] for rule, maps in by_rule.items()}
+    best = [
+        min(scaled.values()) - min(constant.values())
+        for constant, scaled in zip(by_rule["constant"][-1], by_rule["scaled"][-1], strict=True)
+    ]
+    pairs = list(zip(carried["constant"], carried["scaled"], strict=True))
+    return [
+        at_least(
+            "constant-regret-grows",
+            f"regret at {long} of constant decay's best lambda of {short}, in nats",
+            BEYOND,
+            over_seeds(carried["constant"]),
+            GOOD,
+            EXACT,
+        ),
+        at_most(
+            "scaled-regret-does-not",
+            f"regret at {long} of scaled decay's best lambda of {short}, in nats",
+            BEYOND,
+            over_seeds(carried["scaled"]),
+            GOOD,
+            EXACT,
+        ),
+        at_least(
+            "scaled-forgives-the-horizon",
+            "the first of these minus the second, in nats",
+            BEYOND,
+            over_seeds([constant - scaled for constant, scaled in pairs]),
+            0.0,
+            EXACT,
+        ),
+        at_least(
+            "scaled-is-wider",
+            f"octaves of lambda within {GOOD} of the best at {long}: scaled over constant",
+            BEYOND,
+            over_seeds([s / c if c else math.inf for c, s in zip(*widths.values(), strict=True)]),
+            2.0,
+            EXACT,
+        ),
+        at_most(
+            "best-against-best",
+            f"best of scaled minus best of constant over lambda at {long}, in nats",
+            BEYOND,
+            over_seeds(best),
+            0.0,
+            EXACT,
+            limits="the best of several lambdas on the seed that it is judged on: a little too good for both rules",
+        ),
+    ]
+
+
+def map_tables(results: Results, scale: Scale) -> list[Table]:
+    """Mean final loss by lambda, rule and horizon; and the best lambda as a power of the horizon."""
+    means = {(name, rule): mean_losses(losses_of(arms, rule)) for name, arms in results.items() for rule in RULES}
+    columns = [Column("lambda"), *(Column(f"{rule}, {name}", number=True) for name, rule in means)]
+    rows: list[list[Value | Cell]] = [
+        [f"{lam:g}", *(_cell(losses, lam) for losses in means.values())] for lam in scale.map_lambdas
+    ]
+    note = f"Validation loss, means over {scale.sweep_seeds} seeds; the best of each column is marked."
+    tables = [Table("regret-map", "Final loss by lambda", columns, rows, note)]
+    if len(scale.map_horizons) > 1 and len(results) == len(scale.map_horizons):
+        tables.append(_powers(means, scale))
+    return tables
+
+
+def _cell(losses: Losses, lam: float) -> Cell:
+    text = f"{losses[lam]:.4f}" if losses[lam] < math.inf else "diverged"
+    return Cell(text, tone="holds" if losses[lam] == min(losses.values()) else "")
+
+
+def _powers(means: Mapping[tuple[str, str], Losses], scale: Scale) -> Table:
+    columns = [Column("rule"), *(Column(f"best lambda, {steps} updates", number=True) for steps in scale.map_horizons)]
+    rows: list[list[Value | Cell]] = []
+    for rule in RULES:
+        best = [best_rate(means[f"{steps} updates", rule]) for steps in scale.map_horizons]
+        rows.append([rule, *(f"{lam:.3g}" for lam in best), f"{power(best, scale.map_horizons):.2f}"])
+    note = "By a parabola over the logarithm of lambda; the power is the slope over the logarithm of the horizon."
+    columns.append(Column("power of the horizon", number=True))
+    return Table("best-lambda", "The best lambda", columns, rows, note)
+
+
+def map_charts(results: Results, _scale: Scale) -> list[Chart]:
+    """Regret over lambda, one panel for each horizon."""
+    return [
+        Chart(
+            f"regret-{name.split()[0]}",
+            f"Regret at {name}",
+            [_regret_curve(arms, rule) for rule in RULES],
+            x=Axis("lambda", log=2),
+            y=Axis("regret", "nats per token"),
+            note="Mean final loss over seeds minus the lowest of the same rule.",
+            points=True,
+            levels=[Level(GOOD, f"{GOOD} nats")],
+        )
+        for name, arms in results.items()
+    ]
+
+
+def _regret_curve(arms: Runs, rule: str) -> Curve:
+    found = regrets(mean_losses(losses_of(arms, rule)))
+    return Curve(rule, rule, list(found), _finite(list(found.values())))
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value if value < math.inf else math.nan for value in values]
