@@ -129,11 +129,21 @@ NEW_USER, NEW_MOUNTS, REMOUNT = 0x10000000, 0x00020000, 32
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+def _alone() -> bool:
+    """Go where this process may mount what nobody else sees, under its own user and group."""
+    user, group = os.getuid(), os.getgid()
+    if LIBC.unshare(NEW_USER | NEW_MOUNTS) != 0:
+        return False
+    for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path(f"/proc/self/{file}").write_text(text)
+    return True
+
+
 def mount_disk(folder: Path, pages: int, *, again: bool = False) -> bool:
     """Mount a disk of so many pages of 4 KiB on a folder, which this process alone sees; whether the system lets us."""
     if not again and not sys.platform.startswith("linux"):
         return False
-    if not again and LIBC.unshare(NEW_USER | NEW_MOUNTS) != 0:
+    if not again and not _alone():
         return False
     options = f"size={pages * 4096}".encode()
     return LIBC.mount(b"tmpfs", str(folder).encode(), b"tmpfs", REMOUNT if again else 0, options) == 0

@@ -56,16 +56,9 @@ def _names(line: str, broken: Path) -> bool:
 
 
 REMEDIES = (
-    "delete",
-    "prepare",
-    "export the run again",
-    "put the",
-    "choose",
-    "check",
-    "train it",
-    "run the same",
-    "bad: ",
-)
+    "delete", "prepare", "export the run again", "put ", "choose", "check", "train it", "run the same", "train with",
+    "give those", "move it", "name a folder",
+)  # fmt: skip
 
 
 def _has_remedy(line: str) -> bool:
@@ -73,4 +66,4 @@ def _has_remedy(line: str) -> bool:
 
 
 def _is_note(line: str) -> bool:
-    return any(word in line for word in ("damaged", "left out", "kept", "moved", "anew"))
+    return any(word in line for word in ("damaged", "left out", "moved to", "not whole", "not complete", "is lost"))

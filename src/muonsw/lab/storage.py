@@ -134,6 +134,8 @@ def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
 @contextmanager
 def placing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[Path]:
     """A name beside `path` under which the block writes a file; that file then takes the place of `path`."""
+    if path.is_dir() and not path.is_symlink():
+        raise UsageError(f"{path} is a folder, and a file of this name is to be written: move it away, or delete it")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with reported(path, remedy):
         try:

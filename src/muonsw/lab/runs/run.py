@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -165,6 +166,15 @@ class Run:
         return int(taken) if np.isfinite(taken) else max(seen, default=0)
 
     @property
+    def lost_records(self) -> int:
+        """How many updates at the end of a complete run have no records, beyond the usual distance of two of them."""
+        seen = np.union1d(self.train.step, self.telemetry.step)
+        if not self.complete or len(seen) < 2:
+            return 0
+        missing = self.steps - int(seen[-1])
+        return missing if missing > np.diff(seen).max() else 0
+
+    @property
     def tokens(self) -> float:
         """How many tokens were trained on; not a number where that is not known."""
         return self._result("tokens", last(self.train.known("tokens")))
@@ -317,7 +327,8 @@ def _require_folder(folder: Path) -> None:
         raise UsageError(f"{folder} is not a run: it does not exist; {advice}")
     if not (folder / "config.json").is_file():
         inside = sorted(child.name for child in folder.iterdir() if (child / "config.json").is_file())
-        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else advice
+        begun = os.path.lexists(folder / METRICS) or os.path.lexists(folder / "config.json")
+        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else REMEDIES["config.json"] if begun else advice
         raise UsageError(f"{folder} is not a run: it has no config.json; {hint}")
 
 

@@ -115,8 +115,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def newest_first(folder: Path) -> Iterator[Path]:
-    """The checkpoints below a folder by step, whatever their file times say."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit() and path.is_dir()]
+    """What has a checkpoint's name below a folder, by step, whatever file times say and whether or not it is whole."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     yield from sorted(found, key=step_of, reverse=True)
 
 

@@ -18,7 +18,8 @@ from muonsw.lab.model.counts import unallocated
 from muonsw.lab.settings import as_data, from_data
 from muonsw.lab.storage import placing, prepare_folder, read_object, remove_leftovers, write_json
 from muonsw.lab.train import checkpoint
-from muonsw.lab.train.folder import CHECKPOINTS, read_config
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import CHECKPOINTS, read_config, refuse_changes
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
 FORMAT = "muonsw-decoder"
@@ -41,7 +42,7 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
         UsageError: If the run has no whole checkpoint, or its data folder is gone.
     """
     config = read_config(run)
-    saved = load_newest(run, best=best, note=note)
+    saved = load_newest(run, config, best=best, note=note)
     prepare_folder(folder)
     remove_leftovers(folder)
     with placing(folder / MODEL) as beside:
@@ -53,11 +54,13 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     return folder
 
 
-def load_newest(run: Path, *, best: bool = False, note: Note = lambda _text: None) -> checkpoint.Checkpoint:
+def load_newest(
+    run: Path, config: RunConfig, *, best: bool = False, note: Note = lambda _text: None
+) -> checkpoint.Checkpoint:
     """The newest whole checkpoint of a run, or its best; `note` is told about newer ones that are damaged.
 
     Raises:
-        UsageError: If there is none.
+        UsageError: If there is none, or if it is of a run with other settings.
     """
     checkpoints = run / CHECKPOINTS
     wanted = checkpoint.best_saved(checkpoint.newest_first(checkpoints)) if best else None
@@ -67,6 +70,7 @@ def load_newest(run: Path, *, best: bool = False, note: Note = lambda _text: Non
                 saved = checkpoint.load(path)
                 if "model" not in saved.tensors:
                     raise checkpoint.CheckpointError(f"{path} holds no model")
+                refuse_changes(path, saved.state.get("config"), config)
                 return saved
             except checkpoint.CheckpointError as error:
                 note(f"damaged checkpoint left out, an older one is taken if there is one: {error}")
@@ -93,7 +97,7 @@ def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder,
         tokenizer = load_tokenizer(path / TOKENIZER)
     else:
         run = read_config(path)
-        config, tensors = run.model, load_newest(path, note=note).tensors["model"]
+        config, tensors = run.model, load_newest(path, run, note=note).tensors["model"]
         tokenizer = load_tokenizer(Path(run.data.path))
     _require_fit(path, config, tensors)
     if tokenizer.vocab_size > config.vocab:

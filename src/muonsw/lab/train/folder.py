@@ -21,8 +21,8 @@ from muonsw.lab.train.config import RunConfig
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
 CHECKPOINTS = "checkpoints"
 
-# Settings that change what is kept or shown, and never a number of the run.
-HARMLESS = ("keep", "tensorboard", "wandb")
+# Settings that change what is kept or shown, and never a number of the run. Tokens may move: their hash is compared.
+HARMLESS = ("keep", "tensorboard", "wandb", "data.path")
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def _agree(folder: Path, config: RunConfig) -> None:
         refuse_other_settings(folder, config)
     for path in checkpoint.newest_first(folder / CHECKPOINTS):
         with suppress(checkpoint.CheckpointError):  # a damaged one is nobody's
-            _refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
+            refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
     write_json(folder / CONFIG, config.as_data())
 
 
@@ -54,10 +54,15 @@ def refuse_other_settings(folder: Path, config: RunConfig) -> None:
         UsageError: If it is not, with the differences.
     """
     remedy = "put the run's own back, or delete it: checkpoints know their settings"
-    _refuse_changes(folder, read_object(folder / CONFIG, remedy=remedy), config)
+    refuse_changes(folder, read_object(folder / CONFIG, remedy=remedy), config)
 
 
-def _refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
+def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
+    """Make sure that the settings on record somewhere are those of a config.
+
+    Raises:
+        UsageError: If they are not, with the differences.
+    """
     if not isinstance(theirs, Mapping):
         raise UsageError(f"{where} does not say which run it belongs to: delete it, or choose another folder")
     changed = differences(theirs, config.as_data())

@@ -347,5 +347,6 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     found = fingerprint(record)
     wanted = config.data.fingerprint
     if wanted not in (None, found):
-        raise UsageError(f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})")
+        other = f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})"
+        raise UsageError(f"{other}: give those with --data, or choose another folder for the run")
     return replace(config, data=replace(config.data, fingerprint=found))
