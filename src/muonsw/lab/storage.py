@@ -172,16 +172,23 @@ def read_json(path: Path, *, remedy: str = "check the file, or delete it") -> An
         UsageError: If it cannot be read, is larger than any file of ours, or is not JSON as the lab writes it.
     """
     try:
-        with path.open("rb") as file:
-            small = os.fstat(file.fileno()).st_size <= JSON_BYTES
-            text = file.read(JSON_BYTES + 1) if small else b""
-        if not small or len(text) > JSON_BYTES:
-            raise ValueError(f"it is larger than {JSON_BYTES >> 20} MiB")
-        return parse_json(text)
+        return parse_json(_bounded_bytes(path))
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: check the path") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+
+
+def _bounded_bytes(path: Path) -> bytes:
+    """What a file holds; in pieces, since a buffer of the largest size would be taken for the smallest file."""
+    pieces, size = [], 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            pieces.append(piece)
+            size += len(piece)
+            if size > JSON_BYTES:
+                raise ValueError(f"it is larger than {JSON_BYTES >> 20} MiB")
+    return b"".join(pieces)
 
 
 def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
