@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from muonsw.lab.errors import FAILED, OK, USAGE, Diverged, Interrupted, UsageError
+from muonsw.lab.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
 from muonsw.lab.terminal import enduring, harmless, say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
@@ -20,7 +20,7 @@ __all__ = ["main", "read_config_file", "run"]
 
 @enduring
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train and return an exit code: 0 done, 1 diverged, 2 not usable, 130 or 143 stopped and saved."""
+    """Train and return an exit code: 0 done, 1 diverged, 2 not usable, 3 the machine, 130 or 143 stopped and saved."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if len(given) != 2:
         print("usage: python -m muonsw.lab.run CONFIG.json RUN_FOLDER", file=sys.stderr)
@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, Interrupted) as error:
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # before there was anything to save, or the second one
+        print("muonsw: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def run(config: RunConfig, folder: Path) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -67,8 +68,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             (beside / STATE).write_text(json.dumps({**content, "checksum": _digest(content)}), encoding="utf-8")
             sync(beside / STATE)
             sync(beside)
-            if final.exists():  # a damaged one: a good one of this step would have been resumed from
-                shutil.rmtree(final)
+            remove(final)  # a damaged one, if any: a good one of this step would have been resumed from
             beside.rename(final)
             sync(folder)
         finally:
@@ -90,9 +90,9 @@ def load(path: Path) -> Checkpoint:
             with file.open("rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != checksum:
                     raise CheckpointError(f"{file} does not match its checksum")
-            tensors[name] = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+            tensors[name] = read_tensors(file)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     return Checkpoint(content["step"], tensors, content["state"])
 
 
@@ -108,12 +108,15 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
     if content.pop("checksum", None) != _digest(content):
         raise CheckpointError(f"{path / STATE} does not match its checksum")
+    parts = (content.get("checksums"), content.get("state"))
+    if not all(isinstance(part, dict) for part in parts) or content.get("step") != step_of(path):
+        raise CheckpointError(f"{path / STATE} is not the state after update {step_of(path)}")
     return content
 
 
 def newest_first(folder: Path) -> Iterator[Path]:
-    """The checkpoints below a folder by step, whatever their file times say."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit() and path.is_dir()]
+    """What has a checkpoint's name below a folder, by step, whatever file times say and whether or not it is whole."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     yield from sorted(found, key=step_of, reverse=True)
 
 
@@ -131,7 +134,7 @@ def best_saved(paths: Iterable[Path]) -> int | None:
     """The step of the checkpoint with the lowest validation loss."""
     measured = []
     for path in paths:
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, KeyError, TypeError, ValueError):  # the last three: of another program
             content = read_state(path)
             step, loss = content["state"]["latest"]
             if step == content["step"] and loss is not None:  # a run that was stopped saves without evaluating
@@ -216,6 +219,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error
+
+
+def read_tensors(path: Path) -> Tensors:
+    """The tensors of a file; what is no such file becomes an `OSError`, as for `write_tensors`."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # the library opens only names in UTF-8
+        source: Any = path.read_bytes()
+        read: Any = load_bytes
+    else:
+        source, read = path, load_file
+    try:
+        tensors: Tensors = read(source)
+    except OSError:
+        raise
+    except Exception as error:  # a header that lies is refused in many ways: as a key, a value, a type, a file
+        raise OSError(f"it is not a whole file of tensors ({error})") from error
+    return tensors
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -53,7 +53,9 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
         shelf = checkpoint.Shelf(folder / CHECKPOINTS, config.keep, watch.note)
         resume(training, shelf, watch)
         write_environment(folder)
-        metrics = MetricsFile(folder, after=training.step, log_every=config.log_every, note=watch.note)
+        metrics = MetricsFile(
+            folder, after=training.step, log_every=config.log_every, latest=training.latest, note=watch.note
+        )
         journal = Journal(training, _sinks(metrics, config, folder, watch))
         watch.started(training)
         try:

@@ -20,7 +20,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Losses
 from muonsw.lab.storage import numbered, parse_json, plain, replacing, reported, write_atomically
 from muonsw.lab.train.folder import METRICS
-from muonsw.lab.train.state import Training
+from muonsw.lab.train.state import Evaluation, Training
 from muonsw.telemetry import TensorBoardSink, WandbSink
 
 Record = dict[str, Any]
@@ -132,15 +132,24 @@ class MetricsFile:
         after: Records of updates after this one are cut off: the run resumes there and will write them again. At 0
             the run begins, and what an earlier beginning wrote is kept under another name.
         log_every: Updates between training records, by which missing ones are found.
+        latest: The evaluation that the checkpoint knows, by which the file of another run is found.
         note: Is told what was put aside or is missing.
     """
 
     def __init__(
-        self, folder: Path, *, after: int, log_every: int = 1, note: Callable[[str], None] = lambda _text: None
+        self,
+        folder: Path,
+        *,
+        after: int,
+        log_every: int = 1,
+        latest: Evaluation | None = None,
+        note: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.path, self._note = folder / METRICS, note
         if os.path.lexists(self.path) and not self.path.is_file():
             self._put_aside("it is no file of records")
+        if after > 0 and latest is not None and not _may_hold(self.path, latest):
+            self._put_aside("it holds another run's validation loss")
         if after > 0:
             self._mend(after, log_every)
         elif self.path.exists() and self.path.stat().st_size:
@@ -199,6 +208,13 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line
             elif _record_in(line) is not None:
                 yield line + b"\n"
+
+
+def _may_hold(path: Path, known: Evaluation) -> bool:
+    """Whether no record of the same update says another validation loss."""
+    records = (_record_in(line) for line in _lines(path) if b'"eval"' in line)
+    same = [one.get("loss") for one in records if one and one.get("kind") == "eval" and one["step"] == known.step]
+    return not same or plain(known.loss) in same
 
 
 def _record_in(line: bytes) -> Record | None:

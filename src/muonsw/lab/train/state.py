@@ -16,7 +16,7 @@ from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetc
 from muonsw.lab.data.shards import fingerprint, open_split, read_record
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import Decoder, Losses, ModelConfig
-from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
+from muonsw.lab.train.checkpoint import Checkpoint, CheckpointError, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.graph import MOST_TOKENS, Captured
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
@@ -189,13 +189,24 @@ class Training:
             "latest": self.latest,
             "seconds": self.seconds,
             "threads": torch.get_num_threads(),
-            "fingerprint": self.config.data.fingerprint,
+            "config": self.config.as_data(),
         }
         tensors = {"model": dict(self.model.state_dict()), "optimizer": optimizer, "random": random}
         return Checkpoint(self.step, tensors, state)
 
     def load(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, as if the run had never stopped."""
+        """Go on from a checkpoint, as if the run had never stopped.
+
+        Raises:
+            CheckpointError: If it is not one of such a run, though all its checksums are right.
+        """
+        try:
+            self._load(saved)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(f"the one after update {saved.step} does not fit this run ({reason})") from error
+
+    def _load(self, saved: Checkpoint) -> None:
         self.model.load_state_dict(saved.tensors["model"])
         load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
         # The schedule is a function of the step; the learning rates themselves came with the groups.
@@ -317,8 +328,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()  # the meta device gives tensors without numbers
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UsageError(f"device {name!r} cannot be used here: choose cpu, cuda or auto") from error
     return device
 
@@ -336,5 +347,6 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     found = fingerprint(record)
     wanted = config.data.fingerprint
     if wanted not in (None, found):
-        raise UsageError(f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})")
+        other = f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})"
+        raise UsageError(f"{other}: give those with --data, or choose another folder for the run")
     return replace(config, data=replace(config.data, fingerprint=found))
