@@ -1,0 +1,27 @@
+"""Tests that run the real frameworks; their own warnings about themselves are not ours to mend."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.packages import missing, prepare
+
+if not missing():
+    prepare()
+
+HERE = Path(__file__).parent
+OURS_STAY_ERRORS = ("error::muonsw.PeakLRWarning", "error::muonsw.NonFiniteGradientWarning")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.integrations)
+            for rule in ("ignore", *OURS_STAY_ERRORS):
+                item.add_marker(pytest.mark.filterwarnings(rule), append=False)
+
+
+@pytest.fixture(autouse=True)
+def _one_quiet_process(monkeypatch):
+    for key, value in {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(key, value)
