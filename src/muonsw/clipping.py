@@ -1,8 +1,8 @@
 """Gradient clipping by what it does to each algorithm.
 
 - SGD moves by the gradient, so an outlier is an outlying step: clip.
-- AdamW divides by the size that gradients had, so one outlier moves the weights little more than any other gradient, but
-  it stays in the average square for `1 / (1 - beta2)` steps and makes all of them small: clip.
+- AdamW divides by the size that gradients had, so one outlier moves the weights little more than any other gradient,
+  but it stays in the average square for `1 / (1 - beta2)` steps and makes all of them small: clip.
 - Muon moves every matrix by a fixed amount whatever the size of its gradient. All that clipping changes is how much one
   batch counts in the momentum. A limit that always acts changes nothing; one that acts now and then makes some batches
   count less; and under one norm for the whole model a spike in an embedding takes a batch out of the momentum of every
@@ -46,7 +46,8 @@ def clip_grad_norm_(optimizer: Any, limit: float, *, algorithms: Collection[str]
         optimizer: one of ours; one that Accelerate has wrapped is unwrapped.
         limit: the largest norm, of all clipped gradients laid side by side.
         algorithms: whose gradients are measured and clipped; by default those of all algorithms but Muon, whose step
-            does not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip the whole model by one norm.
+            does not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip the whole model by one
+            norm.
 
     Returns:
         The norm before clipping, of what is clipped.

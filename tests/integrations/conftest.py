@@ -1,5 +1,6 @@
 """Tests that run the real frameworks; their own warnings about themselves are not ours to mend."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,14 @@ def pytest_collection_modifyitems(items):
 def _one_quiet_process(monkeypatch):
     for key, value in {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(key, value)
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_state():
+    """Accelerate keeps one state for the whole process, with the precision of the first test."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()

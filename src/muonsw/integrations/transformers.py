@@ -52,8 +52,8 @@ def for_model(
 ) -> tuple[type[ModelFactory], dict[str, Any]]:
     """What `Trainer(..., optimizer_cls_and_kwargs=...)` takes: one optimizer for the whole model.
 
-    The Trainer then uses neither `learning_rate`, `weight_decay` nor `optim` of its arguments: what is said here counts.
-    Its scheduler starts from `lr`, which is therefore the peak.
+    The Trainer then uses neither `learning_rate`, `weight_decay` nor `optim` of its arguments: what is said here
+    counts. Its scheduler starts from `lr`, which is therefore the peak.
 
     Args:
         lr: the peak of the learning rate. None takes `learning_rate` from the training arguments, where the trainer

@@ -13,8 +13,8 @@ from typing import Any
 
 from muonsw.telemetry.record import Record
 
-# As in `muonsw.lab.diagnose`: a norm that follows sqrt(lr) is down by this much when the learning rate has halved, and part
-# of the fall must come after that.
+# As in `muonsw diagnose`: a norm that follows sqrt(lr) is down by this much when the learning rate has halved, and
+# part of the fall must come after that.
 COLLAPSE, HALVED, LATE_LOSS = 0.29, 0.5, 0.1
 FALLING_RULES = ("constant", "independent")
 # Momentum with the usual coefficient of 0.95 then replaces the weights within the 20 steps that it remembers.
@@ -63,7 +63,7 @@ class Findings:
     Examples:
         >>> findings = Findings()
         >>> findings({"step": 10, "roles": {}, "skipped": 5})
-        ['5 of 10 updates were skipped because a gradient was not finite: lower the learning rate, or look for overflow']
+        ['5 of 10 updates were skipped because a gradient was not finite: lower the learning rate, or ...']
         >>> findings({"step": 20, "roles": {}, "skipped": 10})
         []
     """
