@@ -1,10 +1,12 @@
 """Tests that run the real frameworks; their own warnings about themselves are not ours to mend."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.integrations import table
 from tests.models.packages import missing, prepare
 
 if not missing():
@@ -13,6 +15,8 @@ if not missing():
 HERE = Path(__file__).parent
 OURS_STAY_ERRORS = ("error::muonsw.PeakLRWarning", "error::muonsw.NonFiniteGradientWarning")
 
+results = table.Results()
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
@@ -20,6 +24,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.integrations)
             for rule in ("ignore", *OURS_STAY_ERRORS):
                 item.add_marker(pytest.mark.filterwarnings(rule), append=False)
+            item.user_properties += [("works", list(mark.args)) for mark in item.iter_markers("works")]
+
+
+def pytest_runtest_logreport(report):
+    results.add(report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    wish = os.environ.get("WORKS_TABLE")
+    if wish and not hasattr(session.config, "workerinput") and not session.exitstatus:
+        session.exitstatus = table.settle(results, wish)
 
 
 @pytest.fixture(autouse=True)

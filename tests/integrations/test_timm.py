@@ -64,7 +64,6 @@ def test_its_cosine_with_warmup_finds_the_peak(build):
     assert {group["resolved_peak_lr"] for group in optimizer.param_groups} == {LR}
 
 
-@pytest.mark.works("timm", "layer decay")
 @pytest.mark.parametrize("build", [vit, resnet])
 def test_layer_decay_gives_each_depth_its_own_rate_and_peak(build):
     model = build()

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine
 
 from muonsw import AdamWSW, MuonSW
 from muonsw.integrations.transformers import ModelFactory, TelemetryCallback, for_model
+from muonsw.telemetry import MlflowSink
 from tests.integrations.models import MODELS, Tokens
 
 STEPS = 6
@@ -61,6 +62,7 @@ class Rates(TrainerCallback):
         self.seen.append(optimizer.param_groups[0]["lr"])
 
 
+@pytest.mark.works("Trainer", "one process")
 @pytest.mark.parametrize("model", MODELS)
 def test_warmup_and_cosine_reach_the_peak_that_was_given(tmp_path, model):
     rates = Rates()
@@ -110,6 +112,8 @@ def by_hand(model, batches, *, accumulate=1, clip=1.0):
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+@pytest.mark.works("Trainer", "accumulation")
+@pytest.mark.works("Trainer", "clipping")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (2, 1.0)], ids=["clipped", "accumulated"])
 def test_the_trainers_steps_are_those_of_a_plain_loop(tmp_path, model, accumulate, clip):
@@ -128,6 +132,7 @@ def test_the_trainers_steps_are_those_of_a_plain_loop(tmp_path, model, accumulat
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.works("Trainer", "bf16")
 def test_under_bf16_autocast_weights_and_state_stay_float32(tmp_path):
     trainer = trainer_of(tmp_path, bf16=True)
     trainer.train()
@@ -138,6 +143,7 @@ def test_under_bf16_autocast_weights_and_state_stay_float32(tmp_path):
     assert {group["highest_lr"] for group in optimizer.param_groups} == {LR}
 
 
+@pytest.mark.works("Trainer", "resume")
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model, options):
@@ -224,6 +230,7 @@ class Seen(TrainerCallback):
         self.logs.append((state.global_step, dict(logs)))
 
 
+@pytest.mark.works("Trainer", "telemetry")
 def test_telemetry_reaches_the_log_and_takes_no_other_entry_away(tmp_path):
     seen = Seen()
     trainer = trainer_of(tmp_path, "mixtral", callbacks=[seen])
@@ -275,6 +282,19 @@ def test_findings_are_said_and_counted(tmp_path, caplog):
     assert "of its weights, so momentum replaces them" in caplog.text
     counted = [entry["telemetry/findings"] for entry in trainer.state.log_history if "telemetry/findings" in entry]
     assert counted[0] == 0 < counted[-1] == caplog.text.count("momentum replaces them")
+
+
+def test_mlflow_keeps_telemetry(tmp_path, monkeypatch):
+    """Through the sink: the Trainer's own way to MLflow is its `log`, which the tests above follow."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    with mlflow.start_run() as run:
+        trainer = trainer_of(tmp_path)
+        trainer.add_callback(TelemetryCallback(trainer, every=2, sink=MlflowSink(mlflow)))
+        trainer.train()
+    kept = mlflow.MlflowClient().get_metric_history(run.info.run_id, "telemetry/roles/hidden/weight_rms")
+    assert [metric.step for metric in kept] == [1, 2, 4, 6]
 
 
 def test_tensorboard_shows_telemetry(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def plot(records: str | Path | Iterable[Record], to: str | Path | None = None, *
 
 
 def read(path: str | Path) -> list[Record]:
-    """The telemetry records of a file of JSON Lines; other kinds of records, and a last line cut short, are left out."""
+    """The telemetry records of a file of JSON Lines; other records, and a last line cut short, are left out."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     found = []
     for number, line in enumerate(lines, start=1):
