@@ -14,6 +14,7 @@ STANDARD = sys.stdlib_module_names
 FOR_ONE_PACKAGE = {
     "integrations/transformers.py": "transformers",
     "integrations/lightning.py": "lightning",
+    "integrations/timm.py": "timm",
     "telemetry/plot.py": "matplotlib",
 }
 

@@ -17,6 +17,7 @@ from muonsw.options import GroupOptions as GroupOptions
 from muonsw.orthogonalize import ORTHOGONALIZERS as ORTHOGONALIZERS
 from muonsw.peak import PeakLRError as PeakLRError
 from muonsw.peak import PeakLRWarning as PeakLRWarning
+from muonsw.recipes import recipe as recipe
 from muonsw.scale import SHAPE_SCALES as SHAPE_SCALES
 from muonsw.schedule import peak_lr_for_horizon as peak_lr_for_horizon
 from muonsw.telemetry import Telemetry as Telemetry
@@ -45,4 +46,5 @@ __all__ = [
     "decay_factor",
     "drive_weight_decay",
     "peak_lr_for_horizon",
+    "recipe",
 ]

@@ -1,7 +1,7 @@
 """The table of what works where: written from the tests that passed, so that the guide claims nothing else.
 
-A test says what it shows with `@pytest.mark.works(framework, capability)`. `make test-integrations` fails where the page
-says something else; `WORKS_TABLE=write make test-integrations` writes it.
+A test says what it shows with `@pytest.mark.works(framework, capability)`. `make test-integrations` fails where the
+page says something else; `WORKS_TABLE=write make test-integrations` writes it.
 """
 
 import re

@@ -25,7 +25,7 @@ def with_transformers(folder):
     return trainer.model, trainer.optimizer.optimizer, logged
 
 
-def with_accelerate(folder):
+def with_accelerate(_):
     from accelerate import Accelerator
 
     from muonsw import Telemetry

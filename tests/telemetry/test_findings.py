@@ -55,7 +55,7 @@ def test_what_holds_over_several_samples_is_told_and_repeated_rarely(options, wo
 def test_a_real_run_with_moderate_updates_is_left_in_peace():
     model = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32), nn.Linear(32, 32))
     optimizer = MuonSW.for_model(model, lr=0.002, weight_decay=0.1)
-    scheduler = lr_scheduler(optimizer, warmup_cosine(total_steps=60, warmup_steps=6))
+    scheduler = lr_scheduler(optimizer, warmup_cosine, total_steps=60, warmup_steps=6)
     findings = Findings()
     with Telemetry(optimizer, every=2, sink=findings):
         for _ in range(60):
