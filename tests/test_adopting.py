@@ -254,8 +254,9 @@ def test_an_adopted_state_saves_and_loads():
         (lambda m: [torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)], "adds to the gradient"),
         (lambda m: [torch.optim.Adagrad(m.parameters())], "a layout that is not known"),
         (lambda m: [Dion([{"params": list(m.parameters()), "algorithm": "lion"}])], "trained by 'lion'"),
+        (lambda m: [Dion([{"params": list(m.parameters()), "num_heads": 2}])], "num_heads=2"),
     ],
-    ids=["too_few", "too_many", "amsgrad", "coupled", "unknown", "lion"],
+    ids=["too_few", "too_many", "amsgrad", "coupled", "unknown", "lion", "heads"],
 )
 def test_what_cannot_be_adopted(others, message):
     model = Net()

@@ -392,7 +392,7 @@ def test_work_grows_with_the_model_and_not_with_its_square():
 
 
 def test_groups_have_readable_names_that_no_other_group_has():
-    """A second group of one role is numbered; what a pattern calls a group stays; the same model gives the same names."""
+    """A second group of one role is numbered, what a pattern calls a group stays, and names are always the same."""
     patterns = {"blocks.0.qkv.*": {"name": "first", "lr": 0.1}, "blocks.1.qkv.*": {"lr": 0.2}}
 
     def names():

@@ -114,6 +114,9 @@ def _dions(name: str, param: Tensor, group: Group, state: State) -> Adopted:
 
     Its Newton-Schulz coefficients are its own: directions differ from ours as one orthogonalizer from another.
     """
+    for key in ("cautious_wd", "num_heads"):
+        if group.get(key) not in (None, False, 1):
+            raise ValueError(f"{name} is in a group of dion with {key}={group[key]!r}, which cannot be taken over")
     if group["algorithm"] == "muon":
         view = {"matrix": None if param.dim() == 2 else "flatten" if group["flatten"] else "stack"}
         options = {"momentum": group["mu"], "nesterov": group["nesterov"], "momentum_form": "heavy_ball"}
