@@ -42,7 +42,7 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
             )
         own_settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
         fresh = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None}
-        adopted.append({**own_settings, **fresh, **_checked(_translate(old))})
+        adopted.append({**own_settings, **fresh, **_checked(translate(old))})
         _check_states(saved["state"], adopted[-1], own)
     return {**saved, "param_groups": adopted}
 
@@ -76,7 +76,7 @@ def plain_name(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in {*WRAPPER_WORDS, "module"})
 
 
-def _translate(group: Group) -> Group:
+def translate(group: Group) -> Group:
     """A group of torch's Muon, AdamW or SGD in this library's words; a group of ours as it is."""
     if "algorithm" in group:
         return group

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from muonsw import loading, peak
+from muonsw import adopting, loading, peak
 from muonsw.algorithms import ALGORITHMS, Budget, Item
 from muonsw.apply import Coefficients, Observer, apply_update
 from muonsw.decay import DECAY_RULES, decay_factor
@@ -506,6 +506,31 @@ class ScaledDecayOptimizer(Optimizer):
                 group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
         for message, labels in surprises.items():
             warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=2)
+
+    def adopt(self, *others: Any, peak_lr: float | None = None) -> None:
+        """Take over the optimizers of a run that is under way: torch's Muon and AdamW, Keller Jordan's, dion's.
+
+        States are found by parameter, whatever the order of groups. What those optimizers did to a parameter goes on:
+        algorithm, learning rate, lambda, momentum, shape scale; groups are divided where they treated parameters
+        differently. The decay rule, precision and names stay this optimizer's. Nothing is changed when it raises.
+
+        Args:
+            *others: optimizers on the same parameters, together all of them; wrapped ones are unwrapped.
+            peak_lr: the highest learning rate of the run, where no scheduler has left it in their groups.
+        """
+        plan = adopting.plan(self, others, peak_lr)
+        groups, state = self.param_groups[:], self.state.copy()
+        try:
+            self.param_groups.clear()
+            for group, states in plan:
+                self.add_param_group(group)
+                for param, adopted in zip(self.param_groups[-1]["params"], states, strict=True):
+                    self.state[param] = adopted
+        except Exception:
+            self.param_groups[:] = groups
+            self.state.clear()
+            self.state.update(state)
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         self._ranks.require_whole_state()

@@ -13,6 +13,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from muonsw.clipping import clipped_share
 from muonsw.distributed.shards import is_spread, whole
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry.observe_any import AnyOptimizerObserver
@@ -161,6 +162,8 @@ class Telemetry:
         if isinstance(optimizer, ScaledDecayOptimizer):
             summary = optimizer.summary()
             record |= {"matrices": summary.matrices, "groups": [asdict(group) for group in summary.groups]}
+            clipped = clipped_share(optimizer)
+            record |= {} if clipped is None else {"clipped": clipped}
         self._records.append(record)
         for sink in self.sinks:
             sink(record)
