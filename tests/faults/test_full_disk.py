@@ -85,7 +85,8 @@ def commands(folder: Path):
         "export": ("export", made().whole, "--out", folder),
         "report": ("report", made().whole, "-o", folder / "page.html", "--no-images"),
         "diagnose": ("diagnose", made().whole, "--out", folder),
-        "compare": ("compare", "--data", made().data, "--out", folder, "--seeds", "1", "--steps", "1", "--workers", "1"),
+        "compare": ("compare", "--data", made().data, "--out", folder, "--seeds", "1", "--steps", "1", "--workers",
+                    "1"),
     }  # fmt: skip
 
 
