@@ -58,6 +58,10 @@ test-again: install  ## the same tests on the plainest instruction set, in a ran
 test-slow: install  ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -p no:randomly -m slow
 
+# In one process: kills and full disks happen in forked children. The tables for docs/reliability.md come last.
+test-faults: install  ## kill at every file operation, fill the disk, break every file, read random ones; about half an hour
+	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/faults
+
 test-gpu:  ## the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
 

@@ -85,11 +85,13 @@ def commands(folder: Path):
         "export": ("export", made().whole, "--out", folder),
         "report": ("report", made().whole, "-o", folder / "page.html", "--no-images"),
         "diagnose": ("diagnose", made().whole, "--out", folder),
+        "compare": ("compare", "--data", made().data, "--out", folder, "--seeds", "1", "--steps", "1", "--workers",
+                    "1"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", ["data prepare", "export", "report", "diagnose"] if LONG else ["data prepare", "export"]
+    "name", ["data prepare", "export", "report", "diagnose", "compare"] if LONG else ["data prepare", "export"]
 )
 def test_every_command_that_writes_says_that_there_is_no_room(name, record_property):
     folder, full = made().root / f"full-{name.replace(' ', '-')}", 0

@@ -108,7 +108,7 @@ def _places(data):
             yield from _places(value)
 
 
-def fuzzed(few: int = 40, many: int = 2_000):
+def fuzzed(few: int = 40, many: int = 600):
     return settings(
         max_examples=many if LONG else few,
         deadline=None,

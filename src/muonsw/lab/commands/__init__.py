@@ -47,7 +47,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         dict(COMMANDS),
         prog="muonsw",
         description="Muon-SW and its paper: train, compare, measure, and reproduce with claims that are checked. "
-        "`muonsw --version` prints the version.",
+        "`muonsw --version` prints the version. Exit codes: 0 done, 1 a claim failed or damage was found, 2 it cannot "
+        "be done as it was asked, 3 a fault of the machine, 128 plus the signal if it was stopped (130 for Ctrl-C).",
         args=arguments,
     )
     return command.run()

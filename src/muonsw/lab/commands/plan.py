@@ -15,6 +15,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
 from muonsw.lab.plan import GroupPlan, RecipePlan, RunPlan, parse_amount, plan, plan_recipe
+from muonsw.lab.storage import plain
 from muonsw.lab.tables import Column, Table, print_table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
@@ -96,10 +97,12 @@ class Plan:
         """Compute and print."""
         try:
             result = self._recipe() if self.recipe else self._plan()
+        except OverflowError as error:
+            raise UsageError("a number is too large to compute with: give a smaller one") from error
         except ValueError as error:
             raise UsageError(str(error)) from error
         if self.json:
-            print(json.dumps(asdict(result), indent=2, allow_nan=False))
+            print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
         else:
             print_plan(Console(), result)
         return 0

@@ -17,7 +17,7 @@ from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_environment, write_result
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sink, wandb_sink
-from muonsw.lab.train.state import Training, with_fingerprint
+from muonsw.lab.train.state import Training, resolve_device, with_fingerprint
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
     """
     watch = watch or Watch()
     config = with_fingerprint(config)
+    resolve_device(config.device)  # a device that is not there must leave no trace in the folder
     with claimed(folder, config), stop_requests() as request, torch_threads(None):
         training = _usable(config)
         shelf = checkpoint.Shelf(folder / CHECKPOINTS, config.keep, watch.note)
