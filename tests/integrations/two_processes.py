@@ -9,9 +9,6 @@ import torch
 
 from tests.models.packages import prepare
 
-warnings.simplefilter("ignore")
-prepare()
-
 
 def with_transformers(folder):
     from muonsw.integrations.transformers import TelemetryCallback
@@ -48,6 +45,8 @@ def with_lightning(folder):
 
 
 def main(framework, folder):
+    warnings.simplefilter("ignore")
+    prepare()
     torch.set_num_threads(1)
     model, optimizer, sampled = globals()[f"with_{framework}"](folder)
     here = torch.cat([param.detach().flatten() for param in model.parameters()])
