@@ -29,7 +29,7 @@ from muonsw.algorithms.base import (
     views,
 )
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
-from muonsw.precision import compute_dtype, state_dtype
+from muonsw.precision import LOW_PRECISION, compute_dtype, state_dtype
 from muonsw.scale import SHAPE_SCALES
 
 STACK, FLATTEN = "stack", "flatten"
@@ -72,9 +72,9 @@ def _directions(group: Group, bucket: Bucket, grads: list[Tensor], momenta: list
         steps=group["ns_steps"],
         dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
     )
-    if ok is not None and not are_large(grads):
-        return orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
-    return orthogonal
+    if ok is None or are_large(grads) or bucket.dtype in LOW_PRECISION:
+        return orthogonal
+    return orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
 
 
 def _fused_directions(
