@@ -86,4 +86,5 @@ def test_rounding_is_left_as_it_is_written(rounding):
         assert ((a - b).abs() <= 3 * torch.finfo(a.dtype).eps * b.abs().max()).all()
     calls = [node for graph in graphs for node in graph.graph.nodes if node.op.startswith("call_")]
     casts = [node for node in calls if torch.bfloat16 in (*node.args, *node.kwargs.values())]
-    assert all(node.target is torch.zeros_like for node in casts), "only the state that the first step makes"
+    assert casts, "the state that the first step makes, at least"
+    assert not [node for node in casts if any(file in node.stack_trace for file in ("apply.py", "precision.py"))]
