@@ -6,10 +6,15 @@ INSTALLED := $(VENV)/.installed
 # Apart from the rest: a torchvision that cannot load its operators would break other packages' imports.
 MODELS_VENV := .venv-models
 MODELS_INSTALLED := $(MODELS_VENV)/.installed
+INTEGRATIONS_VENV := .venv-integrations
+INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
 WORKERS ?= 2
+# check: the guide must claim what the tests of frameworks show; write: write it there.
+WORKS_TABLE ?= check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models bench evidence docs clean
+.PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models test-integrations
+.PHONY: test-faults bench evidence docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -36,7 +41,7 @@ types: install
 	$(BIN)/mypy
 
 # One thread for each worker: two workers with two threads each on two cores run many times slower.
-QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu and not models"
+QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu and not models and not integrations"
 
 pytest: install
 	$(QUICK) -p no:randomly
@@ -64,6 +69,15 @@ $(MODELS_INSTALLED): pyproject.toml constraints.txt
 	$(MODELS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[models]' pytest pytest-xdist hypothesis
 	@touch $@
 
+test-integrations: $(INTEGRATIONS_INSTALLED)  ## Trainer, Accelerate, Lightning, timm, PEFT and TRL with our optimizers
+	OMP_NUM_THREADS=1 WORKS_TABLE=$(WORKS_TABLE) $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m integrations tests/integrations
+
+$(INTEGRATIONS_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[integrations]' pytest pytest-xdist \
+	  || { echo "the packages of the extra 'integrations' could not be installed, so nothing was tested"; exit 1; }
+	@touch $@
+
 bench: install  ## time our step and the demo model against torch's, on this machine
 	$(BIN)/python bench/step_time.py
 	$(BIN)/python bench/demo_speed.py
@@ -77,4 +91,4 @@ docs: install  ## build the documentation into site/
 	@echo "open site/index.html"
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(MODELS_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MODELS_VENV) $(INTEGRATIONS_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis

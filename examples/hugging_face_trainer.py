@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with Muon-SW: the optimizer is made from the model and handed over; the rest is as always.
+"""Hugging Face's Trainer with Muon-SW: one argument for the optimizer, one line for telemetry; the rest is as always.
 
 Run it: `pip install transformers accelerate`, then `python examples/hugging_face_trainer.py`. The model is a tiny
 Llama with random weights, so nothing is downloaded.
@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from muonsw import MuonSW
+from muonsw.integrations.transformers import TelemetryCallback, for_model
 
 
 class Repeats(torch.utils.data.Dataset):
@@ -34,7 +35,6 @@ def main(steps: int = 60) -> tuple[list[float], MuonSW]:
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
     model = LlamaForCausalLM(config)
-    optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -47,12 +47,18 @@ def main(steps: int = 60) -> tuple[list[float], MuonSW]:
             report_to=[],
             use_cpu=True,
         )
-        # The Trainer makes the scheduler; its peak is the optimizer's learning rate, which decay divides by.
-        trainer = Trainer(model=model, args=arguments, train_dataset=Repeats(), optimizers=(optimizer, None))
+        # The Trainer makes the scheduler; its peak is the learning rate given here, which decay divides by.
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=Repeats(),
+            optimizer_cls_and_kwargs=for_model(lr=0.02, weight_decay=0.1),
+        )
+        trainer.add_callback(TelemetryCallback(trainer, every=20))
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at the end")
-    return losses, optimizer
+    return losses, trainer.optimizer.optimizer
 
 
 if __name__ == "__main__":

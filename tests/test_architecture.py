@@ -10,6 +10,14 @@ import muonsw
 SOURCE = Path(muonsw.__file__).parent
 STANDARD = sys.stdlib_module_names
 
+# Modules that nothing else imports, each for the users of one other package.
+FOR_ONE_PACKAGE = {
+    "integrations/transformers.py": "transformers",
+    "integrations/lightning.py": "lightning",
+    "integrations/timm.py": "timm",
+    "telemetry/plot.py": "matplotlib",
+}
+
 
 def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
@@ -21,13 +29,25 @@ def imports(path):
 
 def test_the_library_needs_torch_alone_and_never_the_lab():
     for path in SOURCE.rglob("*.py"):
-        if "lab" in path.relative_to(SOURCE).parts:
+        place = path.relative_to(SOURCE)
+        if "lab" in place.parts:
             continue
-        allowed = ("torch", "muonsw", "triton") if "kernels" in path.parts else ("torch", "muonsw")
+        allowed = {
+            "torch",
+            "muonsw",
+            "triton" if "kernels" in place.parts else None,
+            FOR_ONE_PACKAGE.get(place.as_posix()),
+        }
         for name in imports(path):
             root = name.split(".")[0]
             assert root in STANDARD or root in allowed, f"{path.name} imports {name}"
             assert not name.startswith("muonsw.lab"), f"{path.name} imports the lab"
+
+
+def test_nothing_imports_a_module_that_is_for_one_other_package():
+    special = {"muonsw." + place.removesuffix(".py").replace("/", ".") for place in FOR_ONE_PACKAGE}
+    for path in SOURCE.rglob("*.py"):
+        assert not special & set(imports(path)), path.name
 
 
 def test_importing_the_library_loads_nothing_but_torch():

@@ -389,3 +389,17 @@ def test_work_grows_with_the_model_and_not_with_its_square():
         return nn.ModuleDict({"layers": nn.ModuleList(blocks), "head": nn.Linear(8, 50)})
 
     assert lines_run_to_classify(mixture(16)) < 8 * lines_run_to_classify(mixture(4))
+
+
+def test_groups_have_readable_names_that_no_other_group_has():
+    """A second group of one role is numbered, what a pattern calls a group stays, and names are always the same."""
+    patterns = {"blocks.0.qkv.*": {"name": "first", "lr": 0.1}, "blocks.1.qkv.*": {"lr": 0.2}}
+
+    def names():
+        return [group["name"] for group in MuonSW.for_model(Model(), lr=0.02, patterns=patterns).param_groups]
+
+    found = names()
+    assert found == names()
+    assert len(set(found)) == len(found)
+    assert found[0] == "first"
+    assert {"hidden", "hidden-2", "experts", "embedding"} <= set(found)

@@ -6,6 +6,7 @@ is Muon with scaled weight decay for the hidden matrices of a model and AdamW fo
 """
 
 from muonsw.algorithms import ALGORITHMS as ALGORITHMS
+from muonsw.clipping import clip_grad_norm_ as clip_grad_norm_
 from muonsw.decay import DECAY_RULES as DECAY_RULES
 from muonsw.decay import convert_weight_decay as convert_weight_decay
 from muonsw.decay import decay_factor as decay_factor
@@ -16,6 +17,7 @@ from muonsw.options import GroupOptions as GroupOptions
 from muonsw.orthogonalize import ORTHOGONALIZERS as ORTHOGONALIZERS
 from muonsw.peak import PeakLRError as PeakLRError
 from muonsw.peak import PeakLRWarning as PeakLRWarning
+from muonsw.recipes import recipe as recipe
 from muonsw.scale import SHAPE_SCALES as SHAPE_SCALES
 from muonsw.schedule import peak_lr_for_horizon as peak_lr_for_horizon
 from muonsw.telemetry import Telemetry as Telemetry
@@ -39,8 +41,10 @@ __all__ = [
     "PeakLRWarning",
     "Telemetry",
     "__version__",
+    "clip_grad_norm_",
     "convert_weight_decay",
     "decay_factor",
     "drive_weight_decay",
     "peak_lr_for_horizon",
+    "recipe",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Group
+from muonsw.distributed.shards import put_like
 from muonsw.options import CHECKS, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.routing.names import WRAPPER_WORDS
@@ -41,7 +42,7 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
             )
         own_settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
         fresh = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None}
-        adopted.append({**own_settings, **fresh, **_checked(_translate(old))})
+        adopted.append({**own_settings, **fresh, **_checked(translate(old))})
         _check_states(saved["state"], adopted[-1], own)
     return {**saved, "param_groups": adopted}
 
@@ -75,7 +76,7 @@ def plain_name(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in {*WRAPPER_WORDS, "module"})
 
 
-def _translate(group: Group) -> Group:
+def translate(group: Group) -> Group:
     """A group of torch's Muon, AdamW or SGD in this library's words; a group of ours as it is."""
     if "algorithm" in group:
         return group
@@ -144,7 +145,8 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
             for key, value in (saved["state"].get(number) or {}).items():
                 if key == "step" or isinstance(value, Tensor):  # older states count steps in plain numbers
                     dtype = dtype_of(key, group, param)
-                    optimizer.state[param][key] = torch.as_tensor(value).to(param.device, dtype, copy=True)
+                    kept = torch.as_tensor(value) if key == "step" else put_like(param, value)
+                    optimizer.state[param][key] = kept.to(param.device, dtype, copy=True)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
     {
         "torch._foreach_add_": _FOREACH,
         "torch._foreach_addcmul_": _FOREACH,
+        "torch._foreach_copy_": _FOREACH,
         "torch._foreach_div": _FOREACH,
         "torch._foreach_lerp_": _FOREACH,
         "torch._foreach_mul": _FOREACH,

@@ -6,13 +6,16 @@ Options that mean the same for all of them (`decay`, `peak_lr`, `rounding`, ...)
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from muonsw.optimizer import Params, ScaledDecayOptimizer
 from muonsw.options import GroupOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class MuonSW(ScaledDecayOptimizer):
@@ -41,6 +44,10 @@ class MuonSW(ScaledDecayOptimizer):
         nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
             the device), or "propagate".
         chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 576 MiB elsewhere.
+        process_group: ranks that hold the same plain parameters, as under DistributedDataParallel: each then
+            orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
+        momentum_on_owner: keep the momentum of such a parameter on the rank that orthogonalizes it alone; call
+            `gather_state` on every rank before `state_dict`.
         **options: see `GroupOptions`.
 
     Examples:
@@ -76,6 +83,8 @@ class MuonSW(ScaledDecayOptimizer):
         transposed: bool = False,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
+        process_group: ProcessGroup | None = None,
+        momentum_on_owner: bool = False,
         **options: Unpack[GroupOptions],
     ) -> None:
         own = {
@@ -94,7 +103,14 @@ class MuonSW(ScaledDecayOptimizer):
             "heads": heads,
             "transposed": transposed,
         }
-        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes)
+        super().__init__(
+            params,
+            {**own, **options},
+            nonfinite=nonfinite,
+            chunk_bytes=chunk_bytes,
+            process_group=process_group,
+            momentum_on_owner=momentum_on_owner,
+        )
 
 
 class AdamWSW(ScaledDecayOptimizer):

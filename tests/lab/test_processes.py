@@ -40,6 +40,11 @@ def work(task, tell):
             if task == "save":
                 raise Interrupted("saved", request.signal)
             raise MachineError("no room")
+        case "die while saving":
+            with stop_requests() as request:
+                while request.signal is None:
+                    time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
     return os.getpid(), torch.get_num_threads(), os.environ.get("RAYON_NUM_THREADS")
 
 
@@ -74,6 +79,7 @@ def test_jobs_in_processes_are_done_told_of_and_pinned_to_their_threads():
     assert all(rest == [1, "1"] for _, *rest in found.values())
     assert os.getpid() not in {process for process, *_ in found.values()}
     assert isinstance(failed["wild"], Diverged)
+    assert failed["wild"].step == 7
     assert isinstance(failed["killed"], MachineError)
     assert "ended from outside (signal 9)" in str(failed["killed"])
     assert str(failed["broken"]) == "ZeroDivisionError: by zero"
@@ -130,12 +136,16 @@ def assert_gone(children):
         time.sleep(0.01)
 
 
+KILLED = "stopped, die while saving was not saved: its process was ended from outside (signal 9); the same"
+
+
 @IN_PROC
 @pytest.mark.parametrize(
     ("number", "tasks", "end", "code"),
     [
         (signal.SIGKILL, ("sleep", "save"), "", -9),
         pytest.param(signal.SIGHUP, ("sleep", "dream"), "stopped; the same command", 129, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, ("save", "die while saving"), KILLED, 143, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, ("save", "sleep"), "stopped, all runs saved; the", 143, marks=pytest.mark.slow),
         (signal.SIGTERM, ("save", "save in vain"), "stopped, save in vain was not saved: no room; the same", 143),
     ],

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 State = dict[str, Tensor]
 
+# Cuts (axis, start, length), applied in turn.
+Narrows = tuple[tuple[int, int, int], ...]
+
 
 # Entries from which a tensor is large: on an accelerator such tensors are quicker with a kernel each and fewer
 # passes over memory, smaller ones with kernels that take many at once.
@@ -29,13 +32,23 @@ LARGE = 4 * 2**20
 
 
 class Item(NamedTuple):
-    """One parameter with a gradient, at one step."""
+    """One parameter with a gradient, at one step.
+
+    Of a parameter that is spread over ranks, `param`, `grad` and `state` are what this rank holds, `whole` is the
+    parameter itself.
+    """
 
     position: int
     name: str
     param: Tensor
     grad: Tensor
     state: State
+    whole: Tensor | None = None
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter as it stands in its group."""
+        return self.param if self.whole is None else self.whole
 
 
 class Region(NamedTuple):
@@ -44,7 +57,7 @@ class Region(NamedTuple):
     `narrows` are (axis, start, length) cuts, applied in turn; `flat` cuts the tensor laid out as a vector.
     """
 
-    narrows: tuple[tuple[int, int, int], ...] = ()
+    narrows: Narrows = ()
     flat: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -117,10 +130,33 @@ def _no_matrices(group: Group, param: Tensor) -> int:  # noqa: ARG001
     return 0
 
 
+class WholeMatrices(NamedTuple):
+    """A rule that needs whole matrices, in the two halves between which they are brought together.
+
+    Attributes:
+        first_axis: the number of axes that count matrices, for a parameter with so many axes.
+        cells: the matrices of a parameter of some shape, as cuts with the rows and columns of what they cut out.
+        sent_dtype: the dtype of what is to be orthogonalized.
+        result_dtype: the dtype of directions.
+        advance: moves the state of parts one step on, and writes what is to be orthogonalized to targets, if any.
+        directions: the directions for matrices (count, rows, columns), in a dtype.
+        scale: how far matrices of a shape move.
+    """
+
+    first_axis: Callable[[Group, int], int]
+    cells: Callable[[Group, torch.Size], Iterable[tuple[Narrows, int, int]]]
+    sent_dtype: Callable[[Group, torch.dtype], torch.dtype]
+    result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype]
+    advance: Callable[[Group, list[Part], list[Tensor] | None, Tensor | None], None]
+    directions: Callable[[Group, Tensor, torch.dtype], Tensor]
+    scale: Callable[[Group, int, int], float]
+
+
 class Algorithm(NamedTuple):
     """An update rule: its own options with their defaults, its state, and its directions.
 
-    `matrices` counts the matrices that it orthogonalizes in a parameter.
+    `matrices` counts the matrices that it orthogonalizes in a parameter. A rule without `whole` must treat every entry
+    on its own: on many ranks it is given shards.
     """
 
     defaults: dict[str, Any]
@@ -128,6 +164,7 @@ class Algorithm(NamedTuple):
     updates: Callable[[Group, list[Item], Budget], Iterator[Update | FusedUpdate]]
     validate: Callable[[Group, str, Tensor], None]
     matrices: Callable[[Group, Tensor], int] = _no_matrices
+    whole: WholeMatrices | None = None
 
 
 def are_large(tensors: list[Tensor]) -> bool:

@@ -13,14 +13,26 @@ from torch import Tensor
 
 from muonsw import kernels
 from muonsw.algorithms import momentum
-from muonsw.algorithms.base import WHOLE, Algorithm, Budget, Group, Item, Part, Region, Update, are_large, clean, views
+from muonsw.algorithms.base import (
+    WHOLE,
+    Algorithm,
+    Budget,
+    Group,
+    Item,
+    Narrows,
+    Part,
+    Region,
+    Update,
+    WholeMatrices,
+    are_large,
+    clean,
+    views,
+)
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
-from muonsw.precision import LOW_PRECISION, compute_dtype
+from muonsw.precision import LOW_PRECISION, compute_dtype, state_dtype
 from muonsw.scale import SHAPE_SCALES
 
 STACK, FLATTEN = "stack", "flatten"
-
-Narrows = tuple[tuple[int, int, int], ...]
 
 
 class Bucket(NamedTuple):
@@ -46,7 +58,7 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
         yield Update(
             parts,
             _scatter(_directions(group, bucket, grads, momenta, budget.ok), grads),
-            scale(*_out_in(group, bucket)),
+            scale(*_out_in(group, bucket.rows, bucket.columns)),
         )
 
 
@@ -122,9 +134,9 @@ def _momentum_matrices(
     return ahead
 
 
-def _out_in(group: Group, bucket: Bucket) -> tuple[int, int]:
-    """(out, in) of a bucket's matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
-    return (bucket.columns, bucket.rows) if group["transposed"] else (bucket.rows, bucket.columns)
+def _out_in(group: Group, rows: int, columns: int) -> tuple[int, int]:
+    """(out, in) of matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
+    return (columns, rows) if group["transposed"] else (rows, columns)
 
 
 def _empty_batch(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
@@ -326,6 +338,42 @@ def _validate_splits(group: Group, name: str, param: Tensor) -> None:
         raise ValueError(f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {found}")
 
 
+def _first_axis(group: Group, axes: int) -> int:
+    return 0 if group["matrix"] == FLATTEN else axes - 2
+
+
+def _cells(group: Group, shape: torch.Size) -> Iterator[tuple[Narrows, int, int]]:
+    """The parts of a parameter of this shape, with the shape of their matrices."""
+    for narrow in _splits(shape, _cuts(group)):
+        yield narrow, *matrix_shape(_narrowed(shape, narrow), group["matrix"])
+
+
+def _advance(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
+    """Advance the momentum of `parts`, and write what is to be orthogonalized to `targets`."""
+    form, beta = group["momentum_form"], group["momentum"]
+    momenta = [part.state("momentum_buffer") for part in parts]
+    grads = clean([part.grad for part in parts], momenta, group["maximize"], ok)
+    momentum.advance(form, momenta, grads, beta, ok)
+    if targets is not None and group["nesterov"]:
+        momentum.look_ahead(form, momenta, grads, beta, out=targets)
+    elif targets is not None:
+        torch._foreach_copy_(targets, momenta)
+
+
+# The rule of `updates` in two halves, for matrices that are spread over ranks.
+WHOLE_MATRICES = WholeMatrices(
+    first_axis=_first_axis,
+    cells=_cells,
+    sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
+    result_dtype=lambda group, dtype, device: compute_dtype(group["ns_dtype"], dtype, device),
+    advance=_advance,
+    directions=lambda group, matrices, dtype: ORTHOGONALIZERS[group["orthogonalizer"]](
+        matrices, steps=group["ns_steps"], dtype=dtype
+    ),
+    scale=lambda group, rows, columns: SHAPE_SCALES[group["scale"]](*_out_in(group, rows, columns)),
+)
+
+
 MUON = Algorithm(
     defaults={
         "momentum": 0.95,
@@ -345,4 +393,5 @@ MUON = Algorithm(
     updates=updates,
     validate=validate,
     matrices=count_matrices,
+    whole=WHOLE_MATRICES,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 OK, FAILED, USAGE, MACHINE = 0, 1, 2, 3
+INTERRUPTED = 130  # by Ctrl-C, before there was anything to save, or at once by a second one
 
 
 class UsageError(Exception):

@@ -32,6 +32,7 @@ POLL_SECONDS = 0.2
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 # What a job may raise as its answer; anything else is a fault of the program, and its process is not used again.
 EXPECTED = (UsageError, Diverged)
+GOES_ON = "the same command again goes on"
 
 
 def cores() -> int:
@@ -133,6 +134,7 @@ def run_jobs(
     *,
     workers: int,
     threads: int | None = 1,
+    again: str = GOES_ON,
 ) -> None:
     """Do jobs, several at a time in processes of their own, and tell the audience what they say and find.
 
@@ -147,6 +149,7 @@ def run_jobs(
         audience: Who hears of it.
         workers: Jobs at a time; with 1 they are done in this process.
         threads: Threads of torch in each job; None leaves them to the job.
+        again: What the same command does after jobs were stopped.
 
     Raises:
         Interrupted: If this process was asked to stop, after all jobs at work have ended.
@@ -163,7 +166,7 @@ def run_jobs(
     if most <= 1:
         _run_here(work, jobs, audience, threads)
     else:
-        _Pool(work, audience, most, threads).run(jobs)
+        _Pool(work, audience, most, threads, again).run(jobs)
 
 
 def _run_here(
@@ -189,8 +192,10 @@ class _Pool:
     Each has a pipe of its own: a process that dies in the middle of a message can hold no lock that another needs.
     """
 
-    def __init__(self, work: Callable[..., Any], audience: Audience, workers: int, threads: int | None) -> None:
-        self.work, self.audience, self.workers, self.threads = work, audience, workers, threads
+    def __init__(
+        self, work: Callable[..., Any], audience: Audience, workers: int, threads: int | None, again: str
+    ) -> None:
+        self.work, self.audience, self.workers, self.threads, self.again = work, audience, workers, threads, again
         self.staff: dict[Connection, BaseProcess] = {}
         self.busy: dict[Connection, str] = {}
         self.saved = 0
@@ -243,8 +248,8 @@ class _Pool:
         elif kind == "failed":
             self.audience.failed(name, content)
         elif not _asked(request):  # else the signal that ended the job was meant for all of us
-            fix = "run fewer at a time if memory was short; the same command again goes on"
-            self.audience.failed(name, MachineError(f"its process was ended from outside ({content}): {fix}"))
+            fix = f"run fewer at a time if memory was short; {self.again}"
+            self.audience.failed(name, MachineError(f"its process was ended from outside ({_ending(content)}): {fix}"))
 
     def _receive(self, connection: Connection) -> tuple[str, Any]:
         """What a worker says: `message`, `finished`, `failed`, `stopped`; or that it `died`, and how."""
@@ -252,7 +257,7 @@ class _Pool:
             kind, content, stays = connection.recv()
         except (EOFError, OSError):
             process = self._dismiss(connection)
-            return "died", _ending(process.exitcode)
+            return "died", process.exitcode
         self.saved += kind == "stopped"
         if not stays:
             self._dismiss(connection)
@@ -278,10 +283,12 @@ class _Pool:
                 name = self.busy.pop(connection)
                 if kind == "failed":
                     unsaved.append(f"{name} was not saved: {explain(content)}")
+                elif kind == "died" and content not in _DEAF:
+                    unsaved.append(f"{name} was not saved: its process was ended from outside ({_ending(content)})")
                 elif kind == "finished":
                     self.audience.finished(name, content)
         how = "; ".join(unsaved) or ("all runs saved" if self.saved else "")
-        return ", ".join(filter(None, ("stopped", how))) + "; the same command again goes on"
+        return f"{', '.join(filter(None, ('stopped', how)))}; {self.again}"
 
     def _end(self, at_once: bool) -> None:
         """Let idle workers go; end those that are still at work, which save what they can unless it must be at once."""
@@ -295,6 +302,10 @@ class _Pool:
         finally:  # a second Ctrl-C, or an audience that raises again
             for process in self.staff.values():
                 process.kill()
+
+
+# How a job ends that was asked to stop and does not listen: it has nothing to save.
+_DEAF = tuple(-number for number in STOP_SIGNALS)
 
 
 class _Stop(Exception):  # noqa: N818 (leaves the loop over jobs)

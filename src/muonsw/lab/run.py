@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
-from muonsw.lab.train.__main__ import main
+from muonsw.lab.errors import INTERRUPTED
+
+
+def main() -> int:
+    """Load the trainer and run it; an interrupt while it loads is told in a line, too."""
+    try:
+        return int(importlib.import_module("muonsw.lab.train.__main__").main())
+    except KeyboardInterrupt:
+        print("muonsw: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,13 +6,16 @@ names the file and says what to do.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,9 +25,13 @@ from muonsw.lab.errors import MachineError, UsageError
 
 # No JSON file of the lab comes near these; a file beyond them is not one of ours.
 JSON_BYTES = 1 << 28
-JSON_DIGITS = 40
+JSON_DIGITS, JSON_DEPTH = 40, 64
 LOCK = ".lock"
 MAKE_ROOM = "make room on the disk, or choose another folder"
+# The names of files that are being written: see `placing`.
+_LEFTOVER = re.compile(r"\..+\.\d+")
+# What a disk says when it, and not the name of the folder, is the trouble.
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @contextmanager
@@ -45,21 +52,25 @@ def prepare_folder(folder: Path) -> None:
 
     Raises:
         UsageError: If it cannot be made or written to.
+        MachineError: If the disk is full or fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"cannot write to the folder {folder}: {reason}; choose another") from error
+        message = f"cannot write to the folder {folder}: {error.strerror or error}"
+        if error.errno in _DISK_FAULTS:
+            raise MachineError(f"{message}; {MAKE_ROOM}") from error
+        raise UsageError(f"{message}; choose another") from error
 
 
 @contextmanager
 def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
     """Make a folder if it is missing, and hold it while the block runs.
 
-    The lock is the system's, so a process that is killed leaves none behind.
+    The lock is the system's, so a process that is killed leaves none behind; the files that such a one was writing are
+    removed.
 
     Args:
         folder: What to hold.
@@ -81,19 +92,29 @@ def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"{path} cannot be locked: {error.strerror or error}; choose another folder") from error
     try:
+        remove_leftovers(folder)
         yield
     finally:
         lock.release()
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Delete what killed processes left beside the files that they were about to replace."""
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            path.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
     """Replace a file by one with this content; a reader sees the old or the new one, never a part.
+
+    Halves of characters, which come from file names that are not UTF-8, are written as their code.
 
     Raises:
         MachineError: If it cannot be written; the old file is then still there.
     """
     with replacing(path, remedy=remedy) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     return path
 
 
@@ -113,6 +134,8 @@ def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
 @contextmanager
 def placing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[Path]:
     """A name beside `path` under which the block writes a file; that file then takes the place of `path`."""
+    if path.is_dir() and not path.is_symlink():
+        raise UsageError(f"{path} is a folder, and a file of this name is to be written: move it away, or delete it")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with reported(path, remedy):
         try:
@@ -136,6 +159,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def numbered(path: Path) -> Path:
+    """The first of `path.1`, `path.2`, ... that is not taken, for what is put aside: nothing kept before is lost."""
+    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
 def read_json(path: Path, *, remedy: str = "check the file, or delete it") -> Any:
     """The data of a JSON file, whatever it holds.
 
@@ -143,16 +172,23 @@ def read_json(path: Path, *, remedy: str = "check the file, or delete it") -> An
         UsageError: If it cannot be read, is larger than any file of ours, or is not JSON as the lab writes it.
     """
     try:
-        with path.open("rb") as file:
-            small = os.fstat(file.fileno()).st_size <= JSON_BYTES
-            text = file.read(JSON_BYTES + 1) if small else b""
-        if not small or len(text) > JSON_BYTES:
-            raise ValueError(f"it is larger than {JSON_BYTES >> 20} MiB")
-        return parse_json(text)
+        return parse_json(_bounded_bytes(path))
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: check the path") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+
+
+def _bounded_bytes(path: Path) -> bytes:
+    """What a file holds; in pieces, since a buffer of the largest size would be taken for the smallest file."""
+    pieces, size = [], 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            pieces.append(piece)
+            size += len(piece)
+            if size > JSON_BYTES:
+                raise ValueError(f"it is larger than {JSON_BYTES >> 20} MiB")
+    return b"".join(pieces)
 
 
 def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
@@ -186,15 +222,33 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it has a whole number of 400 digits
     """
     try:
-        return json.loads(text, parse_int=_whole_number, parse_constant=_no_number)
+        data = json.loads(text, parse_int=_whole_number, parse_float=_finite_number, parse_constant=_no_number)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    _require_shallow(data)
+    return data
+
+
+def _require_shallow(data: Any) -> None:
+    """Refuse what would end a function that calls itself for each level."""
+    level = [data] if isinstance(data, dict | list) else []
+    for _ in range(JSON_DEPTH):
+        inner = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+    if level:
+        raise ValueError("it is nested too deeply")
 
 
 def _whole_number(digits: str) -> int:
     if len(digits) > JSON_DIGITS:
         raise ValueError(f"it has a whole number of {len(digits)} digits")
     return int(digits)
+
+
+def _finite_number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:JSON_DIGITS]} is too large a number")
+    return number
 
 
 def _no_number(name: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from fnmatch import fnmatchcase
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -47,11 +48,25 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
         key = repr(sorted(options.items(), key=lambda item: item[0]))
         groups.setdefault(key, {**options, "params": []})["params"].append((entry.name, entry.param))
     ordered = sorted(groups.values(), key=lambda group: group["role"] not in MATRIX_ROLES)
+    _name(ordered)
     _refuse_unused(patterns, set(chosen.values()), routed)
     _refuse_idle(adamw, adamw_used)
     if algorithm == MUON:
         _warn_without_matrices(ordered)
     return Routing(ordered, {entry.name: _reason(entry, chosen[entry.name]) for entry in routed})
+
+
+def _name(groups: list[Group]) -> None:
+    """Give each group a `name` that no other has, for loggers: its role, or what a pattern calls it.
+
+    Several groups of one name are numbered in their order, which follows from model and options alone.
+    """
+    taken: set[str] = set()
+    for group in groups:
+        wanted = str(group.get("name") or group["role"])
+        numbered = (f"{wanted}-{number}" for number in count(2))
+        group["name"] = wanted if wanted not in taken else next(name for name in numbered if name not in taken)
+        taken.add(group["name"])
 
 
 def _refuse_shapeless(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Where records can go: a JSON Lines file, a TensorBoard writer, a W&B run. Any function of a record is a sink too.
+"""Where records can go: a JSON Lines file, a TensorBoard writer, a W&B or an MLflow run. Any function is a sink too.
 
 Writers and runs are the user's own objects; nothing is imported here.
 """
@@ -93,6 +93,23 @@ class WandbSink:
             self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
         self._kinds.add(kind)
         self.run.log({f"{kind}/step": record["step"], **dict(scalars(record, parameters=self.parameters))})
+
+
+class MlflowSink:
+    """Logs every value to MLflow, at the step of the record.
+
+    Args:
+        run: the module `mlflow` with a run that is active, or anything with `log_metrics(metrics, step)`.
+        parameters: log the values of single parameters too, which are many.
+    """
+
+    def __init__(self, run: Any, *, parameters: bool = False) -> None:
+        self.run = run
+        self.parameters = parameters
+
+    def __call__(self, record: Record) -> None:
+        """Log the scalars of a record."""
+        self.run.log_metrics(dict(scalars(record, parameters=self.parameters)), step=record["step"])
 
 
 def scalars(record: Record, *, parameters: bool = False) -> Iterator[tuple[str, float]]:

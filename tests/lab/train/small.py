@@ -33,12 +33,12 @@ def small_run(*, model=None, optimizer=None, **settings):
     )
 
 
-def losses(folder):
+def losses(folder, name="metrics.jsonl"):
     """Every number of a run that must not depend on how it was interrupted."""
     import json
 
     kept = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
+    for line in (folder / name).read_text().splitlines():
         record = json.loads(line)
         record.pop("tokens_per_second", None)
         kept.append(record)

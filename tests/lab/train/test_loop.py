@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.errors import Diverged, UsageError
+from muonsw.lab.processes import torch_threads
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
@@ -93,7 +95,9 @@ train(read_config_file(Path(sys.argv[1])), Path(sys.argv[2]), Watch(record=die))
     assert killed.returncode == -signal.SIGKILL
     notes = []
     train(small_run(), run, Watch(note=notes.append))
-    assert bool(notes) == (kill_at > 4), "there is a checkpoint to go on from once update 4 is done"
+    (note,) = notes
+    assert ("going on after" in note) == (kill_at > 4), "there is a checkpoint to go on from once update 4 is done"
+    assert (run / "metrics.jsonl.1").exists() == ("begins again" in note) == (kill_at < 4)
     assert_same_run(uninterrupted, run, 12)
 
 
@@ -121,17 +125,106 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, numb
     assert checkpoint.load(saved).step == last
 
 
+def damage(path):
+    """Flip the last bit of a checkpoint's model."""
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_damaged_checkpoints_of_later_updates_take_no_place_from_good_ones(uninterrupted, tmp_path):
+    """They would be the newest for ever, and every checkpoint that the resumed run saves the oldest."""
+    stop_at(4, small_run(keep=1), tmp_path)
+    good = tmp_path / "checkpoints" / "step-00000004"
+    for step in (20, 30):
+        shutil.copytree(good, damaged := good.with_name(f"step-{step:08d}"))
+        damage(damaged)
+    notes = []
+    train(small_run(keep=1), tmp_path, Watch(note=notes.append))
+    assert [note.partition(":")[0] for note in notes[:2]] == ["damaged checkpoint left out"] * 2
+    assert checkpoints(tmp_path) == ["damaged-step-00000020.1", "damaged-step-00000030.1", "step-00000012"]
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
+def test_a_damaged_checkpoint_of_an_earlier_update_is_not_counted_either(tmp_path):
+    stop_at(8, small_run(keep=3, steps=16), tmp_path)
+    damage(tmp_path / "checkpoints" / "step-00000004")
+    notes = []
+    train(small_run(keep=3, steps=16), tmp_path, Watch(note=notes.append))
+    assert "after update 8" in notes[0]
+    assert "step-00000004/model.safetensors does not match" in notes[1]
+    whole = ["step-00000008", "step-00000012", "step-00000016"]
+    assert checkpoints(tmp_path) == ["damaged-step-00000004.1", *whole]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_keeps_its_records(uninterrupted, tmp_path):
+    stop_at(4, small_run(), tmp_path)
+    before = losses(tmp_path)
+    damage(tmp_path / "checkpoints" / "step-00000004")
+    notes = []
+    train(small_run(), tmp_path, Watch(note=notes.append))
+    assert f"was moved to {tmp_path / 'metrics.jsonl.1'}: there is no checkpoint to go on from" in notes[1]
+    assert losses(tmp_path, "metrics.jsonl.1") == before
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(uninterrupted, tmp_path):
     stop_at(8, small_run(), tmp_path)
-    newest = tmp_path / "checkpoints" / "step-00000008" / "model.safetensors"
-    data = bytearray(newest.read_bytes())
-    data[-1] ^= 1
-    newest.write_bytes(data)
+    damage(tmp_path / "checkpoints" / "step-00000008")
     notes = []
     train(small_run(), tmp_path, Watch(note=notes.append))
     assert "model.safetensors does not match its checksum" in notes[0]
     assert "after update 4" in notes[1]
     assert_same_run(uninterrupted, tmp_path, 12)
+
+
+BROKEN_LINES = [
+    b"7\n",
+    b'{"kind":"train","loss":1.0}\n',
+    b'{"kind":"train","step":"3"}\n',
+    b'{"kind":"train","step":true}\n',
+    b'{"kind":"train","step":1e400}\n',
+    b'{"kind":"train","st\n',
+    b"\xff\xfe\n",
+    b"[" * 5000 + b"\n",
+    b"\n",
+]
+
+
+def test_damaged_lines_of_the_metrics_are_moved_aside_and_every_whole_record_stays(uninterrupted, tmp_path):
+    stop_at(8, small_run(), tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join([*BROKEN_LINES, *lines[:2], *BROKEN_LINES, *lines[2:], b'{"half": ']))
+    notes = []
+    train(small_run(), tmp_path, Watch(note=notes.append))
+    aside = tmp_path / "metrics.jsonl.damaged.1"
+    assert notes[1:] == [f"{2 * len(BROKEN_LINES)} damaged lines of {metrics} were moved to {aside}"]
+    assert aside.read_bytes() == b"".join(BROKEN_LINES * 2)
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
+@pytest.mark.parametrize(
+    ("harm", "note"),
+    [
+        (lambda path: path.unlink(), "of the updates 1 to 4, 4 have no training record"),
+        (lambda path: os.truncate(path, path.stat().st_size // 2), "have no training record; the run itself is not"),
+        (lambda path: (path.unlink(), path.mkdir()), "metrics.jsonl.1: it is no file of records"),
+    ],
+    ids=["missing", "cut", "folder"],
+)
+def test_records_that_are_gone_are_told_and_the_run_goes_on(uninterrupted, tmp_path, harm, note):
+    stop_at(4, small_run(), tmp_path)
+    harm(tmp_path / "metrics.jsonl")
+    notes = []
+    train(small_run(), tmp_path, Watch(note=notes.append))
+    assert note in "\n".join(notes)
+    assert losses(tmp_path)[-9:] == losses(uninterrupted)[-9:]
 
 
 class StoppedError(Exception):
@@ -190,6 +283,21 @@ def test_other_tokens_under_the_same_path_are_refused(tmp_path):
         train(replace(config, data=replace(config.data, fingerprint="0" * 16)), tmp_path)
 
 
+def test_a_decay_that_is_too_strong_at_the_peak_is_refused_before_the_first_update(tmp_path):
+    with pytest.raises(UsageError, match=r"learning rate of 100 with weight_decay=0.1 .* take 10 times the weight"):
+        train(small_run(optimizer={"lr": 100.0}), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_rate_above_its_peak_is_the_user_s_error(tmp_path):
+    def raise_it(training):
+        for group in training.optimizer.param_groups:
+            group["peak_lr"] = 1e-6
+
+    with pytest.raises(UsageError, match=r"update 1 cannot be taken: .*above its peak"):
+        train(small_run(), tmp_path, Watch(started=raise_it))
+
+
 def test_a_model_without_room_for_the_vocabulary_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"vocabulary of 257 tokens, more than model\.vocab=128"):
         train(small_run(model={"vocab": 128}), tmp_path)
@@ -215,6 +323,50 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(tmp_p
 def test_a_diverging_loss_stops_the_run(tmp_path):
     with pytest.raises(Diverged, match="at best"):
         train(small_run(steps=200, diverged=0.5, optimizer={"lr": 3.0, "weight_decay": 0.0}), tmp_path)
+
+
+def with_gradients(broken):
+    """A watch whose run has infinite gradients, though a finite loss, in the updates for which `broken` holds."""
+
+    def break_them(training):
+        weight = next(training.model.parameters())
+        weight.register_hook(lambda gradient: gradient * (math.inf if broken(training.step + 1) else 1.0))
+
+    return Watch(started=break_them)
+
+
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+def test_a_run_that_skips_update_after_update_stops(tmp_path):
+    said = r"gradients of 4 updates in a row, up to update 9, are not finite.*setting `skipped`.*step-00000008"
+    with pytest.raises(Diverged, match=said) as stopped:
+        train(small_run(skipped=4), tmp_path, with_gradients(lambda step: step == 2 or step >= 6))
+    assert stopped.value.step == 9
+
+
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+def test_updates_that_are_skipped_now_and_then_are_counted_also_over_a_resume(tmp_path):
+    def stop(record):
+        if record["step"] == 6:
+            raise StoppedError
+
+    broken = with_gradients(lambda step: step % 4)
+    with pytest.raises(StoppedError):
+        train(small_run(skipped=4), tmp_path, replace(broken, record=stop))
+    assert train(small_run(skipped=4), tmp_path, broken)["skipped"] == 9
+
+
+def test_the_threads_of_a_run_are_restored_and_the_difference_is_said(uninterrupted, tmp_path):
+    """What torch would choose differs from process to process; a resumed run has the number that it began with."""
+    with torch_threads(2):
+        stop_at(4, small_run(threads=0), tmp_path)
+    notes, used = [], []
+    watch = Watch(note=notes.append, record=lambda _record: used.append(torch.get_num_threads()))
+    train(small_run(threads=0), tmp_path, watch)
+    assert set(used) == {2}
+    assert torch.get_num_threads() == 1
+    assert notes[1] == "torch uses 2 CPU threads, as before, and not the 1 it would choose here"
+    assert json.loads((tmp_path / "environment.json").read_text())["threads"] == 2
+    assert json.loads((uninterrupted / "environment.json").read_text())["threads"] == 1
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])

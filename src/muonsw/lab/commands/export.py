@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from muonsw.lab.errors import UsageError
+from muonsw.lab.terminal import harmless, say
+from muonsw.lab.train.config import LARGEST
 from muonsw.lab.train.export import export, load_model, sample
 
 
@@ -26,9 +29,13 @@ class Export:
 
     def run(self) -> int:
         """Write, and say where."""
-        folder = export(self.run_folder, self.out or self.run_folder / "export", best=self.best)
-        print(f"wrote {folder}; see what it learned with: muonsw sample {folder}")
+        folder = export(self.run_folder, self.out or self.run_folder / "export", best=self.best, note=_warn)
+        say(Console(), f"wrote {folder}; see what it learned with: muonsw sample {folder}")
         return 0
+
+
+def _warn(text: str) -> None:
+    say(Console(stderr=True), f"muonsw: {text}")
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,11 @@ class Sample:
 
     def run(self) -> int:
         """Print the prompt and what follows, as it is drawn."""
-        if self.tokens < 1 or self.temperature < 0 or self.top_k < 0:
-            raise UsageError("--tokens must be at least 1, --temperature and --top-k not negative")
-        model, tokenizer = load_model(self.model)
+        if self.tokens < 1 or self.top_k < 0 or not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UsageError("--tokens must be at least 1, --temperature finite, and it and --top-k not negative")
+        if not 0 <= self.seed < LARGEST:
+            raise UsageError(f"--seed must be at least 0 and below 2**63, got {self.seed}")
+        model, tokenizer = load_model(self.model, note=_warn)
         drawn = sample(
             model,
             tokenizer,
@@ -63,14 +72,14 @@ class Sample:
             seed=self.seed,
         )
         ids: list[int] = []
-        shown = self.prompt
-        sys.stdout.write(shown)
+        prompt = self.prompt.encode(errors="replace").decode()  # halves of characters cannot be printed
+        shown = prompt
+        print(harmless(shown), end="")
         for token in drawn:
             ids.append(token)
-            text = self.prompt + tokenizer.decode(ids)
+            text = prompt + tokenizer.decode(ids)
             if not text.endswith("\ufffd"):  # half a character: wait for the rest
-                sys.stdout.write(text[len(shown) :])
-                sys.stdout.flush()
+                print(harmless(text[len(shown) :]), end="", flush=True)
                 shown = text
         print()
         return 0

@@ -57,8 +57,6 @@ _HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "text": 0.0
 _SMALL_BYTES = 1 << 28
 _FEW_CORES = 4
 _UNFINISHED = Group("", 0, tokens={}, checksums={})
-# What a killed process leaves behind: files that it wrote beside their place, and shards that are not on record.
-_LEFTOVER = re.compile(r"\..+\.(tokens|json|bpe)\.\d+")
 _SHARD = re.compile(r"(train|validation)-\d{5}-[0-9a-f]{8}\.tokens")
 
 
@@ -271,9 +269,6 @@ def locked(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     """
     fix = "wait for it to end, or choose another folder"
     with storage.locked(folder, f"{folder} is being prepared by another process: {fix}", wait=wait):
-        for path in folder.iterdir():
-            if _LEFTOVER.fullmatch(path.name):
-                path.unlink(missing_ok=True)
         yield
 
 

@@ -149,7 +149,8 @@ class BPETokenizer(Tokenizer):
         except UsageError:
             raise
         except Exception as error:  # the library raises bare Exception for JSON that is no tokenizer
-            raise UsageError(f"{path} is not a tokenizer of the tokenizers library: {error}") from error
+            fix = "put the right file back, or prepare the data (or export the run) again"
+            raise UsageError(f"{path} is not a tokenizer of the tokenizers library: {error}; {fix}") from error
 
     def save(self, path: Path) -> Path:
         """Write the JSON of the library."""

@@ -108,11 +108,15 @@ def percent(share: float) -> str:
 
 
 def unfinished(history: History) -> Finding | None:
-    """The run has not written its result."""
-    if not history.run.in_progress:
-        return None
+    """The run has not written its result, or its records end before it."""
     step, planned = history.run.steps, history.planned_steps
-    text = f"The run is not complete: step {step:,} of {planned:,}. Everything below describes it so far."
+    if history.run.in_progress:
+        text = f"The run is not complete: step {step:,} of {planned:,}. Everything below describes it so far."
+    elif (lost := history.run.lost_records) > 0:
+        step = planned - lost
+        text = f"The run is complete, and its records end at step {step:,} of {planned:,}: part of its file is lost."
+    else:
+        return None
     return Finding("unfinished", Severity.NOTE, history.scope, text, {"step": step, "planned": planned})
 
 

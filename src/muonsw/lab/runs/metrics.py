@@ -17,12 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from muonsw.lab.storage import parse_json
+
 try:
     from orjson import loads
 except ModuleNotFoundError:  # the standard library reads the same, and takes about three times as long
-    from json import loads  # type: ignore[assignment]
+    loads = parse_json  # type: ignore[assignment]
 
 BLOCK = 1 << 20  # bytes of text that are read at a time; more would leave the cache of the processor
+# No record of ours comes near these. They bound the memory that a file can ask for: columns have a place for every
+# record, so that keys which hardly any record has are dear.
+LINE_BYTES, DEPTH = 1 << 26, 8
+FREE_CELLS, CELLS_FOR_EACH_VALUE = 1 << 20, 64
+LARGEST_STEP = float(1 << 53)
 POOLED = ("all", "decayed")
 SPLIT = {"roles": "role", "layers": "layer", "parameters": "parameter"}
 Column = NDArray[np.float64]
@@ -66,7 +73,7 @@ class Columns(Mapping[str, Column]):
 
     def known(self, key: str) -> tuple[NDArray[np.int64], Column]:
         """Steps and values of a key where it has finite ones; both empty where it was never recorded."""
-        if key not in self:
+        if key not in self or "step" not in self:
             return np.empty(0, np.int64), np.empty(0)
         finite = np.isfinite(self[key])
         return self.step[finite], self[key][finite]
@@ -80,7 +87,7 @@ def read_metrics(path: Path, *, details: bool = True) -> dict[str, dict[str, Col
         details: Whether telemetry of single roles, layers and parameters is read, or the pooled scopes alone.
 
     Raises:
-        ValueError: If another line is not a JSON object.
+        ValueError: If another line is not a record, or if the records have hardly a key in common.
     """
     parts: dict[tuple[str, str], list[_Part]] = {}
     with _no_garbage_collection():
@@ -98,6 +105,8 @@ def _blocks(path: Path) -> Iterator[tuple[int, list[Record]]]:
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             whole, _, rest = (rest + block).rpartition(b"\n")
+            if len(rest) > LINE_BYTES:
+                raise ValueError(f"{path} has a line of more than {LINE_BYTES >> 20} MiB")
             if whole:
                 yield first, _records(whole, path, first)
                 first += whole.count(b"\n") + 1
@@ -132,11 +141,11 @@ def _alike(records: Sequence[Record], first: int) -> Iterator[tuple[str, list[in
     """Records of one kind with the same keys, with their numbers in the file."""
     groups: defaultdict[tuple[str, ...], tuple[list[int], list[Record]]] = defaultdict(lambda: ([], []))
     for number, record in enumerate(records, first):
-        places, alike = groups[record.get("kind", ""), *record]
+        places, alike = groups[str(record.get("kind", "")), *record]
         places.append(number)
         alike.append(record)
     for (kind, *_), (places, alike) in groups.items():
-        yield str(kind), places, alike
+        yield kind, places, alike
 
 
 def _by_scope(places: list[int], alike: list[Record], details: bool) -> Iterator[tuple[str, _Part]]:
@@ -146,12 +155,20 @@ def _by_scope(places: list[int], alike: list[Record], details: bool) -> Iterator
     yield "", _Part.of(places, alike, [key for key in keys if key not in scopes])
     for name in scopes:
         values = [record[name] for record in alike]
+        _require_objects(values, places, name)
         if name in POOLED:
             yield from ((name, part) for part in _parts(places, values))
         elif details:
             for inner in dict.fromkeys(key for value in values for key in value):
                 found = [(place, value[inner]) for place, value in zip(places, values, strict=True) if inner in value]
+                _require_objects([value for _, value in found], [place for place, _ in found], f"{name}.{inner}")
                 yield from ((f"{SPLIT[name]}:{inner}", part) for part in _parts(*zip(*found, strict=True)))
+
+
+def _require_objects(values: Sequence[Any], places: Sequence[int], name: str) -> None:
+    if not {dict}.issuperset(map(type, values)):
+        wrong = next(place for place, value in zip(places, values, strict=True) if type(value) is not dict)
+        raise ValueError(f"{name[:60]!r} in line {wrong} is not a JSON object")
 
 
 def _parts(places: Sequence[int], values: Sequence[Record]) -> Iterator[_Part]:
@@ -174,14 +191,28 @@ class _Part(NamedTuple):
 def _assemble(scopes: Mapping[str, Sequence[_Part]]) -> dict[str, Columns]:
     """The columns of all scopes, under the union of their keys; of several records of one step the last counts."""
     places = np.sort(np.concatenate([part.places for part in scopes[""]]))
+    _require_common_keys(scopes.values(), len(places))
     whole = _union(scopes[""], places)
     found = {scope: whole | _union(parts, places) if scope else whole for scope, parts in scopes.items()}
     steps = whole.get("step")
+    if steps is not None and not (np.abs(steps) < LARGEST_STEP).all():
+        wrong = places[np.argmin(np.abs(steps) < LARGEST_STEP)]
+        raise ValueError(f"the record in line {wrong} has no step")
     if steps is None or (np.diff(steps) > 0).all():
         return {scope: Columns(columns) for scope, columns in found.items()}
     _, last = np.unique(steps[::-1], return_index=True)
     chosen = steps.size - 1 - last
     return {scope: Columns({key: one[chosen] for key, one in columns.items()}) for scope, columns in found.items()}
+
+
+def _require_common_keys(scopes: Iterable[Sequence[_Part]], records: int) -> None:
+    """Refuse records so unlike each other that their columns would be nearly empty, and many."""
+    values = cells = 0
+    for parts in scopes:
+        values += sum(len(part.places) * len(part.columns) for part in parts)
+        cells += records * len({key for part in parts for key in part.columns})
+    if cells > FREE_CELLS + CELLS_FOR_EACH_VALUE * values:
+        raise ValueError(f"{records} records have hardly a key in common: they are not those of one run")
 
 
 def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> dict[str, Column]:
@@ -201,18 +232,20 @@ def _arrays(key: str, records: Sequence[Record]) -> dict[str, Column]:
         {'load.0': array([ 1., nan]), 'load.1': array([ 2., nan])}
     """
     if not isinstance(records[0][key], str):  # which might be a number in quotes
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, OverflowError):
             return {key: np.fromiter(map(itemgetter(key), records), np.float64, len(records))}
     flat = [dict(_flatten(key, record[key])) for record in records]
     names = dict.fromkeys(name for values in flat for name in values)
     return {name: np.array([values.get(name) for values in flat], dtype=np.float64) for name in names}
 
 
-def _flatten(key: str, value: Any) -> Iterator[tuple[str, float | None]]:
+def _flatten(key: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, float | None]]:
     if isinstance(value, list | dict):
+        if not depth:
+            raise ValueError(f"{key[:60]!r} is nested more than {DEPTH} deep")
         items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
         for name, item in items:
-            yield from _flatten(f"{key}.{name}", item)
+            yield from _flatten(f"{key}.{name}", item, depth - 1)
     elif isinstance(value, int | float):
         yield key, value
 

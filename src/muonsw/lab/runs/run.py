@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs.metrics import POOLED, Column, Columns, read_metrics
+from muonsw.lab.storage import read_object
+from muonsw.theory import HypothesisError
 from muonsw.theory.tracking import NormHistory, predict_norms
 
 Points = tuple[NDArray[np.int64], Column]
@@ -22,6 +24,23 @@ NAN = float("nan")
 SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
 RECURSION = {"r": "weight_rms", "s": "update_rms", "phi": "decay", "a": "alignment_update"}
 NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
+REMEDIES = {
+    "config.json": "put the run's own config.json back",
+    "environment.json": "delete it: it is only shown, and a run that goes on writes it anew",
+    "result.json": "delete it, and the command that made the run writes it again",
+}
+# What is read of a run's settings besides showing them, and of which kind it must be.
+SETTINGS: Mapping[str, Any] = {
+    "steps": int,
+    "seed": int,
+    "arm": str,
+    "optimizer": dict,
+    "optimizer.algorithm": str,
+    "optimizer.decay": str,
+    **dict.fromkeys((f"optimizer.{name}" for name in ("lr", "weight_decay", "momentum")), int | float),
+    "optimizer.betas": list,
+    "optimizer.betas[0]": int | float,
+}
 # How exactly phi/lr (or phi/lr^2) must stay the same for a run to have decayed by that rule, and how much the
 # learning rate must change before the two can be told apart.
 SAME_RATIO, VARIES = 0.01, 1.1
@@ -147,6 +166,15 @@ class Run:
         return int(taken) if np.isfinite(taken) else max(seen, default=0)
 
     @property
+    def lost_records(self) -> int:
+        """How many updates at the end of a complete run have no records, beyond the usual distance of two of them."""
+        seen = np.union1d(self.train.step, self.telemetry.step)
+        if not self.complete or len(seen) < 2:
+            return 0
+        missing = self.steps - int(seen[-1])
+        return missing if missing > np.diff(seen).max() else 0
+
+    @property
     def tokens(self) -> float:
         """How many tokens were trained on; not a number where that is not known."""
         return self._result("tokens", last(self.train.known("tokens")))
@@ -220,7 +248,10 @@ class Run:
             if known.sum() > 1:
                 steps = columns.step[known]
                 measured = {symbol: columns[key][known].tolist() for symbol, key in RECURSION.items()}
-                return steps, predict_norms(NormHistory.of(steps.tolist(), **measured)).numpy()
+                try:
+                    return steps, predict_norms(NormHistory.of(steps.tolist(), **measured)).numpy()
+                except HypothesisError:  # numbers that no training can have measured
+                    continue
         return NOTHING
 
     def _result(self, key: str, otherwise: float = NAN) -> float:
@@ -259,7 +290,7 @@ def load_run(path: str | Path) -> Run:
     return Run(
         name=where.resolve().name,
         path=where,
-        config=_read_json(where / "config.json") or {},
+        config=_read_config(where / "config.json"),
         environment=_read_json(where / "environment.json") or {},
         result=_read_json(where / "result.json"),
         tables=_tables(where / METRICS),
@@ -296,7 +327,8 @@ def _require_folder(folder: Path) -> None:
         raise UsageError(f"{folder} is not a run: it does not exist; {advice}")
     if not (folder / "config.json").is_file():
         inside = sorted(child.name for child in folder.iterdir() if (child / "config.json").is_file())
-        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else advice
+        begun = os.path.lexists(folder / METRICS) or os.path.lexists(folder / "config.json")
+        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else REMEDIES["config.json"] if begun else advice
         raise UsageError(f"{folder} is not a run: it has no config.json; {hint}")
 
 
@@ -306,20 +338,33 @@ def _tables(path: Path, *, details: bool = False) -> dict[str, dict[str, Columns
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the metrics of a run: {error}") from error
+        reason = str(error) if str(path) in str(error) else f"{path}: {getattr(error, 'strerror', None) or error}"
+        raise UsageError(f"cannot read the metrics of a run: {reason}; delete that line, or the file") from error
 
 
 def _details(path: Path) -> Mapping[str, Columns]:
     return _tables(path, details=True).get("telemetry", {})
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    """The settings of a run; those that are used here must be of the right kind."""
+    config = _read_json(path) or {}
+    optimizer = config.get("optimizer")
+    named = {**config}
+    if isinstance(optimizer, dict):
+        named |= {f"optimizer.{key}": value for key, value in optimizer.items()}
+        if isinstance(betas := optimizer.get("betas"), list):
+            named["optimizer.betas[0]"] = next(iter(betas), None)
+    for name, kind in SETTINGS.items():
+        if not _is(kind, named.get(name)):
+            raise UsageError(f"{path} has {name}={str(named[name])[:60]}; {REMEDIES[path.name]}")
+    return config
+
+
+def _is(kind: Any, value: Any) -> bool:
+    """Whether a value is of a kind, or missing."""
+    return value is None or (isinstance(value, kind) and not isinstance(value, bool))
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{path} should hold a JSON object, and holds {type(data).__name__}")
-    return data
+    return read_object(path, remedy=REMEDIES[path.name]) if path.exists() or path.is_symlink() else None

@@ -11,18 +11,20 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from muonsw.lab.errors import UsageError
-from muonsw.lab.storage import plain, read_object, reported, sync
+from muonsw.lab.storage import numbered, plain, read_object, reported, sync
 
 STATE = "state.json"
 PREFIX = "step-"
@@ -66,8 +68,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             (beside / STATE).write_text(json.dumps({**content, "checksum": _digest(content)}), encoding="utf-8")
             sync(beside / STATE)
             sync(beside)
-            if final.exists():  # a damaged one: a good one of this step would have been resumed from
-                shutil.rmtree(final)
+            remove(final)  # a damaged one, if any: a good one of this step would have been resumed from
             beside.rename(final)
             sync(folder)
         finally:
@@ -89,9 +90,9 @@ def load(path: Path) -> Checkpoint:
             with file.open("rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != checksum:
                     raise CheckpointError(f"{file} does not match its checksum")
-            tensors[name] = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+            tensors[name] = read_tensors(file)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     return Checkpoint(content["step"], tensors, content["state"])
 
 
@@ -107,12 +108,15 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
     if content.pop("checksum", None) != _digest(content):
         raise CheckpointError(f"{path / STATE} does not match its checksum")
+    parts = (content.get("checksums"), content.get("state"))
+    if not all(isinstance(part, dict) for part in parts) or content.get("step") != step_of(path):
+        raise CheckpointError(f"{path / STATE} is not the state after update {step_of(path)}")
     return content
 
 
 def newest_first(folder: Path) -> Iterator[Path]:
-    """The checkpoints below a folder by step, whatever their file times say."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit() and path.is_dir()]
+    """What has a checkpoint's name below a folder, by step, whatever file times say and whether or not it is whole."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     yield from sorted(found, key=step_of, reverse=True)
 
 
@@ -126,13 +130,79 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
 
 
-def prune(folder: Path, *, keep: int, best_step: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one, and what killed processes left behind."""
-    for path in list(newest_first(folder))[keep:]:
-        if step_of(path) != best_step:
-            shutil.rmtree(path)
-    for path in folder.glob(f".{PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
+def best_saved(paths: Iterable[Path]) -> int | None:
+    """The step of the checkpoint with the lowest validation loss."""
+    measured = []
+    for path in paths:
+        with suppress(CheckpointError, KeyError, TypeError, ValueError):  # the last three: of another program
+            content = read_state(path)
+            step, loss = content["state"]["latest"]
+            if step == content["step"] and loss is not None:  # a run that was stopped saves without evaluating
+                measured.append((loss, step))
+    return min(measured)[1] if measured else None
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The checkpoints of a run under way: the newest whole ones and the best stay, damaged ones are put aside.
+
+    Attributes:
+        folder: Where they are.
+        keep: How many to keep besides the best.
+        note: Is told what was put aside or could not be deleted.
+    """
+
+    folder: Path
+    keep: int
+    note: Callable[[str], None] = lambda _text: None
+    _whole: set[Path] = field(default_factory=set)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Add a checkpoint, then delete older ones and what killed processes left behind.
+
+        Raises:
+            UsageError: If it cannot be written.
+        """
+        self._whole.add(save(self.folder, checkpoint))
+        whole = [path for path in newest_first(self.folder) if self._is_whole(path)]
+        best = best_saved(whole)
+        for path in whole[self.keep :]:
+            if step_of(path) != best:
+                self._delete(path)
+        for path in self.folder.glob(f".{PREFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def put_aside(self, path: Path, damage: CheckpointError) -> None:
+        """Give a damaged checkpoint another name, under which it counts no more, and say so."""
+        aside = numbered(path.with_name(f"damaged-{path.name}"))
+        with reported(path):
+            path.rename(aside)
+        self.note(f"damaged checkpoint left out: {damage}; it is now {aside}")
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a checkpoint can be loaded; it is read for this once, and not at all if this process wrote it."""
+        if path not in self._whole:
+            try:
+                load(path)
+            except CheckpointError as error:
+                self.put_aside(path, error)
+                return False
+            self._whole.add(path)
+        return True
+
+    def _delete(self, path: Path) -> None:
+        try:
+            remove(path)
+        except OSError as error:
+            self.note(f"{path} cannot be deleted: {error.strerror or error}")
+
+
+def remove(path: Path) -> None:
+    """Delete what has a checkpoint's name; of a link the link alone, whatever it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _write_part(folder: Path, name: str, tensors: Tensors) -> str:
@@ -149,6 +219,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error
+
+
+def read_tensors(path: Path) -> Tensors:
+    """The tensors of a file; what is no such file becomes an `OSError`, as for `write_tensors`."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # the library opens only names in UTF-8
+        source: Any = path.read_bytes()
+        read: Any = load_bytes
+    else:
+        source, read = path, load_file
+    try:
+        tensors: Tensors = read(source)
+    except OSError:
+        raise
+    except Exception as error:  # a header that lies is refused in many ways: as a key, a value, a type, a file
+        raise OSError(f"it is not a whole file of tensors ({error})") from error
+    return tensors
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -12,9 +12,11 @@ from muonsw.decay import DECAY_RULES
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.settings import as_data, from_data
 from muonsw.orthogonalize import ORTHOGONALIZERS
+from muonsw.precision import AUTO, DTYPES
 from muonsw.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
 
 VERSION = 1
+LARGEST = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class OptimizerConfig:
         _require_one_of("optimizer.peak", self.peak, ("group", "base"))
         _require_one_of("optimizer.router", self.router, ("adamw", "muon"))
         _require_one_of("optimizer.qkv", self.qkv, ("split", "fused"))
-        for name in ("lr", "weight_decay", "clip"):
-            value = getattr(self, name)
+        _require_one_of("optimizer.ns_dtype", self.ns_dtype, (AUTO, *DTYPES))
+        for name in ("lr", "weight_decay", "clip", "adam_lr"):
+            value = 0.0 if getattr(self, name) is None else getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
         _require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "at least 0 and below 1")
         good = [0.0 <= beta < 1.0 for beta in self.betas]
@@ -151,8 +154,9 @@ class RunConfig:
         precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
         compile: "on", "off", or "auto" for compiling on a GPU.
         graphs: "on", "off", or "auto" for replaying small updates on a GPU as CUDA graphs.
-        threads: CPU threads; 0 leaves torch's choice.
+        threads: CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed.
         diverged: Stop when the training loss exceeds its best by so many nats.
+        skipped: Stop when so many updates in a row are skipped because their gradients are not finite.
         tensorboard: Also write TensorBoard events into the run folder.
         wandb: Also log to this Weights & Biases project.
     """
@@ -177,14 +181,24 @@ class RunConfig:
     graphs: str = "auto"
     threads: int = 0
     diverged: float = 5.0
+    skipped: int = 20
     tensorboard: bool = False
     wandb: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep", "log_every"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in (
+            "steps",
+            "batch",
+            "accumulation",
+            "eval_every",
+            "checkpoint_every",
+            "keep",
+            "log_every",
+            "skipped",
+        ):
+            _require(1 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 1 and below 2**63")
         for name in ("seed", "telemetry_every", "threads"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            _require(0 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 0 and below 2**63")
         _require(self.diverged > 0, "diverged", self.diverged, "positive")
         _require_one_of("precision", self.precision, ("auto", "float32", "bfloat16"))
         _require_one_of("compile", self.compile, ("auto", "on", "off"))
@@ -193,6 +207,7 @@ class RunConfig:
             raise ValueError(f"batch={self.batch} does not split into accumulation={self.accumulation} equal parts")
         if self.schedule.warmup(self.steps) >= self.steps > 1:
             raise ValueError(f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={self.steps}")
+        self.schedule.multiple(self.steps)(0)  # whatever is wrong with the schedule is said before anything is trained
 
     @property
     def tokens_per_step(self) -> int:

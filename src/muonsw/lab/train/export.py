@@ -2,85 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
 from muonsw.lab.data.tokenizers import Tokenizer, store
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig
+from muonsw.lab.model.counts import unallocated
 from muonsw.lab.settings import as_data, from_data
-from muonsw.lab.storage import placing, prepare_folder, read_object, write_json
+from muonsw.lab.storage import placing, prepare_folder, read_object, remove_leftovers, write_json
 from muonsw.lab.train import checkpoint
-from muonsw.lab.train.folder import CHECKPOINTS, read_config
-from muonsw.lab.train.loop import best_saved
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import CHECKPOINTS, read_config, refuse_changes
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
 FORMAT = "muonsw-decoder"
+AGAIN = "export the run again"
+# The table of rotations is no part of the file, so that nothing else bounds it.
+LONGEST_SEQUENCE = 1 << 22
+Note = Callable[[str], None]
 
 
-def export(run: Path, folder: Path, *, best: bool = False) -> Path:
+def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _text: None) -> Path:
     """Write the model of a run's newest (or best) checkpoint into a folder.
+
+    Args:
+        run: The run.
+        folder: Made if missing.
+        best: Whether the checkpoint with the lowest validation loss is taken instead of the newest.
+        note: Told about checkpoints that are damaged and passed over.
 
     Raises:
         UsageError: If the run has no whole checkpoint, or its data folder is gone.
     """
     config = read_config(run)
-    saved = load_newest(run, best=best)
+    saved = load_newest(run, config, best=best, note=note)
+    _require_own(folder)
     prepare_folder(folder)
+    remove_leftovers(folder)
     with placing(folder / MODEL) as beside:
-        checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt"})
+        checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt", "maker": FORMAT})
+        checksum = _sha256(beside)
     _copy_tokenizer(Path(config.data.path), folder / TOKENIZER)
-    content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model)}
+    content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model), "sha256": checksum}
     write_json(folder / CONFIG, content)
     return folder
 
 
-def load_newest(run: Path, *, best: bool = False) -> checkpoint.Checkpoint:
-    """The newest whole checkpoint of a run, or its best.
+def _require_own(folder: Path) -> None:
+    """Find out whether an export may be written there: outside of it nothing is written, inside nothing foreign lost.
 
     Raises:
-        UsageError: If there is none.
+        UsageError: If the folder is a link, or holds a run, or a model that is no export.
+    """
+    for path in (folder, folder / TOKENIZER):
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link: delete it, or name the folder that it leads to")
+    config, model = folder / CONFIG, folder / MODEL
+    if os.path.lexists(config) and read_object(config).get("format") != FORMAT:
+        raise UsageError(f"{config} belongs to something else than an export: choose another folder with --out")
+    if os.path.lexists(model) and not _made_here(model):
+        raise UsageError(f"{model} was not written by an export: choose another folder with --out")
+
+
+def _made_here(model: Path) -> bool:
+    try:
+        with safe_open(model, "pt") as file:
+            return (file.metadata() or {}).get("maker") == FORMAT
+    except (OSError, SafetensorError):
+        return False
+
+
+def load_newest(
+    run: Path, config: RunConfig, *, best: bool = False, note: Note = lambda _text: None
+) -> checkpoint.Checkpoint:
+    """The newest whole checkpoint of a run, or its best; `note` is told about newer ones that are damaged.
+
+    Raises:
+        UsageError: If there is none, or if it is of a run with other settings.
     """
     checkpoints = run / CHECKPOINTS
-    wanted = best_saved(checkpoints) if best else None
+    wanted = checkpoint.best_saved(checkpoint.newest_first(checkpoints)) if best else None
     for path in checkpoint.newest_first(checkpoints):
         if wanted in (None, checkpoint.step_of(path)):
             try:
-                return checkpoint.load(path)
-            except checkpoint.CheckpointError:
-                continue
+                saved = checkpoint.load(path)
+                if "model" not in saved.tensors:
+                    raise checkpoint.CheckpointError(f"{path} holds no model")
+                refuse_changes(path, saved.state.get("config"), config)
+                return saved
+            except checkpoint.CheckpointError as error:
+                note(f"damaged checkpoint left out, an older one is taken if there is one: {error}")
     raise UsageError(f"{run} has no whole checkpoint: train it first with `muonsw train --out {run}`")
 
 
 def _copy_tokenizer(data: Path, folder: Path) -> None:
     """The tokenizer's own files, and a record that says which tokenizer it is; nothing about the tokens."""
     prepare_folder(folder)
+    remove_leftovers(folder)
     store(load_tokenizer(data), folder)
     save_record(folder, replace(read_record(data), groups=()))
 
 
-def load_model(path: Path) -> tuple[Decoder, Tokenizer]:
+def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder, Tokenizer]:
     """The model and the tokenizer of an exported folder, or of a run.
 
     Raises:
-        UsageError: If the folder is neither.
+        UsageError: If the folder is neither, or a file of it is damaged.
     """
-    content = read_object(path / CONFIG)
+    content = read_object(path / CONFIG, remedy=AGAIN)
     if content.get("format") == FORMAT:
-        config, tensors = from_data(ModelConfig, content["model"], "model"), load_file(path / MODEL)
+        config, tensors = _exported(path, content)
         tokenizer = load_tokenizer(path / TOKENIZER)
     else:
         run = read_config(path)
-        config, tensors = run.model, dict(load_newest(path).tensors["model"])
+        config, tensors = run.model, load_newest(path, run, note=note).tensors["model"]
         tokenizer = load_tokenizer(Path(run.data.path))
+    _require_fit(path, config, tensors)
+    if tokenizer.vocab_size > config.vocab:
+        raise UsageError(f"the tokenizer of {path} has more tokens than its model: {AGAIN}")
     model = Decoder(config, seed=None)
     model.load_state_dict(tensors)
     return model, tokenizer
+
+
+def _exported(path: Path, content: dict[str, Any]) -> tuple[ModelConfig, Mapping[str, torch.Tensor]]:
+    """The config and the tensors of an exported folder, whose bytes are those that were written."""
+    try:
+        config = from_data(ModelConfig, content.get("model"), "model")
+    except ValueError as error:
+        raise UsageError(f"{path / CONFIG}: {error}; {AGAIN}") from error
+    try:
+        if _sha256(path / MODEL) != content.get("sha256"):
+            raise UsageError(f"{path / MODEL} was altered, its checksum is not the one in {CONFIG}: {AGAIN}")
+        return config, checkpoint.read_tensors(path / MODEL)
+    except OSError as error:
+        raise UsageError(f"{path / MODEL} cannot be read: {error.strerror or error}; {AGAIN}") from error
+
+
+def _require_fit(path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare a config with tensors before anything of the size that it asks for is allocated.
+
+    Raises:
+        UsageError: If they are not of one model.
+    """
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    fits = config.layers == len(layers) and config.sequence <= LONGEST_SEQUENCE
+    try:
+        model = unallocated(config) if fits else None
+    except (RuntimeError, TypeError, OverflowError):  # sizes beyond those of any tensor
+        model = None
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if model is None or {name: tensor.shape for name, tensor in model.state_dict().items()} != shapes:
+        raise UsageError(f"{path / CONFIG} describes another model than the one whose weights are there: {AGAIN}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @torch.no_grad()
@@ -118,8 +205,12 @@ def sample(
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if not bool(logits.isfinite().all()):
+        raise UsageError("the model's outputs are not finite: it has diverged; export or sample an earlier checkpoint")
     if temperature == 0:
         return int(logits.argmax())
     kept = logits.topk(min(top_k or len(logits), len(logits)))
-    chosen = torch.multinomial((kept.values / temperature).softmax(0), 1, generator=generator)
+    # The largest is subtracted first: a tiny temperature would make it infinite.
+    weights = ((kept.values - kept.values[0]).double() / temperature).softmax(0)
+    chosen = torch.multinomial(weights, 1, generator=generator)
     return int(kept.indices[chosen])

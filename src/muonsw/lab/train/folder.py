@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import environment
 from muonsw.lab.settings import differences
 from muonsw.lab.storage import locked, read_object, write_json
+from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
 CHECKPOINTS = "checkpoints"
 
-# Settings that change what is kept or shown, and never a number of the run.
-HARMLESS = ("keep", "tensorboard", "wandb")
+# Settings that change what is kept or shown, and never a number of the run. Tokens may move: their hash is compared.
+HARMLESS = ("keep", "tensorboard", "wandb", "data.path")
 
 
 @contextmanager
@@ -37,10 +39,12 @@ def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
 
 def _agree(folder: Path, config: RunConfig) -> None:
     begun = (folder / CHECKPOINTS).exists() or (folder / METRICS).exists()
-    if (folder / CONFIG).exists() and begun:
+    if os.path.lexists(folder / CONFIG) and begun:
         refuse_other_settings(folder, config)
+    for path in checkpoint.newest_first(folder / CHECKPOINTS):
+        with suppress(checkpoint.CheckpointError):  # a damaged one is nobody's
+            refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
     write_json(folder / CONFIG, config.as_data())
-    write_json(folder / ENVIRONMENT, _environment())
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:
@@ -49,12 +53,24 @@ def refuse_other_settings(folder: Path, config: RunConfig) -> None:
     Raises:
         UsageError: If it is not, with the differences.
     """
-    changed = differences(read_object(folder / CONFIG), config.as_data())
+    remedy = "put the run's own back, or delete it: checkpoints know their settings"
+    refuse_changes(folder, read_object(folder / CONFIG, remedy=remedy), config)
+
+
+def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
+    """Make sure that the settings on record somewhere are those of a config.
+
+    Raises:
+        UsageError: If they are not, with the differences.
+    """
+    if not isinstance(theirs, Mapping):
+        raise UsageError(f"{where} does not say which run it belongs to: delete it, or choose another folder")
+    changed = differences(theirs, config.as_data())
     unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
     if unwelcome:
         lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
-        fix = "go on with the settings it has, or choose another folder with --out"
-        raise UsageError(f"{folder} holds a run with other settings; {fix}:\n{lines}")
+        fix = "go on with the settings it has, choose another folder with --out, or delete it"
+        raise UsageError(f"{where} holds a run with other settings; {fix}:\n{lines}")
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -83,6 +99,8 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     write_json(folder / RESULT, result)
 
 
-def _environment() -> dict[str, Any]:
+def write_environment(folder: Path) -> None:
+    """Say on what the run is trained, once it has set its threads."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {**environment(), "device": device, "threads": torch.get_num_threads(), "command": sys.argv}
+    threads = torch.get_num_threads()
+    write_json(folder / ENVIRONMENT, {**environment(), "device": device, "threads": threads, "command": sys.argv})

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW
+from muonsw.decay import decay_factor
 from muonsw.lab.model import Decoder, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.train.config import OptimizerConfig
+from muonsw.peak import eta_max
 
 Options = dict[str, Any]
 
@@ -42,6 +44,24 @@ def build_optimizer(model: Decoder, config: OptimizerConfig) -> MuonSW | AdamWSW
         patterns=patterns,
         **shared,
     )
+
+
+def require_decay_below_one(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse settings under which an update at the peak would take away more than the whole weight.
+
+    Args:
+        optimizer: With a scheduler, so that its groups know their peak.
+
+    Raises:
+        ValueError: With the learning rate, lambda and what they come to.
+    """
+    for group in optimizer.param_groups:
+        lr, lam = float(group["initial_lr"]), float(group["weight_decay"])
+        phi = decay_factor(group["decay"], lam, lr, eta_max({**group, "resolved_peak_lr": lr}))
+        if phi > 1:
+            size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {group['decay']!r})"
+            fix = "lower optimizer.lr or optimizer.weight_decay"
+            raise ValueError(f"{size} would take {float(phi):g} times the weight in one update: {fix}")
 
 
 def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from muonsw import Telemetry
 from muonsw.lab.errors import Diverged, Interrupted, UsageError
-from muonsw.lab.processes import StopRequest, stop_requests
+from muonsw.lab.processes import StopRequest, stop_requests, torch_threads
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_result
+from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_environment, write_result
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sink, wandb_sink
 from muonsw.lab.train.state import Training, with_fingerprint
 
@@ -46,14 +48,18 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
     """
     watch = watch or Watch()
     config = with_fingerprint(config)
-    with claimed(folder, config), stop_requests() as request:
+    with claimed(folder, config), stop_requests() as request, torch_threads(None):
         training = _usable(config)
-        resume(training, folder / CHECKPOINTS, watch)
-        metrics = MetricsFile(folder, after=training.step)
+        shelf = checkpoint.Shelf(folder / CHECKPOINTS, config.keep, watch.note)
+        resume(training, shelf, watch)
+        write_environment(folder)
+        metrics = MetricsFile(
+            folder, after=training.step, log_every=config.log_every, latest=training.latest, note=watch.note
+        )
         journal = Journal(training, _sinks(metrics, config, folder, watch))
         watch.started(training)
         try:
-            _updates(training, journal, metrics, folder, request)
+            _updates(training, journal, metrics, shelf, request)
         except Diverged as error:
             saved = next(checkpoint.newest_first(folder / CHECKPOINTS), None)
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
@@ -65,7 +71,9 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
         return result
 
 
-def _updates(training: Training, journal: Journal, metrics: MetricsFile, folder: Path, request: StopRequest) -> None:
+def _updates(
+    training: Training, journal: Journal, metrics: MetricsFile, shelf: checkpoint.Shelf, request: StopRequest
+) -> None:
     """Every update that is left."""
     config = training.config
     if training.step == 0:
@@ -83,10 +91,12 @@ def _updates(training: Training, journal: Journal, metrics: MetricsFile, folder:
             if saving or training.step % config.eval_every == 0:
                 evaluate(training, journal)
             if saving or request.signal is not None:
-                save(training, journal, metrics, folder / CHECKPOINTS)
+                save(training, journal, metrics, shelf)
             if request.signal is not None and not last:
                 message = f"stopped after {training.step} of {config.steps} updates, saved; "
-                raise Interrupted(f"{message}run the same command again to go on in {folder}", request.signal)
+                raise Interrupted(
+                    f"{message}run the same command again to go on in {shelf.folder.parent}", request.signal
+                )
 
 
 def evaluate(training: Training, journal: Journal) -> None:
@@ -97,37 +107,27 @@ def evaluate(training: Training, journal: Journal) -> None:
     journal.restart_clock()
 
 
-def save(training: Training, journal: Journal, metrics: MetricsFile, folder: Path) -> None:
+def save(training: Training, journal: Journal, metrics: MetricsFile, shelf: checkpoint.Shelf) -> None:
     """Write a checkpoint, once everything before it is known to be well and on disk."""
     journal.catch_up()
     metrics.sync()
     training.seconds += journal.elapsed()
-    checkpoint.save(folder, training.checkpoint())
-    checkpoint.prune(folder, keep=training.config.keep, best_step=best_saved(folder))
+    shelf.save(training.checkpoint())
     journal.restart_clock()
 
 
-def best_saved(folder: Path) -> int | None:
-    """The step of the checkpoint with the lowest validation loss."""
-    measured = []
-    for path in checkpoint.newest_first(folder):
-        with suppress(checkpoint.CheckpointError):
-            content = checkpoint.read_state(path)
-            step, loss = content["state"]["latest"]
-            if step == content["step"] and loss is not None:  # a run that was stopped saves without evaluating
-                measured.append((loss, step))
-    return min(measured)[1] if measured else None
-
-
-def resume(training: Training, folder: Path, watch: Watch) -> None:
-    """Load the newest checkpoint that is whole; a damaged one is reported and the one before it tried."""
-    for path in checkpoint.newest_first(folder):
+def resume(training: Training, shelf: checkpoint.Shelf, watch: Watch) -> None:
+    """Load the newest checkpoint that is whole; a damaged one is put aside and the one before it tried."""
+    here = torch.get_num_threads()
+    for path in checkpoint.newest_first(shelf.folder):
         try:
             training.load(checkpoint.load(path))
             watch.note(f"going on after update {training.step}, from {path}")
+            if here != (threads := torch.get_num_threads()):
+                watch.note(f"torch uses {threads} CPU threads, as before, and not the {here} it would choose here")
             return
         except checkpoint.CheckpointError as error:
-            watch.note(f"damaged checkpoint left out: {error}")
+            shelf.put_aside(path, error)
 
 
 def _usable(config: RunConfig) -> Training:
@@ -163,4 +163,5 @@ def _result(training: Training) -> dict[str, Any]:
         "best_step": training.best.step,
         "tokens": training.step * training.config.tokens_per_step,
         "seconds": training.seconds,
+        "skipped": training.guard.skipped,
     }

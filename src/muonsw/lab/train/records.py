@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Losses
-from muonsw.lab.storage import parse_json, plain, reported, write_atomically
+from muonsw.lab.storage import numbered, parse_json, plain, replacing, reported, write_atomically
 from muonsw.lab.train.folder import METRICS
-from muonsw.lab.train.state import Training
+from muonsw.lab.train.state import Evaluation, Training
 from muonsw.telemetry import TensorBoardSink, WandbSink
 
 Record = dict[str, Any]
@@ -75,7 +76,7 @@ class Journal:
             record = self._record(step, lr, row) | {"tokens_per_second": rate}
             if step % self.training.config.log_every == 0 or step == self.training.config.steps:
                 self.write(record)
-            self.training.guard.watch(step, record["loss"])
+            self.training.guard.watch(step, record["loss"], record["grad_norm"])
 
     def restart_clock(self) -> None:
         """Leave what was not training out of the speed."""
@@ -128,13 +129,31 @@ class MetricsFile:
 
     Args:
         folder: The run's folder.
-        after: Records of updates after this one are cut off: the run resumes there and will write them again.
+        after: Records of updates after this one are cut off: the run resumes there and will write them again. At 0
+            the run begins, and what an earlier beginning wrote is kept under another name.
+        log_every: Updates between training records, by which missing ones are found.
+        latest: The evaluation that the checkpoint knows, by which the file of another run is found.
+        note: Is told what was put aside or is missing.
     """
 
-    def __init__(self, folder: Path, *, after: int) -> None:
-        self.path = folder / METRICS
-        kept = [line for line, record in _readable(self.path) if record["step"] <= after] if after > 0 else []
-        write_atomically(self.path, "".join(kept))
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        after: int,
+        log_every: int = 1,
+        latest: Evaluation | None = None,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        self.path, self._note = folder / METRICS, note
+        if os.path.lexists(self.path) and not self.path.is_file():
+            self._put_aside("it is no file of records")
+        if after > 0 and latest is not None and not _may_hold(self.path, latest):
+            self._put_aside("it holds another run's validation loss")
+        if after > 0:
+            self._mend(after, log_every)
+        elif self.path.exists() and self.path.stat().st_size:
+            self._put_aside("there is no checkpoint to go on from, so the run begins again")
         with reported(self.path):
             self._file = self.path.open("a", encoding="utf-8")
 
@@ -150,19 +169,62 @@ class MetricsFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; what could not be written was said when it was to be written."""
+        with suppress(OSError):
+            self._file.close()
+
+    def _put_aside(self, why: str) -> None:
+        aside = numbered(self.path)
+        with reported(self.path):
+            self.path.rename(aside)
+        self._note(f"{self.path} was moved to {aside}: {why}")
+
+    def _mend(self, after: int, log_every: int) -> None:
+        """Keep the whole records up to an update, and move damaged lines to a file of their own."""
+        missing, damaged = set(range(log_every, after + 1, log_every)), []
+        with replacing(self.path) as file:
+            for line in _lines(self.path):
+                record = _record_in(line)
+                if record is None:
+                    damaged.append(line)
+                elif record["step"] <= after:
+                    file.write(line)
+                    missing -= {record["step"]} if record.get("kind") == "train" else set()
+            if damaged:
+                aside = write_atomically(numbered(self.path.with_name(f"{METRICS}.damaged")), b"".join(damaged))
+                self._note(f"{len(damaged)} damaged lines of {self.path} were moved to {aside}")
+        if missing:
+            lost = f"of the updates {min(missing)} to {max(missing)}, {len(missing)} have no training record"
+            self._note(f"{self.path} is not whole: {lost}; the run itself is not affected")
 
 
-def _readable(path: Path) -> Iterator[tuple[str, Record]]:
-    if not path.is_file():
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, each with its end; half a line that a killed process left at the end is not one."""
+    if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for line in file:
-            try:
-                yield line, parse_json(line)
-            except ValueError:  # a killed process leaves half a line, and nothing after it
-                return
+            if line.endswith(b"\n"):
+                yield line
+            elif _record_in(line) is not None:
+                yield line + b"\n"
+
+
+def _may_hold(path: Path, known: Evaluation) -> bool:
+    """Whether no record of the same update says another validation loss."""
+    records = (_record_in(line) for line in _lines(path) if b'"eval"' in line)
+    same = [one.get("loss") for one in records if one and one.get("kind") == "eval" and one["step"] == known.step]
+    return not same or plain(known.loss) in same
+
+
+def _record_in(line: bytes) -> Record | None:
+    """The record in a line; None if it holds something else."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
 
 
 def tensorboard_sink(folder: Path) -> Sink:
@@ -171,7 +233,15 @@ def tensorboard_sink(folder: Path) -> Sink:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UsageError("TensorBoard is not installed: pip install 'muonsw[tensorboard]'") from error
-    return TensorBoardSink(SummaryWriter(str(folder / "tensorboard")))
+    events = folder / "tensorboard"
+    with reported(events):
+        sink = TensorBoardSink(SummaryWriter(str(events)))
+
+    def write(record: Record) -> None:
+        with reported(events):
+            sink(record)
+
+    return write
 
 
 def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:

@@ -16,14 +16,16 @@ from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetc
 from muonsw.lab.data.shards import fingerprint, open_split, read_record
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import Decoder, Losses, ModelConfig
-from muonsw.lab.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors
+from muonsw.lab.train.checkpoint import Checkpoint, CheckpointError, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.graph import MOST_TOKENS, Captured
-from muonsw.lab.train.groups import build_optimizer
+from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
 from muonsw.schedule import lr_scheduler
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
+# No machine needs more; a number beyond it does not come from a run of ours.
+MOST_THREADS = 1024
 
 
 class Evaluation(NamedTuple):
@@ -63,7 +65,7 @@ class Training:
         self.best: Evaluation | None = None
         self.latest: Evaluation | None = None
         self.seconds = 0.0
-        self.guard = LossGuard(config.diverged)
+        self.guard = LossGuard(config.diverged, config.skipped)
         if config.threads:
             torch.set_num_threads(config.threads)
         self.device = resolve_device(config.device)
@@ -78,6 +80,7 @@ class Training:
         self.replayed_update = Captured(self.plain_update, self.device) if uses_graphs(config) else None
         self.replayed_score = Captured(self.score, self.device) if uses_graphs(config) else None
         self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
+        require_decay_below_one(self.optimizer)
 
     def batches(self) -> Iterator[list[Batch]]:
         """The micro-batches of each update that is left, on the device, read in the background."""
@@ -114,10 +117,17 @@ class Training:
         return update
 
     def plain_update(self, batches: list[Batch]) -> Update:
-        """The kernels of an update, which a graph may capture."""
+        """The kernels of an update, which a graph may capture.
+
+        Raises:
+            UsageError: If the optimizer refuses its learning rate or its decay; nothing is changed then.
+        """
         losses = self.forward_backward(batches)
         norm = self.clip()
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except ValueError as error:
+            raise UsageError(f"update {self.step + 1} cannot be taken: {error}") from error
         self.optimizer.zero_grad(set_to_none=True)
         return Update(losses, norm)
 
@@ -178,13 +188,25 @@ class Training:
             "best": self.best,
             "latest": self.latest,
             "seconds": self.seconds,
-            "fingerprint": self.config.data.fingerprint,
+            "threads": torch.get_num_threads(),
+            "config": self.config.as_data(),
         }
         tensors = {"model": dict(self.model.state_dict()), "optimizer": optimizer, "random": random}
         return Checkpoint(self.step, tensors, state)
 
     def load(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, as if the run had never stopped."""
+        """Go on from a checkpoint, as if the run had never stopped.
+
+        Raises:
+            CheckpointError: If it is not one of such a run, though all its checksums are right.
+        """
+        try:
+            self._load(saved)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(f"the one after update {saved.step} does not fit this run ({reason})") from error
+
+    def _load(self, saved: Checkpoint) -> None:
         self.model.load_state_dict(saved.tensors["model"])
         load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
         # The schedule is a function of the step; the learning rates themselves came with the groups.
@@ -193,9 +215,15 @@ class Training:
         self.guard.load(saved.state["guard"])
         self.best, self.latest = (Evaluation.load(*saved.state[key]) for key in ("best", "latest"))
         self.step, self.seconds = saved.step, saved.state["seconds"]
+        self._restore_threads(saved.state["threads"])
         torch.set_rng_state(saved.tensors["random"]["cpu"])
         if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
             torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
+
+    def _restore_threads(self, number: int) -> None:
+        """Sums are split among threads, so another number of them would change the last bits."""
+        if not self.config.threads and 1 <= number <= MOST_THREADS:
+            torch.set_num_threads(number)
 
 
 def compiles(config: RunConfig) -> bool:
@@ -218,10 +246,11 @@ def _forget_other_models(model: ModelConfig) -> None:
 
 
 class LossGuard:
-    """Watches the training loss.
+    """Watches the training loss, and whether updates are taken at all.
 
     Args:
         excess: Nats above the lowest loss so far that count as diverging.
+        most_skipped: Updates in a row that may have gradients which are not finite.
 
     Examples:
         >>> guard = LossGuard(excess=5.0)
@@ -232,14 +261,17 @@ class LossGuard:
         muonsw.lab.errors.Diverged: the loss of update 2 is nan; ...
     """
 
-    def __init__(self, excess: float) -> None:
-        self.excess, self.lowest, self.strikes = excess, math.inf, 0
+    def __init__(self, excess: float, most_skipped: int = 1) -> None:
+        self.excess, self.most_skipped = excess, most_skipped
+        self.lowest, self.strikes = math.inf, 0
+        self.skipped, self.skipped_in_a_row = 0, 0
 
-    def watch(self, step: int, loss: float) -> None:
-        """Look at the loss of one update.
+    def watch(self, step: int, loss: float, norm: float = 0.0) -> None:
+        """Look at the loss of one update and the norm of its gradients.
 
         Raises:
-            Diverged: If it is not finite, or has been too high for some updates.
+            Diverged: If the loss is not finite, or has been too high for some updates, or too many updates in a row
+                were skipped.
         """
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
@@ -248,15 +280,30 @@ class LossGuard:
         self.lowest = min(self.lowest, loss)
         if self.strikes >= PATIENCE:
             raise Diverged(f"the loss of update {step} is {loss:.3f}, after {self.lowest:.3f} at best; {advice}", step)
+        self._count_skipped(step, skipped=not math.isfinite(norm))
+
+    def _count_skipped(self, step: int, *, skipped: bool) -> None:
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row >= self.most_skipped:
+            many = f"the gradients of {self.skipped_in_a_row} updates in a row, up to update {step}, are not finite"
+            fix = "check model and precision, lower the learning rate, or allow more with the setting `skipped`"
+            raise Diverged(f"{many}, so that nothing was learned from them; {fix}", step)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold."""
-        return {"lowest": self.lowest if math.isfinite(self.lowest) else None, "strikes": self.strikes}
+        return {
+            "lowest": self.lowest if math.isfinite(self.lowest) else None,
+            "strikes": self.strikes,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.lowest = math.inf if state["lowest"] is None else state["lowest"]
         self.strikes = state["strikes"]
+        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
 
 
 def uses_graphs(config: RunConfig) -> bool:
@@ -281,8 +328,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()  # the meta device gives tensors without numbers
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UsageError(f"device {name!r} cannot be used here: choose cpu, cuda or auto") from error
     return device
 
@@ -300,5 +347,6 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     found = fingerprint(record)
     wanted = config.data.fingerprint
     if wanted not in (None, found):
-        raise UsageError(f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})")
+        other = f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})"
+        raise UsageError(f"{other}: give those with --data, or choose another folder for the run")
     return replace(config, data=replace(config.data, fingerprint=found))

@@ -1,0 +1,185 @@
+"""Taking over the optimizers of a run that is under way: their states, settings and routing, by parameter.
+
+The pair may be torch's Muon and AdamW, Keller Jordan's Muon with or without its auxiliary Adam, dion's Muon, or torch's
+AdamW or SGD alone. Each layout is one function here, which says for a parameter what our group and our state would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muonsw.algorithms import ALGORITHMS
+from muonsw.decay import DECAY_RULES
+from muonsw.loading import translate as translate_torch
+from muonsw.peak import scheduler_record
+from muonsw.state import dtype_of
+from muonsw.wrapped import unwrap_optimizer
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+# What a scheduler has written; a new one that is made with last_epoch= asks for it.
+_RECORDS = ("initial_lr", "max_lr", "min_lr", "lr_scale")
+# How Muon sees a matrix when nobody says anything: as it is.
+_PLAIN_VIEW: Group = {"split_sizes": None, "heads": None, "transposed": False, "split_dim": 0}
+_DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
+
+
+class Adopted(NamedTuple):
+    """A parameter as another optimizer had it: options of its group in our words, and its state."""
+
+    options: Group
+    state: State
+
+
+def plan(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> list[tuple[Group, list[State]]]:
+    """Our groups after the take-over, each with the states of its parameters; nothing is changed yet."""
+    theirs = dict(_members(map(unwrap_optimizer, others)))
+    _refuse_mismatch(optimizer, theirs)
+    parts: dict[str, tuple[Group, list[State]]] = {}
+    for number, own in enumerate(optimizer.param_groups):
+        names = own.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(own["params"]))]
+        if "initial_lr" in own:
+            raise ValueError("a scheduler was already made for this optimizer: adopt first, then make the scheduler")
+        for name, param in zip(names, own["params"], strict=True):
+            found = _adopted(name, param, *theirs[param])
+            key = f"{number} {sorted(found.options.items(), key=str)}"
+            group, states = parts.setdefault(key, (_group(own, found.options, peak_lr), []))
+            group["params"].append((name, param) if "param_names" in own else param)
+            states.append(_checked(name, param, group, found.state))
+    _refuse_unknown_peak([group for group, _ in parts.values()])
+    return list(parts.values())
+
+
+def _members(others: Iterable[Optimizer]) -> Iterable[tuple[Tensor, tuple[Optimizer, Group]]]:
+    for other in others:
+        for group in other.param_groups:
+            for param in group["params"]:
+                yield param, (other, group)
+
+
+def _adopted(name: str, param: Tensor, other: Optimizer, group: Group) -> Adopted:
+    layout = next((read for fits, read in LAYOUTS if fits(group)), None)
+    if layout is None:
+        raise ValueError(
+            f"{name} is in a group of {type(other).__name__} with the keys {', '.join(sorted(group))}, a layout that "
+            f"is not known; known are torch's Muon, AdamW and SGD, Keller Jordan's Muon and dion's Muon"
+        )
+    found = layout(name, param, group, dict(other.state.get(param) or {}))
+    records = {key: group[key] for key in _RECORDS if key in group}
+    return Adopted({**found.options, "lr": group["lr"], "weight_decay": group["weight_decay"], **records}, found.state)
+
+
+def _torchs(name: str, param: Tensor, group: Group, state: State) -> Adopted:  # noqa: ARG001
+    algorithm = "muon" if "adjust_lr_fn" in group else "adamw" if "betas" in group else "sgd"
+    translated = translate_torch({key: value for key, value in group.items() if key not in ("params", "param_names")})
+    known = {*ALGORITHMS[algorithm].defaults, "maximize"}
+    options = {key: value for key, value in translated.items() if key in known}
+    if algorithm == "muon":
+        options |= {**_PLAIN_VIEW, "matrix": None, "momentum_form": "ema", "orthogonalizer": "newton_schulz"}
+    if algorithm == "sgd":
+        if float(group["weight_decay"]):
+            raise ValueError(
+                f"{name} is in a group of SGD with weight_decay={float(group['weight_decay']):g}, which torch adds "
+                f"to the gradient; here decay is decoupled. Set it to 0 there, and choose one here afterwards"
+            )
+        options |= {"momentum_form": "heavy_ball"}
+        state = {key: value for key, value in state.items() if value is not None}
+    return Adopted({"algorithm": algorithm, **options}, state)
+
+
+def _jordans(name: str, param: Tensor, group: Group, state: State) -> Adopted:
+    if not group.get("use_muon", True):
+        return Adopted({"algorithm": "adamw", "betas": tuple(group["betas"]), "eps": group["eps"]}, state)
+    options = {"algorithm": "muon", "momentum": group["momentum"], "momentum_form": "ema", "nesterov": True}
+    options |= {"scale": "original", "ns_steps": 5, "orthogonalizer": "newton_schulz", **_PLAIN_VIEW}
+    options["matrix"] = {2: None, 3: "stack", 4: "flatten"}.get(param.dim())
+    if param.dim() == 4:
+        rows, columns = param.shape[-2:]  # it scales by the shape of the kernel, not of the matrix
+        if rows > columns:
+            raise ValueError(
+                f"{name} is a convolution with a kernel of {rows} x {columns}, scaled in a way unknown here"
+            )
+        options["scale"] = "none"
+    return Adopted(options, state)
+
+
+def _dions(name: str, param: Tensor, group: Group, state: State) -> Adopted:
+    """Of dion: it counts steps in the group and calls its buffers `momentum` and `variance`.
+
+    Its Newton-Schulz coefficients are its own: directions differ from ours as one orthogonalizer from another.
+    """
+    for key in ("cautious_wd", "num_heads"):
+        if group.get(key) not in (None, False, 1):
+            raise ValueError(f"{name} is in a group of dion with {key}={group[key]!r}, which cannot be taken over")
+    if group["algorithm"] == "muon":
+        view = {"matrix": None if param.dim() == 2 else "flatten" if group["flatten"] else "stack"}
+        options = {"momentum": group["mu"], "nesterov": group["nesterov"], "momentum_form": "heavy_ball"}
+        options |= {"scale": _DION_SCALES[group["adjust_lr"]], **_PLAIN_VIEW, **view}
+        return Adopted({"algorithm": "muon", **options}, _renamed(state, momentum="momentum_buffer"))
+    if group["algorithm"] == "adamw":
+        options = {"betas": (group["beta1"], group["beta2"]), "eps": group["epsilon"]}
+        renamed = _renamed(state, momentum="exp_avg", variance="exp_avg_sq")
+        return Adopted({"algorithm": "adamw", **options}, {**renamed, "step": group["step"]} if renamed else {})
+    raise ValueError(f"{name} is trained by {group['algorithm']!r}, which this library does not have")
+
+
+def _renamed(state: State, **names: str) -> State:
+    return {names[key]: value for key, value in state.items() if key in names}
+
+
+Layout = Callable[[str, Tensor, Group, State], Adopted]
+LAYOUTS: tuple[tuple[Callable[[Group], bool], Layout], ...] = (
+    (lambda group: "mu" in group and "algorithm" in group, _dions),
+    (lambda group: "use_muon" in group, _jordans),
+    (lambda group: "adjust_lr_fn" in group or "amsgrad" in group or "dampening" in group, _torchs),
+    (lambda group: {"lr", "momentum", "weight_decay"} == group.keys() - {"params", "param_names", *_RECORDS}, _jordans),
+)
+
+
+def _group(own: Group, options: Group, peak_lr: float | None) -> Group:
+    """Our group with what the other one did: everything that is not said there stays ours, decay rule included."""
+    kept = {key: value for key, value in own.items() if key not in ("params", "param_names")}
+    fresh = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None, "constructor_lr": None}
+    peak = {} if peak_lr is None else {"peak_lr": float(peak_lr) * float(own["lr_multiplier"])}
+    return {**kept, **fresh, **options, **peak, "params": []}
+
+
+def _checked(name: str, param: Tensor, group: Group, state: State) -> State:
+    """The state in our dtypes, copied; every key that the algorithm needs must be there, or none."""
+    needed = ALGORITHMS[group["algorithm"]].state_keys(group)
+    if not state:
+        return {}
+    missing = [key for key in needed if key not in state]
+    if missing:
+        raise ValueError(f"the state of {name} lacks {', '.join(missing)}, which {group['algorithm']} needs")
+    return {key: torch.as_tensor(state[key]).to(param.device, dtype_of(key, group, param), copy=True) for key in needed}
+
+
+def _refuse_mismatch(optimizer: Optimizer, theirs: dict[Tensor, Any]) -> None:
+    own = {param for group in optimizer.param_groups for param in group["params"]}
+    if own - theirs.keys():
+        raise ValueError(
+            f"{len(own - theirs.keys())} of {len(own)} parameters of this optimizer are in none of those that it "
+            f"should adopt; pass all of them, built on the parameters of the same model"
+        )
+    if theirs.keys() - own:
+        raise ValueError(
+            f"{len(theirs.keys() - own)} parameters that were trained so far are not in this optimizer; build it on "
+            f"the whole model"
+        )
+
+
+def _refuse_unknown_peak(groups: list[Group]) -> None:
+    for group in groups:
+        needs = DECAY_RULES[group["decay"]].uses_peak and float(group["weight_decay"])
+        if needs and group["peak_lr"] is None and scheduler_record(group) is None:
+            raise ValueError(
+                f"no scheduler has left its peak in the adopted groups, and their rate is now {float(group['lr']):g}; "
+                f"pass peak_lr=<the highest learning rate of the run>"
+            )

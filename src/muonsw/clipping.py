@@ -1,0 +1,100 @@
+"""Gradient clipping by what it does to each algorithm.
+
+- SGD moves by the gradient, so an outlier is an outlying step: clip.
+- AdamW divides by the size that gradients had, so one outlier moves the weights little more than any other gradient,
+  but it stays in the average square for `1 / (1 - beta2)` steps and makes all of them small: clip.
+- Muon moves every matrix by a fixed amount whatever the size of its gradient. All that clipping changes is how much one
+  batch counts in the momentum. A limit that always acts changes nothing; one that acts now and then makes some batches
+  count less; and under one norm for the whole model a spike in an embedding takes a batch out of the momentum of every
+  matrix. Nothing of that is what people clip for: leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muonsw.algorithms import ALGORITHMS
+from muonsw.wrapped import unwrap_optimizer
+
+LEFT_ALONE = ("muon",)
+
+
+class Counts(NamedTuple):
+    """Calls of `clip_grad_norm_` since telemetry last looked, and those that clipped; kept on the device."""
+
+    calls: int
+    clipped: Tensor
+
+
+_counts: WeakKeyDictionary[Optimizer, Counts] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def clip_grad_norm_(optimizer: Any, limit: float, *, algorithms: Collection[str] | None = None) -> Tensor:
+    """Scale gradients down, in place, so that their common norm is at most `limit`, where that makes sense.
+
+    Call it where `torch.nn.utils.clip_grad_norm_` is called: after the last backward of an update (and
+    `scaler.unscale_`), before `optimizer.step()`. Nothing waits for the device.
+
+    Args:
+        optimizer: one of ours; one that Accelerate has wrapped is unwrapped.
+        limit: the largest norm, of all clipped gradients laid side by side.
+        algorithms: whose gradients are measured and clipped; by default those of all algorithms but Muon, whose step
+            does not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip the whole model by one
+            norm.
+
+    Returns:
+        The norm before clipping, of what is clipped.
+
+    Examples:
+        >>> from muonsw import MuonSW
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 8, bias=False))
+        >>> optimizer = MuonSW.for_model(model, lr=0.02)
+        >>> for param in model.parameters():
+        ...     param.grad = torch.ones_like(param)
+        >>> round(clip_grad_norm_(optimizer, 1.0).item(), 3)  # of the 32 entries of the embedding
+        5.657
+        >>> [round(param.grad.norm().item(), 3) for param in model.parameters()]
+        [1.0, 8.0]
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    if not limit > 0:
+        raise ValueError(f"limit={limit!r}: must be a number above 0")
+    chosen = _chosen(algorithms)
+    if any("algorithm" not in group for group in optimizer.param_groups):
+        raise TypeError(
+            f"clip_grad_norm_ needs an optimizer of this library, whose groups name their algorithm, not a "
+            f"{type(optimizer).__name__}; use torch.nn.utils.clip_grad_norm_"
+        )
+    groups = [group for group in optimizer.param_groups if group["algorithm"] in chosen]
+    params = [param for group in groups for param in group["params"] if param.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(params, limit)
+    _count(optimizer, norm > limit)
+    return norm
+
+
+def clipped_share(optimizer: Optimizer) -> float | None:
+    """The share of the calls since the last look that clipped, None if there were none; waits for the device."""
+    counts = _counts.pop(optimizer, None)
+    return None if counts is None else float(counts.clipped) / counts.calls
+
+
+def _chosen(algorithms: Collection[str] | None) -> set[str]:
+    if algorithms is None:
+        return set(ALGORITHMS) - set(LEFT_ALONE)
+    if isinstance(algorithms, str):
+        raise TypeError(f"algorithms={algorithms!r}: must be several names, such as ({algorithms!r},)")
+    for name in algorithms:
+        ALGORITHMS[name]
+    return set(algorithms)
+
+
+def _count(optimizer: Optimizer, clipped: Tensor) -> None:
+    calls, before = _counts.get(optimizer, Counts(0, torch.zeros_like(clipped, dtype=torch.int64)))
+    _counts[optimizer] = Counts(calls + 1, before + clipped)

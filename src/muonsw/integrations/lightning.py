@@ -1,0 +1,102 @@
+"""Lightning: what `configure_optimizers` returns in one call, and telemetry in the module's logs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from muonsw.integrations.headlines import headlines, routing_counts
+from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.telemetry import Findings, Telemetry
+from muonsw.telemetry.record import Record
+from muonsw.variants import MuonSW
+from muonsw.wrapped import unwrap_optimizer
+
+logger = logging.getLogger(__name__)
+
+MakeScheduler = Callable[[ScaledDecayOptimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def for_model(
+    module: torch.nn.Module,
+    lr: float,
+    weight_decay: float = 0.1,
+    *,
+    scheduler: MakeScheduler | None = None,
+    optimizer: type[ScaledDecayOptimizer] = MuonSW,
+    **options: Any,
+) -> dict[str, Any]:
+    """What `configure_optimizers` returns: one optimizer for the whole module, and a scheduler that steps with it.
+
+    Args:
+        module: the module, `self` in `configure_optimizers`.
+        lr: the peak of the learning rate.
+        weight_decay: lambda of the decayed groups.
+        scheduler: makes a scheduler of the optimizer; it is stepped after each update, not after each epoch.
+        optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
+        **options: see `MuonSW.for_model`.
+    """
+    built = optimizer.for_model(module, lr=lr, weight_decay=weight_decay, **options)
+    if scheduler is None:
+        return {"optimizer": built}
+    return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler(built), "interval": "step"}}
+
+
+class TelemetryCallback(Callback):
+    """Logs what the optimizer does to the weights, to every logger of the Trainer.
+
+    It logs a few values of each role at sampled updates under `telemetry/`, the number of findings so far, and how many
+    parameters each group has under `routing/`; the routing itself and the findings go to Python's log.
+
+    Args:
+        every: sample the updates whose number is a multiple of it, and the first one.
+        **telemetry: further arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
+
+    Attributes:
+        telemetry: the `Telemetry` of the run under way, None before it.
+        findings: what was found so far.
+    """
+
+    def __init__(self, every: int = 50, **telemetry: Any) -> None:
+        self.every = every
+        self.telemetry: Telemetry | None = None
+        self.findings = Findings()
+        self._options = telemetry
+        self._logged: Record | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach to the optimizer, in a resumed run too, and log the routing."""
+        optimizer = unwrap_optimizer(trainer.optimizers[0])
+        self.telemetry = Telemetry(
+            optimizer, self.every, model=pl_module, **{"start_step": trainer.global_step, **self._options}
+        )
+        if isinstance(optimizer, ScaledDecayOptimizer) and trainer.is_global_zero:
+            logger.info("routing of the parameters:\n%s", optimizer.routing())
+            self._log(trainer, routing_counts(optimizer))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the update, where it was sampled."""
+        record = self.telemetry.last if self.telemetry else None
+        if record is None or record is self._logged:
+            return
+        self._logged = record
+        if trainer.is_global_zero:
+            for finding in self.findings(record):
+                logger.warning(finding)
+            self._log(trainer, {**headlines(record), "telemetry/findings": len(self.findings.told)})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop measuring; `telemetry.records` stays readable."""
+        if self.telemetry is not None:
+            self.telemetry.detach()
+
+    def _log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """To the loggers themselves: the module's own log is only written every `log_every_n_steps`."""
+        for sink in trainer.loggers:
+            sink.log_metrics(values, step=trainer.global_step)

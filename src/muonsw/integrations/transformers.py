@@ -1,0 +1,139 @@
+"""Hugging Face's Trainer: the optimizer in one argument, and telemetry in its logs."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from muonsw.integrations.headlines import headlines, routing_counts
+from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.telemetry import Findings, Telemetry
+from muonsw.telemetry.record import Record
+from muonsw.variants import MuonSW
+from muonsw.wrapped import unwrap_optimizer
+
+logger = logging.get_logger(__name__)
+
+
+class ModelFactory:
+    """Builds the optimizer from the model, in the two ways in which trainers call a factory.
+
+    Trainer calls `ModelFactory()(model, **options)`; Axolotl passes its training arguments second.
+    """
+
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        args: Any = None,
+        *,
+        lr: float | None = None,
+        optimizer: type[ScaledDecayOptimizer] = MuonSW,
+        **options: Any,
+    ) -> ScaledDecayOptimizer:
+        """The optimizer for this model; without `lr`, the learning rate of the training arguments."""
+        if lr is None:
+            lr = getattr(args, "learning_rate", None)
+        if lr is None:
+            raise ValueError("for_model needs lr=...: this trainer does not tell its learning rate to the optimizer")
+        return optimizer.for_model(model, lr=lr, **options)
+
+
+def for_model(
+    lr: float | None,
+    weight_decay: float = 0.1,
+    *,
+    optimizer: type[ScaledDecayOptimizer] = MuonSW,
+    patterns: dict[str, dict[str, Any]] | None = None,
+    adamw: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[type[ModelFactory], dict[str, Any]]:
+    """What `Trainer(..., optimizer_cls_and_kwargs=...)` takes: one optimizer for the whole model.
+
+    The Trainer then uses neither `learning_rate`, `weight_decay` nor `optim` of its arguments: what is said here
+    counts. Its scheduler starts from `lr`, which is therefore the peak.
+
+    Args:
+        lr: the peak of the learning rate. None takes `learning_rate` from the training arguments, where the trainer
+            hands them over (Axolotl does, Trainer does not).
+        weight_decay: lambda of the decayed groups.
+        optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
+        patterns: options by parameter name or role, see `MuonSW.for_model`.
+        adamw: options for everything that is routed to AdamW.
+        **options: options of the class, such as `decay`.
+    """
+    probe = torch.nn.Parameter(torch.zeros(1, 1))
+    optimizer([probe], lr=1e-3 if lr is None else lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg,arg-type]
+    given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "optimizer": optimizer, **options}
+    return ModelFactory, given | ({"patterns": patterns} if patterns else {}) | ({"adamw": adamw} if adamw else {})
+
+
+class LogsToReporters(Protocol):
+    """What the callback needs of a Trainer."""
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Write values to `log_history` and to everything that the Trainer reports to."""
+
+
+class TelemetryCallback(TrainerCallback):
+    """Logs what the optimizer does to the weights, to whatever the Trainer logs to.
+
+    Add it with `trainer.add_callback(TelemetryCallback(trainer))`. It logs a few values of each role at sampled
+    updates under `telemetry/`, how many parameters each group has under `routing/` at the start, and the number of
+    findings so far; the routing itself and the findings are sentences, and go to the log of transformers.
+
+    Args:
+        trainer: the Trainer that it is added to; its `log` is what reaches W&B, TensorBoard, MLflow and the others.
+        every: sample the updates whose number is a multiple of it, and the first one.
+        **telemetry: further arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
+
+    Attributes:
+        telemetry: the `Telemetry` of the run under way, None before it.
+        findings: what was found so far.
+    """
+
+    def __init__(self, trainer: LogsToReporters, every: int = 50, **telemetry: Any) -> None:
+        self.trainer = trainer
+        self.every = every
+        self.telemetry: Telemetry | None = None
+        self.findings = Findings()
+        self._options = telemetry
+        self._logged: Record | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach to the optimizer, in a resumed run too, and log the routing."""
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        self.telemetry = Telemetry(
+            optimizer, self.every, model=kwargs["model"], **{"start_step": state.global_step, **self._options}
+        )
+        if isinstance(optimizer, ScaledDecayOptimizer) and state.is_world_process_zero:
+            logger.info("routing of the parameters:\n%s", optimizer.routing())
+            self._log(control, routing_counts(optimizer))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log the update, where it was sampled."""
+        record = self.telemetry.last if self.telemetry else None
+        if record is None or record is self._logged:
+            return
+        self._logged = record
+        if state.is_world_process_zero:
+            for finding in self.findings(record):
+                logger.warning(finding)
+            self._log(control, {**headlines(record), "telemetry/findings": len(self.findings.told)})
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop measuring; `telemetry.records` stays readable."""
+        if self.telemetry is not None:
+            self.telemetry.detach()
+
+    def _log(self, control: TrainerControl, values: dict[str, float]) -> None:
+        """Log without disturbing the Trainer: its own log is due when `should_log` is set, and logging clears it."""
+        due = control.should_log
+        self.trainer.log(values)
+        control.should_log = due

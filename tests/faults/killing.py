@@ -1,0 +1,149 @@
+"""A process that is ended at its n-th file operation, or when a file reaches n bytes, or whose disk is full.
+
+The deed is done in a forked child, so that the parent's imports serve all of them, and by SIGKILL, so that no `finally`
+runs.
+"""
+
+import ctypes
+import io
+import os
+import resource
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+# Operations on names, as Python's audit events call them, and calls of C functions that write or wait for the disk.
+EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
+CALLS = {"write", "fsync", "serialize_file"}
+NEVER = 1 << 60
+FAILED = 99
+
+
+class Counter:
+    """Counts the file operations of this process below a folder, and ends it before the n-th."""
+
+    def __init__(self, folder: Path, last: int) -> None:
+        self.folder, self.last, self.count = str(folder), last, 0
+
+    def start(self) -> None:
+        sys.addaudithook(self._audit)
+        sys.setprofile(self._profile)
+
+    def _audit(self, event: str, arguments: tuple) -> None:
+        if event == "open":
+            path, _mode, flags = arguments
+            if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and self._ours(path):
+                self._tick()
+        elif event in EVENTS and self._ours(arguments[0]):
+            self._tick()
+
+    def _ours(self, path: object) -> bool:
+        # A name that is relative to an open folder, as in `rmtree`, is below it as well.
+        return isinstance(path, str | os.PathLike) and (str(path).startswith(self.folder) or "/" not in str(path))
+
+    def _profile(self, _frame: object, event: str, function: object) -> None:
+        if event == "c_call" and getattr(function, "__name__", "") in CALLS:
+            owner = getattr(function, "__self__", None)
+            if not isinstance(owner, io.IOBase) or self._ours(getattr(owner, "name", None)):
+                self._tick()
+
+    def _tick(self) -> None:
+        self.count += 1
+        if self.count == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(work: Callable[[], int]) -> int:
+    """Run in a forked child and return its exit code, or minus the signal that ended it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test runner, which the child never needs
+        child = os.fork()
+    if child == 0:
+        code = FAILED
+        try:
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def operations(work: Callable[[], object], folder: Path) -> int:
+    """How many file operations below a folder the work takes."""
+    reading, writing = os.pipe()
+
+    def counted() -> int:
+        counter = Counter(folder, NEVER)
+        counter.start()
+        work()
+        sys.setprofile(None)
+        os.write(writing, str(counter.count).encode())
+        return 0
+
+    assert in_child(counted) == 0
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        return int(pipe.read())
+
+
+def killed_at(number: int, work: Callable[[], object], folder: Path) -> bool:
+    """Do the work in a child that is ended before its n-th operation; whether it was."""
+
+    def doomed() -> int:
+        Counter(folder, number).start()
+        work()
+        return 0
+
+    code = in_child(doomed)
+    assert code in (0, -signal.SIGKILL), code
+    return code != 0
+
+
+def killed_at_size(size: int, work: Callable[[], object]) -> bool:
+    """Do the work in a child that is ended in the middle of the write that makes a file larger than so many bytes."""
+
+    def doomed() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        work()
+        return 0
+
+    code = in_child(doomed)
+    assert code in (0, -signal.SIGXFSZ), code
+    return code != 0
+
+
+def limit_files(size: int) -> None:
+    """Let no file of this process grow beyond so many bytes: the system then refuses to write, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+NEW_USER, NEW_MOUNTS, REMOUNT = 0x10000000, 0x00020000, 32
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _alone() -> bool:
+    """Go where this process may mount what nobody else sees, under its own user and group."""
+    user, group = os.getuid(), os.getgid()
+    if LIBC.unshare(NEW_USER | NEW_MOUNTS) != 0:
+        return False
+    for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path(f"/proc/self/{file}").write_text(text)
+    return True
+
+
+def mount_disk(folder: Path, pages: int, *, again: bool = False) -> bool:
+    """Mount a disk of so many pages of 4 KiB on a folder, which this process alone sees; whether the system lets us."""
+    if not again and not sys.platform.startswith("linux"):
+        return False
+    if not again and not _alone():
+        return False
+    options = f"size={pages * 4096}".encode()
+    return LIBC.mount(b"tmpfs", str(folder).encode(), b"tmpfs", REMOUNT if again else 0, options) == 0

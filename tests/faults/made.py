@@ -1,0 +1,90 @@
+"""The smallest things that can be broken: tokens, a run that stopped after four of six updates, an export."""
+
+import functools
+import json
+import os
+import shutil
+import tempfile
+from itertools import islice
+from pathlib import Path
+
+from muonsw.lab.data.prepare import prepare
+from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.data.tokenizers import BPETokenizer
+from muonsw.lab.model import ModelConfig
+from muonsw.lab.train.config import DataConfig, RunConfig
+from muonsw.lab.train.export import export
+from muonsw.lab.train.loop import train
+
+# `make test-faults` sets it: every place, every byte count, many random files. Otherwise a few of each.
+LONG = os.environ.get("MUONSW_FAULTS") == "long"
+MODEL = ModelConfig(width=16, layers=1, head_dim=8, experts=2, ff=16, vocab=320, sequence=16)
+LAST = "checkpoints/step-00000006"
+
+
+def documents():
+    return list(islice(MarkovSource(seed=0), 40))
+
+
+def fill_data(folder: Path) -> Path:
+    """Tokens of a BPE, so that every kind of file is there, in several shards."""
+    texts = documents()
+    prepare(texts, BPETokenizer.train(texts, 300), folder, validation_fraction=0.3, group_characters=4000)
+    return folder
+
+
+def config(data: Path, **settings) -> RunConfig:
+    chosen = {"steps": 6, "batch": 2, "eval_every": 2, "checkpoint_every": 2, "keep": 3, "telemetry_every": 1}
+    return RunConfig(MODEL, DataConfig(str(data), eval_windows=2), threads=1, **{**chosen, **settings})
+
+
+class Made:
+    """What the tests copy and break; made once for each process.
+
+    Attributes:
+        data: Prepared tokens.
+        whole: A run that was never disturbed.
+        stopped: The same, as it was after four of its six updates.
+        other: A run with another learning rate and seed, on other tokens.
+        export: The model of the whole run.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.data = fill_data(root / "data")
+        self.whole, self.stopped, self.other = (root / name for name in ("whole", "stopped", "other"))
+        train(config(self.data), self.whole)
+        shutil.copytree(self.whole, self.stopped)
+        shutil.rmtree(self.stopped / LAST)
+        (self.stopped / "result.json").unlink()
+        self.other_data = root / "other-data"
+        prepare(islice(MarkovSource(seed=5), 40), BPETokenizer.train(documents()[:9], 310), self.other_data,
+                validation_fraction=0.3, group_characters=4000)  # fmt: skip
+        train(config(self.other_data, seed=7), self.other)
+        self.export = export(self.whole, root / "export")
+        self.other_export = export(self.other, root / "other-export")
+
+    def copy(self, name: str) -> Path:
+        """A fresh copy of one of the folders above, to be broken."""
+        target = Path(tempfile.mkdtemp(dir=self.root)) / name
+        shutil.copytree(getattr(self, name), target)
+        return target
+
+
+@functools.cache
+def made() -> Made:
+    return Made(Path(tempfile.mkdtemp(prefix="faults-")))
+
+
+def ending(folder: Path):
+    """Everything about a run that must not depend on what happened on the way: weights, state, records, result."""
+    tensors = {name: (folder / LAST / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer", "random")}
+    result = json.loads((folder / "result.json").read_text())
+    result.pop("seconds")
+    return tensors, records(folder / "metrics.jsonl"), result
+
+
+def records(path: Path):
+    """The records of a run without its speed."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in found]

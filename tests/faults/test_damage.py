@@ -1,0 +1,188 @@
+"""Every file of a run, of prepared tokens and of an export, broken in every way, met by every command that reads it."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muonsw.lab.diagnose.diagnosis import as_data, diagnose
+from muonsw.lab.errors import UsageError
+from muonsw.lab.runs import load_run
+from tests.faults.made import LAST, LONG, ending, made
+from tests.faults.tried import Said, outcome, say
+
+OLDER, NEWER = "checkpoints/step-00000002", "checkpoints/step-00000004"
+PARTS = ("state.json", "model.safetensors", "optimizer.safetensors", "random.safetensors")
+RUN_FILES = (
+    "config.json",
+    "environment.json",
+    "result.json",
+    "metrics.jsonl",
+    *(f"{NEWER}/{part}" for part in PARTS),
+    NEWER,
+)
+EXPORT_FILES = ("config.json", "model.safetensors", "tokenizer/data.json", "tokenizer/tokenizer.json")
+DATA_FILES = ("data.json", "tokenizer.json", "train-00000", "validation-00001")
+
+
+def flip(path: Path, _other: Path) -> None:
+    """The highest bit of a byte in the middle: in text no character begins with it, in numbers it is a sign."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x80
+    path.write_bytes(content)
+
+
+def cut(path: Path, _other: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path, _other: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path, _other: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def folder(path: Path, other: Path) -> None:
+    remove(path, other)
+    path.mkdir()
+
+
+def link(path: Path, _other: Path) -> None:
+    """Moved elsewhere, and a link in its place: nothing is lost."""
+    elsewhere = path.with_name(f"moved-{path.name}")
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def dangling_link(path: Path, other: Path) -> None:
+    remove(path, other)
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def another(path: Path, other: Path) -> None:
+    remove(path, other)
+    shutil.copytree(other, path) if other.is_dir() else shutil.copyfile(other, path)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], None]] = {
+    "flipped": flip, "cut": cut, "emptied": empty, "missing": remove, "a folder": folder, "a link": link,
+    "a dangling link": dangling_link, "another run's": another,
+}  # fmt: skip
+ON_FOLDERS = ("missing", "a folder", "a link", "a dangling link", "another run's")
+
+
+def cases(files):
+    """Every file with every damage; in the short form each file with two, so that every damage is met."""
+    for place, file in enumerate(files):
+        damages = [name for name in DAMAGES if "." in file or "-0000" in file.rpartition("/")[2] or name in ON_FOLDERS]
+        # A checkpoint that was deleted is no fault: the one before it is then the newest.
+        damages = [name for name in damages if file != NEWER or name in ON_FOLDERS[1:]]
+        chosen = damages if LONG else [damages[(2 * place + n) % len(damages)] for n in range(2)]
+        yield from (pytest.param(file, damage, id=f"{file}-{damage}") for damage in chosen)
+
+
+def noted(record_property, file: str, damage: str, command: str, result: str) -> None:
+    record_property("outcome", (file, damage, command, result))
+
+
+@pytest.mark.parametrize(("file", "damage"), list(cases(RUN_FILES)))
+def test_a_run_with_a_broken_file(file, damage, record_property):
+    for command, tried in {"train": resumed, "export": exported, "sample": sampled, "diagnose": diagnosed}.items():
+        run = made().copy("whole" if command == "diagnose" or file == "result.json" else "stopped")
+        DAMAGES[damage](run / file, made().other / file)
+        said, same = tried(run)
+        if (file, damage, command) in UNSEEN:
+            noted(record_property, file, damage, command, "not found")
+            continue
+        noted(record_property, file, damage, command, outcome(said, run / file, same=same))
+
+
+def resumed(run: Path) -> tuple[Said, bool]:
+    # The settings of a run that lost its own file are those that the user gives again.
+    said = say("train", "--config", made().whole / "config.json", "--out", run)
+    return said, said.code == 0 and ending(run) == ending(made().whole)
+
+
+def exported(run: Path) -> tuple[Said, bool]:
+    said = say("export", run, "--out", run / "export")
+    newest = LAST if (run / LAST).exists() else NEWER
+    return said, said.code == 0 and digest(run / "export/model.safetensors") == weights(made().whole / newest)
+
+
+def sampled(run: Path) -> tuple[Said, bool]:
+    known = made().whole if (run / LAST).exists() else made().stopped
+    said, whole = (say("sample", path, "--tokens", "3", "--prompt", "a") for path in (run, known))
+    return said, said.text == whole.text
+
+
+# No record says which run it is of. A run that goes on knows its own validation loss; a reader has nothing to compare.
+UNSEEN = {("metrics.jsonl", "another run's", "diagnose")}
+
+
+def diagnosed(run: Path) -> tuple[Said, bool]:
+    """Without the figures, which take seconds and read nothing more."""
+    try:
+        found, whole = (as_data(diagnose(load_run(path))) for path in (run, made().whole))
+    except UsageError as error:
+        return Said(error.exit_code, str(error)), False
+    said = [f"{run}: {finding['text']}" for finding in found["findings"] if finding not in whole["findings"]]
+    return Said(0, "\n".join(said)), {**found, "path": "", "name": ""} == {**whole, "path": "", "name": ""}
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def weights(checkpoint: Path) -> str:
+    from muonsw.lab.train.checkpoint import read_tensors, write_tensors
+
+    beside = made().root / "weights.safetensors"
+    write_tensors(beside, read_tensors(checkpoint / "model.safetensors"), {"format": "pt"})
+    return digest(beside)
+
+
+@pytest.mark.parametrize(("file", "damage"), list(cases(EXPORT_FILES)))
+def test_an_export_with_a_broken_file(file, damage, record_property):
+    export = made().copy("export")
+    DAMAGES[damage](export / file, made().other_export / file)
+    said, whole = (say("sample", path, "--tokens", "3", "--prompt", "a") for path in (export, made().export))
+    noted(record_property, f"export/{file}", damage, "sample", outcome(said, export / file, same=said == whole))
+
+
+@pytest.mark.parametrize(("file", "damage"), list(cases(DATA_FILES)))
+def test_tokens_with_a_broken_file(file, damage, record_property):
+    data = made().copy("data")
+    path, other = (next(one.glob(f"{file}*")) for one in (data, made().other_data))
+    DAMAGES[damage](path, other)
+    said = say("data", "verify", data)
+    noted(record_property, f"data/{file}", damage, "data verify", outcome(said, path, same="all is well" in said.text))
+    config = made().root / "on-broken-tokens.json"
+    shutil.copyfile(made().whole / "config.json", config)
+    config.write_text(config.read_text().replace(str(made().data), str(data)))
+    run = data.parent / "run"
+    said = say("train", "--config", config, "--out", run)
+    same = said.code == 0 and ending(run)[0]["model"] == ending(made().whole)[0]["model"]
+    noted(record_property, f"data/{file}", damage, "train", outcome(said, path, same=same))
+
+
+@pytest.mark.skipif(not LONG, reason="`make test-faults`")
+@pytest.mark.parametrize("file", [*(f"{NEWER}/{part}" for part in PARTS)])
+def test_every_flipped_bit_of_a_checkpoint_is_found(file, record_property):
+    """A bit in each of many bytes: the checkpoint before it is taken, and the bad one is named."""
+    run = made().copy("stopped")
+    content = (run / file).read_bytes()
+    for place in range(0, len(content), max(1, len(content) // 200)):
+        broken = bytearray(content)
+        broken[place] ^= 1 << place % 8
+        (run / file).write_bytes(broken)
+        said, same = exported(run)
+        assert not same
+        assert said.code == 0
+        assert f"{run / NEWER}" in said.text
+    record_property(
+        "cases", (f"one bit of {file.rpartition('/')[2]} flipped", 200, "repaired: the one before is taken")
+    )

@@ -1,0 +1,128 @@
+"""A disk that fills at one place after the other: exit code 3, the file and the remedy, and nothing lost."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.killing import in_child, limit_files, mount_disk
+from tests.faults.made import LONG, ending, fill_data, made
+from tests.faults.tried import say
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs limits and mounts of Linux")
+PLENTY, NO_DISK = 1 << 20, 77
+
+
+def checked(said, folder: Path) -> bool:
+    """Whether a command was refused for want of room, which it must say with a file and a remedy."""
+    if said.code == 0:
+        return False
+    assert said.code == 3, said
+    assert "Traceback" not in said.text, said.text
+    last = said.text.splitlines()[-1]
+    assert str(folder) in last, last
+    assert "make room" in last, last
+    return True
+
+
+def training(folder: Path):
+    return say("train", "--config", made().whole / "config.json", "--out", folder)
+
+
+def test_training_on_a_disk_of_any_size_says_so_and_goes_on_once_there_is_room(record_property):
+    """A disk of the kernel's, of so many pages; made larger in the end, as one makes room."""
+    disk = made().root / "disk"
+    disk.mkdir(exist_ok=True)
+    expected, full = ending(made().whole), 0
+    for pages in range(1, 110) if LONG else (6, 60):
+
+        def work(pages: int = pages) -> int:
+            if not mount_disk(disk, pages):
+                return NO_DISK
+            refused = checked(training(disk / "run"), disk)
+            assert mount_disk(disk, PLENTY, again=True)
+            assert training(disk / "run").code == 0
+            assert ending(disk / "run") == expected
+            return 10 + refused
+
+        code = in_child(work)
+        if code == NO_DISK:
+            pytest.skip("this system lets nobody mount a disk")
+        assert code in (10, 11), f"a disk of {pages} pages"
+        full += code == 11
+    record_property(
+        "cases", ("training on a full disk (every number of pages)", full, "refused with 3, then same bits")
+    )
+    assert full
+
+
+def test_training_with_files_of_any_size_says_so_and_goes_on(record_property):
+    """The system refuses to write beyond a number of bytes, in whichever file."""
+    expected, folder, full = ending(made().whole), made().root / "limited", 0
+    for size in range(0, 56_000, 397) if LONG else (1, 20_000):
+        shutil.rmtree(folder, ignore_errors=True)
+
+        def work(size: int = size) -> int:
+            limit_files(size)
+            return 10 + checked(training(folder), folder)
+
+        code = in_child(work)
+        assert code in (10, 11), f"files of {size} bytes"
+        full += code == 11
+        assert training(folder).code == 0
+        assert ending(folder) == expected
+    record_property("cases", ("training with files that may not grow", full, "refused with 3, then same bits"))
+    assert full
+
+
+def commands(folder: Path):
+    """What else writes: each with the folder that it writes to."""
+    text = folder.parent / "text.txt"
+    return {
+        "data prepare": ("data", "prepare", folder, "--source", "text", "--files", text, "--tokenizer", "bytes",
+                         "--validation-fraction", "0"),
+        "export": ("export", made().whole, "--out", folder),
+        "report": ("report", made().whole, "-o", folder / "page.html", "--no-images"),
+        "diagnose": ("diagnose", made().whole, "--out", folder),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["data prepare", "export", "report", "diagnose"] if LONG else ["data prepare", "export"]
+)
+def test_every_command_that_writes_says_that_there_is_no_room(name, record_property):
+    folder, full = made().root / f"full-{name.replace(' ', '-')}", 0
+    (made().root / "text.txt").write_text("what is written here\n" * 500)
+    for size in (0, 1, 100, 1_000, 5_000, 10_000, 30_000) if LONG else (1, 100):
+        shutil.rmtree(folder, ignore_errors=True)
+        arguments = commands(folder)[name]
+
+        def work(size: int = size, arguments: tuple = arguments) -> int:
+            limit_files(size)
+            return 10 + checked(say(*arguments), folder)
+
+        code = in_child(work)
+        assert code in (10, 11), f"files of {size} bytes"
+        full += code == 11
+    assert say(*commands(folder)[name]).code == 0
+    record_property("cases", (f"`{name}` on a full disk", full, "refused with 3"))
+    assert full
+
+
+def test_preparing_data_on_a_full_disk_goes_on_to_the_same_folder():
+    folder = made().root / "limited-data"
+    expected = {path.name: path.read_bytes() for path in made().data.iterdir()}
+    for size in range(0, 8_000, 250) if LONG else (50, 2_000):
+
+        def work(size: int = size) -> int:
+            limit_files(size)
+            try:
+                fill_data(folder)
+            except Exception as error:
+                return 11 if type(error).__name__ == "MachineError" and str(folder) in str(error) else 1
+            return 10
+
+        assert in_child(work) in (10, 11)
+        fill_data(folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected

@@ -1,0 +1,67 @@
+"""No worker of `muonsw reproduce theory` outlives the command, and a killed one is told in a sentence."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.lab.test_processes import IN_PROC, assert_gone, children_of
+
+COMMAND = [sys.executable, "-m", "muonsw", "reproduce", "theory", "--processes", "2", "--out"]
+
+
+def commanded(process):
+    """The command line of a process; empty once it has ended."""
+    try:
+        with open(f"/proc/{process}/cmdline") as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def workers_of(parent):
+    """Its workers once both compute; the third child of the pool only keeps count of shared memory."""
+    deadline = time.monotonic() + 60.0
+    while True:
+        found = [child for child in children_of(parent) if "spawn_main" in commanded(child)]
+        if len(found) == 2:
+            return found
+        assert parent.poll() is None
+        assert time.monotonic() < deadline, "the workers did not start"
+        time.sleep(0.05)
+
+
+@IN_PROC
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGTERM, 143, "muonsw: stopped; the same command begins anew\n"),
+        (signal.SIGHUP, 129, "muonsw: stopped; the same command begins anew\n"),
+        (signal.SIGINT, 130, "muonsw: stopped; the same command begins anew\n"),
+        (signal.SIGKILL, -9, ""),
+    ],
+)
+def test_the_workers_end_with_the_command(tmp_path, number, code, said):
+    with subprocess.Popen([*COMMAND, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        workers = workers_of(parent)
+        parent.send_signal(number)
+        _, errors = parent.communicate(timeout=60)
+    assert (parent.returncode, errors) == (code, said)
+    assert_gone(workers)
+
+
+@IN_PROC
+@pytest.mark.slow
+def test_a_killed_worker_is_told_in_a_sentence(tmp_path):
+    with subprocess.Popen([*COMMAND, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        workers = workers_of(parent)
+        os.kill(int(workers[0]), signal.SIGKILL)
+        _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 3
+    assert "its process was ended from outside (signal 9): run fewer at a time" in errors
+    assert "Traceback" not in errors
+    assert_gone(workers)

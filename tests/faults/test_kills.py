@@ -1,0 +1,81 @@
+"""Ended by SIGKILL before every file operation, and in the middle of writes: the same command again leads to the same
+end, and nothing is left behind."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from muonsw.lab.data.shards import verify_folder
+from muonsw.lab.train.export import export, load_model
+from muonsw.lab.train.loop import train
+from tests.faults.killing import killed_at, killed_at_size, operations
+from tests.faults.made import LONG, config, ending, fill_data, made
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+
+
+def places(total: int, few: int) -> list[int]:
+    """Every operation, or a few spread over all of them."""
+    return list(range(1, total + 1)) if LONG else sorted({1 + round(n * (total - 1) / (few - 1)) for n in range(few)})
+
+
+def hidden_files(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob(".*") if path.name != ".lock"]
+
+
+def check_training(record_property, kill, cases):
+    """Train, be ended, train on: the end must be that of a run that was never disturbed, bit for bit."""
+    settings, folder = config(made().data), made().root / "killed"
+    expected, ended = ending(made().whole), 0
+    for case in cases:
+        shutil.rmtree(folder, ignore_errors=True)
+        ended += kill(case, lambda: train(settings, folder), folder)
+        train(settings, folder)
+        assert ending(folder) == expected, f"after an end at {case}"
+        assert hidden_files(folder) == [], f"left behind by an end at {case}"
+    record_property("cases", ("training ended by SIGKILL", ended, "repaired: the same command goes on, same bits"))
+    assert ended > len(cases) // 2
+
+
+def test_training_that_is_ended_before_any_file_operation_goes_on_to_the_same_bits(record_property):
+    folder = made().root / "killed"
+    shutil.rmtree(folder, ignore_errors=True)
+    total = operations(lambda: train(config(made().data), folder), folder)
+    assert total > 60
+    check_training(record_property, killed_at, places(total, 4))
+
+
+def test_training_that_is_ended_inside_a_write_goes_on_to_the_same_bits(record_property):
+    sizes = range(0, 56_000, 397) if LONG else (100, 30_000)
+    check_training(record_property, lambda size, work, _folder: killed_at_size(size, work), list(sizes))
+
+
+def test_preparing_data_that_is_ended_goes_on_to_the_same_folder(record_property):
+    expected = {path.name: path.read_bytes() for path in made().data.iterdir()}
+    folder, ended = made().root / "killed-data", 0
+    total = operations(lambda: fill_data(folder), folder)
+    for number in places(total, 8):
+        shutil.rmtree(folder, ignore_errors=True)
+        ended += killed_at(number, lambda: fill_data(folder), folder)
+        assert not (folder / "data.json").exists() or not [one for one in verify_folder(folder) if one.tokens < 0]
+        fill_data(folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected, f"after an end at {number}"
+    record_property("cases", ("`data prepare` ended by SIGKILL", ended, "repaired: goes on to the same files"))
+    assert ended > 5
+
+
+def test_an_export_that_is_ended_is_whole_the_next_time_and_never_taken_for_whole_before(record_property):
+    folder, ended = made().root / "killed-export", 0
+    shutil.rmtree(folder, ignore_errors=True)
+    expected = {path.name: path.read_bytes() for path in made().export.rglob("*") if path.is_file()}
+    for number in places(operations(lambda: export(made().whole, folder), folder), 4):
+        shutil.rmtree(folder, ignore_errors=True)
+        if killed_at(number, lambda: export(made().whole, folder), folder):
+            ended += 1
+            assert not (folder / "config.json").exists() or load_model(folder)
+        export(made().whole, folder)
+        assert {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == expected
+    record_property("cases", ("`export` ended by SIGKILL", ended, "repaired: written again whole"))
+    assert ended > 2

@@ -1,0 +1,55 @@
+"""Tests that run the real frameworks; their own warnings about themselves are not ours to mend."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integrations import table
+from tests.models.packages import missing, prepare
+
+if not missing():
+    prepare()
+
+HERE = Path(__file__).parent
+OURS_STAY_ERRORS = ("error::muonsw.PeakLRWarning", "error::muonsw.NonFiniteGradientWarning")
+
+results = table.Results()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.integrations)
+            for rule in ("ignore", *OURS_STAY_ERRORS):
+                item.add_marker(pytest.mark.filterwarnings(rule), append=False)
+            item.user_properties += [("works", list(mark.args)) for mark in item.iter_markers("works")]
+
+
+def pytest_runtest_logreport(report):
+    results.add(report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    wish = os.environ.get("WORKS_TABLE")
+    if wish and not hasattr(session.config, "workerinput") and not session.exitstatus:
+        session.exitstatus = table.settle(results, wish)
+
+
+@pytest.fixture(autouse=True)
+def _one_quiet_process(monkeypatch):
+    for key, value in {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(key, value)
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_state():
+    """Accelerate keeps one state for the whole process, with the precision of the first test."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()

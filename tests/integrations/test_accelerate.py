@@ -1,0 +1,153 @@
+"""Accelerate, for real: wrapped optimizers and schedulers are accepted everywhere, and a saved state goes on."""
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
+
+from muonsw import MuonSW, Telemetry, clip_grad_norm_, drive_weight_decay
+from muonsw.integrations.headlines import routing_counts
+from tests.integrations.models import MODELS, Tokens
+
+LR, STEPS = 0.02, 6
+
+
+class Run:
+    """A model, its optimizer and scheduler, prepared, and the loop of Accelerate's own examples."""
+
+    def __init__(self, accelerator, *, scheduler=lambda o: CosineAnnealingLR(o, STEPS), lr=LR):
+        set_seed(0)
+        self.accelerator = accelerator
+        model = MODELS["llama"]()
+        self.plain = MuonSW.for_model(model, lr=lr, weight_decay=0.1)
+        batches = torch.utils.data.DataLoader(Tokens(), batch_size=4)
+        self.model, self.optimizer, self.batches, self.scheduler = accelerator.prepare(
+            model, self.plain, batches, scheduler(self.plain)
+        )
+
+    def go(self, start, end, clip=None):
+        for batch in list(self.batches)[start:end]:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(**batch).loss)
+                if clip is not None and self.accelerator.sync_gradients:
+                    clip(self)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.works("Accelerate", "one process")
+def test_prepared_steps_are_those_of_a_plain_loop(accelerator):
+    run = Run(accelerator)
+    prepared = run.go(0, STEPS)
+    set_seed(0)
+    model = MODELS["llama"]()
+    optimizer = MuonSW.for_model(model, lr=LR, weight_decay=0.1)
+    scheduler = CosineAnnealingLR(optimizer, STEPS)
+    for batch in list(torch.utils.data.DataLoader(Tokens(), batch_size=4))[:STEPS]:
+        model(**batch).loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        assert torch.equal(param.detach(), prepared[name]), name
+    assert {group["resolved_peak_lr"] for group in run.plain.param_groups} == {LR}
+
+
+@pytest.mark.works("Accelerate", "resume")
+def test_a_saved_state_goes_on_bit_for_bit(accelerator, tmp_path):
+    whole = Run(accelerator)
+    whole.go(0, 3)
+    accelerator.save_state(str(tmp_path))
+    expected = whole.go(3, STEPS)
+    other = Accelerator(cpu=True)
+    resumed = Run(other)
+    other.load_state(str(tmp_path))
+    assert {group["resolved_peak_lr"] for group in resumed.plain.param_groups} == {LR}
+    for name, value in resumed.go(3, STEPS).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_wrapped_scheduler_hands_over_its_peak(accelerator):
+    """CyclicLR records its peak nowhere in the groups, so only the object can tell."""
+    cyclic = Run(
+        accelerator,
+        scheduler=lambda o: CyclicLR(o, base_lr=0.005, max_lr=0.03, step_size_up=2, cycle_momentum=False),
+    )
+    cyclic.plain.set_peak_lr(cyclic.scheduler)
+    cyclic.go(0, STEPS)
+    assert {group["resolved_peak_lr"] for group in cyclic.plain.param_groups} == {0.03}
+
+
+def test_one_cycle_is_found_without_being_handed_over(accelerator):
+    run = Run(accelerator, scheduler=lambda o: OneCycleLR(o, 0.03, STEPS + 1, cycle_momentum=False))
+    run.go(0, STEPS)
+    assert {group["resolved_peak_lr"] for group in run.plain.param_groups} == {0.03}
+
+
+@pytest.mark.works("Accelerate", "telemetry")
+def test_telemetry_takes_the_wrapper(accelerator):
+    run = Run(accelerator)
+    with Telemetry(run.optimizer, every=2) as telemetry:
+        run.go(0, 4)
+    assert [record["step"] for record in telemetry.records] == [1, 2, 4]
+    assert "routing/hidden/muon" in routing_counts(run.plain)
+
+
+def test_driving_takes_the_wrapper(accelerator):
+    model = MODELS["llama"]()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model, optimizer = accelerator.prepare(model, plain)
+    drive_weight_decay(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.05
+    accelerator.backward(model(**{key: value[None] for key, value in Tokens()[0].items()}).loss)
+    optimizer.step()
+    assert plain.param_groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.works("Accelerate", "clipping")
+def test_both_ways_of_clipping(accelerator):
+    run, seen = Run(accelerator), []
+
+    def ours(run):
+        seen.append(clip_grad_norm_(run.optimizer, 1e-3))
+        left = [p.grad.norm() for g in run.plain.param_groups if g["algorithm"] == "adamw" for p in g["params"]]
+        assert torch.stack(left).norm() == pytest.approx(1e-3, rel=1e-4)
+
+    run.go(0, 2, clip=ours)
+    run.go(2, 4, clip=lambda run: run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0))
+    assert len(seen) == 2
+
+
+@pytest.mark.works("Accelerate", "accumulation")
+def test_accumulated_steps_are_those_of_the_larger_batch():
+    tokens = torch.stack([Tokens()[place]["input_ids"] for place in range(8)])
+    whole = Run(Accelerator(cpu=True))
+    whole.accelerator.backward(whole.model(input_ids=tokens, labels=tokens).loss)
+    whole.optimizer.step()
+    halves = Run(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    for part in tokens.chunk(2):
+        with halves.accelerator.accumulate(halves.model):
+            halves.accelerator.backward(halves.model(input_ids=part, labels=part).loss)
+            halves.optimizer.step()
+            halves.optimizer.zero_grad()
+    for a, b in zip(whole.model.parameters(), halves.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.works("Accelerate", "bf16")
+def test_bf16_autocast():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    run = Run(accelerator)
+    run.go(0, 3)
+    assert {value.dtype for state in run.plain.state.values() for value in state.values()} == {torch.float32}
+    assert run.plain.skipped_steps == 0

@@ -1,0 +1,157 @@
+"""Lightning, for real: automatic optimization with one optimizer object."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning")
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+from muonsw import MuonSW
+from muonsw.integrations.lightning import TelemetryCallback, for_model
+
+LR, STEPS = 0.02, 8
+
+SCHEDULERS = {
+    "cosine": lambda o: CosineAnnealingLR(o, STEPS),
+    "one_cycle": lambda o: OneCycleLR(o, LR, STEPS + 1, cycle_momentum=False),
+}
+
+
+class Regression(LightningModule):
+    """A perceptron with an embedding, learning sums."""
+
+    def __init__(self, scheduler="cosine"):
+        super().__init__()
+        self.scheduler = SCHEDULERS[scheduler]
+        self.embed = nn.Embedding(16, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.norm = nn.RMSNorm(8)
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch, index):
+        numbers, sums = batch
+        loss = (self.head(self.norm(self.hidden(self.embed(numbers).sum(1)).relu())).squeeze() - sums).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return for_model(self, lr=LR, weight_decay=0.1, scheduler=self.scheduler)
+
+
+def batches():
+    """Four: Lightning goes on at the first batch of an epoch, wherever in it the checkpoint was made."""
+    numbers = torch.randint(16, (16, 3), generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(numbers, numbers.sum(1) / 24)
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+def fit(folder, module=None, *, ckpt_path=None, callbacks=(), **options):
+    torch.manual_seed(0)
+    module = module or Regression()
+    defaults = {
+        "max_steps": STEPS,
+        "accelerator": "cpu",
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": CSVLogger(folder, name="log"),
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        "log_every_n_steps": 1,
+        "default_root_dir": folder,
+    }
+    trainer = Trainer(callbacks=list(callbacks), **{**defaults, **options})
+    trainer.fit(module, batches(), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def weights(module):
+    return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+@pytest.mark.works("Lightning", "one process")
+@pytest.mark.works("Lightning", "clipping")
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_the_steps_are_those_of_a_plain_loop(tmp_path, clip):
+    trainer, module = fit(tmp_path, gradient_clip_val=clip)
+    torch.manual_seed(0)
+    other = Regression()
+    other.log = lambda *_: None
+    optimizer = MuonSW.for_model(other, lr=LR, weight_decay=0.1)
+    scheduler = CosineAnnealingLR(optimizer, STEPS)
+    for batch in [*batches(), *batches()]:
+        other.training_step(batch, 0).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(other.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for name, value in weights(other).items():
+        torch.testing.assert_close(weights(module)[name], value, rtol=1e-6, atol=1e-7)
+    assert {group["resolved_peak_lr"] for group in trainer.optimizers[0].param_groups} == {LR}
+
+
+@pytest.mark.works("Lightning", "accumulation")
+def test_accumulation_steps_half_as_often(tmp_path):
+    callback = TelemetryCallback(every=1)
+    fit(tmp_path, accumulate_grad_batches=2, max_steps=4, callbacks=[callback])
+    assert [record["step"] for record in callback.telemetry.records] == [1, 2, 3, 4]
+
+
+@pytest.mark.works("Lightning", "resume")
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, scheduler):
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    _, whole = fit(tmp_path, Regression(scheduler), callbacks=[saver])
+    torch.manual_seed(5)
+    resumed_from = str(next(tmp_path.glob("step=4*.ckpt")))
+    trainer, resumed = fit(tmp_path, Regression(scheduler), ckpt_path=resumed_from)
+    assert trainer.global_step == STEPS
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+    assert {group["resolved_peak_lr"] for group in trainer.optimizers[0].param_groups} == {LR}
+
+
+@pytest.mark.works("Lightning", "bf16")
+def test_bf16_autocast(tmp_path):
+    trainer, _ = fit(tmp_path, precision="bf16-mixed")
+    optimizer = trainer.optimizers[0]
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+    assert optimizer.skipped_steps == 0
+
+
+def logged(folder):
+    import csv
+
+    (path,) = folder.rglob("metrics.csv")
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_learning_rate_monitor_shows_readable_names(tmp_path):
+    fit(tmp_path, callbacks=[LearningRateMonitor("step")])
+    names = {key for row in logged(tmp_path) for key in row if key.startswith("lr-")}
+    assert names == {f"lr-MuonSW/{name}" for name in ("hidden", "embedding", "bias", "norm", "head")}
+
+
+@pytest.mark.works("Lightning", "telemetry")
+def test_telemetry_reaches_the_logger_and_changes_nothing(tmp_path):
+    callback = TelemetryCallback(every=3)
+    _, module = fit(tmp_path / "with", callbacks=[callback], logger=CSVLogger(tmp_path / "with", name="log"))
+    _, plain = fit(tmp_path / "without")
+    for name, value in weights(plain).items():
+        assert torch.equal(value, weights(module)[name]), name
+    rows = logged(tmp_path / "with")
+    sampled = [int(row["step"]) for row in rows if row["telemetry/hidden/weight_rms"]]
+    assert sampled == [1, 3, 6]
+    assert [record["step"] for record in callback.telemetry.records] == [1, 3, 6]
+    (counts,) = [row for row in rows if row["routing/hidden/muon"]]
+    assert float(counts["routing/hidden/muon"]) == 64
+
+
+def test_early_stopping_ends_the_run(tmp_path):
+    stop = EarlyStopping("loss", mode="min", patience=0, check_on_train_epoch_end=True, divergence_threshold=-1.0)
+    trainer, _ = fit(tmp_path, callbacks=[stop], max_steps=-1, max_epochs=5)
+    assert trainer.current_epoch == 1

@@ -1,0 +1,47 @@
+"""The code on the pages of the guide runs as it stands, page by page."""
+
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from muonsw import MuonSW
+from muonsw.integrations.timm import layer_decay
+
+for package in ("accelerate", "lightning", "peft", "timm", "transformers"):
+    pytest.importorskip(package)
+
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "guide" / "frameworks").glob("*.md"))
+SHOWS = {
+    "trainer": lambda scope: len(scope["trainer"].state.log_history) > 3,
+    "accelerate": lambda scope: [r["step"] for r in scope["telemetry"].records] == [1, 5, 10, 15, 20],
+    "lightning": lambda scope: scope["trainer"].global_step == 20,
+    "timm": lambda scope: {g["resolved_peak_lr"] for g in scope["optimizer"].param_groups} > {0.01},
+    "lora": lambda scope: {g["algorithm"] for g in scope["optimizer"].param_groups} == {"muon"},
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(code, page.name, "exec"), scope)
+    assert SHOWS[page.stem](scope)
+
+
+def test_the_option_for_timms_script():
+    import timm
+
+    page = next(page for page in PAGES if page.stem == "timm")
+    (code,) = re.findall(r"```python\n(def create_optimizer.*?)```", page.read_text(), re.DOTALL)
+    scope = {"MuonSW": MuonSW, "layer_decay": layer_decay}
+    exec(code, scope)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=2, num_heads=2, num_classes=5)
+    args = {"lr": 0.01, "weight_decay": 0.05, "momentum": 0.9}
+    make = scope["create_optimizer"]
+    assert isinstance(make(Namespace(opt="muonsw", layer_decay=None, **args), model), MuonSW)
+    assert "lr_scale" in make(Namespace(opt="muonsw", layer_decay=0.7, **args), model).param_groups[0]
+    assert isinstance(make(Namespace(opt="adamw", layer_decay=None, **args), model), torch.optim.AdamW)

@@ -1,0 +1,129 @@
+"""timm, for real: its models, its groups with layer decay, its schedulers."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("timm")
+import timm
+from timm.optim import param_groups_layer_decay
+from timm.scheduler import create_scheduler_v2
+
+from muonsw import AdamWSW, MuonSW
+from muonsw.integrations.timm import layer_decay
+
+LR, STEPS = 0.01, 8
+
+
+def vit():
+    torch.manual_seed(0)
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=2, num_heads=2, num_classes=5, patch_size=16
+    )
+
+
+def resnet():
+    torch.manual_seed(0)
+    return timm.create_model("resnet10t", num_classes=5)
+
+
+def train(model, optimizer, scheduler, start, end):
+    for step in range(start, end):
+        generator = torch.Generator().manual_seed(step)
+        images, labels = torch.randn(2, 3, 32, 32, generator=generator), torch.tensor([step % 5, 1])
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step_update(step + 1)
+
+
+def cosine(optimizer, warmup=2):
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        "cosine",
+        num_epochs=STEPS,
+        warmup_epochs=warmup,
+        warmup_lr=1e-4,
+        step_on_epochs=False,
+        updates_per_epoch=1,
+    )
+    return scheduler
+
+
+@pytest.mark.works("timm", "one process")
+@pytest.mark.parametrize("build", [vit, resnet])
+def test_its_cosine_with_warmup_finds_the_peak(build):
+    model = build()
+    optimizer = MuonSW.for_model(model, lr=LR, weight_decay=0.1)
+    rates = []
+    optimizer.register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+    train(model, optimizer, cosine(optimizer), 0, STEPS)
+    assert rates[0] == 1e-4
+    assert max(rates) <= LR
+    assert {group["resolved_peak_lr"] for group in optimizer.param_groups} == {LR}
+
+
+@pytest.mark.parametrize("build", [vit, resnet])
+def test_layer_decay_gives_each_depth_its_own_rate_and_peak(build):
+    model = build()
+    optimizer = layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5)
+    expected = {}
+    for group in param_groups_layer_decay(model, weight_decay=0.1, layer_decay=0.5):
+        expected |= {id(param): group["lr_scale"] for param in group["params"]}
+    scheduler = cosine(optimizer, warmup=0)
+    train(model, optimizer, scheduler, 0, 2)
+    scales = set()
+    for group in optimizer.param_groups:
+        assert {expected[id(param)] for param in group["params"]} == {group["lr_scale"]}
+        assert group["resolved_peak_lr"] == pytest.approx(LR * group["lr_scale"])
+        scales.add(group["lr_scale"])
+    assert scales == set(expected.values())
+    assert len({group["name"] for group in optimizer.param_groups}) == len(optimizer.param_groups)
+    plain = MuonSW.for_model(build(), lr=LR)
+    role = {name: group["role"] for group in plain.param_groups for name in group["param_names"]}
+    for group in optimizer.param_groups:
+        assert {role[name] for name in group["param_names"]} == {group["role"]}
+
+
+def test_what_timm_does_not_decay_is_not_decayed():
+    model = vit()
+    optimizer = layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5)
+    decayed = {name for group in optimizer.param_groups if group["weight_decay"] for name in group["param_names"]}
+    theirs = param_groups_layer_decay(model, weight_decay=0.1, no_weight_decay_list=model.no_weight_decay())
+    names = {id(param): name for name, param in model.named_parameters()}
+    spared = {names[id(param)] for group in theirs if not group["weight_decay"] for param in group["params"]}
+    assert not decayed & spared
+    assert "blocks.0.mlp.fc1.weight" in decayed
+
+
+def test_its_own_groups_under_our_adamw_step_as_under_torchs():
+    ours, theirs = vit(), vit()
+    groups = [param_groups_layer_decay(m, weight_decay=0.1, layer_decay=0.5) for m in (ours, theirs)]
+    mine = AdamWSW(groups[0], lr=LR, decay="constant", betas=(0.9, 0.999))
+    other = torch.optim.AdamW(groups[1], lr=LR)
+    for model, optimizer in ((ours, mine), (theirs, other)):
+        train(model, optimizer, cosine(optimizer), 0, 4)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if a.dim() > 1:  # the gradient of a key's bias is rounding alone, which AdamW blows up
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.works("timm", "resume")
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
+    whole = vit()
+    optimizer = layer_decay(MuonSW, whole, lr=LR, weight_decay=0.1, layer_decay=0.5)
+    scheduler = cosine(optimizer)
+    train(whole, optimizer, scheduler, 0, 4)
+    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    train(whole, optimizer, scheduler, 4, STEPS)
+
+    resumed = vit()
+    other = layer_decay(MuonSW, resumed, lr=LR, weight_decay=0.1, layer_decay=0.5)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    again = cosine(other)
+    again.step_update(4)  # as timm's train.py does
+    train(resumed, other, again, 4, STEPS)
+    for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), name

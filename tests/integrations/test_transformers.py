@@ -1,0 +1,311 @@
+"""Hugging Face's Trainer, for real: tiny models, every setting that touches the optimizer."""
+
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine_schedule_with_warmup
+
+from muonsw import AdamWSW, MuonSW
+from muonsw.integrations.transformers import ModelFactory, TelemetryCallback, for_model
+from muonsw.telemetry import MlflowSink
+from tests.integrations.models import MODELS, Tokens
+
+STEPS = 6
+LR = 0.02
+
+
+def trainer_of(folder, model="llama", *, weights_from=None, optimizer=None, callbacks=(), **arguments):
+    torch.manual_seed(0)
+    defaults = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_num_workers": 0,
+    }
+    built = MODELS[model]()
+    return Trainer(
+        model=built if weights_from is None else type(built).from_pretrained(weights_from),
+        args=TrainingArguments(output_dir=str(folder), **{**defaults, **arguments}),
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(8),
+        callbacks=list(callbacks),
+        optimizer_cls_and_kwargs=optimizer or for_model(lr=LR, weight_decay=0.1),
+    )
+
+
+def weights(trainer):
+    return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+class Rates(TrainerCallback):
+    """The learning rate that each step was taken with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+        self.seen.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.works("Trainer", "one process")
+@pytest.mark.parametrize("model", MODELS)
+def test_warmup_and_cosine_reach_the_peak_that_was_given(tmp_path, model):
+    rates = Rates()
+    trainer = trainer_of(tmp_path, model, callbacks=[rates])
+    before = weights(trainer)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, MuonSW)
+    assert max(rates.seen) == pytest.approx(LR)
+    assert {group["resolved_peak_lr"] for group in optimizer.param_groups} == {LR}
+    moved = [name for name, value in weights(trainer).items() if not torch.equal(value, before[name])]
+    assert set(moved) == set(before)
+    assert optimizer.summary().matrices == sum(
+        p.numel() // (p.shape[-1] * p.shape[-2])
+        for g in optimizer.param_groups
+        if g["algorithm"] == "muon"
+        for p in g["params"]
+    )
+
+
+def batches_of(trainer):
+    """Train, and return the batches in the order in which the model saw them."""
+    seen, step = [], trainer.training_step
+
+    def remember(model, inputs, *args, **kwargs):
+        seen.append({key: value.clone() for key, value in inputs.items()})
+        return step(model, inputs, *args, **kwargs)
+
+    trainer.training_step = remember
+    trainer.train()
+    return seen
+
+
+def by_hand(model, batches, *, accumulate=1, clip=1.0):
+    """Warmup, cosine, accumulation and clipping in a plain loop."""
+    torch.manual_seed(0)
+    model = MODELS[model]().train()
+    optimizer = MuonSW.for_model(model, lr=LR, weight_decay=0.1)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
+    for number, batch in enumerate(batches, start=1):
+        (model(**batch).loss / accumulate).backward()
+        if number % accumulate == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.works("Trainer", "accumulation")
+@pytest.mark.works("Trainer", "clipping")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (2, 1.0)], ids=["clipped", "accumulated"])
+def test_the_trainers_steps_are_those_of_a_plain_loop(tmp_path, model, accumulate, clip):
+    """Up to rounding: the Trainer averages losses over tokens and not over batches."""
+    trainer = trainer_of(
+        tmp_path,
+        model,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=clip,
+        optimizer=for_model(lr=LR, weight_decay=0.1),
+    )
+    batches = batches_of(trainer)
+    assert len(batches) == STEPS * accumulate
+    expected = by_hand(model, batches, accumulate=accumulate, clip=clip)
+    for name, value in weights(trainer).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.works("Trainer", "bf16")
+def test_under_bf16_autocast_weights_and_state_stay_float32(tmp_path):
+    trainer = trainer_of(tmp_path, bf16=True)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+    assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
+    assert optimizer.skipped_steps == 0
+    assert {group["highest_lr"] for group in optimizer.param_groups} == {LR}
+
+
+@pytest.mark.works("Trainer", "resume")
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model, options):
+    arguments = {"save_strategy": "steps", "save_steps": 4, **options}
+    whole = trainer_of(tmp_path / "whole", model, **arguments)
+    whole.train()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-4")
+    weights_from = checkpoint if model == "mixtral" else None  # see the next test
+    resumed = trainer_of(tmp_path / "resumed", model, weights_from=weights_from, **arguments)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert_same(weights(whole), weights(resumed))
+    groups = resumed.optimizer.optimizer.param_groups
+    assert {group["resolved_peak_lr"] for group in groups} == {LR}
+    assert [group["name"] for group in groups] == [group["name"] for group in whole.optimizer.optimizer.param_groups]
+
+
+def test_the_trainer_by_itself_leaves_experts_unrestored_whatever_the_optimizer(tmp_path):
+    """Of transformers 5.22, with torch's AdamW: experts are saved under other names, which its resume does not read.
+
+    The guide says to build the model from the checkpoint. When this test fails, it need not say so any more.
+    """
+    adamw = (torch.optim.AdamW, {"lr": 0.0})  # nothing moves, so that what is not restored shows
+    first = trainer_of(tmp_path, "mixtral", optimizer=adamw, save_strategy="steps", save_steps=2)
+    first.train()
+    second = trainer_of(tmp_path, "mixtral", optimizer=adamw)
+    with torch.no_grad():
+        for param in second.model.parameters():
+            param.zero_()
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    lost = {name for name, param in second.model.named_parameters() if not param.any()}
+    assert lost == {name for name in weights(second) if ".experts." in name or name.endswith("mlp.gate.weight")}
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    trainer = trainer_of(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    trainer.train()
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    assert trainer.state.best_metric == min(losses.values())
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses.values()), rel=1e-6)
+
+
+def test_options_reach_the_optimizer_and_mistakes_are_told_at_once(tmp_path):
+    patterns = {"role:embedding": {"lr": 0.001}}
+    options = for_model(lr=LR, decay="constant", patterns=patterns, adamw={"betas": (0.8, 0.9)}, ns_steps=4)
+    trainer = trainer_of(tmp_path, optimizer=options)
+    groups = trainer.create_optimizer().param_groups
+    assert {group["decay"] for group in groups} == {"constant"}
+    assert {group["ns_steps"] for group in groups if group["algorithm"] == "muon"} == {4}
+    assert {group["betas"] for group in groups if group["algorithm"] == "adamw"} == {(0.8, 0.9)}
+    assert {group["lr"] for group in groups if group["role"] == "embedding"} == {0.001}
+    assert isinstance(trainer_of(tmp_path, optimizer=for_model(lr=LR, optimizer=AdamWSW)).create_optimizer(), AdamWSW)
+    with pytest.raises(ValueError, match="did you mean 'decay'"):
+        for_model(lr=LR, dekay="scaled")
+    with pytest.raises(ValueError, match="decay"):
+        for_model(lr=LR, decay="scald")
+
+
+def test_axolotl_passes_its_training_arguments_second(tmp_path):
+    """Its trainers call a factory as `factory()(model, training_args, **kwargs)`."""
+    factory, options = for_model(lr=None, weight_decay=0.2)
+    arguments = TrainingArguments(output_dir=str(tmp_path), learning_rate=0.01, use_cpu=True)
+    optimizer = factory()(MODELS["llama"](), arguments, **options)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
+    assert optimizer.param_groups[0]["weight_decay"] == 0.2
+    with pytest.raises(ValueError, match="needs lr="):
+        ModelFactory()(MODELS["llama"](), **options)
+
+
+class Seen(TrainerCallback):
+    """What reaches a reporter."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.logs.append((state.global_step, dict(logs)))
+
+
+@pytest.mark.works("Trainer", "telemetry")
+def test_telemetry_reaches_the_log_and_takes_no_other_entry_away(tmp_path):
+    seen = Seen()
+    trainer = trainer_of(tmp_path, "mixtral", callbacks=[seen])
+    callback = TelemetryCallback(trainer, every=2)
+    trainer.add_callback(callback)
+    trainer.train()
+    losses = [step for step, logs in seen.logs if "loss" in logs]
+    assert losses == list(range(1, STEPS + 1))
+    sampled = {step: logs for step, logs in seen.logs if "telemetry/experts/weight_rms" in logs}
+    assert list(sampled) == [1, 2, 4, 6]
+    # The third update is at the peak of the warmup, the fourth past it: decay is lambda lr^2 / peak.
+    lrs = {step: logs["learning_rate"] for step, logs in seen.logs if "learning_rate" in logs}
+    for step, logs in sampled.items():
+        assert logs["telemetry/hidden/decay"] == pytest.approx(0.1 * lrs[step] ** 2 / LR, abs=1e-12)
+    step, counts = seen.logs[0]
+    assert step == 0
+    assert sum(value for key, value in counts.items() if key.startswith("routing/")) == sum(
+        param.numel() for param in trainer.model.parameters()
+    )
+    assert "routing/experts/muon" in counts
+    assert_same(weights(trainer), weights(trained_without_telemetry(tmp_path)))
+
+
+def trained_without_telemetry(folder):
+    trainer = trainer_of(folder, "mixtral")
+    trainer.train()
+    return trainer
+
+
+def test_telemetry_goes_on_counting_in_a_resumed_run(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainer_of(tmp_path, **saving).train()
+    resumed = trainer_of(tmp_path, **saving)
+    callback = TelemetryCallback(resumed, every=2)
+    resumed.add_callback(callback)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [record["step"] for record in callback.telemetry.records] == [4, 6]
+
+
+def test_findings_are_said_and_counted(tmp_path, caplog):
+    """Updates of a third of the weights are found out."""
+    constant = {"max_steps": 8, "warmup_steps": 0, "lr_scheduler_type": "constant"}
+    trainer = trainer_of(tmp_path, optimizer=for_model(lr=0.1), **constant)
+    trainer.add_callback(TelemetryCallback(trainer, every=1))
+    logging.getLogger("transformers").propagate = True
+    logging.getLogger("muonsw").propagate = True
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "of its weights, so momentum replaces them" in caplog.text
+    counted = [entry["telemetry/findings"] for entry in trainer.state.log_history if "telemetry/findings" in entry]
+    assert counted[0] == 0 < counted[-1] == caplog.text.count("momentum replaces them")
+
+
+def test_mlflow_keeps_telemetry(tmp_path, monkeypatch):
+    """Through the sink: the Trainer's own way to MLflow is its `log`, which the tests above follow."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    with mlflow.start_run() as run:
+        trainer = trainer_of(tmp_path)
+        trainer.add_callback(TelemetryCallback(trainer, every=2, sink=MlflowSink(mlflow)))
+        trainer.train()
+    kept = mlflow.MlflowClient().get_metric_history(run.info.run_id, "telemetry/roles/hidden/weight_rms")
+    assert [metric.step for metric in kept] == [1, 2, 4, 6]
+
+
+def test_tensorboard_shows_telemetry(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    trainer = trainer_of(tmp_path, report_to=["tensorboard"])
+    trainer.add_callback(TelemetryCallback(trainer, every=3))
+    trainer.train()
+    events = EventAccumulator(str(next((tmp_path / "board").rglob("events*")).parent))
+    events.Reload()
+    (tag,) = [tag for tag in events.Tags()["scalars"] if tag.endswith("telemetry/hidden/weight_rms")]
+    assert [event.step for event in events.Scalars(tag)] == [1, 3, 6]

@@ -1,0 +1,286 @@
+"""Taking over a Muon + AdamW pair in mid-run: the next step is what the pair would have done."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from muonsw import SGDSW, MuonSW
+from muonsw.orthogonalize import newton_schulz
+
+
+class Net(nn.Module):
+    """Hidden matrices of two shapes, a head, an embedding, norms, a convolution and experts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(12, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.conv = nn.Conv2d(4, 8, 3)
+        self.norm = nn.RMSNorm(8)
+        self.head = nn.Linear(8, 12, bias=False)
+
+
+def set_gradients(model, step):
+    generator = torch.Generator().manual_seed(step)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def go(model, optimizers, start, end, schedulers=()):
+    for step in range(start, end):
+        set_gradients(model, step)
+        for optimizer in (*optimizers, *schedulers):
+            optimizer.step()
+
+
+class PairLayout(Optimizer):
+    """Steps written out by hand; subclasses have the group and state keys of other people's optimizers."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            self.count(group)
+            for param in group["params"]:
+                self.state[param] = self.state[param] or self.fresh(group, param)
+                direction = self.direction(group, param, self.state[param])
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * direction.view_as(param))
+
+    def count(self, group):
+        pass
+
+    @staticmethod
+    def adam(m, v, grad, betas, eps, step):
+        m.lerp_(grad, 1 - betas[0])
+        v.lerp_(grad.square(), 1 - betas[1])
+        return m / (1 - betas[0] ** step) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+
+
+class Jordan(PairLayout):
+    """`use_muon` in groups; `momentum_buffer`, or `exp_avg`, `exp_avg_sq` and a plain `step`, in states."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {})
+
+    def fresh(self, group, param):
+        if group["use_muon"]:
+            return {"momentum_buffer": torch.zeros_like(param)}
+        return {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param), "step": 0}
+
+    def direction(self, group, param, state):
+        if not group["use_muon"]:
+            state["step"] += 1
+            return self.adam(
+                state["exp_avg"], state["exp_avg_sq"], param.grad, group["betas"], group["eps"], state["step"]
+            )
+        beta = group["momentum"]
+        state["momentum_buffer"].lerp_(param.grad, 1 - beta)
+        ahead = param.grad.lerp(state["momentum_buffer"], beta)
+        stretch = max(1, param.shape[-2] / param.shape[-1]) ** 0.5
+        return newton_schulz(ahead.flatten(1), steps=5, dtype=torch.float32) * stretch
+
+
+class Dion(PairLayout):
+    """`mu`, `algorithm` and `step` in groups; `momentum` and `variance` in states; heavy-ball momentum."""
+
+    def __init__(self, groups, **defaults):
+        usual = {"lr": 0.01, "mu": 0.95, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.01, "algorithm": "muon"}
+        usual |= {"step": 0, "epsilon": 1e-8, "nesterov": False, "flatten": True, "adjust_lr": "spectral_norm"}
+        super().__init__(groups, {**usual, **defaults})
+
+    def count(self, group):
+        group["step"] += 1
+
+    def fresh(self, group, param):
+        variance = {"variance": torch.zeros_like(param)} if group["algorithm"] == "adamw" else {}
+        return {"momentum": torch.zeros_like(param), **variance}
+
+    def direction(self, group, param, state):
+        if group["algorithm"] == "adamw":
+            betas = (group["beta1"], group["beta2"])
+            return self.adam(state["momentum"], state["variance"], param.grad, betas, group["epsilon"], group["step"])
+        state["momentum"].mul_(group["mu"]).add_(param.grad)
+        ahead = state["momentum"] * group["mu"] + param.grad if group["nesterov"] else state["momentum"]
+        matrix = ahead.flatten(1)
+        stretch = {
+            "spectral_norm": math.sqrt(matrix.shape[0] / matrix.shape[1]),
+            "rms_norm": 0.2 * math.sqrt(max(matrix.shape)),
+            None: 1.0,
+        }[group["adjust_lr"]]
+        return newton_schulz(matrix, steps=5, dtype=torch.float32) * stretch
+
+
+def split(model, *, head_by_muon=False):
+    """As people write it: matrices by their number of axes. The head may be among them, unlike in `for_model`."""
+    chosen = ("up.weight", "down.weight", "conv.weight", *(["head.weight"] if head_by_muon else []))
+    named = dict(model.named_parameters())
+    return [named[name] for name in chosen], [param for name, param in named.items() if name not in chosen]
+
+
+def jordan(model, **split_options):
+    matrices, rest = split(model, **split_options)
+    muon = {"params": matrices[::-1], "use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    adam = {"params": rest, "use_muon": False, "lr": 0.003, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    return [Jordan([adam, muon])]
+
+
+def dion(model, adjust_lr="spectral_norm", nesterov=True, **split_options):
+    matrices, rest = split(model, **split_options)
+    groups = [{"params": rest, "algorithm": "adamw", "lr": 0.003}, {"params": matrices, "lr": 0.02}]
+    return [Dion(groups, adjust_lr=adjust_lr, nesterov=nesterov)]
+
+
+def torchs_adamw_with_a_hand_written_muon(model, **split_options):
+    """A group that holds a rate, a momentum and a decay, and no more, is Jordan's Muon by itself."""
+    matrices, rest = split(model, **split_options)
+
+    class Alone(Jordan):
+        def direction(self, group, param, state):
+            return super().direction({**group, "use_muon": True}, param, state)
+
+        def fresh(self, group, param):
+            return super().fresh({**group, "use_muon": True}, param)
+
+    muon = Alone([{"params": matrices, "lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}])
+    return [torch.optim.AdamW(rest, lr=0.003, betas=(0.9, 0.99), weight_decay=0.05), muon]
+
+
+PAIRS = {
+    "jordan": jordan,
+    "dion": dion,
+    "dion_rms": lambda m, **o: dion(m, "rms_norm", nesterov=False, **o),
+    "dion_none": lambda m, **o: dion(m, None, **o),
+    "torch_and_jordan": torchs_adamw_with_a_hand_written_muon,
+}
+
+
+@pytest.mark.parametrize("head_by_muon", [False, True], ids=["as_we_route", "head_by_muon"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_next_steps_are_the_pairs(pair, head_by_muon):
+    theirs, ours = Net(), Net()
+    old, other = (PAIRS[pair](model, head_by_muon=head_by_muon) for model in (theirs, ours))
+    go(theirs, old, 0, 5)
+    go(ours, other, 0, 5)
+    optimizer = MuonSW.for_model(ours, lr=1.0, decay="constant", ns_dtype="float32")
+    optimizer.adopt(*other)
+    head = next(group for group in optimizer.param_groups if "head.weight" in group["param_names"])
+    assert head["algorithm"] == ("muon" if head_by_muon else "adamw")
+    go(theirs, old, 5, 8)
+    go(ours, [optimizer], 5, 8)
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def torch_pair(model):
+    named = dict(model.named_parameters())
+    matrices = [named["down.weight"], named["up.weight"]]
+    rest = [param for param in named.values() if all(param is not matrix for matrix in matrices)]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return [torch.optim.AdamW(rest, lr=0.003, weight_decay=0.0), muon]
+
+
+def test_torchs_own_pair_with_its_schedulers():
+    """torch iterates in bfloat16, so directions agree to its rounding; AdamW's agree to float32's."""
+    theirs, ours = Net(), Net()
+    old, other = torch_pair(theirs), torch_pair(ours)
+    schedulers = [[CosineAnnealingLR(o, 20) for o in pair] for pair in (old, other)]
+    go(theirs, old, 0, 5, schedulers[0])
+    go(ours, other, 0, 5, schedulers[1])
+    optimizer = MuonSW.for_model(ours, lr=1.0, decay="constant", ns_dtype="bfloat16")
+    optimizer.adopt(*other)
+    scheduler = CosineAnnealingLR(optimizer, 20, last_epoch=schedulers[1][0].last_epoch - 1)  # it takes one step itself
+    before = {name: param.detach().clone() for name, param in ours.named_parameters()}
+    go(theirs, old, 5, 8, schedulers[0])
+    go(ours, [optimizer], 5, 8, [scheduler])
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        tolerance = 0.03 if name in ("up.weight", "down.weight") else 1e-4
+        assert (a - b).norm() <= tolerance * (b - before[name]).norm(), name
+    rates = {group["algorithm"]: group["lr"] for group in optimizer.param_groups}
+    assert rates == pytest.approx({"muon": old[1].param_groups[0]["lr"], "adamw": old[0].param_groups[0]["lr"]})
+
+
+def test_the_schedulers_record_gives_the_peak():
+    model = Net()
+    pair = torch_pair(model)
+    go(model, pair, 0, 5, [CosineAnnealingLR(o, 10) for o in pair])
+    optimizer = MuonSW.for_model(model, lr=1.0)
+    optimizer.adopt(*pair)
+    go(model, [optimizer], 5, 6)
+    hidden = optimizer.param_groups[0]
+    assert hidden["lr"] < hidden["resolved_peak_lr"] == 0.02
+    assert optimizer.summary().groups[0].decay == pytest.approx(0.1 * hidden["lr"] ** 2 / 0.02)
+
+
+def test_without_a_record_it_asks_for_the_peak():
+    model = Net()
+    pair = jordan(model)
+    go(model, pair, 0, 2)
+    optimizer = MuonSW.for_model(model, lr=1.0)
+    before = [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(ValueError, match="pass peak_lr=<the highest"):
+        optimizer.adopt(*pair)
+    assert [dict(group) for group in optimizer.param_groups] == before
+    optimizer.adopt(*pair, peak_lr=0.05)
+    go(model, [optimizer], 2, 3)
+    assert optimizer.summary().groups[0].decay == pytest.approx(0.1 * 0.02**2 / 0.05)
+
+
+def test_an_adopted_state_saves_and_loads():
+    model, copied = Net(), Net()
+    pair = jordan(model)
+    go(model, pair, 0, 3)
+    optimizer = MuonSW.for_model(model, lr=1.0, decay="constant")
+    optimizer.adopt(*pair)
+    copied.load_state_dict(model.state_dict())
+    # Two groups of ours were divided by nothing here, so a fresh optimizer has the same ones.
+    again = MuonSW.for_model(copied, lr=1.0, decay="constant")
+    again.load_state_dict(optimizer.state_dict())
+    go(model, [optimizer], 3, 5)
+    go(copied, [again], 3, 5)
+    for a, b in zip(model.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (lambda m: [torch.optim.AdamW(list(m.parameters())[:2])], "are in none of those"),
+        (lambda m: [torch.optim.AdamW([*m.parameters(), nn.Parameter(torch.ones(2))])], "are not in this optimizer"),
+        (lambda m: [torch.optim.AdamW(m.parameters(), amsgrad=True)], "amsgrad"),
+        (lambda m: [torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)], "adds to the gradient"),
+        (lambda m: [torch.optim.Adagrad(m.parameters())], "a layout that is not known"),
+        (lambda m: [Dion([{"params": list(m.parameters()), "algorithm": "lion"}])], "trained by 'lion'"),
+        (lambda m: [Dion([{"params": list(m.parameters()), "num_heads": 2}])], "num_heads=2"),
+    ],
+    ids=["too_few", "too_many", "amsgrad", "coupled", "unknown", "lion", "heads"],
+)
+def test_what_cannot_be_adopted(others, message):
+    model = Net()
+    optimizer = MuonSW.for_model(model, lr=0.1, decay="constant")
+    with pytest.raises(ValueError, match=message):
+        optimizer.adopt(*others(model))
+
+
+def test_the_scheduler_is_made_afterwards():
+    model = Net()
+    optimizer = MuonSW.for_model(model, lr=0.1)
+    CosineAnnealingLR(optimizer, 10)
+    with pytest.raises(ValueError, match="adopt first"):
+        optimizer.adopt(*torch_pair(model))
+
+
+def test_plain_sgd_goes_on():
+    theirs, ours = Net(), Net()
+    old, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True) for m in (theirs, ours))
+    go(theirs, [old], 0, 3)
+    go(ours, [other], 0, 3)
+    optimizer = SGDSW.for_model(ours, lr=1.0)
+    optimizer.adopt(other)
+    go(theirs, [old], 3, 6)
+    go(ours, [optimizer], 3, 6)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

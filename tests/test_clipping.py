@@ -1,0 +1,104 @@
+"""Clipping: what it changes for each algorithm, and what it leaves alone."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry, clip_grad_norm_
+from muonsw.telemetry import Findings
+
+
+def model_and_gradients(spike=1.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 8, bias=False))
+    for name, param in model.named_parameters():
+        param.grad = torch.randn_like(param) * (spike if name == "0.weight" else 1.0)
+    return model
+
+
+def stepped(clip, spike):
+    """Two steps, the second with a spike in the embedding's gradient; the matrices after it."""
+    model = model_and_gradients()
+    optimizer = MuonSW.for_model(model, lr=0.02, ns_dtype="float32")
+    optimizer.step()
+    torch.manual_seed(1)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    model[0].weight.grad *= spike
+    clip(model, optimizer)
+    optimizer.step()
+    return model[1].weight.detach()
+
+
+def test_a_spike_in_the_embedding_does_not_reach_the_matrices():
+    """One norm for the whole model takes that batch out of every matrix's momentum; ours does not."""
+    whole = {spike: stepped(lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0), spike) for spike in (1.0, 1e4)}
+    ours = {spike: stepped(lambda _, o: clip_grad_norm_(o, 1.0), spike) for spike in (1.0, 1e4)}
+    assert torch.equal(ours[1.0], ours[1e4])
+    assert (whole[1.0] - whole[1e4]).norm() > 0.1 * 0.02 * math.sqrt(8)
+
+
+def test_a_limit_that_always_acts_leaves_muons_steps_as_they_are():
+    """A constant factor on all gradients: heavy-ball momentum is homogeneous and the direction scale-free."""
+    results = []
+    for factor in (1.0, 2.0**-10):  # a power of two, so that nothing is rounded differently
+        model = model_and_gradients()
+        matrices = [model[1].weight, model[3].weight]
+        optimizer = MuonSW(matrices, lr=0.02, ns_dtype="float32")
+        for seed in range(4):
+            torch.manual_seed(seed)
+            for matrix in matrices:
+                matrix.grad = torch.randn_like(matrix) * factor
+            optimizer.step()
+        results.append(matrices)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("cls", [AdamWSW, SGDSW])
+def test_for_other_algorithms_it_is_torchs(cls):
+    ours, theirs = model_and_gradients(5.0), model_and_gradients(5.0)
+    optimizer = cls.for_model(ours, lr=0.01)
+    norm = clip_grad_norm_(optimizer, 0.7)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.7))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+
+def test_the_whole_model_by_one_norm_on_request():
+    model = model_and_gradients()
+    optimizer = MuonSW.for_model(model, lr=0.01)
+    clip_grad_norm_(optimizer, 0.7, algorithms=("adamw", "sgd", "muon"))
+    assert math.hypot(*(param.grad.norm().item() for param in model.parameters())) == pytest.approx(0.7, rel=1e-5)
+
+
+def test_wrong_arguments():
+    model = model_and_gradients()
+    optimizer = MuonSW.for_model(model, lr=0.01)
+    with pytest.raises(ValueError, match="limit=0"):
+        clip_grad_norm_(optimizer, 0)
+    with pytest.raises(TypeError, match="several names"):
+        clip_grad_norm_(optimizer, 1.0, algorithms="adamw")
+    with pytest.raises(ValueError, match="unknown algorithm 'lion'"):
+        clip_grad_norm_(optimizer, 1.0, algorithms=("lion",))
+    with pytest.raises(TypeError, match="use torch"):
+        clip_grad_norm_(torch.optim.AdamW(model.parameters()), 1.0)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1e-3, 1.0), (1e6, 0.0)])
+def test_telemetry_tells_how_often_it_acts(limit, expected):
+    model = model_and_gradients()
+    optimizer = MuonSW.for_model(model, lr=0.01)
+    findings = Findings()
+    said = []
+    with Telemetry(optimizer, every=3, sink=lambda record: said.extend(findings(record))) as telemetry:
+        for _ in range(6):
+            torch.manual_seed(0)
+            for param in model.parameters():
+                param.grad = torch.randn_like(param)
+            clip_grad_norm_(optimizer, limit)
+            optimizer.step()
+    assert [record["clipped"] for record in telemetry.records] == [expected] * 3
+    assert any("gradient clipping acted on 100%" in text for text in said) == (expected == 1.0)
