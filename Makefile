@@ -9,7 +9,8 @@ MODELS_INSTALLED := $(MODELS_VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint types pytest test-again test-slow test-faults test-gpu test-models bench docs clean
+.PHONY: help install demo test check lint types pytest test-again test-slow test-faults test-gpu test-models bench evidence docs \
+  clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -71,6 +72,9 @@ $(MODELS_INSTALLED): pyproject.toml constraints.txt
 bench: install  ## time our step and the demo model against torch's, on this machine
 	$(BIN)/python bench/step_time.py
 	$(BIN)/python bench/demo_speed.py
+
+evidence: install  ## rebuild docs/evidence.md and its figures from the records of our own runs
+	$(BIN)/python bench/evidence.py --figures
 
 docs: install  ## build the documentation into site/
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'

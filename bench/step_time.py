@@ -1,11 +1,11 @@
-"""Time one optimizer step against other Muons: same process, same tensors, interleaved, medians.
+"""Time one optimizer step against others': same process, same tensors, interleaved, medians.
 
     python bench/step_time.py                          # this machine's CPU
     python bench/step_time.py --device cuda --sets w1024
 
-Ours holds experts as stacks `(8, out, in)` with fused gate and up projections, as the lab's model does; the
-others get the same matrices as lists, which is all they take. Before anything is timed, one step of ours
-is checked against one step of `torch.optim.Muon`.
+Ours holds experts as stacks `(8, out, in)` with fused gate and up projections, as the lab's model does; dion gets
+stacks of single projections, the others get the same matrices as lists, which is all they take. Peers that are not
+installed are left out. Before anything is timed, steps of ours are checked against steps of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from muonsw import MuonSW
+from muonsw import SGDSW, AdamWSW, MuonSW
 
 LR, LAMBDA = 1e-3, 0.1
 
 
 class Case(NamedTuple):
-    """A set of matrices: how ours holds them, with group options, and as plain 2-D shapes for the others."""
+    """A set of matrices: as ours holds them, with group options; as stacks; and as plain 2-D shapes."""
 
     ours: list[tuple[tuple[int, ...], dict]]
+    stacks: list[tuple[int, ...]]
     plain: list[tuple[int, int]]
 
 
 def moe(width: int, ff: int, layers: int = 12, experts: int = 8) -> Case:
     """The hidden matrices of the paper's mixture-of-experts decoder."""
     fused = {"matrix": "stack", "split_sizes": (ff, ff)}
-    ours = [((width, width), {})] * (4 * layers)
+    square = [(width, width)] * (4 * layers)
+    ours = [(shape, {}) for shape in square]
     ours += [((experts, 2 * ff, width), fused), ((experts, width, ff), {"matrix": "stack"})] * layers
-    plain = [(width, width)] * (4 * layers)
-    plain += ([(ff, width)] * (2 * experts) + [(width, ff)] * experts) * layers
-    return Case(ours, plain)
+    stacks = square + ([(experts, ff, width)] * 2 + [(experts, width, ff)]) * layers
+    plain = square + ([(ff, width)] * (2 * experts) + [(width, ff)] * experts) * layers
+    return Case(ours, stacks, plain)
 
 
 def listed(shapes: list[tuple[int, int]]) -> Case:
-    return Case([(shape, {}) for shape in shapes], shapes)
+    return Case([(shape, {}) for shape in shapes], list(shapes), shapes)
 
 
 CASES = {
@@ -56,15 +58,20 @@ CASES = {
     "square512": listed([(512, 512)] * 8),
     "wide": listed([(256, 1024)] * 16),
     "w256": moe(256, 768),
+    "w512": moe(512, 1408),
+    "w768": moe(768, 2048),
     "w1024": moe(1024, 2816),
 }
 
 
+DTYPE = torch.float32
+
+
 def parameters(shapes: list[tuple[int, ...]], device: str) -> list[nn.Parameter]:
     generator = torch.Generator(device).manual_seed(0)
-    params = [nn.Parameter(0.02 * torch.randn(s, generator=generator, device=device)) for s in shapes]
+    params = [nn.Parameter((0.02 * torch.randn(s, generator=generator, device=device)).to(DTYPE)) for s in shapes]
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator, device=device)
+        p.grad = torch.randn(p.shape, generator=generator, device=device).to(DTYPE)
     return params
 
 
@@ -79,7 +86,7 @@ Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Contender = Callable[[Case, str], tuple[torch.optim.Optimizer, list[nn.Parameter]]]
 
 
-def ours(orthogonalizer: str = "newton_schulz", **options: object) -> Contender:
+def ours(orthogonalizer: str = "auto", **options: object) -> Contender:
     def make(case: Case, device: str) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
         params = parameters([shape for shape, _ in case.ours], device)
         groups = our_groups(case, params)
@@ -88,59 +95,103 @@ def ours(orthogonalizer: str = "newton_schulz", **options: object) -> Contender:
     return make
 
 
-def theirs(build: Build) -> Contender:
+def captured(contender: Contender) -> Contender:
+    """The same step, replayed from a CUDA graph."""
+
     def make(case: Case, device: str) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-        params = parameters(list(case.plain), device)
+        if device != "cuda":
+            raise ValueError("graphs are captured on CUDA devices")
+        optimizer, params = contender(case, device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        optimizer.step = graph.replay  # type: ignore[method-assign]
+        return optimizer, params
+
+    return make
+
+
+def theirs(build: Build, stacked: bool = False) -> Contender:
+    def make(case: Case, device: str) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+        params = parameters(list(case.stacks if stacked else case.plain), device)
         return build(params), params
 
     return make
 
 
-def _dion() -> Build:
+def _dion(**options: object) -> Contender:
     from dion import Muon
 
-    return lambda p: Muon(p, lr=LR, weight_decay=LAMBDA, nesterov=True, adjust_lr="rms_norm")
+    return theirs(
+        lambda p: Muon(p, lr=LR, weight_decay=LAMBDA, nesterov=True, adjust_lr="rms_norm", **options), stacked=True
+    )
 
 
-def _pytorch_optimizer() -> Build:
+def _pytorch_optimizer() -> Contender:
     from pytorch_optimizer import Muon
 
-    return lambda p: Muon([{"params": p, "use_muon": True}], lr=LR, weight_decay=LAMBDA)
+    return theirs(lambda p: Muon([{"params": p, "use_muon": True}], lr=LR, weight_decay=LAMBDA))
 
 
-def _heavyball() -> Build:
+def _heavyball() -> Contender:
     from heavyball import Muon
 
-    return lambda p: Muon(p, lr=LR, weight_decay=LAMBDA)
+    return theirs(lambda p: Muon(p, lr=LR, weight_decay=LAMBDA))
 
 
-def _muon_optimizer() -> Build:
+def _muon_optimizer() -> Contender:
     from muon import SingleDeviceMuon
 
-    return lambda p: SingleDeviceMuon(p, lr=LR, weight_decay=LAMBDA)
+    return theirs(lambda p: SingleDeviceMuon(p, lr=LR, weight_decay=LAMBDA))
 
 
-PEERS = {
+PEERS: dict[str, Callable[[], Contender]] = {
     "dion": _dion,
+    "dion triton": lambda: _dion(use_triton=True),
     "pytorch-optimizer": _pytorch_optimizer,
     "heavyball": _heavyball,
     "muon-optimizer": _muon_optimizer,
 }
 
+OURS_AND_TORCHS: dict[str, Contender] = {
+    "muonsw": ours(),
+    "muonsw plain": ours("newton_schulz"),
+    "muonsw unchecked": ours(nonfinite="propagate"),
+    "muonsw captured": captured(ours(capturable=True)),
+    "muonsw gram": ours("gram_newton_schulz"),
+    "torch.optim.Muon": theirs(
+        lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
+    ),
+}
+
+ELEMENTWISE: dict[str, Contender] = {
+    "AdamWSW": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA), stacked=True),
+    "AdamWSW unchecked": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, nonfinite="propagate"), stacked=True),
+    "torch AdamW fused": theirs(
+        lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True), stacked=True
+    ),
+    "SGDSW": theirs(lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9), stacked=True),
+    "SGDSW unchecked": theirs(
+        lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, nonfinite="propagate"), stacked=True
+    ),
+    "torch SGD fused": theirs(
+        lambda p: torch.optim.SGD(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, fused=True), stacked=True
+    ),
+}
+
 
 def contenders(only: list[str] | None) -> dict[str, Contender]:
-    """Everyone who is asked for and installed; a peer that is not is left out."""
-    found: dict[str, Contender] = {
-        "muonsw": ours(),
-        "muonsw gram": ours("gram_newton_schulz"),
-        "torch.optim.Muon": theirs(
-            lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
-        ),
-    }
+    """Everyone who is asked for and installed; by default all Muons."""
+    found = OURS_AND_TORCHS | ELEMENTWISE if only else dict(OURS_AND_TORCHS)
     for name, load in PEERS.items():
         with contextlib.suppress(ImportError):
             if only is None or name in only:
-                found[name] = theirs(load())
+                found[name] = load()
     return {name: make for name, make in found.items() if only is None or name in only}
 
 
@@ -161,17 +212,34 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def check(device: str) -> float:
-    """Largest relative distance between one step of ours and one of torch's, over all shapes."""
-    shapes = [(64, 64), (64, 192), (256, 768)]
-    a, b = parameters(shapes, device), parameters(shapes, device)
-    start = [p.detach().clone() for p in a]
-    MuonSW(a, lr=LR, weight_decay=LAMBDA, decay="constant").step()
-    torch.optim.Muon(b, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw").step()
-    distance = max(float(((x - y).norm() / (y - s).norm()).detach()) for x, y, s in zip(a, b, start, strict=True))
-    if not distance < 0.03:
-        raise SystemExit(f"our step differs from torch's by {distance:.1%}; nothing was timed")
-    return distance
+def check(device: str) -> dict[str, float]:
+    """Largest relative distance between three steps of ours and of torch's, over all shapes; too far is an end."""
+    shapes = [(64, 64), (64, 192), (256, 768), (768, 256), (512, 512), (600, 1000)]
+    pairs = {
+        "muon": (
+            lambda p: MuonSW(p, lr=LR, weight_decay=LAMBDA, decay="constant"),
+            lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw"),
+            0.03,  # theirs multiplies in bfloat16
+        ),
+        "adamw": (
+            lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, decay="constant"),
+            lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True),
+            1e-4,
+        ),
+    }
+    distances = {}
+    for name, (build, build_theirs, bound) in pairs.items():
+        a, b = parameters(shapes, device), parameters(shapes, device)
+        start = [p.detach().clone() for p in a]
+        mine, other = build(a), build_theirs(b)
+        for _ in range(3):
+            mine.step()
+            other.step()
+        far = max(float(((x - y).norm() / (y - s).norm()).detach()) for x, y, s in zip(a, b, start, strict=True))
+        if not far < bound:
+            raise SystemExit(f"our {name} step differs from torch's by {far:.1%}; nothing was timed")
+        distances[name] = far
+    return distances
 
 
 def resident_bytes(key: str) -> int:
@@ -203,29 +271,45 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def measure(case: Case, device: str, rounds: int, chosen: dict[str, Contender]) -> dict[str, dict]:
-    """Median milliseconds of a step for each contender, one step of each in turn."""
-    optimizers = {name: make(case, device) for name, make in chosen.items()}
-    times: dict[str, list[float]] = {name: [] for name in optimizers}
-    grads = {name: [p.grad for p in params] for name, (_, params) in optimizers.items()}
+    """Median milliseconds of a step for each contender, one step of each in turn; one that fails is named and left."""
+    running: dict[str, tuple[torch.optim.Optimizer, list[nn.Parameter], list[Tensor | None]]] = {}
+    results: dict[str, dict] = {}
+    for name, make in chosen.items():
+        try:
+            optimizer, params = make(case, device)
+            grads = [p.grad for p in params]
+            first = timed_step(optimizer, params, grads, device)
+            running[name] = (optimizer, params, grads)
+            results[name] = {"first_step_s": first / 1e3}
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            print(name, results[name], flush=True)
+    times: dict[str, list[float]] = {name: [] for name in running}
     for round_number in range(rounds + 2):
-        for name, (optimizer, params) in optimizers.items():
-            for p, grad in zip(params, grads[name], strict=True):
-                p.grad = grad  # some optimizers take the gradient away
-            synchronize(device)
-            start = time.perf_counter()
-            optimizer.step()
-            synchronize(device)
+        for name, entry in running.items():
+            taken = timed_step(*entry, device)
             if round_number >= 2:  # the first two warm up
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return {
-        name: {
+                times[name].append(taken)
+    for name, (optimizer, params, _) in running.items():
+        results[name] |= {
             "ms": statistics.median(times[name]),
             "ms_min": min(times[name]),
             "extra_bytes": peak_extra_bytes(optimizer.step, device),
             "state_bytes_per_parameter": state_bytes(optimizer) / sum(p.numel() for p in params),
         }
-        for name, (optimizer, params) in optimizers.items()
-    }
+    return results
+
+
+def timed_step(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: list[Tensor | None], device: str
+) -> float:
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad  # some optimizers take the gradient away
+    synchronize(device)
+    start = time.perf_counter()
+    optimizer.step()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
 
 
 def environment(device: str) -> dict:
@@ -237,7 +321,7 @@ def environment(device: str) -> dict:
             cpu,
         )
     versions = {}
-    for package in ("torch", *PEERS):
+    for package in ("torch", "triton", *PEERS):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -251,14 +335,15 @@ def environment(device: str) -> dict:
 
 
 def table(results: dict[str, dict[str, dict]]) -> str:
-    lines = [f"{'set':10} {'optimizer':18} {'ms/step':>9} {'vs torch':>9} {'extra MiB':>10} {'state B/param':>14}"]
+    header = f"{'set':10} {'optimizer':20} {'ms/step':>9} {'extra MiB':>10} {'state B/param':>14} {'first step, s':>14}"
+    lines = [header]
     for case, rows in results.items():
-        base = rows.get("torch.optim.Muon", next(iter(rows.values())))["ms"]
-        for name, row in rows.items():
-            lines.append(
-                f"{case:10} {name:18} {row['ms']:9.2f} {base / row['ms']:8.2f}x "
-                f"{row['extra_bytes'] / 2**20:10.1f} {row['state_bytes_per_parameter']:14.2f}"
-            )
+        lines += [
+            f"{case:10} {name:20} {row['ms']:9.2f} {row['extra_bytes'] / 2**20:10.1f} "
+            f"{row['state_bytes_per_parameter']:14.2f} {row['first_step_s']:14.2f}"
+            for name, row in rows.items()
+            if "ms" in row
+        ]
     return "\n".join(lines)
 
 
@@ -269,9 +354,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of weights and gradients")
     parser.add_argument("--profile", action="store_true", help="show where our step spends its time, and stop")
     parser.add_argument("--json", type=Path, default=Path("out/bench/step_time.json"))
     args = parser.parse_args()
+    global DTYPE  # noqa: PLW0603
+    DTYPE = getattr(torch, args.dtype)
     if args.threads:
         torch.set_num_threads(args.threads)
     sets = args.sets or (
@@ -281,14 +369,15 @@ def main() -> None:
         print(profile(CASES[sets[0]], args.device))
         return
     chosen = contenders(args.only)
-    record = {"environment": environment(args.device), "check": check(args.device), "results": {}}
+    checked = check(args.device) if torch.float32 == DTYPE else {}
+    record = {"environment": environment(args.device), "dtype": args.dtype, "check": checked, "results": {}}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     for name in sets:
         print(f"timing {name} ...", flush=True)
         record["results"][name] = measure(CASES[name], args.device, args.rounds, chosen)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(record, indent=1))
+        args.json.write_text(json.dumps(record, indent=1))
     print(json.dumps(record["environment"]))
-    print(f"one step of ours is within {record['check']:.2%} of torch's; written to {args.json}")
+    print(f"our steps are within {checked} of torch's; written to {args.json}")
     print(table(record["results"]))
 
 

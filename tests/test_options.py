@@ -182,21 +182,6 @@ def test_groups_inherit_what_fits_their_algorithm():
         assert {"momentum", "betas"} <= set(group)
 
 
-def test_sharded_parameters_are_refused():
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match=r"w is sharded \(a DTensor"):
-            MuonSW([("w", sharded)], lr=0.1)
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("scale", "expected"),
     [("match_rms_adamw", 0.2 * 12**0.5), ("original", (12 / 3) ** 0.5), ("spectral", 2.0), ("none", 1.0)],

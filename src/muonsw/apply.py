@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from muonsw.algorithms.base import Group, Part, Update, are_large
+from muonsw import kernels
+from muonsw.algorithms.base import FusedUpdate, Group, Part, Update, are_large, kernel_weights, rounding_key, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
@@ -24,23 +25,42 @@ class Coefficients(NamedTuple):
     phi: float | Tensor
     ok: Tensor | None = None
 
+    @property
+    def on_host(self) -> bool:
+        """Whether these are numbers by which the host can divide."""
+        return self.ok is None and isinstance(self.eta, float) and isinstance(self.phi, float) and self.eta > 0
+
 
 class Observer(Protocol):
     """Someone who applies updates in the place of `apply_update`, to measure them; the weights must not differ."""
 
-    def apply(self, group: Group, update: Update, coefficients: Coefficients) -> None:
+    def apply(self, group: Group, update: Update | FusedUpdate, coefficients: Coefficients) -> None:
         """Apply an update with `apply_update`."""
 
 
-def apply_update(group: Group, update: Update, coefficients: Coefficients) -> None:
+def apply_update(group: Group, update: Update | FusedUpdate, coefficients: Coefficients) -> None:
     """Decay the weights of an update's parts and move them along its directions."""
-    weights = [part.region.of(part.item.param) for part in update.parts]
+    if isinstance(update, FusedUpdate):
+        update.take(coefficients)
+        return
+    weights = views(update.parts, [part.item.param for part in update.parts])
+    if kernels.available(weights[0].device) and _apply_in_one_pass(group, update, weights, coefficients):
+        return
     move = coefficients.eta * update.scale
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
         for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
             _apply_rounded(group, part, weight, direction, move, coefficients)
     else:
         shrink_and_move(weights, update.directions, move, coefficients.phi, group["cautious"])
+
+
+def _apply_in_one_pass(group: Group, update: Update, weights: list[Tensor], coefficients: Coefficients) -> bool:
+    """The same by a kernel; False, and nothing done, where there is none for this layout."""
+    from muonsw.kernels.elementwise import Motion
+    from muonsw.kernels.move import move
+
+    motion = Motion(*coefficients, update.scale, group["cautious"])
+    return move(kernel_weights(group, update.parts, weights), update.directions, motion)
 
 
 def shrink_and_move(
@@ -93,6 +113,4 @@ def _apply_rounded(
 
 def rounding_seed(group: Group, part: Part) -> Tensor:
     """A number for this part of this parameter at this step; the step is counted in the state."""
-    place = part.item.position * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.narrows)
-    key = (group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF
-    return mix(part.item.state["step"].to(torch.int32) ^ key)
+    return mix(part.item.state["step"].to(torch.int32) ^ rounding_key(group, part))

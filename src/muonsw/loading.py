@@ -11,8 +11,9 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Group
+from muonsw.distributed.shards import put_like
 from muonsw.options import CHECKS, validate_option
-from muonsw.orthogonalize.coefficients import NS5
+from muonsw.orthogonalize import NS5
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.state import dtype_of
 
@@ -144,7 +145,8 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
             for key, value in (saved["state"].get(number) or {}).items():
                 if key == "step" or isinstance(value, Tensor):  # older states count steps in plain numbers
                     dtype = dtype_of(key, group, param)
-                    optimizer.state[param][key] = torch.as_tensor(value).to(param.device, dtype, copy=True)
+                    kept = torch.as_tensor(value) if key == "step" else put_like(param, value)
+                    optimizer.state[param][key] = kept.to(param.device, dtype, copy=True)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from muonsw import kernels
 from muonsw.algorithms.base import Item
 
 POLICIES = ("skip", "raise", "propagate")
@@ -27,6 +28,11 @@ def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
     With the default, the largest absolute entry, that is whether every entry is finite. The Euclidean norm is
     several times faster on CPUs but overflows for gradients that are large and finite.
     """
+    if grads and kernels.available(grads[0].device):
+        from muonsw.kernels import finite
+
+        if finite.takes(grads):
+            return finite.all_finite(grads)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         if grad.numel():
@@ -45,11 +51,13 @@ def finite_flag(items: Sequence[Item]) -> Tensor | bool:
         return bool(all_finite(grads, order=2)) or bool(all_finite(grads))
     home = next(iter(by_device))
     flags = [all_finite(grads).to(home, non_blocking=True) for grads in by_device.values()]
-    return torch.stack(flags).all()
+    return flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
 def describe_non_finite(items: Sequence[Item]) -> str:
     """Name the parameters whose gradients are not finite; waits for the device."""
     bad = [item.name for item in items if not bool(all_finite([item.grad]))]
+    if not bad:
+        return "a gradient on another rank holds infinities or NaNs"
     shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     return f"the gradient of {shown} holds infinities or NaNs"

@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from muonsw import loading, peak
 from muonsw.algorithms import ALGORITHMS, Budget, Item
 from muonsw.apply import Coefficients, Observer, apply_update
 from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw.distributed import Ranks, exchanged_updates, redistributed_updates
 from muonsw.nonfinite import POLICIES, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.notices import Notices
 from muonsw.options import (
@@ -35,13 +36,19 @@ from muonsw.summary import GroupSummary, Summary
 from muonsw.work import Batch, work_of
 from muonsw.wrapped import unwrap_optimizer, unwrap_scheduler
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from muonsw.distributed.agreement import Agreed
+    from muonsw.distributed.plan import Met
+
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 # Schedules that end at zero may pass it by a rounding error.
 _ROUNDING = 1e-12
 
 CPU_CHUNK_BYTES = 4 * 2**20
-ACCELERATOR_CHUNK_BYTES = 2**30
+ACCELERATOR_CHUNK_BYTES = 9 * 2**26
 
 
 class ScaledDecayOptimizer(Optimizer):
@@ -57,8 +64,18 @@ class ScaledDecayOptimizer(Optimizer):
     _last_was_skipped: bool
     _left_out: list[tuple[str, weakref.ref[Tensor]]]
     _reasons: dict[str, str]
+    _ranks: Ranks
 
-    def __init__(self, params: Params, options: Group, *, nonfinite: str, chunk_bytes: int | None) -> None:
+    def __init__(
+        self,
+        params: Params,
+        options: Group,
+        *,
+        nonfinite: str,
+        chunk_bytes: int | None,
+        process_group: ProcessGroup | None = None,
+        momentum_on_owner: bool = False,
+    ) -> None:
         if isinstance(params, torch.nn.Module):
             name = type(self).__name__
             raise TypeError(
@@ -72,6 +89,7 @@ class ScaledDecayOptimizer(Optimizer):
         self.nonfinite = nonfinite
         self.chunk_bytes = chunk_bytes
         self._reset()
+        self._ranks = Ranks(process_group, momentum_on_owner=momentum_on_owner)
         checked = {key: validate_option(key, value) for key, value in options.items()}
         refuse_options_of_others(checked, self.algorithm)
         super().__init__(params, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})
@@ -192,6 +210,9 @@ class ScaledDecayOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._ranks.needed(self.param_groups):
+            self._step_with_others()
+            return loss
         work = work_of(self)
         self._prepare(work)
         if self._observer is None:
@@ -200,17 +221,61 @@ class ScaledDecayOptimizer(Optimizer):
             self._update_uncompiled(work)
         return loss
 
-    def _update(self, work: list[Batch]) -> None:
+    @_disable_dynamo
+    def _step_with_others(self) -> None:
+        """A step of parameters that are spread over ranks: agree first, then move what is here."""
+        try:
+            work = work_of(self)
+            ok = self._finite([item for batch in work for item in batch.items])
+        except ValueError:
+            self._agree(False)  # the others skip this step instead of waiting for ever
+            raise
+        agreed = self._agree(ok)
+        if agreed.absent:
+            work = work_of(self, agreed.absent)
+        self._prepare(work)
+        self._update(work, agreed.ok)
+
+    def _agree(self, ok: Tensor | bool) -> Agreed:
+        settings = f"nonfinite={self.nonfinite!r}, chunk_bytes={self.chunk_bytes}"
+        return self._ranks.agree(self.param_groups, ok, settings=settings, measured=self._observer is not None)
+
+    def _update(self, work: list[Batch], agreed: Tensor | bool | None = None) -> None:
         items = [item for batch in work for item in batch.items]
-        ok = self._finite(items)
+        ok = self._decide(items, self._finite(items) if agreed is None else agreed)
         if ok is False:
             self._notices.skip_on_host(items)
             self._last_was_skipped = True
             return
         flag = ok if isinstance(ok, Tensor) else None
         coefficients = [self._coefficients(batch, flag) for batch in work]
+        if agreed is not None:
+            self._update_spread(work, coefficients)
+            return
         for batch, factors in zip(work, coefficients, strict=True):
             self._step_group(batch.group, batch.items, factors)
+
+    def _update_spread(self, work: list[Batch], coefficients: list[Coefficients]) -> None:
+        """Parameters whose matrices are whole here are moved as ever; the others meet their parts first."""
+        apply = apply_update if self._observer is None else self._observer.apply
+        self._ranks.settle_owners(self.param_groups)
+        met: list[tuple[Met, Coefficients]] = []
+        for batch, factors in zip(work, coefficients, strict=True):
+            here, meeting, other = self._ranks.sort(batch.group, batch.items)
+            if here:
+                self._step_group(batch.group, here, factors)
+            if other is not None:
+                self._begin(batch.group, other.items, factors)
+                for update in redistributed_updates(other, factors.ok):
+                    apply(batch.group, update, factors)
+            if meeting is not None:
+                self._begin(batch.group, meeting.items, factors)
+                met.append((meeting, factors))
+        if met:
+            batches, chunk_bytes = [batch for batch, _ in met], self._chunk_bytes(met[0][0].items[0].param.device)
+            rounds = self._ranks.rounds(batches, chunk_bytes)
+            for number, update in exchanged_updates(batches, rounds, met[0][1].ok):
+                apply(batches[number].group, update, met[number][1])
 
     @_disable_dynamo  # torch.compiler.disable would import the compiler at once
     def _update_uncompiled(self, work: list[Batch]) -> None:
@@ -218,20 +283,33 @@ class ScaledDecayOptimizer(Optimizer):
         self._update(work)
 
     def _step_group(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
-        ensure_state(group, items)
+        self._begin(group, items, coefficients)
+        budget = Budget(self._chunk_bytes(items[0].param.device), coefficients.ok, coefficients.on_host)
+        apply = apply_update if self._observer is None else self._observer.apply
+        for update in ALGORITHMS[group["algorithm"]].updates(group, items, budget):
+            apply(group, update, coefficients)
+            del update  # its directions need not outlive it
+
+    def _begin(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
+        """Create the state that is missing, let go of what other ranks keep, and count the step."""
+        away = self._ranks.kept_elsewhere(items)
+        if away:
+            keys = ALGORITHMS[group["algorithm"]].state_keys(group)
+            self._ranks.release(away, keys)
+            ensure_state(group, away, leave_out=keys)
+        ensure_state(group, [i for i in items if not self._ranks.is_elsewhere(i.parameter)] if away else items)
         counters = [item.state["step"] for item in items if "step" in item.state]
         if counters:
             taken = 1 if coefficients.ok is None else [coefficients.ok.float()] * len(counters)
             torch._foreach_add_(counters, taken)
-        budget = Budget(self._chunk_bytes(items[0].param.device), coefficients.ok)
-        apply = apply_update if self._observer is None else self._observer.apply
-        for update in ALGORITHMS[group["algorithm"]].updates(group, items, budget):
-            apply(group, update, coefficients)
 
     def _finite(self, items: list[Item]) -> Tensor | bool:
-        if self.nonfinite == "propagate" or not items:
+        return True if self.nonfinite == "propagate" or not items else finite_flag(items)
+
+    def _decide(self, items: list[Item], ok: Tensor | bool) -> Tensor | bool:
+        """What follows from the finite flag: go on, skip, or raise."""
+        if ok is True or self.nonfinite == "propagate":
             return True
-        ok = finite_flag(items)
         if self.nonfinite == "raise":
             if not bool(ok):
                 raise NonFiniteGradientError(f"{describe_non_finite(items)}; nothing was changed")
@@ -243,7 +321,7 @@ class ScaledDecayOptimizer(Optimizer):
     @_disable_dynamo
     def _prepare(self, work: list[Batch]) -> None:
         """Resolve peaks and check learning rates, on the host and before anything changes."""
-        self._last = [(batch.group, [item.param for item in batch.items], batch.group["lr"]) for batch in work]
+        self._last = [(batch.group, [item.parameter for item in batch.items], batch.group["lr"]) for batch in work]
         self._last_was_skipped = False
         if work:
             self._notices.place(work[0].device, len(self.param_groups))
@@ -387,8 +465,26 @@ class ScaledDecayOptimizer(Optimizer):
             highest_lr=group["highest_lr"],
         )
 
+    def gather_state(self) -> None:
+        """Bring the momenta that other ranks keep (`momentum_on_owner`) to this one; every rank must call it.
+
+        They stay until the next step. A fresh optimizer gets the state with which it would begin, so that a checkpoint
+        can be loaded into it. Without `momentum_on_owner` there is nothing to do.
+        """
+        if not self._ranks.momentum_on_owner:
+            return
+        if not self.state:
+            trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            for batch in work_of(self, trainable):
+                ensure_state(batch.group, batch.items)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self._ranks.has_owner(param):
+                    self._ranks.fetch(group, param, self.state[param])
+
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`."""
+        self._ranks.require_whole_state()
         self.check()
         return super().state_dict()
 
@@ -398,6 +494,7 @@ class ScaledDecayOptimizer(Optimizer):
         The saved peak learning rate wins over this optimizer's own, with a warning where they differ.
         """
         before = [peak.built(group) for group in self.param_groups]
+        self._ranks.elsewhere.clear()
         with loading.through_hooks(self):
             super().load_state_dict(state_dict)
         surprises: dict[str, list[str]] = {}
@@ -411,6 +508,7 @@ class ScaledDecayOptimizer(Optimizer):
             warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._ranks.require_whole_state()
         return {**super().__getstate__(), "nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -433,6 +531,7 @@ class ScaledDecayOptimizer(Optimizer):
         self._observer = None
         self._last, self._last_was_skipped = [], False
         self._left_out, self._reasons = [], {}
+        self._ranks = Ranks()
 
     def _chunk_bytes(self, device: torch.device) -> int:
         return self.chunk_bytes or (CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES)

@@ -149,7 +149,7 @@ def refuse_options_of_others(options: Group, algorithm: str) -> None:
 
 
 def refuse_parameter(name: str, param: Tensor) -> None:
-    """Refuse what no algorithm here can optimize: integers, complex and 8-bit numbers, shards, flattened weights."""
+    """Refuse what no algorithm here can optimize: integers, complex and 8-bit numbers, flattened weights."""
     if not param.is_floating_point():
         raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be optimized")
     if param.dtype not in DTYPES.values():
@@ -160,12 +160,7 @@ def refuse_parameter(name: str, param: Tensor) -> None:
     if getattr(param, "_is_flat_param", False):
         raise ValueError(
             f"{name} is a flattened parameter of FullyShardedDataParallel, in which matrices are no longer matrices; "
-            f"use DistributedDataParallel instead"
-        )
-    if type(param).__name__ == "DTensor" or hasattr(param, "device_mesh"):
-        raise ValueError(
-            f"{name} is sharded (a DTensor, as FSDP2 and tensor parallelism make); sharded parameters are not "
-            f"supported yet, because orthogonalizing a shard is not orthogonalizing the matrix"
+            f"use fully_shard (FSDP2) or DistributedDataParallel instead"
         )
 
 

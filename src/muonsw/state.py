@@ -31,11 +31,15 @@ def dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
     return param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
 
 
-def ensure_state(group: Group, items: Iterable[Item]) -> None:
-    """Create what the state of these parameters lacks."""
+def ensure_state(group: Group, items: Iterable[Item], leave_out: tuple[str, ...] = ()) -> None:
+    """Create what the state of these parameters lacks, except for keys that another rank keeps."""
+    keys: dict[torch.dtype, tuple[str, ...]] = {}
     for item in items:
-        for key in state_keys(group, item.param):
-            if key not in item.state:
+        dtype = item.param.dtype
+        if dtype not in keys:
+            keys[dtype] = state_keys(group, item.param)
+        for key in keys[dtype]:
+            if key not in item.state and key not in leave_out:
                 item.state[key] = _fresh(key, group, item.param)
 
 

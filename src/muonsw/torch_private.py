@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 
+_FUSED = "torch's own fused step, with the decay of one step as a number; the public forms keep state of their own"
 _FOREACH = "one kernel for a list of tensors; torch's own optimizers use it, and it has no public name"
 
 NAMES: Mapping[str, str] = MappingProxyType(
@@ -26,6 +27,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._foreach_neg": _FOREACH,
         "torch._foreach_norm": _FOREACH,
         "torch._foreach_sqrt": _FOREACH,
+        "torch._fused_adamw_": _FUSED,
+        "torch._fused_sgd_": _FUSED,
         "torch._compile._disable_dynamo": "as torch.compiler.disable, but the compiler is imported only when it runs",
         "torch.nn.modules.batchnorm._NormBase": "the one parent of all batch and instance norms",
         "torch.nn.modules.conv._ConvNd": "the one parent of all convolutions, transposed ones included",

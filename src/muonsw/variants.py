@@ -6,13 +6,16 @@ Options that mean the same for all of them (`decay`, `peak_lr`, `rounding`, ...)
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from muonsw.optimizer import Params, ScaledDecayOptimizer
 from muonsw.options import GroupOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class MuonSW(ScaledDecayOptimizer):
@@ -26,7 +29,8 @@ class MuonSW(ScaledDecayOptimizer):
         momentum: beta.
         nesterov: look ahead along the momentum.
         momentum_form: "ema" (`M <- beta M + (1-beta) G`) or "heavy_ball" (`M <- beta M + G`).
-        orthogonalizer: "newton_schulz", "polar_express", "gram_newton_schulz", "exact", or a registered name.
+        orthogonalizer: "auto" (Newton-Schulz, the fastest way for each shape), "newton_schulz", "gram_newton_schulz",
+            "polar_express", "exact", or a registered name.
         ns_steps: iterations of the orthogonalizer.
         ns_dtype: dtype of its products; "auto" is bfloat16 where the hardware multiplies it, else float32.
         scale: shape scale: "match_rms_adamw" (0.2 sqrt(max(m, n))), "original", "spectral" or "none".
@@ -39,7 +43,11 @@ class MuonSW(ScaledDecayOptimizer):
             last axis for out.
         nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
             the device), or "propagate".
-        chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 1 GiB elsewhere.
+        chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 576 MiB elsewhere.
+        process_group: ranks that hold the same plain parameters, as under DistributedDataParallel: each then
+            orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
+        momentum_on_owner: keep the momentum of such a parameter on the rank that orthogonalizes it alone; call
+            `gather_state` on every rank before `state_dict`.
         **options: see `GroupOptions`.
 
     Examples:
@@ -64,7 +72,7 @@ class MuonSW(ScaledDecayOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         momentum_form: str = "ema",
-        orthogonalizer: str = "newton_schulz",
+        orthogonalizer: str = "auto",
         ns_steps: int = 5,
         ns_dtype: torch.dtype | str = "auto",
         scale: str = "match_rms_adamw",
@@ -75,6 +83,8 @@ class MuonSW(ScaledDecayOptimizer):
         transposed: bool = False,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
+        process_group: ProcessGroup | None = None,
+        momentum_on_owner: bool = False,
         **options: Unpack[GroupOptions],
     ) -> None:
         own = {
@@ -93,7 +103,14 @@ class MuonSW(ScaledDecayOptimizer):
             "heads": heads,
             "transposed": transposed,
         }
-        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes)
+        super().__init__(
+            params,
+            {**own, **options},
+            nonfinite=nonfinite,
+            chunk_bytes=chunk_bytes,
+            process_group=process_group,
+            momentum_on_owner=momentum_on_owner,
+        )
 
 
 class AdamWSW(ScaledDecayOptimizer):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from muonsw.algorithms import Item
 from muonsw.algorithms.base import Group
+from muonsw.distributed.shards import is_spread, local_item
 
 
 class Batch(NamedTuple):
@@ -32,22 +34,34 @@ class Batch(NamedTuple):
         return self.items[0].param.dtype
 
 
-def work_of(optimizer: Optimizer) -> list[Batch]:
-    """The parameters that have gradients, in batches; refuses what no algorithm can use."""
+def work_of(optimizer: Optimizer, absent: Sequence[torch.Tensor] = ()) -> list[Batch]:
+    """The parameters that have gradients, in batches; refuses what no algorithm can use.
+
+    Of a parameter that is spread over ranks, this is the part that this rank holds; those that are `absent` have a
+    gradient on other ranks alone, which is zero here.
+    """
+    zero = {id(param) for param in absent}
     position = 0
     work: list[Batch] = []
     for number, group in enumerate(optimizer.param_groups):
         batches: dict[tuple[torch.device, torch.dtype], list[Item]] = {}
         names = group.get("param_names")
         for place, param in enumerate(group["params"]):
-            if param.grad is not None:
+            if param.grad is not None or id(param) in zero:
                 name = names[place] if names else f"parameter {place} of group {number}"
                 _refuse(name, param)
-                item = Item(position + place, name, param, param.grad, optimizer.state[param])
+                item = _item(position + place, name, param, optimizer.state[param])
                 batches.setdefault((param.device, param.dtype), []).append(item)
         position += len(group["params"])
         work += [Batch(number, group, items) for items in batches.values()]
     return work
+
+
+def _item(position: int, name: str, param: torch.Tensor, state: dict[str, Any]) -> Item:
+    if is_spread(param):
+        return local_item(position, name, param, param.grad, state)
+    grad = torch.zeros_like(param) if param.grad is None else param.grad
+    return Item(position, name, param, grad, state)
 
 
 def _refuse(name: str, param: torch.Tensor) -> None:

@@ -19,7 +19,6 @@ LADDER = (
     "data",
     "model",
     "train",
-    "costs",
     "plan",
     "runs",
     "claims",

@@ -24,7 +24,7 @@ def work(task, tell):
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "diverge":
-            raise Diverged("the loss is nan", 3)
+            raise Diverged("the loss is nan", 7)
         case "fault":
             raise ZeroDivisionError("by zero")
         case "sleep" | "dream":
@@ -79,7 +79,7 @@ def test_jobs_in_processes_are_done_told_of_and_pinned_to_their_threads():
     assert all(rest == [1, "1"] for _, *rest in found.values())
     assert os.getpid() not in {process for process, *_ in found.values()}
     assert isinstance(failed["wild"], Diverged)
-    assert failed["wild"].step == 3
+    assert failed["wild"].step == 7
     assert isinstance(failed["killed"], MachineError)
     assert "ended from outside (signal 9)" in str(failed["killed"])
     assert str(failed["broken"]) == "ZeroDivisionError: by zero"

@@ -36,6 +36,13 @@ def test_no_number_is_cut_and_no_line_is_too_long(width, names):
     assert ("━" in text) == (len(names) == 1 or width >= 120)
 
 
+@pytest.mark.parametrize("others", [(), ("b",)])
+def test_a_name_cannot_steer_the_terminal(others):
+    text = drawn(view_of("a\x1b]52;c;aGk=\x07", *others), 200)
+    assert "a\\x1b]52;c;aGk=\\x07" in text
+    assert "\x1b]" not in text
+
+
 def test_at_eighty_columns_short_names_are_whole():
     text = drawn(view_of("constant, seed 0", "scaled, seed 0"), 80)
     assert "constant, seed 0 " in text

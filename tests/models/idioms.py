@@ -366,3 +366,16 @@ def upsampling():
 def two_towers():
     towers = {"high": nn.Linear(10, 8), "low": nn.Linear(12, 8), "proj": nn.Linear(16, 24)}
     return holds(tokens=nn.Embedding(30, 24), **towers, lm_head=nn.Linear(24, 30))
+
+
+@idiom
+def mixture_in_one_module():
+    layer = holds(gate=nn.Linear(16, 4, bias=False), dense=nn.Linear(16, 16, bias=False))
+    layer.w_up, layer.w_down, layer.num_experts = parameter(4, 24, 16), parameter(4, 16, 24), 4
+    return holds(tokens=nn.Embedding(30, 16), layers=nn.ModuleList([layer]), lm_head=nn.Linear(16, 30, bias=False))
+
+
+@idiom
+def mixture_at_the_top():
+    stacks = {"up": parameter(4, 24, 16), "down": parameter(4, 16, 24), "gate_weight": parameter(4, 16)}
+    return holds(**stacks, body=nn.Linear(16, 16, bias=False), out=nn.Linear(16, 4, bias=False))

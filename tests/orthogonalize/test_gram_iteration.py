@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from muonsw.orthogonalize import gram_newton_schulz, newton_schulz
-from muonsw.orthogonalize.gram import gram_cost, newton_schulz_cost, segment_lengths
+from muonsw.orthogonalize import auto, gram_newton_schulz, newton_schulz
+from muonsw.orthogonalize.iterations import LONGEST_SEGMENT, cost, gram_pays
 
 
 def with_spectrum(spectrum, columns, seed=0):
@@ -50,8 +50,9 @@ def test_float16_is_as_good_as_the_plain_iteration(log_condition):
     expected = newton_schulz(batch)
     plain = torch.linalg.matrix_norm(newton_schulz(batch, dtype=torch.float16).double() - expected, 2)
     result = gram_newton_schulz(batch, dtype=torch.float16).double()
-    # Rounding noise in directions of singular value zero grows 485 times on both ways: 2^-11 * 485 = 0.24.
-    assert torch.linalg.matrix_norm(result - expected, 2).max() < max(2 * plain.max().item(), 0.02)
+    # Rounding noise in directions of singular value zero grows 485 times on both ways: 2^-11 * 485 = 0.24. The
+    # segment of three steps adds at most as much again; plain bfloat16 is off by up to 0.5 here.
+    assert torch.linalg.matrix_norm(result - expected, 2).max() < max(2 * plain.max().item(), 0.1)
     assert torch.linalg.matrix_norm(result, 2).max() < 1.22
 
 
@@ -69,18 +70,9 @@ def test_bfloat16_is_asked_of_the_result_only():
         assert torch.equal(gram_newton_schulz(shaped, dtype=torch.bfloat16), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 7, 12])
-def test_segments_add_up_and_stay_short(dtype, steps):
-    segments = segment_lengths(steps, dtype)
-    assert sum(segments) == steps
-    assert max(segments) <= (2 if dtype == torch.float16 else 3)
-
-
 @pytest.mark.parametrize(("long", "gains"), [(64, False), (96, False), (100, True), (256, True)])
 def test_gain_begins_at_one_and_a_half_times_longer(long, gains):
-    for dtype in (torch.float16, torch.float32):
-        assert (gram_cost(64, long, segment_lengths(5, dtype)) < newton_schulz_cost(64, long, 5)) == gains
+    assert gram_pays(64, long, 5) == gains
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 12), (12, 8)], ids=str)
@@ -98,7 +90,22 @@ def count_multiply_adds(fn, matrix):
     return counter.get_total_flops() // 2
 
 
-def test_cost_functions_count_what_is_executed():
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8])
+def test_the_cost_is_what_is_executed(steps):
     matrix = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    assert count_multiply_adds(newton_schulz, matrix) == newton_schulz_cost(16, 64, 5)
-    assert count_multiply_adds(gram_newton_schulz, matrix) == gram_cost(16, 64, (3, 2))
+    plain = count_multiply_adds(lambda X: newton_schulz(X, steps=steps), matrix)
+    gram = count_multiply_adds(lambda X: gram_newton_schulz(X, steps=steps), matrix)
+    assert plain == cost(16, 64, steps)
+    assert gram == cost(16, 64, steps, LONGEST_SEGMENT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_auto_is_the_faster_of_the_two(dtype):
+    wide, square = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((16, 64), (16, 16)))
+    assert torch.equal(auto(wide, dtype=dtype), gram_newton_schulz(wide, dtype=dtype))
+    assert torch.equal(auto(square, dtype=dtype), newton_schulz(square, dtype=dtype))
+
+
+def test_auto_multiplies_bfloat16_where_a_cpu_was_asked_to():
+    wide = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(auto(wide, dtype=torch.bfloat16), newton_schulz(wide, dtype=torch.bfloat16))

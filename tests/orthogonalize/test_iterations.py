@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonsw.orthogonalize import (
+    auto,
     exact,
     gram_newton_schulz,
     newton_schulz,
@@ -20,6 +21,7 @@ from muonsw.orthogonalize import (
 )
 
 ITERATIONS = {
+    auto: newton_schulz_schedule,
     newton_schulz: newton_schulz_schedule,
     gram_newton_schulz: newton_schulz_schedule,
     polar_express: polar_express_schedule,

@@ -74,6 +74,7 @@ def test_values_and_weights_on_the_device(algorithm, dtype):
         assert record["all"][name] == pytest.approx(step.mean_cosine(others), abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 def test_an_update_that_the_device_skips_is_told():
     params = on_gpu()
     optimizer = ours(params)

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, MuonSW, Telemetry
-from muonsw.orthogonalize import newton_schulz_schedule
-from muonsw.orthogonalize.polynomial import singular_value_map
+from muonsw.orthogonalize import newton_schulz_schedule, singular_value_map
 from tests.common.problems import matrices, set_gradients
 from tests.telemetry.brute import Step
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonsw import kernels
 from muonsw.algorithms import momentum
 from muonsw.algorithms.base import (
     Algorithm,
     Budget,
+    FusedUpdate,
     Group,
     Item,
     Part,
@@ -18,7 +22,13 @@ from muonsw.algorithms.base import (
     clean,
     decay_average,
     elementwise_parts,
+    kernel_weights,
+    suits_torch,
+    views,
 )
+
+if TYPE_CHECKING:
+    from muonsw.apply import Coefficients
 
 KEYS = ("exp_avg", "exp_avg_sq")
 
@@ -28,12 +38,74 @@ def state_keys(group: Group) -> tuple[str, ...]:  # noqa: ARG001
     return (*KEYS, "step")
 
 
-def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]:
-    """Directions m_hat / (sqrt(v_hat) + eps)."""
+class Tensors(NamedTuple):
+    """What one chunk of AdamW works on."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    averages: list[Tensor]
+    squares: list[Tensor]
+
+
+def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
+    """Directions m_hat / (sqrt(v_hat) + eps), or the whole step in one kernel where there is one."""
     for parts in elementwise_parts(items, KEYS, budget.chunk_bytes):
-        averages, squares = ([part.state(key) for part in parts] for key in KEYS)
-        grads = clean([part.grad for part in parts], averages, group["maximize"], budget.ok)
-        yield Update(parts, _directions(group, _steps(parts), averages, squares, grads, budget.ok))
+        tensors = Tensors(
+            views(parts, [part.item.param for part in parts]),
+            views(parts, [part.item.grad for part in parts]),
+            *(views(parts, [part.item.state[key] for part in parts]) for key in KEYS),
+        )
+        take = _kernel(group, parts, tensors) or (_torch_kernel(group, parts, tensors) if budget.on_host else None)
+        if take is not None:
+            yield FusedUpdate(parts, take, partial(_directions, group, parts, tensors))
+        else:
+            _advance(group, tensors, budget.ok)
+            yield Update(parts, _directions(group, parts, tensors))
+
+
+def _kernel(group: Group, parts: list[Part], tensors: Tensors) -> Callable[[Coefficients], None] | None:
+    """The step as one pass of our kernel, if it takes these tensors."""
+    if not kernels.available(tensors.weights[0].device):
+        return None
+    from muonsw.kernels.adamw import adamw
+    from muonsw.kernels.elementwise import Motion, takes
+
+    if not takes(*tensors) or tensors.averages[0].dtype != tensors.squares[0].dtype:
+        return None
+
+    def take(coefficients: Coefficients) -> None:
+        weights = kernel_weights(group, parts, tensors.weights)
+        motion = Motion(*coefficients, 1.0, group["cautious"])
+        counters = [part.item.state["step"] for part in parts]
+        adamw(weights, *tensors[1:], counters, group["betas"], group["eps"], group["maximize"], motion)
+
+    return take
+
+
+def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Callable[[Coefficients], None] | None:
+    """The step as torch's own, which takes the decay as a number: `weight_decay = phi / eta` makes it ours."""
+    if not suits_torch(group, *tensors):
+        return None
+
+    def take(coefficients: Coefficients) -> None:
+        eta, phi = float(coefficients.eta), float(coefficients.phi)
+        torch._fused_adamw_(
+            tensors.weights,
+            tensors.grads,
+            tensors.averages,
+            tensors.squares,
+            [],
+            [part.item.state["step"] for part in parts],
+            lr=eta,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=phi / eta,
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=group["maximize"],
+        )
+
+    return take
 
 
 def _steps(parts: list[Part]) -> Tensor:
@@ -44,25 +116,31 @@ def _steps(parts: list[Part]) -> Tensor:
     return torch.stack([part.item.state["step"] for part in parts]).double().clamp(min=1)
 
 
-def _directions(
-    group: Group,
-    steps: Tensor,
-    averages: list[Tensor],
-    squares: list[Tensor],
-    grads: list[Tensor],
-    ok: Tensor | None,
-) -> list[Tensor]:
-    beta1, beta2 = group["betas"]
-    momentum.advance("ema", averages, grads, beta1, ok)
-    decay_average(squares, beta2, ok)
-    torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
+def _corrections(group: Group, parts: list[Part]) -> tuple[Tensor, Tensor]:
+    """What multiplies and what is added to the root of the average square, for each part.
 
-    # (m / c1) / (sqrt(v / c2) + eps), with both corrections in the denominator
+    (m / c1) / (sqrt(v / c2) + eps), with both corrections in the denominator.
+    """
+    steps = _steps(parts)
+    (beta1, beta2), eps = group["betas"], group["eps"]
     correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
-    denominators = torch._foreach_sqrt(squares)
-    torch._foreach_mul_(denominators, (correction1 / correction2.sqrt()).unbind())
-    torch._foreach_add_(denominators, (correction1 * group["eps"]).unbind())
-    return list(torch._foreach_div(averages, denominators))
+    return correction1 / correction2.sqrt(), correction1 * eps
+
+
+def _advance(group: Group, tensors: Tensors, ok: Tensor | None) -> None:
+    beta1, beta2 = group["betas"]
+    grads = clean(tensors.grads, tensors.averages, group["maximize"], ok)
+    momentum.advance("ema", tensors.averages, grads, beta1, ok)
+    decay_average(tensors.squares, beta2, ok)
+    torch._foreach_addcmul_(tensors.squares, grads, grads, value=1 - beta2)
+
+
+def _directions(group: Group, parts: list[Part], tensors: Tensors) -> list[Tensor]:
+    factors, addends = _corrections(group, parts)
+    denominators = torch._foreach_sqrt(tensors.squares)
+    torch._foreach_mul_(denominators, factors.unbind())
+    torch._foreach_add_(denominators, addends.unbind())
+    return list(torch._foreach_div(tensors.averages, denominators))
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001

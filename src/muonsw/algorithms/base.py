@@ -7,14 +7,23 @@ bounded whatever the size of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonsw.precision import LOW_PRECISION
+
+if TYPE_CHECKING:
+    from muonsw.apply import Coefficients
+    from muonsw.kernels import elementwise
+
 Group = dict[str, Any]
 State = dict[str, Tensor]
+
+# Cuts (axis, start, length), applied in turn.
+Narrows = tuple[tuple[int, int, int], ...]
 
 
 # Entries from which a tensor is large: on an accelerator such tensors are quicker with a kernel each and fewer
@@ -23,13 +32,23 @@ LARGE = 4 * 2**20
 
 
 class Item(NamedTuple):
-    """One parameter with a gradient, at one step."""
+    """One parameter with a gradient, at one step.
+
+    Of a parameter that is spread over ranks, `param`, `grad` and `state` are what this rank holds, `whole` is the
+    parameter itself.
+    """
 
     position: int
     name: str
     param: Tensor
     grad: Tensor
     state: State
+    whole: Tensor | None = None
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter as it stands in its group."""
+        return self.param if self.whole is None else self.whole
 
 
 class Region(NamedTuple):
@@ -38,7 +57,7 @@ class Region(NamedTuple):
     `narrows` are (axis, start, length) cuts, applied in turn; `flat` cuts the tensor laid out as a vector.
     """
 
-    narrows: tuple[tuple[int, int, int], ...] = ()
+    narrows: Narrows = ()
     flat: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -68,6 +87,11 @@ class Part(NamedTuple):
         return self.region.of(self.item.state[key])
 
 
+def views(parts: Sequence[Part], tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The parts of whole tensors, one for each part."""
+    return [t if part.region is WHOLE else part.region.of(t) for part, t in zip(parts, tensors, strict=True)]
+
+
 class Update(NamedTuple):
     """Directions for some parts: each part moves by `-lr * scale * direction`."""
 
@@ -76,37 +100,111 @@ class Update(NamedTuple):
     scale: float = 1.0
 
 
+class FusedUpdate(NamedTuple):
+    """An update that one kernel makes whole: it advances the state, decays and moves.
+
+    `take` does it, with the learning rate and the decay of the step. What the direction was is only asked by
+    telemetry, after it: `directions` computes it from the advanced state.
+    """
+
+    parts: list[Part]
+    take: Callable[[Coefficients], None]
+    directions: Callable[[], list[Tensor]]
+    scale: float = 1.0
+
+
 class Budget(NamedTuple):
     """How much temporary memory one chunk may take, and the flag that says whether gradients are finite.
 
     `ok` is None where the host has already checked, or a boolean scalar on the device: where it is false, a
-    step must leave state and weights exactly as they are.
+    step must leave state and weights exactly as they are. `on_host` says that learning rate and decay are numbers
+    that the host knows, and the learning rate is not zero, as torch's fused kernels want.
     """
 
     chunk_bytes: int
     ok: Tensor | None = None
+    on_host: bool = False
 
 
 def _no_matrices(group: Group, param: Tensor) -> int:  # noqa: ARG001
     return 0
 
 
+class WholeMatrices(NamedTuple):
+    """A rule that needs whole matrices, in the two halves between which they are brought together.
+
+    Attributes:
+        first_axis: the number of axes that count matrices, for a parameter with so many axes.
+        cells: the matrices of a parameter of some shape, as cuts with the rows and columns of what they cut out.
+        sent_dtype: the dtype of what is to be orthogonalized.
+        result_dtype: the dtype of directions.
+        advance: moves the state of parts one step on, and writes what is to be orthogonalized to targets, if any.
+        directions: the directions for matrices (count, rows, columns), in a dtype.
+        scale: how far matrices of a shape move.
+    """
+
+    first_axis: Callable[[Group, int], int]
+    cells: Callable[[Group, torch.Size], Iterable[tuple[Narrows, int, int]]]
+    sent_dtype: Callable[[Group, torch.dtype], torch.dtype]
+    result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype]
+    advance: Callable[[Group, list[Part], list[Tensor] | None, Tensor | None], None]
+    directions: Callable[[Group, Tensor, torch.dtype], Tensor]
+    scale: Callable[[Group, int, int], float]
+
+
 class Algorithm(NamedTuple):
     """An update rule: its own options with their defaults, its state, and its directions.
 
-    `matrices` counts the matrices that it orthogonalizes in a parameter.
+    `matrices` counts the matrices that it orthogonalizes in a parameter. A rule without `whole` must treat every entry
+    on its own: on many ranks it is given shards.
     """
 
     defaults: dict[str, Any]
     state_keys: Callable[[Group], tuple[str, ...]]
-    updates: Callable[[Group, list[Item], Budget], Iterator[Update]]
+    updates: Callable[[Group, list[Item], Budget], Iterator[Update | FusedUpdate]]
     validate: Callable[[Group, str, Tensor], None]
     matrices: Callable[[Group, Tensor], int] = _no_matrices
+    whole: WholeMatrices | None = None
 
 
 def are_large(tensors: list[Tensor]) -> bool:
     """Whether these tensors are large on average."""
     return sum(t.numel() for t in tensors) >= LARGE * len(tensors)
+
+
+def rounding_key(group: Group, part: Part) -> int:
+    """A number for this part of this parameter, whatever the step."""
+    place = part.item.position * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.narrows)
+    return int((group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF)
+
+
+def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> elementwise.Weights:
+    """Weights of one dtype, with what their rounding needs."""
+    from muonsw.kernels.elementwise import Weights
+
+    rounding = group["rounding"] if weights[0].dtype in LOW_PRECISION else "nearest"
+    if rounding == "kahan":
+        return Weights(weights, rounding, compensations=[part.state("compensation") for part in parts])
+    if rounding == "stochastic":
+        counters = [part.item.state["step"] for part in parts]
+        return Weights(weights, rounding, counters=counters, keys=[rounding_key(group, part) for part in parts])
+    return Weights(weights)
+
+
+def suits_torch(group: Group, *lists: Sequence[Tensor]) -> bool:
+    """Whether torch's fused CPU kernels take these tensors: one dtype, which they do not have to round, no gaps.
+
+    They know no cautious decay, and in lower precision torch 2.12 and 2.13 skip updates silently. Inside
+    `torch.compile` the compiler fuses the plain operations by itself.
+    """
+    first = lists[0][0]
+    return (
+        first.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not group["cautious"]
+        and first.dtype in (torch.float32, torch.float64)
+        and all(t.dtype == first.dtype and t.is_contiguous() for tensors in lists for t in tensors)
+    )
 
 
 def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: Tensor | None) -> list[Tensor]:
@@ -136,6 +234,9 @@ def elementwise_parts(items: list[Item], keys: tuple[str, ...], chunk_bytes: int
 
     Chunks that fit in a CPU's cache make several passes over them cost little more than one.
     """
+    if sum(item.param.numel() for item in items) * items[0].param.element_size() <= chunk_bytes:
+        yield [Part(item, WHOLE) for item in items]
+        return
     chunk: list[Part] = []
     room = chunk_bytes
     for item in items:

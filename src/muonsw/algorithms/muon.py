@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonsw import kernels
 from muonsw.algorithms import momentum
-from muonsw.algorithms.base import Algorithm, Budget, Group, Item, Part, Region, Update, are_large, clean
-from muonsw.orthogonalize import ORTHOGONALIZERS
-from muonsw.precision import compute_dtype
+from muonsw.algorithms.base import (
+    WHOLE,
+    Algorithm,
+    Budget,
+    Group,
+    Item,
+    Narrows,
+    Part,
+    Region,
+    Update,
+    WholeMatrices,
+    are_large,
+    clean,
+    views,
+)
+from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
+from muonsw.precision import compute_dtype, state_dtype
 from muonsw.scale import SHAPE_SCALES
 
 STACK, FLATTEN = "stack", "flatten"
@@ -35,25 +51,75 @@ def state_keys(group: Group) -> tuple[str, ...]:  # noqa: ARG001
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]:
     """Directions polar(M), one batch of equal matrices after another."""
-    scale, orthogonalize = SHAPE_SCALES[group["scale"]], ORTHOGONALIZERS[group["orthogonalizer"]]
+    scale = SHAPE_SCALES[group["scale"]]
     for bucket, parts in _batches(group, items, budget.chunk_bytes):
-        matrices = _momentum_matrices(group, bucket, parts, budget.ok)
-        orthogonal = orthogonalize(
-            matrices,
-            steps=group["ns_steps"],
-            dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
+        grads = views(parts, [part.item.grad for part in parts])
+        momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
+        yield Update(
+            parts,
+            _scatter(_directions(group, bucket, grads, momenta, budget.ok), grads),
+            scale(*_out_in(group, bucket.rows, bucket.columns)),
         )
-        like = [part.grad for part in parts]
-        if budget.ok is not None and not are_large(like):
-            orthogonal = orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
-        yield Update(parts, _scatter(orthogonal, like), scale(*_out_in(group, bucket)))
 
 
-def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tensor | None) -> Tensor:
-    """Advance the momentum of `parts` and return what is to be orthogonalized, (batch, rows, columns)."""
+def _directions(group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None) -> Tensor:
+    """Orthogonalized momentum, (batch, rows, columns)."""
+    fused = _fused_directions(group, bucket, grads, momenta, ok)
+    if fused is not None:
+        return fused
+    orthogonal = ORTHOGONALIZERS[group["orthogonalizer"]](
+        _momentum_matrices(group, bucket, grads, momenta, ok),
+        steps=group["ns_steps"],
+        dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
+    )
+    if ok is not None and not are_large(grads):
+        return orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
+    return orthogonal
+
+
+def _fused_directions(
+    group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None
+) -> Tensor | None:
+    """The same from a kernel that reads gradients and momenta where they lie; None where there is none for them."""
+    iteration = ITERATIONS.get(ORTHOGONALIZERS[group["orthogonalizer"]])
+    if iteration is None or not kernels.available(bucket.device):
+        return None
+    from muonsw.kernels.momentum import normalized_momentum, takes
+
+    grads, momenta = _as_matrices(grads, bucket), _as_matrices(momenta, bucket)
+    dtype = iteration.inner(compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device), bucket.device)
+    if not takes(grads, momenta, dtype):
+        return None
+    X = normalized_momentum(
+        grads,
+        momenta,
+        form=group["momentum_form"],
+        beta=group["momentum"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        ok=ok,
+        dtype=dtype,
+    )
+    if bucket.rows > bucket.columns:
+        return iteration.run(X.mT, group["ns_steps"]).mT
+    return iteration.run(X, group["ns_steps"])
+
+
+def _as_matrices(tensors: list[Tensor], bucket: Bucket) -> list[Tensor]:
+    """Each tensor as one matrix or a stack of them, as a view where its layout allows."""
+    shape = torch.Size((bucket.rows, bucket.columns))
+    if all(tensor.shape == shape for tensor in tensors):
+        return tensors
+    return [
+        t.view(-1, *shape) if t.is_contiguous() and not (t.dim() <= 3 and t.shape[-2:] == shape) else t for t in tensors
+    ]
+
+
+def _momentum_matrices(
+    group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None
+) -> Tensor:
+    """Advance momenta and return what is to be orthogonalized, (batch, rows, columns)."""
     form, beta, maximize = group["momentum_form"], group["momentum"], group["maximize"]
-    momenta = [part.state("momentum_buffer") for part in parts]
-    grads = [part.grad for part in parts]
     if ok is None or are_large(grads):
         grads = clean(grads, momenta, maximize, ok)
         ahead = _empty_batch(momenta, bucket)
@@ -68,9 +134,9 @@ def _momentum_matrices(group: Group, bucket: Bucket, parts: list[Part], ok: Tens
     return ahead
 
 
-def _out_in(group: Group, bucket: Bucket) -> tuple[int, int]:
-    """(out, in) of a bucket's matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
-    return (bucket.columns, bucket.rows) if group["transposed"] else (bucket.rows, bucket.columns)
+def _out_in(group: Group, rows: int, columns: int) -> tuple[int, int]:
+    """(out, in) of matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
+    return (columns, rows) if group["transposed"] else (rows, columns)
 
 
 def _empty_batch(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
@@ -97,52 +163,73 @@ def _scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _batches(group: Group, items: list[Item], chunk_bytes: int) -> Iterator[tuple[Bucket, list[Part]]]:
     """Matrices of equal shape, over all parameters of the group, in chunks bounded in bytes."""
-    buckets: dict[Bucket, list[tuple[Part, int]]] = {}
-    for item in items:
-        for narrow in _splits(group, item.param):
-            _collect(buckets, group, item, narrow, chunk_bytes)
-    for bucket, counted in buckets.items():
-        capacity = _capacity(bucket, chunk_bytes)
-        chunk: list[Part] = []
-        room = capacity
-        for part, count in counted:
-            if chunk and count > room:
-                yield bucket, chunk
-                chunk, room = [], capacity
-            chunk.append(part)
-            room -= count
-        yield bucket, chunk
+    shapes = tuple([item.param.shape for item in items])
+    dtypes = tuple([item.param.dtype for item in items])
+    plan = _plan if torch.compiler.is_compiling() else _remembered_plan
+    for (rows, columns, dtype), places in plan(shapes, dtypes, _cuts(group), chunk_bytes):
+        bucket = Bucket(rows, columns, dtype, items[0].param.device)
+        yield bucket, [Part(items[index], region) for index, region in places]
 
 
-def _collect(
-    buckets: dict[Bucket, list[tuple[Part, int]]],
-    group: Group,
-    item: Item,
-    narrow: tuple[tuple[int, int, int], ...],
+Chunk = tuple[tuple[int, int, torch.dtype], list[tuple[int, Region]]]
+
+
+def _plan(
+    shapes: Sequence[torch.Size],
+    dtypes: Sequence[torch.dtype],
+    cuts: Cuts,
     chunk_bytes: int,
-) -> None:
-    """Put the matrices of one (possibly split) parameter into their bucket, long stacks cut into even runs."""
-    shape = Region(narrow).of(item.param).shape
-    rows, columns = matrix_shape(shape, group["matrix"])
-    bucket = Bucket(rows, columns, item.param.dtype, item.param.device)
-    if shape.numel() == 0:
-        return
-    parts = buckets.setdefault(bucket, [])
-    count = shape.numel() // (rows * columns)
+) -> list[Chunk]:
+    """Which parts of which parameters are batched together: it follows from shapes and settings alone."""
+    buckets: dict[tuple[int, int, torch.dtype], list[tuple[int, Region, int]]] = {}
+    for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        for narrow in _splits(shape, cuts):
+            part = _narrowed(shape, narrow)
+            if part.numel():
+                rows, columns = matrix_shape(part, cuts.matrix)
+                capacity = _capacity(rows, columns, chunk_bytes)
+                runs = [(index, region, count) for region, count in _runs(part, narrow, rows * columns, capacity)]
+                buckets.setdefault((rows, columns, dtype), []).extend(runs)
+    return [
+        (bucket, chunk)
+        for bucket, counted in buckets.items()
+        for chunk in _chunks(counted, _capacity(*bucket[:2], chunk_bytes))
+    ]
+
+
+_remembered_plan = lru_cache(maxsize=128)(_plan)
+
+
+def _runs(shape: torch.Size, narrow: Narrows, area: int, capacity: int) -> Iterator[tuple[Region, int]]:
+    """A parameter, or one split of it, with the number of its matrices; long stacks cut into even runs."""
+    whole = Region(narrow) if narrow else WHOLE
+    count = shape.numel() // area
     if count == 1:
-        parts.append((Part(item, Region(narrow)), 1))
+        yield whole, 1
         return
     slices, per_slice = shape[0], count // shape[0]
-    runs = min(slices, math.ceil(count / _capacity(bucket, chunk_bytes)))
-    bounds = [slices * i // runs for i in range(runs + 1)]
-    for start, end in pairwise(bounds):
-        cut = narrow if runs == 1 else (*narrow, (0, start, end - start))
-        parts.append((Part(item, Region(cut)), (end - start) * per_slice))
+    runs = min(slices, math.ceil(count / capacity))
+    for start, end in pairwise(slices * i // runs for i in range(runs + 1)):
+        region = whole if runs == 1 else Region((*narrow, (0, start, end - start)))
+        yield region, (end - start) * per_slice
 
 
-def _capacity(bucket: Bucket, chunk_bytes: int) -> int:
-    """How many matrices of a bucket fit into a chunk, as float32; at least one."""
-    return max(1, chunk_bytes // (4 * bucket.rows * bucket.columns))
+def _chunks(counted: list[tuple[int, Region, int]], capacity: int) -> Iterator[list[tuple[int, Region]]]:
+    """Parts with their numbers of matrices, as many together as fit."""
+    chunk: list[tuple[int, Region]] = []
+    room = capacity
+    for index, region, count in counted:
+        if chunk and count > room:
+            yield chunk
+            chunk, room = [], capacity
+        chunk.append((index, region))
+        room -= count
+    yield chunk
+
+
+def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:
+    """How many matrices fit into a chunk, as float32; at least one."""
+    return max(1, chunk_bytes // (4 * rows * columns))
 
 
 def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
@@ -154,36 +241,73 @@ def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
 
 def count_matrices(group: Group, param: Tensor) -> int:
     """How many matrices of a parameter are orthogonalized, each on its own."""
-    shapes = [Region(narrow).of(param).shape for narrow in _splits(group, param)]
-    return sum(shape.numel() // math.prod(matrix_shape(shape, group["matrix"])) for shape in shapes if shape.numel())
+    cuts = _cuts(group)
+    shapes = [_narrowed(param.shape, narrow) for narrow in _splits(param.shape, cuts)]
+    return sum(shape.numel() // math.prod(matrix_shape(shape, cuts.matrix)) for shape in shapes if shape.numel())
 
 
-def _splits(group: Group, param: Tensor) -> Iterator[tuple[tuple[int, int, int], ...]]:
+class Cuts(NamedTuple):
+    """The options of a group that say which matrices its parameters hold."""
+
+    matrix: str | None
+    transposed: bool
+    split_sizes: tuple[int, ...] | None
+    split_dim: int
+    heads: int | None
+
+
+def _cuts(group: Group) -> Cuts:
+    sizes = group["split_sizes"]
+    return Cuts(
+        group["matrix"],
+        group["transposed"],
+        None if sizes is None else tuple(sizes),
+        group["split_dim"],
+        group["heads"],
+    )
+
+
+def _splits(shape: Sequence[int], cuts: Cuts) -> Iterator[Narrows]:
     """The cuts that turn a fused projection into its parts."""
-    sizes = split_sizes(group, param)
+    sizes = _split_sizes(shape, cuts)
     if sizes is None:
         yield ()
         return
-    start, axis = 0, split_axis(group, param)
+    start, axis = 0, _split_axis(shape, cuts)
     for size in sizes:
         yield ((axis, start, size),)
         start += size
 
 
 def split_sizes(group: Group, param: Tensor) -> tuple[int, ...] | None:
-    """Sizes of the parts along the split axis, or None for a parameter that is whole; `heads` means equal parts."""
-    if group["heads"] is None:
-        sizes: tuple[int, ...] | None = group["split_sizes"]
-        return sizes
-    heads: int = group["heads"]
-    return (param.shape[split_axis(group, param)] // heads,) * heads
+    """Sizes of the matrices along the split axis of a parameter, or None where it is not split."""
+    return _split_sizes(param.shape, _cuts(group))
 
 
 def split_axis(group: Group, param: Tensor) -> int:
+    """The axis of a parameter along which it is split."""
+    return _split_axis(param.shape, _cuts(group))
+
+
+def _split_sizes(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...] | None:
+    """Sizes of the parts along the split axis, or None for a parameter that is whole; `heads` means equal parts."""
+    if cuts.heads is None:
+        return cuts.split_sizes
+    return (shape[_split_axis(shape, cuts)] // cuts.heads,) * cuts.heads
+
+
+def _split_axis(shape: Sequence[int], cuts: Cuts) -> int:
     """The tensor axis of `split_dim`, which counts the axes of the matrix: 0 out, 1 in."""
-    first, second = (0, 1) if group["matrix"] == FLATTEN else (param.dim() - 2, param.dim() - 1)
-    is_second = bool(group["split_dim"]) != group["transposed"]
-    return second if is_second else first
+    first, second = (0, 1) if cuts.matrix == FLATTEN else (len(shape) - 2, len(shape) - 1)
+    return second if bool(cuts.split_dim) != cuts.transposed else first
+
+
+def _narrowed(shape: torch.Size, narrow: Narrows) -> torch.Size:
+    """The shape of a part."""
+    lengths = list(shape)
+    for axis, _, length in narrow:
+        lengths[axis] = length
+    return torch.Size(lengths)
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
@@ -214,12 +338,49 @@ def _validate_splits(group: Group, name: str, param: Tensor) -> None:
         raise ValueError(f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {found}")
 
 
+def _first_axis(group: Group, axes: int) -> int:
+    return 0 if group["matrix"] == FLATTEN else axes - 2
+
+
+def _cells(group: Group, shape: torch.Size) -> Iterator[tuple[Narrows, int, int]]:
+    """The parts of a parameter of this shape, with the shape of their matrices."""
+    cuts = _cuts(group)
+    for narrow in _splits(shape, cuts):
+        yield narrow, *matrix_shape(_narrowed(shape, narrow), cuts.matrix)
+
+
+def _advance(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
+    """Advance the momentum of `parts`, and write what is to be orthogonalized to `targets`."""
+    form, beta = group["momentum_form"], group["momentum"]
+    momenta = [part.state("momentum_buffer") for part in parts]
+    grads = clean([part.grad for part in parts], momenta, group["maximize"], ok)
+    momentum.advance(form, momenta, grads, beta, ok)
+    if targets is not None and group["nesterov"]:
+        momentum.look_ahead(form, momenta, grads, beta, out=targets)
+    elif targets is not None:
+        torch._foreach_copy_(targets, momenta)
+
+
+# The rule of `updates` in two halves, for matrices that are spread over ranks.
+WHOLE_MATRICES = WholeMatrices(
+    first_axis=_first_axis,
+    cells=_cells,
+    sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
+    result_dtype=lambda group, dtype, device: compute_dtype(group["ns_dtype"], dtype, device),
+    advance=_advance,
+    directions=lambda group, matrices, dtype: ORTHOGONALIZERS[group["orthogonalizer"]](
+        matrices, steps=group["ns_steps"], dtype=dtype
+    ),
+    scale=lambda group, rows, columns: SHAPE_SCALES[group["scale"]](*_out_in(group, rows, columns)),
+)
+
+
 MUON = Algorithm(
     defaults={
         "momentum": 0.95,
         "momentum_form": "ema",
         "nesterov": True,
-        "orthogonalizer": "newton_schulz",
+        "orthogonalizer": "auto",
         "ns_steps": 5,
         "ns_dtype": "auto",
         "scale": "match_rms_adamw",
@@ -233,4 +394,5 @@ MUON = Algorithm(
     updates=updates,
     validate=validate,
     matrices=count_matrices,
+    whole=WHOLE_MATRICES,
 )

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError
+from muonsw.lab.terminal import enduring, harmless
 from muonsw.version import __version__
 
 
+@enduring
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
@@ -23,8 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(given)
     except (UsageError, Interrupted) as error:
-        from muonsw.lab.terminal import harmless  # needs what the lab needs
-
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
     except MemoryError:

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from muonsw.lab.terminal import say
+from muonsw.lab.terminal import harmless, say
 
 SECONDS_BETWEEN_LINES = 10.0
 DRAWINGS_A_SECOND = 2
@@ -144,11 +144,12 @@ class View:
         return "; ".join(parts if len(self.items) == 1 else [self.summary(), *parts])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if len(self.items) == 1:
-            ((name, item),) = self.items.items()
+        shown = {harmless(name): item for name, item in self.items.items()}
+        if len(shown) == 1:
+            ((name, item),) = shown.items()
             yield _alone(name, item, options.max_width)
             return
-        rows = self.items
+        rows = shown
         if len(rows) > console.height - 4:  # more than the screen has lines: those that move
             rows = {name: item for name, item in rows.items() if item.numbers and not item.complete}
         if rows:

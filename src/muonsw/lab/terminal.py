@@ -1,10 +1,21 @@
-"""Printing sentences as they are, and harmless whatever they hold."""
+"""Printing sentences as they are, harmless whatever they hold, and without ending the work if nobody takes them."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
 from itertools import chain
+from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, cast
 
-from rich.console import Console
+from muonsw.lab.errors import MACHINE, OK
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Given = ParamSpec("Given")
 
 # Characters that steer a terminal or reorder text (C0 and C1 controls, bidirectional overrides), and halves of
 # characters, which come from file names that are not UTF-8 and cannot be printed at all.
@@ -27,3 +38,64 @@ def harmless(text: object) -> str:
 def say(console: Console, text: object) -> None:
     """Print a line that may hold any character, unbroken and without colours of rich's own choice."""
     console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+class _Enduring:
+    """A stream that is silent once it cannot be written to: the reader of a pipe has gone, or a disk is full."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        self._attempt(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self.stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _attempt(self, act: Callable[..., object], *given: str) -> None:
+        try:
+            act(*given)
+        except OSError as error:
+            if self.error is None:
+                self.error = error
+                self._lead_nowhere()
+
+    def _lead_nowhere(self) -> None:
+        """What is still waiting to be written would raise again, at the latest when Python ends."""
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+
+
+def enduring(main: Callable[Given, int]) -> Callable[Given, int]:
+    """Let a program go on when its standard output is closed or full, and say so on standard error.
+
+    Returns:
+        A function with the same exit code; only where output was lost for another reason than that its reader had
+        gone, "done" becomes "a fault of the machine".
+    """
+
+    @wraps(main)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> int:
+        before = sys.stdout, sys.stderr
+        out, err = (stream and _Enduring(stream) for stream in before)
+        sys.stdout, sys.stderr = cast("TextIO", out), cast("TextIO", err)
+        try:
+            code = main(*args, **kwargs)
+        finally:
+            for stream in filter(None, (out, err)):
+                stream.flush()
+            if out and out.error:
+                reason = out.error.strerror or out.error
+                print(f"muonsw: standard output could not be written ({reason}) and was left out", file=sys.stderr)
+            sys.stdout, sys.stderr = before
+        lost = out and out.error and not isinstance(out.error, BrokenPipeError)
+        return MACHINE if code == OK and lost else code
+
+    return run

@@ -1,27 +1,66 @@
-"""Orthogonalizers: functions that replace the singular values of matrices by (nearly) one."""
+"""Orthogonalizers: functions that replace the singular values of matrices by (nearly) one.
 
-from muonsw.orthogonalize.coefficients import NS5 as NS5
-from muonsw.orthogonalize.coefficients import POLAR_EXPRESS as POLAR_EXPRESS
-from muonsw.orthogonalize.coefficients import Coefficients as Coefficients
-from muonsw.orthogonalize.coefficients import Schedule as Schedule
-from muonsw.orthogonalize.coefficients import newton_schulz_schedule as newton_schulz_schedule
-from muonsw.orthogonalize.coefficients import polar_express_schedule as polar_express_schedule
+They are registered by name, so that settings and checkpoints hold a string and users can add their own.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
 from muonsw.orthogonalize.exact import exact as exact
-from muonsw.orthogonalize.gram import gram_newton_schulz as gram_newton_schulz
-from muonsw.orthogonalize.newton_schulz import newton_schulz as newton_schulz
+from muonsw.orthogonalize.iterations import AUTO, GRAM, NEWTON_SCHULZ, POLAR
+from muonsw.orthogonalize.iterations import NS5 as NS5
+from muonsw.orthogonalize.iterations import POLAR_EXPRESS as POLAR_EXPRESS
+from muonsw.orthogonalize.iterations import Coefficients as Coefficients
+from muonsw.orthogonalize.iterations import Iteration as Iteration
+from muonsw.orthogonalize.iterations import Schedule as Schedule
+from muonsw.orthogonalize.iterations import auto as auto
+from muonsw.orthogonalize.iterations import gram_newton_schulz as gram_newton_schulz
+from muonsw.orthogonalize.iterations import newton_schulz as newton_schulz
+from muonsw.orthogonalize.iterations import newton_schulz_schedule as newton_schulz_schedule
+from muonsw.orthogonalize.iterations import polar_express as polar_express
+from muonsw.orthogonalize.iterations import polar_express_schedule as polar_express_schedule
+from muonsw.orthogonalize.iterations import singular_value_map as singular_value_map
 from muonsw.orthogonalize.normalize import normalize as normalize
-from muonsw.orthogonalize.polar_express import polar_express as polar_express
-from muonsw.orthogonalize.polynomial import singular_value_map as singular_value_map
-from muonsw.orthogonalize.registry import ORTHOGONALIZERS as ORTHOGONALIZERS
-from muonsw.orthogonalize.registry import Orthogonalizer as Orthogonalizer
+from muonsw.registry import Registry
+
+
+class Orthogonalizer(Protocol):
+    """A function that maps matrices `(..., m, n)` to (nearly) orthogonal ones of the same shape.
+
+    It does not modify its input, treats each matrix on its own and maps zero to zero.
+    """
+
+    def __call__(self, matrices: Tensor, *, steps: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Orthogonalize in `dtype`, the input's unless given."""
+
+
+ORTHOGONALIZERS: Registry[Orthogonalizer] = Registry("orthogonalizer")
+ORTHOGONALIZERS.register("auto", auto)
+ORTHOGONALIZERS.register("newton_schulz", newton_schulz)
+ORTHOGONALIZERS.register("polar_express", polar_express)
+ORTHOGONALIZERS.register("gram_newton_schulz", gram_newton_schulz)
+ORTHOGONALIZERS.register("exact", exact)
+
+# What a fused momentum pass, which normalises by itself, can hand its matrices to.
+ITERATIONS: dict[Orthogonalizer, Iteration] = {
+    auto: AUTO,
+    newton_schulz: NEWTON_SCHULZ,
+    polar_express: POLAR,
+    gram_newton_schulz: GRAM,
+}
 
 __all__ = [
+    "ITERATIONS",
     "NS5",
     "ORTHOGONALIZERS",
     "POLAR_EXPRESS",
     "Coefficients",
+    "Iteration",
     "Orthogonalizer",
     "Schedule",
+    "auto",
     "exact",
     "gram_newton_schulz",
     "newton_schulz",

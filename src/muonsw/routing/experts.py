@@ -17,7 +17,8 @@ UNNAMED_DEPTH = 2
 class Mixture(NamedTuple):
     """Experts at `path`, `experts` of them, and their router somewhere under `scope`.
 
-    `named` if a name says that they are experts, `listed` if each is a module of its own.
+    `named` if a name says that they are experts, `listed` if each is a module of its own; otherwise they are
+    parameters of the module at `path` itself.
     """
 
     path: str
@@ -64,23 +65,30 @@ class Mixtures:
         declared = expert_counts(module)
         leading = {p.shape[0] for p in own if p.dim() > 2 and p.shape[0] > 1}
         if declared or _is_named(path, module):
-            outermost = _outermost(path)
+            scope = holder_of(_outermost(path))
             for number in declared or leading:
-                yield Mixture(outermost, holder_of(outermost), number, named=True, listed=False)
+                yield Mixture(path, scope, number, named=True, listed=False)
         elif leading:
             routed = {layer.gives for layer in self.survey.layers if _routes(layer, path)}
+            gates = (p for name, p in module._parameters.items() if p is not None and _is_called_router(name))
+            routed |= {size for gate in gates if gate.dim() == 2 for size in gate.shape}
             yield from (Mixture(path, path, number, named=False, listed=False) for number in leading & routed)
 
     def around(self, subject: Subject) -> list[Mixture]:
         """Mixtures whose experts hold this parameter, the closest first."""
-        return [mixture for path in _outwards(subject.path) for mixture in self.by_path.get(path, ())]
+        return [
+            mixture
+            for path in _outwards(subject.path)
+            for mixture in self.by_path.get(path, ())
+            if mixture.listed or path == subject.path
+        ]
 
     def routed_by(self, subject: Subject) -> Mixture | None:
         """The mixture that this matrix chooses for: it has a row (or column) for each expert, and lies beside them."""
         named = any(_is_called_router(word) for word in (*subject.words, subject.own))
+        experts = [] if _is_called_router(subject.own) else self.around(subject)
         for mixture in (mixture for path in _outwards(subject.path) for mixture in self.by_scope.get(path, ())):
-            is_expert = within(subject.path, mixture.path) and mixture.path != mixture.scope
-            if is_expert or not self._counts(subject, mixture):
+            if mixture in experts or not self._counts(subject, mixture):
                 continue
             depth = len(subject.path.removeprefix(mixture.scope).strip(".").split("."))
             if (named or (mixture.named and depth <= UNNAMED_DEPTH)) and not self._feeds_sibling(subject):
@@ -115,7 +123,7 @@ class Mixtures:
         """The widths that routers and other layers beside these experts read."""
         for mixture in self.around(subject):
             for layer in self.survey.layers:
-                if within(layer.path, mixture.scope) and not within(layer.path, mixture.path):
+                if layer.gives and within(layer.path, mixture.scope) and not within(layer.path, mixture.path):
                     yield from layer.reads
 
     def view(self, subject: Subject) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ PEFT_PREFIX = "base_model.model."
 PEFT_WORDS = frozenset({"base_layer", "modules_to_save"})
 
 ROUTER = re.compile(r"(^|_|k)(router|routing)($|_)")
-GATE = re.compile(r"^(gate|gating|gate_network|wg|w_gate|switch|selector)$")
+GATE = re.compile(r"^(gate|gating|gate_network|wg|w_gate|switch|selector)(_weight)?$")
 MIXTURE = re.compile(r"(^|_)(moe|mixture)($|_)")
 EXPERT = re.compile(r"(?<!shared)(^|_)experts?($|_|\d)")
 SHARED = re.compile(r"shared_?experts?")

@@ -141,7 +141,8 @@ def embedding(subject: Subject, known: Known) -> Decision | None:
 
 def router(subject: Subject, known: Known) -> Decision | None:
     """A row for each of the experts beside it, or the name of a router."""
-    if subject.param.dim() != 2 or has_row_for_each_expert(subject.owner, subject.param):
+    called = names.GATE.match(subject.own) or names.says_router(subject.own)
+    if subject.param.dim() != 2 or (has_row_for_each_expert(subject.owner, subject.param) and not called):
         return None
     mixture = known.mixtures.routed_by(subject)
     if mixture is not None:
@@ -249,8 +250,8 @@ def heads_on_an_axis(subject: Subject, _: Known) -> Decision | None:
         return None
     config = getattr(subject.owner, "config", None)
     sizes = {**(vars(config) if hasattr(config, "__dict__") else {}), **vars(subject.owner)}
-    counts = {value for key, value in sizes.items() if _HEAD_COUNT.match(key)}
-    lengths = {value for key, value in sizes.items() if _HEAD_SIZE.match(key)}
+    counts = {value for key, value in sizes.items() if _HEAD_COUNT.match(key) and isinstance(value, int)}
+    lengths = {value for key, value in sizes.items() if _HEAD_SIZE.match(key) and isinstance(value, int)}
     first, second, third = subject.shape
     if second in counts and third in lengths:
         back = bool(names.DOWN.search(subject.own.lower()))

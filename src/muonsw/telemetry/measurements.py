@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw.telemetry.over_ranks import Shared
+
 # The Euclidean norms of the weight before the update, of those entries of it that decay acts on, of the direction, the
 # gradient, the momentum and the change of the stored weight; then inner products of the weight with the direction, the
 # gradient and the momentum.
@@ -44,10 +46,14 @@ class Piece(NamedTuple):
 
 
 class Measurements:
-    """Collects columns during one update and brings them to the host together."""
+    """Collects columns during one update and brings them to the host together.
+
+    `shared` are the parameters of which other ranks measure other parts.
+    """
 
     def __init__(self) -> None:
         self._found: dict[torch.device, list[tuple[list[Piece], dict[str, Tensor]]]] = {}
+        self.shared: dict[Tensor, Shared] = {}
 
     @property
     def pieces(self) -> list[Piece]:

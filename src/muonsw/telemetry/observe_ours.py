@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.base import WHOLE, Group, Part, Update
+from muonsw.algorithms import ALGORITHMS, Item
+from muonsw.algorithms.base import WHOLE, FusedUpdate, Group, Part, Update
 from muonsw.algorithms.muon import STACK, matrix_shape
 from muonsw.apply import Coefficients, apply_update
+from muonsw.distributed.shards import local, offset
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION
 from muonsw.telemetry.measurements import Measurements, Piece, compute_dtype, inner, norm
-from muonsw.telemetry.parameters import ModelView, matrix_view
+from muonsw.telemetry.over_ranks import Shared
+from muonsw.telemetry.parameters import ModelView, matrix_view, members
 from muonsw.work import work_of
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
@@ -90,6 +94,7 @@ class OurOptimizerObserver:
     def finish(self) -> bool:
         """Stop measuring, and say whether the update was skipped; of a skipped update only the weights are measured."""
         self.stop()
+        self.measured.shared = self._shared()
         if self.optimizer._notices.skipped_on_host > self._skipped_before:
             self._measure_weights()
             return True
@@ -100,12 +105,15 @@ class OurOptimizerObserver:
         """Updates skipped so far."""
         return self.optimizer.skipped_steps
 
-    def apply(self, group: Group, update: Update, coefficients: Coefficients) -> None:
+    def apply(self, group: Group, update: Update | FusedUpdate, coefficients: Coefficients) -> None:
         """Apply an update exactly as without telemetry, and measure it.
 
         Weights whose change does not follow from decay and direction are measured before and after.
         """
         self._ok = coefficients.ok
+        if isinstance(update, FusedUpdate):
+            self._apply_fused(group, update, coefficients)
+            return
         weight = update.parts[0].item.param
         dtype, follows = compute_dtype(weight), change_follows(group, weight)
         measured = []
@@ -116,6 +124,20 @@ class OurOptimizerObserver:
         for bundle, before, rows in measured:
             if not follows:
                 rows["change"] = norm(torch.sub(bundle.weights(dtype), before, out=before))
+            self.measured.add(self._pieces(group, bundle, update.scale, coefficients), rows)
+
+    def _apply_fused(self, group: Group, update: FusedUpdate, coefficients: Coefficients) -> None:
+        """Let the kernel make the whole update, and measure it afterwards, beside a copy of the weights."""
+        before = [part.region.of(part.item.param).clone() for part in update.parts]
+        apply_update(group, update, coefficients)
+        known = Update(update.parts, update.directions(), update.scale)
+        old = {id(part): weight for part, weight in zip(update.parts, before, strict=True)}
+        dtype = compute_dtype(update.parts[0].item.param)
+        for bundle in self._bundles(group, known):
+            weights = bundle.gather((old[id(part)] for part in bundle.parts), dtype)
+            rows = self._measure(group, bundle, weights)
+            if not change_follows(group, bundle.parts[0].item.param):
+                rows["change"] = norm(bundle.weights(dtype) - weights)
             self.measured.add(self._pieces(group, bundle, update.scale, coefficients), rows)
 
     def _measure(self, group: Group, bundle: Bundle, w: Tensor) -> dict[str, Tensor]:
@@ -134,12 +156,11 @@ class OurOptimizerObserver:
     def _pieces(self, group: Group, bundle: Bundle, scale: float, coefficients: Coefficients) -> list[Piece]:
         side, with_momentum = 0, _momentum_key(bundle.parts[0]) is not None
         if group["algorithm"] == "muon":
-            part = bundle.parts[0]
-            side = min(matrix_shape(part.region.of(part.item.param).shape, group["matrix"]))
+            side = min(self._matrix(group, bundle.parts[0])[1:])
         follows = change_follows(group, bundle.parts[0].item.param)
         factors = (side, with_momentum, coefficients.eta, scale, coefficients.phi, follows)
         return [
-            Piece(part.item.param, block.first, block.rows, block.area, *factors)
+            Piece(part.item.parameter, block.first, block.rows, block.area, *factors)
             for part, block in zip(bundle.parts, bundle.blocks, strict=True)
         ]
 
@@ -162,31 +183,69 @@ class OurOptimizerObserver:
         return bundles.values()
 
     def _blocks(self, group: Group, part: Part) -> list[Block]:
-        """How a part falls into matrices: Muon's are whole, those of other rules may have been cut anywhere."""
-        param, weight = part.item.param, part.region.of(part.item.param)
+        """How a part falls into matrices: Muon's are whole, those of other rules may have been cut anywhere.
+
+        Matrices of a parameter that is spread over ranks have the same numbers on every rank.
+        """
+        item, weight = part.item, part.region.of(part.item.param)
+        if self.optimizer._ranks.is_elsewhere(item.parameter):
+            return []  # its owner measures it
         size = weight.numel()
         if group["algorithm"] == "muon" or not (part.region == WHOLE or part.region.flat):
             rows, columns = matrix_shape(weight.shape, group.get("matrix")) if weight.dim() > 1 else (1, size)
-            first, count = self._matrices[param], size // (rows * columns)
-            self._matrices[param] += count
+            count = size // (rows * columns)
+            first = self._matrices[item.param] if item.whole is None else self._matrix(group, part)[0]
+            self._matrices[item.param] += count
             return [Block(0, count, rows * columns, first)]
-        area = self._area(group, param)
+        area, before = self._area(group, item)
         start = part.region.narrows[0][1] if part.region.flat else 0
-        return list(_cut_blocks(start, size, area))
+        return [block._replace(first=block.first + before) for block in _cut_blocks(start, size, area)]
 
-    def _area(self, group: Group, param: Tensor) -> int:
-        """Entries of one expert of a stack, else of the whole parameter."""
-        known = self.view.get(param, (None, None, None))[2]
-        stacked = matrix_view(group, param, known) == STACK
-        return param.shape[-1] * param.shape[-2] if stacked else param.numel()
+    def _matrix(self, group: Group, part: Part) -> tuple[int, int, int]:
+        """The number of the first matrix of Muon in a part, and rows and columns of the whole matrix."""
+        rule, shape = ALGORITHMS["muon"].whole, part.item.parameter.shape
+        assert rule is not None
+        axes = rule.first_axis(group, len(shape))
+        starts = list(offset(part.item.parameter))
+        for axis, start, _ in part.region.narrows:
+            starts[axis] += start
+        for number, (narrows, rows, columns) in enumerate(rule.cells(group, shape)):
+            if all(begin <= starts[axis] < begin + length for axis, begin, length in narrows):
+                return number * math.prod(shape[:axes]) + _place_in_stack(starts, shape, axes), rows, columns
+        raise AssertionError("a part lies in one of the matrices of its parameter")
+
+    def _area(self, group: Group, item: Item) -> tuple[int, int]:
+        """Entries of one expert of a stack, else of the whole parameter; and the experts before this rank's first."""
+        known = self.view.get(item.parameter, (None, None, None))[2]
+        if matrix_view(group, item.parameter, known) != STACK:
+            return item.param.numel(), 0
+        before = _place_in_stack(offset(item.parameter), item.parameter.shape, item.param.dim() - 2)
+        return item.param.shape[-1] * item.param.shape[-2], before
 
     def _measure_weights(self) -> None:
         """Measure the weights alone: the update was skipped on the host before anything was computed."""
         for batch in work_of(self.optimizer):
             for item in (item for item in batch.items if item.param.numel()):
-                area = self._area(batch.group, item.param)
-                w = item.param.detach().reshape(-1, area).to(compute_dtype(item.param))
-                self.measured.add([Piece(item.param, 0, w.shape[0], area)], {"weight": norm(w)})
+                if not self.optimizer._ranks.is_elsewhere(item.parameter):
+                    area, first = self._area(batch.group, item)
+                    w = item.param.detach().reshape(-1, area).to(compute_dtype(item.param))
+                    self.measured.add([Piece(item.parameter, first, w.shape[0], area)], {"weight": norm(w)})
+
+    def _shared(self) -> dict[Tensor, Shared]:
+        """The parameters of which other ranks measure other parts."""
+        found = {}
+        for group, _, _, param in members(self.optimizer):
+            ranks = self.optimizer._ranks.measuring_group(param)
+            if ranks is not None:
+                matrices = ALGORITHMS[group["algorithm"]].matrices(group, param)
+                stack = math.prod(param.shape[:-2])  # how other rules see a stack, at most
+                found[param] = Shared(ranks, local(param).device, max(matrices, stack))
+        return found
+
+
+def _place_in_stack(starts: Sequence[int], shape: Sequence[int], axes: int) -> int:
+    """The number of a matrix among those that the first `axes` axes of a parameter count."""
+    return sum(starts[axis] * math.prod(shape[axis + 1 : axes]) for axis in range(axes))
 
 
 def change_follows(group: Group, weight: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from muonsw.telemetry.measurements import Measurements, to_floats
+from muonsw.telemetry.over_ranks import sum_over_ranks
 from muonsw.telemetry.parameters import ParameterInfo
 from muonsw.telemetry.spectrum import Spectra
 
@@ -35,9 +36,11 @@ def parameter_columns(
     measured: Measurements, infos: Mapping[Tensor, ParameterInfo], spectra: Spectra
 ) -> tuple[Rows, list[ParameterInfo]]:
     """One column for each parameter that was measured, in the order of the optimizer, and what is known of each."""
-    seen = {piece.param for piece in measured.pieces}
+    seen = {piece.param for piece in measured.pieces} | measured.shared.keys()
     params = [param for param in infos if param in seen]
     owners, matrices = _matrix_columns(measured, {param: number for number, param in enumerate(params)})
+    anywhere, owners = torch.unique(owners, return_inverse=True)
+    params = [params[number] for number in anywhere.tolist()]
     matrices["matrices"] = torch.ones_like(matrices["numel"])
     for name, terms in ALIGNMENTS.items():
         matrices[name], matrices[f"count_{name}"] = _cosine(matrices, terms)
@@ -81,6 +84,7 @@ def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[T
     both = phi.square() * rows["ww"] + 2 * phi * rows["wu"] + rows["uu"]  # the square of phi W + u
     rows["dd"] = torch.where(spread([piece.change_follows for piece in pieces]) > 0, both.clamp(min=0), rows["dd"])
     rows["numel"] = spread([piece.area for piece in pieces])
+    rows["side_numel"] = spread([piece.side for piece in pieces]) * rows["numel"]
     rows["ww_momentum"] = torch.where(spread([piece.has_momentum for piece in pieces]) > 0, rows["ww"], 0.0)
     rows["phi_numel"] = phi * rows["numel"]
     rows["count_decay"] = spread([piece.phi is not None for piece in pieces]) * rows["numel"]
@@ -88,9 +92,11 @@ def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[T
     keys = [index[piece.param] * _STRIDE + piece.first + i for piece in pieces for i in range(piece.matrices)]
     unique, inverse = torch.unique(torch.tensor(keys, dtype=torch.long), return_inverse=True)
     matrices = _summed(rows, inverse, len(unique))
+    if measured.shared:
+        shared = {index[param] * _STRIDE: entry for param, entry in measured.shared.items() if param in index}
+        unique, matrices = sum_over_ranks(unique, matrices, shared)
 
-    side = torch.zeros(len(unique), dtype=torch.float64)
-    side[inverse] = spread([piece.side for piece in pieces])
+    side = matrices.pop("side_numel") / matrices["numel"]
     matrices["count_defect"] = (side > 0).double()
     matrices["defect"] = torch.where(side > 0, (matrices["oo"] / side).sqrt(), 0.0)
     return unique // _STRIDE, matrices

@@ -13,6 +13,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from muonsw.distributed.shards import is_spread, whole
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry.observe_any import AnyOptimizerObserver
 from muonsw.telemetry.observe_ours import OurOptimizerObserver
@@ -174,8 +175,9 @@ class Telemetry:
             return spectra
         infos = parameter_infos(optimizer, self._view)
         for group, _, _, param in members(optimizer):
-            batches = matrices(group, param, infos[param].matrix)
-            if not batches or not (closure or param.grad is not None):
+            spread = is_spread(param)  # brought together on all ranks, also where one of them lacks a gradient
+            batches = matrices(group, whole(param), infos[param].matrix)
+            if not batches or not (closure or spread or param.grad is not None):
                 continue
             if self._norms is not None:
                 spectra.setdefault("spectral_norm", {})[param] = self._norms.measure(param, batches)
@@ -215,8 +217,10 @@ def _check_optimizer(optimizer: Any) -> None:
     if not params:
         raise ValueError(f"this {type(optimizer).__name__} has no parameters, so there is nothing to measure")
     for name, param in params:
-        if hasattr(param, "device_mesh"):
-            raise ValueError(f"{name} is sharded (a DTensor); telemetry of sharded parameters is not supported yet")
+        if is_spread(param) and not isinstance(optimizer, ScaledDecayOptimizer):
+            raise ValueError(
+                f"{name} is sharded (a DTensor), which can be measured with optimizers of this library only"
+            )
         if not param.is_floating_point():
             raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be measured")
     for hook in optimizer._optimizer_step_pre_hooks.values():

@@ -93,7 +93,7 @@ def test_patterns_are_checked_before_the_first_document(tmp_path):
         ("a.txt.xz", b"not compressed", "a.txt.xz cannot be read"),
         ("a.txt.xz", lzma.compress(b"whole")[:-4], "a.txt.xz cannot be read"),
     ],
-    ids=["no-text", "a-list", "cut", "not-a-string", "not-utf8", "cut-gzip", "not-xz", "cut-xz"],
+    ids=["no-text", "a-list", "deep", "cut", "not-a-string", "not-utf8", "cut-gzip", "not-xz", "cut-xz"],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, match):
     write(tmp_path, {name: content})

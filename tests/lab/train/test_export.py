@@ -1,6 +1,7 @@
 """What leaves a run: files that load without it, and text that shows what was learned."""
 
 import json
+from contextlib import suppress
 from itertools import islice
 
 import pytest
@@ -14,9 +15,8 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import DataConfig, RunConfig
-from muonsw.lab.train.export import export, load_model
+from muonsw.lab.train.export import export, load_model, sample
 from muonsw.lab.train.loop import train
-from muonsw.lab.train.sample import sample
 from tests.lab.train.small import MODEL, small_run
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
@@ -105,3 +105,52 @@ def test_a_run_without_checkpoint_is_refused(tmp_path):
     with pytest.raises(UsageError, match="has no whole checkpoint"):
         export(tmp_path, tmp_path / "export")
     assert main(["sample", str(tmp_path)]) == 2
+
+
+def files_below(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_export_follows_no_link_and_no_name_of_the_record_out_of_its_folder(run, tmp_path):
+    """The default place is inside the run, which somebody else may have filled."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "tokenizer").symlink_to(outside)
+    with pytest.raises(UsageError, match="tokenizer is a link: delete it"):
+        export(run, tmp_path / "export")
+    (tmp_path / "link").symlink_to(outside)
+    with pytest.raises(UsageError, match="link is a link: delete it, or name the folder"):
+        export(run, tmp_path / "link")
+    (tmp_path / "export" / "tokenizer").unlink()
+    (tmp_path / "export" / "model.safetensors").symlink_to(outside / "model.safetensors")
+    with pytest.raises(UsageError, match="not written by an export"):
+        export(run, tmp_path / "export")
+    assert not files_below(outside)
+
+
+def test_names_in_the_record_of_the_data_lead_nowhere(run, tmp_path):
+    record = run.parent / "data" / "data.json"
+    before = record.read_text()
+    for kind in ("bytes", "bpe"):
+        content = json.loads(before)
+        content["tokenizer_description"] = {"kind": kind, "files": ["../../escaped", "/escaped"]}
+        record.write_text(json.dumps(content))
+        with suppress(UsageError):  # there is no BPE in that folder
+            export(run, tmp_path / "inner" / "export")
+    record.write_text(before)
+    assert {path.relative_to(tmp_path).parts[:2] for path in files_below(tmp_path)} == {("inner", "export")}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path, name):
+    export(run, tmp_path)
+    export(run, tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / name).write_text("{}")
+    before = files_below(tmp_path)
+    with pytest.raises(UsageError, match=f"{name} .* choose another folder with --out"):
+        export(run, tmp_path)
+    with pytest.raises(UsageError, match=r"config\.json belongs to something else"):
+        export(run, run)
+    assert files_below(tmp_path) == before

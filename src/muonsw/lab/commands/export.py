@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from muonsw.lab.errors import UsageError
-from muonsw.lab.terminal import say
+from muonsw.lab.terminal import harmless, say
 from muonsw.lab.train.config import LARGEST
 from muonsw.lab.train.export import export, load_model, sample
 
@@ -73,15 +72,13 @@ class Sample:
             seed=self.seed,
         )
         ids: list[int] = []
-        prompt = self.prompt.encode(errors="replace").decode()  # halves of characters cannot be printed
-        shown = prompt
-        sys.stdout.write(shown)
+        shown = self.prompt
+        print(harmless(shown), end="")
         for token in drawn:
             ids.append(token)
-            text = prompt + tokenizer.decode(ids)
+            text = self.prompt + tokenizer.decode(ids)
             if not text.endswith("\ufffd"):  # half a character: wait for the rest
-                sys.stdout.write(text[len(shown) :])
-                sys.stdout.flush()
+                print(harmless(text[len(shown) :]), end="", flush=True)
                 shown = text
         print()
         return 0

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, arg
 
 from muonsw.lab.errors import UsageError
@@ -19,6 +16,7 @@ from muonsw.lab.model import preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
 from muonsw.lab.plan import GroupPlan, RecipePlan, RunPlan, parse_amount, plan, plan_recipe
 from muonsw.lab.storage import plain
+from muonsw.lab.tables import Column, Table, print_table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 
@@ -249,15 +247,5 @@ def gib(size: int) -> str:
 
 
 def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if not console.is_terminal:
-        lines = [headings, *rows] if any(headings) else rows
-        widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-        text = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-        say(console, "\n".join(line.rstrip() for line in text) + "\n")
-        return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(headings))
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if any(headings) and place else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
+    columns = [Column(title, number=bool(title) and place > 0) for place, title in enumerate(headings)]
+    print_table(console, Table("plan", "", columns, rows), hint="--json shows them")

@@ -38,7 +38,7 @@ class Report:
         """Load, write, and say where."""
         if not self.runs:
             raise UsageError("say which runs to show: muonsw report RUN [RUN ...] -o report.html")
-        check_target(self.out)
+        check_target(self.out, images=not self.no_images)
         loaded = load_runs(find_runs(self.runs))
         title = self.title or (f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs")
         written = write_report(self.out, title, loaded, images=not self.no_images)

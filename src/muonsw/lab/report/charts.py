@@ -13,7 +13,7 @@ from muonsw.lab.runs.curves import extremes, median_curve, running_mean
 TOTAL_POINTS, MOST, LEAST = 240_000, 1500, 100
 PREDICTED_RUNS = 8  # runs whose recursion is replayed step by step
 SMOOTHED = 0.02  # share of the records that one point of a smoothed curve averages
-BEGINNING = 0.05  # share of the updates whose losses may leave the chart at the top
+BEGINNING = 0.1  # share of the updates whose losses may leave the chart at the top
 THINNED = "Thinned by keeping the ends and the extremes of each bin: every point is a value of the run."
 
 
@@ -138,7 +138,7 @@ class Charts:
 
 
 def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
-    """An axis for losses on which each run is seen from the first twentieth of its updates on.
+    """An axis for losses on which each run is seen from the first tenth of its updates on.
 
     The fall before that may be ten times as high as everything after it, and would flatten the rest.
     """

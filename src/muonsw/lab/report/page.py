@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.lab.errors import UsageError
+from muonsw.lab.report.own import PAGE_MARK, write_own
 from muonsw.lab.report.sections import Arm, Chart, Curve, Document
 from muonsw.lab.report.theme import PALETTES, arm_styles, plotly_axis, plotly_layout
-from muonsw.lab.storage import write_atomically
 from muonsw.lab.tables import Cell, Column, Table
 
 DIGITS = 6  # significant digits of a value on the page
@@ -31,7 +31,7 @@ SHORT = 28  # characters up to which the text of a cell is not broken
 
 def write_page(path: Path, document: Document) -> Path:
     """Write a document as one HTML file that works offline."""
-    return write_atomically(path, page(document))
+    return write_own(path, page(document))
 
 
 def page(document: Document) -> str:
@@ -42,6 +42,7 @@ def page(document: Document) -> str:
     )
     # In an attribute the quotes of the policy are data; "<" inside JSON could end the script element.
     parts = {
+        "MARK": PAGE_MARK,
         "POLICY": escape(policy).replace("&#x27;", "'"),
         "TITLE": escape(document.title),
         "STYLE": _resource("page.css"),

@@ -14,6 +14,7 @@ import numpy as np
 from muonsw.lab.claims.table import Claims, any_failed, claims_table
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import Charts
+from muonsw.lab.report.own import require_own, require_own_folder
 from muonsw.lab.report.page import write_page
 from muonsw.lab.report.sections import Arm, Chart, Document, Section
 from muonsw.lab.report.static import write_chart
@@ -56,7 +57,7 @@ def write_report(
         UsageError: If the page cannot be written there.
     """
     target = Path(path)
-    check_target(target)
+    check_target(target, images=images)
     document = build_report(title, runs, verdict=verdict, claims=claims, tables=tables, figures=figures)
     return [write_page(target, document), *(write_images(document, target.with_suffix("")) if images else [])]
 
@@ -93,16 +94,19 @@ def build_report(
     )
 
 
-def check_target(path: Path) -> None:
-    """Find out before the work whether a page can be written there.
+def check_target(path: Path, *, images: bool) -> None:
+    """Find out before the work whether a page, and with `images` its figures, can be written there.
 
     Raises:
-        UsageError: If it cannot.
+        UsageError: If they cannot, or something is there that no report has written.
     """
     if path.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"the report {path} must end in .html")
     if path.is_dir():
         raise UsageError(f"the report {path} is a folder; name a file such as {path / 'report.html'}")
+    require_own([path])
+    if images:
+        require_own_folder(path.with_suffix(""))
     prepare_folder(path.parent)
 
 

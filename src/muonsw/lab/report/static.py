@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from muonsw.lab.report.own import METADATA, write_own
 from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Sheet
 from muonsw.lab.report.theme import LIGHT, ArmStyle, Palette, arm_styles, matplotlib_style
-from muonsw.lab.storage import write_atomically
 
 DPI = 160
 # Sizes in inches: a panel that stands alone, two beside each other, and one of many; and the room around it.
@@ -204,10 +204,8 @@ def save_figure(figure: Figure, stem: Path) -> list[Path]:
 
 def _write(figure: Figure, path: Path) -> Path:
     buffer = io.BytesIO()
-    # Without a date two equal runs give equal files.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=metadata)
-    return write_atomically(path, buffer.getvalue())
+    figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=METADATA[path.suffix])
+    return write_own(path, buffer.getvalue())
 
 
 @contextmanager

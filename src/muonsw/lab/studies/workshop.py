@@ -179,8 +179,12 @@ class Workshop:
 
     def _bring_to_end(self, jobs: Sequence[Job]) -> None:
         todo = {job.name: job for job in jobs if not self._has_ended(job)}
-        if len(todo) < len(jobs):
-            say(self.console, f"{len(jobs) - len(todo)} of {len(jobs)} runs are complete already")
+        ended = [job for job in jobs if job.name not in todo]
+        diverged = sum(_diverged(job) for job in ended)
+        if diverged < len(ended):
+            say(self.console, f"{len(ended) - diverged} of {len(jobs)} runs are complete already")
+        if diverged:
+            say(self.console, f"{diverged} of {len(jobs)} runs diverged earlier; --retry-diverged tries them again")
         if not todo:
             return
         steps = {name: float(job.config.steps) for name, job in todo.items()}
@@ -196,7 +200,7 @@ class Workshop:
         if not (job.folder / RESULT).exists():
             return False
         refuse_other_settings(job.folder, with_fingerprint(job.config))
-        if self.retry_diverged and "diverged" in read_object(job.folder / RESULT):
+        if self.retry_diverged and _diverged(job):
             (job.folder / RESULT).unlink()
             return False
         return True
@@ -270,6 +274,10 @@ def _show(view: View, todo: Mapping[str, Job], name: str, content: Record | str)
     else:
         done = float(content["step"]) if content["kind"] == "train" else None
         view.update(name, done, numbers_of(content, todo[name].config.steps))
+
+
+def _diverged(job: Job) -> bool:
+    return "diverged" in read_object(job.folder / RESULT)
 
 
 def _failed(view: View, job: Job, error: Exception) -> None:

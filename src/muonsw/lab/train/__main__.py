@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from muonsw.lab.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
-from muonsw.lab.terminal import say
+from muonsw.lab.terminal import enduring, harmless, say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.loop import train
@@ -18,6 +18,7 @@ from muonsw.lab.train.progress import watching
 __all__ = ["main", "read_config_file", "run"]
 
 
+@enduring
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and return an exit code: 0 done, 1 diverged, 2 not usable, 3 the machine, 130 or 143 stopped and saved."""
     given = sys.argv[1:] if arguments is None else list(arguments)
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(read_config_file(Path(given[0])), Path(given[1]))
     except (UsageError, Interrupted) as error:
-        print(f"muonsw: {error}", file=sys.stderr)
+        print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:  # before there was anything to save, or the second one
         print("muonsw: interrupted", file=sys.stderr)
@@ -41,7 +42,7 @@ def run(config: RunConfig, folder: Path) -> int:
         with watching(console) as watch:
             result = train(config, folder, watch)
     except Diverged as error:
-        print(f"muonsw: {error}", file=sys.stderr)
+        print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return FAILED
     best = f"best {result['best_loss']:.4f} after {result['best_step']:,}"
     ended = f"validation loss {result['final_loss']:.4f} after {result['steps']:,} updates ({best})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -43,15 +44,32 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     """
     config = read_config(run)
     saved = load_newest(run, config, best=best, note=note)
+    _require_own(folder)
     prepare_folder(folder)
     remove_leftovers(folder)
     with placing(folder / MODEL) as beside:
         checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt"})
-        checksum = _sha256(beside)
-    _copy_tokenizer(Path(config.data.path), folder / TOKENIZER)
-    content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model), "sha256": checksum}
-    write_json(folder / CONFIG, content)
+        _copy_tokenizer(Path(config.data.path), folder / TOKENIZER)
+        content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model), "sha256": _sha256(beside)}
+        # First: it says whose folder this is, and a model that does not follow has another checksum, or is missing.
+        write_json(folder / CONFIG, content)
     return folder
+
+
+def _require_own(folder: Path) -> None:
+    """Find out whether an export may be written there: outside of it nothing is written, inside nothing foreign lost.
+
+    Raises:
+        UsageError: If the folder is a link, or holds a run, or a model that is no export.
+    """
+    for path in (folder, folder / TOKENIZER):
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link: delete it, or name the folder that it leads to")
+    config, model = folder / CONFIG, folder / MODEL
+    if os.path.lexists(config) and read_object(config).get("format") != FORMAT:
+        raise UsageError(f"{config} belongs to something else than an export: choose another folder with --out")
+    if not os.path.lexists(config) and os.path.lexists(model):
+        raise UsageError(f"{model} was not written by an export: choose another folder with --out")
 
 
 def load_newest(

@@ -233,7 +233,15 @@ def tensorboard_sink(folder: Path) -> Sink:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UsageError("TensorBoard is not installed: pip install 'muonsw[tensorboard]'") from error
-    return TensorBoardSink(SummaryWriter(str(folder / "tensorboard")))
+    events = folder / "tensorboard"
+    with reported(events):
+        sink = TensorBoardSink(SummaryWriter(str(events)))
+
+    def write(record: Record) -> None:
+        with reported(events):
+            sink(record)
+
+    return write
 
 
 def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:

@@ -105,7 +105,11 @@ def carried_regret(short: Losses, long: Losses) -> float:
 def judge_map(results: Results, scale: Scale) -> list[Claim]:
     """The claims of the map, as they were written down before the runs."""
     names = [f"{steps} updates" for steps in scale.map_horizons]
-    by_rule = {rule: [losses_of(results[name], rule) for name in names] for rule in RULES}
+    return judge_losses({rule: [losses_of(results[name], rule) for name in names] for rule in RULES}, names)
+
+
+def judge_losses(by_rule: Mapping[str, Sequence[Sequence[Losses]]], names: Sequence[str]) -> list[Claim]:
+    """The same from losses alone: by rule, by horizon and by seed, with what the horizons are called."""
     short, long = names[0], names[-1]
     carried = {
         rule: [carried_regret(a, b) for a, b in zip(maps[0], maps[-1], strict=True)] for rule, maps in by_rule.items()

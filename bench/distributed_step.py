@@ -1,0 +1,193 @@
+"""Time the optimizer's step on many ranks: scaling from one to all GPUs, against every rank doing everything, and dion.
+
+    python bench/distributed_step.py                                   # 1, 2, 4, 8, ... GPUs of this machine
+    python bench/distributed_step.py --ranks 1 2 --set tiny            # processes on CPUs (gloo)
+    torchrun --nnodes 2 --nproc-per-node 8 ... bench/distributed_step.py --worker   # several machines, one size
+
+Each number of ranks is one `torchrun` of this file. The matrices are those of a decoder, sharded over ranks as FSDP2
+shards them (`fsdp`) or held by every rank as under DDP (`ddp`). Contenders take steps in turn on the same gradients;
+printed are medians of the slowest rank. Before anything is timed, one step is checked against the same step on one
+rank alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from muonsw import MuonSW
+
+
+def decoder(width: int, layers: int) -> list[tuple[int, int]]:
+    """Attention and a gated feed-forward network of 8/3 the width."""
+    inner = -(-8 * width // 3 // 64) * 64
+    return ([(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner)]) * layers
+
+
+SETS = {"tiny": decoder(64, 4), "small": decoder(512, 8), "1b": decoder(2048, 24), "7b": decoder(4096, 32)}
+LR = 1e-3
+
+Build = Callable[[list[Tensor], DeviceMesh], torch.optim.Optimizer]
+
+
+def ours(**options: object) -> Build:
+    return lambda params, mesh: MuonSW(params, lr=LR, **options)  # type: ignore[arg-type]  # noqa: ARG005
+
+
+def ours_divided(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
+    return MuonSW(params, lr=LR, process_group=mesh.get_group())
+
+
+def ours_on_owner(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
+    return MuonSW(params, lr=LR, process_group=mesh.get_group(), momentum_on_owner=True)
+
+
+def dion(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
+    from dion import Muon
+
+    sharded = hasattr(params[0], "device_mesh")
+    return Muon(params, distributed_mesh=mesh if sharded else mesh.get_group(), lr=LR, nesterov=True)
+
+
+def contenders(strategy: str) -> dict[str, Build]:
+    found: dict[str, Build] = {"muonsw": ours()} if strategy == "fsdp" else {
+        "muonsw, divided": ours_divided,
+        "muonsw, momentum on owner": ours_on_owner,
+        "muonsw, every rank does everything": ours(),
+    }  # fmt: skip
+    try:
+        importlib.metadata.version("dion")
+        found["dion Muon"] = dion
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    return found
+
+
+def parameters(shapes: list[tuple[int, int]], mesh: DeviceMesh, strategy: str) -> list[Tensor]:
+    """The same weights and gradients on every rank, or their shards."""
+    params: list[Tensor] = []
+    generator = torch.Generator().manual_seed(0)
+    for shape in shapes:
+        weight, grad = (torch.randn(shape, generator=generator).to(mesh.device_type) for _ in range(2))
+        if strategy == "fsdp":
+            weight, grad = (distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in (weight, grad))
+        param = nn.Parameter(0.02 * weight)
+        param.grad = grad
+        params.append(param)
+    return params
+
+
+def check(build: Build, shapes: list[tuple[int, int]], mesh: DeviceMesh, strategy: str) -> None:
+    """One step on all ranks must be one step on each alone."""
+    few = list(dict.fromkeys(shapes))
+    spread, alone = parameters(few, mesh, strategy), parameters(few, mesh, "ddp")
+    build(spread, mesh).step()
+    MuonSW(alone, lr=LR).step()
+    for a, b in zip(spread, alone, strict=True):
+        whole = a.detach().full_tensor() if hasattr(a, "full_tensor") else a.detach()
+        assert (whole - b).abs().max() < 1e-2 * LR * max(b.shape), "a step on many ranks is not the step on one"
+
+
+def timed(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> float:
+    """Seconds until the slowest rank has finished a step."""
+    dist.barrier()
+    _finish(mesh)
+    begun = time.perf_counter()
+    optimizer.step()
+    _finish(mesh)
+    taken = torch.tensor(time.perf_counter() - begun, device=mesh.device_type)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def _finish(mesh: DeviceMesh) -> None:
+    if mesh.device_type == "cuda":
+        torch.cuda.synchronize()
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    tensors = (t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
+    return sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in tensors)
+
+
+def worker(options: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    shapes = SETS[options.set]
+    for strategy in options.strategies:
+        builds = contenders(strategy)
+        check(builds["muonsw" if strategy == "fsdp" else "muonsw, divided"], shapes, mesh, strategy)
+        running = {name: build(parameters(shapes, mesh, strategy), mesh) for name, build in builds.items()}
+        times: dict[str, list[float]] = {name: [] for name in running}
+        for number in range(options.warmup + options.rounds):
+            for name, optimizer in running.items():
+                seconds = timed(optimizer, mesh)
+                if number >= options.warmup:
+                    times[name].append(seconds)
+        for name, optimizer in running.items():
+            row = {"strategy": strategy, "ranks": mesh.size(), "contender": name, "device": device}
+            row |= {"ms": 1000 * statistics.median(times[name]), "state_mib": state_bytes(optimizer) / 2**20}
+            if dist.get_rank() == 0:
+                print("RESULT " + json.dumps(row), flush=True)
+    dist.destroy_process_group()
+
+
+def launch(options: argparse.Namespace, ranks: int) -> list[dict]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+    passed = ["--worker", "--set", options.set, "--rounds", str(options.rounds), "--warmup", str(options.warmup)]
+    passed += ["--strategies", *options.strategies, *(["--cpu"] if options.cpu else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    printed = subprocess.run(command + passed, check=True, capture_output=True, text=True, env=environment).stdout
+    return [json.loads(line.removeprefix("RESULT ")) for line in printed.splitlines() if line.startswith("RESULT ")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", help="numbers of ranks; 1, 2, 4, ... up to all GPUs if left out"
+    )
+    parser.add_argument("--set", choices=SETS, help="the matrices; 1b on GPUs and tiny on CPUs if left out")
+    parser.add_argument("--strategies", nargs="+", choices=["fsdp", "ddp"], default=["fsdp", "ddp"])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--cpu", action="store_true", help="use CPUs although there are GPUs")
+    parser.add_argument("--worker", action="store_true", help="be one rank of a torchrun")
+    parser.add_argument("--out", type=Path, help="write the table as JSON, too")
+    options = parser.parse_args()
+    gpus = 0 if options.cpu else torch.cuda.device_count()
+    options.set = options.set or ("1b" if gpus else "tiny")
+    if options.worker:
+        worker(options)
+        return
+    numbers = options.ranks or [n for n in (1, 2, 4, 8, 16) if n <= max(gpus, 2)]
+    rows = [row for ranks in numbers for row in launch(options, ranks)]
+    total = sum(rows * columns for rows, columns in SETS[options.set])
+    print(f"{options.set}: {total / 1e6:.1f}M parameters, torch {torch.__version__}, {rows[0]['device']}")
+    print(f"{'strategy':9} {'ranks':>5}  {'contender':36} {'ms a step':>10} {'state, MiB a rank':>18}")
+    for row in sorted(rows, key=lambda r: (r["strategy"], r["contender"], r["ranks"])):
+        print(f"{row['strategy']:9} {row['ranks']:5}  {row['contender']:36} {row['ms']:10.2f} {row['state_mib']:18.1f}")
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Time each Triton kernel alone, against its torch twin and against the chip's own limits. Needs a CUDA device.
+
+    PYTHONPATH=src python bench/kernel_time.py --json out/bench/kernel_time.json
+
+Everything is checked against its twin before it is timed. Rates count what the mathematics needs: a symmetric
+product half of a dense one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms import momentum as torch_momentum
+from muonsw.kernels import adamw, elementwise, finite, momentum, move
+from muonsw.kernels.symmetric import Tiles, symmetric_product
+from muonsw.orthogonalize import normalize
+
+TILES = [
+    Tiles(128, 1, 64, 4, 3), Tiles(128, 1, 64, 8, 3), Tiles(128, 1, 64, 8, 4), Tiles(128, 1, 64, 4, 4),
+    Tiles(128, 2, 64, 8, 3), Tiles(128, 2, 64, 8, 4), Tiles(128, 1, 128, 4, 2), Tiles(64, 2, 64, 4, 4),
+    Tiles(128, 1, 64, 4, 3, True), Tiles(128, 1, 64, 4, 4, True), Tiles(128, 1, 64, 8, 3, True),
+    Tiles(128, 2, 64, 8, 3, True), Tiles(128, 2, 64, 8, 4, True), Tiles(128, 1, 128, 4, 2, True),
+]  # fmt: skip
+SHAPES = [(40, 1024, 2816), (96, 768, 2048), (96, 512, 1408), (192, 256, 768)]
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 5, calls: int = 10) -> float:
+    """Median time on the device, of calls back to back so that launching them is hidden."""
+    for _ in range(2):
+        work()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return statistics.median(times)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def guarded(name: str, work: Callable[[], dict]) -> dict:
+    """One failing variant must not lose the others."""
+    try:
+        result = work()
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    print(name, {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}, flush=True)
+    return result
+
+
+def products(shape: tuple[int, int, int], turned: bool, tiles: Tiles | None) -> dict:
+    """X X^T and the polynomial of it, by our kernel or (tiles None) by torch."""
+    batch, rows, inner = shape
+    X = torch.randn(batch, inner, rows, device="cuda").mT if turned else torch.randn(batch, rows, inner, device="cuda")
+    X = (X / inner**0.5 / rows**0.5).half()
+    R = X[:2].float() @ X[:2].float().mT
+    if tiles is None:
+        ms = milliseconds(lambda: torch.bmm(X, X.mT))
+        dense = (
+            milliseconds(lambda: torch.bmm(G, X, out=torch.empty_like(X)))
+            if (G := torch.bmm(X, X.mT)) is not None
+            else 0
+        )
+        return {
+            "ms": ms,
+            "useful": batch * rows**2 * inner / ms / 1e9,
+            "QX ms": dense,
+            "QX rate": 2 * batch * rows**2 * inner / dense / 1e9,
+            "square ms": milliseconds(lambda: torch.baddbmm(G, G, G, beta=-4.775, alpha=2.0315)),
+        }
+    G = symmetric_product(X, X, tiles=tiles)
+    Z = symmetric_product(G, G, alpha=2.0315, term=G, beta=-4.775, diagonal=3.4445, tiles=tiles)
+    g = G[:2].float()
+    wanted = 2.0315 * g @ g - 4.775 * g + 3.4445 * torch.eye(rows, device="cuda")
+    errors = (distance(G[:2], R), distance(Z[:2], wanted))
+    if not max(errors) < 2e-3:
+        return {"error": f"wrong by {errors}"}
+    ms = milliseconds(lambda: symmetric_product(X, X, tiles=tiles))
+    square = milliseconds(
+        lambda: symmetric_product(G, G, alpha=2.0315, term=G, beta=-4.775, diagonal=3.4445, tiles=tiles)
+    )
+    return {
+        "ms": ms,
+        "useful": batch * rows**2 * inner / ms / 1e9,
+        "square ms": square,
+        "square useful": batch * rows**3 / square / 1e9,
+        "error": max(errors),
+    }
+
+
+def passes(block: int, warps: int) -> dict:
+    """The passes over memory: milliseconds and TB/s."""
+    momentum.BLOCK = elementwise.BLOCK = move.BLOCK = finite.BLOCK = block
+    momentum.WARPS = elementwise.WARPS = move.WARPS = finite.WARPS = warps
+    shape = (8, 1024, 2816)
+    grads = [torch.randn(shape, device="cuda") for _ in range(5)]
+    momenta = [torch.randn(shape, device="cuda") for _ in range(5)]
+    twins = [m.clone() for m in momenta]
+    ok = torch.ones((), dtype=torch.bool, device="cuda")
+    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "ok": ok, "dtype": torch.float16}
+    X = momentum.normalized_momentum(grads, momenta, **options)
+    torch_momentum.advance("ema", twins, grads, 0.95, None)
+    ahead = [torch.empty_like(m) for m in twins]
+    torch_momentum.look_ahead("ema", twins, grads, 0.95, out=ahead)
+    errors = [distance(momenta[0], twins[0]), distance(X[:8], normalize(ahead[0]))]
+    del twins, ahead
+    count = 40 * 1024 * 2816
+    eta, phi = torch.tensor(1e-3, device="cuda"), torch.tensor(1e-4, device="cuda")
+    motion = elementwise.Motion(eta, phi, ok, 2.0, False)
+    weights = [torch.randn(shape, device="cuda") for _ in range(5)]
+    expected = (1 - 1e-4) * weights[0] - 2e-3 * X[:8].float()
+    move.move(elementwise.Weights(weights), list(X.split(8)), motion)
+    errors.append(distance(weights[0], expected))
+    squares = [torch.rand(shape, device="cuda") for _ in range(5)]
+    corrections = torch.ones(2, 5, device="cuda")
+    result = {"errors": [f"{e:.1e}" for e in errors]}
+    times = {
+        "momentum": (lambda: momentum.normalized_momentum(grads, momenta, **options), 14 + 4),
+        "move": (lambda: move.move(elementwise.Weights(weights), list(X.split(8)), motion), 10),
+        "finite": (lambda: finite.all_finite(grads), 4),
+        "adamw": (
+            lambda: adamw.adamw(
+                elementwise.Weights(weights), grads, momenta, squares, corrections, (0.9, 0.95), False, motion
+            ),
+            28,
+        ),
+    }
+    for name, (work, size) in times.items():
+        ms = milliseconds(work)
+        result |= {f"{name} ms": ms, f"{name} TB/s": size * count / ms / 1e9}
+    steps = [torch.ones((), device="cuda") for _ in range(5)]
+    fused = milliseconds(
+        lambda: torch._fused_adamw_(
+            weights,
+            grads,
+            momenta,
+            squares,
+            [],
+            steps,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+    )
+    norms = milliseconds(lambda: torch.stack(torch._foreach_norm(grads, float("inf"))))
+    return result | {"torch fused adamw ms": fused, "torch norm ms": norms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("out/bench/kernel_time.json"))
+    args = parser.parse_args()
+    record: dict[str, dict] = {}
+    for block, warps in ((4096, 8), (2048, 8), (2048, 4), (1024, 4), (4096, 4)):
+        record[f"passes {block} {warps}"] = guarded(f"passes {block} {warps}", lambda b=block, w=warps: passes(b, w))
+    for shape in SHAPES:
+        for turned in (False, True) if shape[2] == 2816 else (False,):
+            for tiles in (None, *TILES):
+                name = f"{shape} {'turned ' if turned else ''}{tuple(tiles) if tiles else 'torch'}"
+                record[name] = guarded(name, lambda s=shape, u=turned, t=tiles: products(s, u, t))
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Where matrices meet and part again: parameters spread over ranks, with the same maths as on one.
+
+An elementwise rule moves each rank's shard as if it were a parameter of its own. A rule that needs whole matrices gets
+one more stage, the exchange: momentum on the shards, shards to the rank that owns the matrix, directions back to the
+shards. Which exchange a parameter takes follows from how it lies over the ranks.
+"""
+
+from muonsw.distributed.exchange import exchanged_updates as exchanged_updates
+from muonsw.distributed.exchange import redistributed_updates as redistributed_updates
+from muonsw.distributed.ranks import Ranks as Ranks
+
+__all__ = ["Ranks", "exchanged_updates", "redistributed_updates"]

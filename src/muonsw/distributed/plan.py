@@ -1,0 +1,248 @@
+"""Which rank orthogonalizes which matrix, and in which rounds the matrices travel.
+
+A plan follows from global shapes, placements and settings, which are the same on every rank; no rank asks another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from muonsw.algorithms.base import Group, Item, Narrows, Region, WholeMatrices
+from muonsw.distributed.layout import Box, Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# A group's matrices travel in at least so many rounds if they are large enough, so that one round is multiplied while
+# the next is on its way.
+ROUNDS = 4
+SMALLEST_ROUND = 2**22
+
+
+class Met(NamedTuple):
+    """Parameters of one batch whose matrices are spread over ranks, and the keys of their state."""
+
+    group: Group
+    rule: WholeMatrices
+    keys: tuple[str, ...]
+    items: list[Item]
+    layouts: list[Layout]
+
+
+class Shape(NamedTuple):
+    """What matrices must share to travel as one block: the batch, the cell they fill, and each rank's piece of it."""
+
+    batch: int
+    cell: tuple[int, ...]
+    rows: int
+    columns: int
+    pieces: tuple[Box, ...]
+
+
+class Unit(NamedTuple):
+    """Matrices of one parameter that have one owner: a matrix, or a run of a stack.
+
+    `region` is this rank's piece within its shard.
+    """
+
+    shape: Shape
+    place: int
+    region: Region
+    matrices: int
+    owner: int
+
+    @property
+    def cost(self) -> int:
+        """What the products of an iteration cost, up to a factor."""
+        rows, columns = self.shape.rows, self.shape.columns
+        return self.matrices * max(rows, columns) * min(rows, columns) ** 2
+
+    @property
+    def numel(self) -> int:
+        """Entries of its whole matrices."""
+        return self.matrices * self.shape.rows * self.shape.columns
+
+    def held(self, rank: int) -> int:
+        """Entries that a rank holds."""
+        return self.matrices * math.prod(self.shape.pieces[rank].lengths)
+
+
+class Wire(NamedTuple):
+    """What units must share to travel together: ranks, kind of exchange, and dtypes at home, there and back."""
+
+    group: ProcessGroup
+    kind: str
+    device: torch.device
+    home: torch.dtype
+    there: torch.dtype
+    back: torch.dtype
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def me(self) -> int:
+        """The number of this rank among them."""
+        return dist.get_rank(self.group)
+
+
+class Round(NamedTuple):
+    """Units that travel together, by owner and then by shape: the order in which they lie in buffers.
+
+    Attributes:
+        wire: how they travel.
+        owned: the units of each owner.
+        counts: how many matrices of each shape this rank owns.
+        held: entries of each owner's units that this rank holds.
+        pieces: entries of this rank's own units that each rank holds.
+    """
+
+    wire: Wire
+    owned: tuple[tuple[Unit, ...], ...]
+    counts: dict[Shape, int]
+    held: list[int]
+    pieces: list[int]
+
+    @property
+    def units(self) -> Iterator[Unit]:
+        """All of them, in order."""
+        return (unit for units in self.owned for unit in units)
+
+
+Owners = Mapping[tuple[int, int], int]
+
+
+def make_rounds(met: Sequence[Met], chunk_bytes: int, owners: Owners | None = None) -> list[Round]:
+    """All units in rounds.
+
+    Args:
+        met: what has to be exchanged.
+        chunk_bytes: how much of whole matrices one rank may own in a round.
+        owners: the rank that owns a parameter, by batch and place in it, where that is settled already; other units
+            go to the rank with the least to do, most expensive first.
+    """
+    wires: dict[Wire, list[Unit]] = {}
+    for number, batch in enumerate(met):
+        for place, (item, layout) in enumerate(zip(batch.items, batch.layouts, strict=True)):
+            wire = _wire(batch, item, layout)
+            wires.setdefault(wire, []).extend(_units(number, place, batch, layout, chunk_bytes))
+    return [
+        one for wire, units in wires.items() for one in _rounds(wire, _with_owners(wire, units, owners), chunk_bytes)
+    ]
+
+
+def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -> list[int]:
+    """An owner for each cost: the most expensive first, always to the rank with the least so far.
+
+    Examples:
+        >>> share_by_cost([1, 8, 2, 4, 1], ranks=2)
+        [1, 0, 1, 1, 1]
+    """
+    load = list(loads) or [0] * ranks
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[index] = min(range(ranks), key=load.__getitem__)
+        load[owners[index]] += costs[index]
+    return owners
+
+
+def _wire(batch: Met, item: Item, layout: Layout) -> Wire:
+    assert layout.group is not None
+    there = batch.rule.sent_dtype(batch.group, item.param.dtype)
+    back = batch.rule.result_dtype(batch.group, item.param.dtype, item.param.device)
+    return Wire(layout.group, layout.kind, item.param.device, item.param.dtype, there, back)
+
+
+def _units(number: int, place: int, batch: Met, layout: Layout, chunk_bytes: int) -> Iterator[Unit]:
+    """The matrices of a parameter, stacks cut into runs: at least one for each rank, none above `chunk_bytes`."""
+    assert layout.group is not None
+    first = batch.rule.first_axis(batch.group, len(layout.shape))
+    here = layout.boxes[dist.get_rank(layout.group)]
+    stack = layout.shape[:first]
+    for narrows, rows, columns in batch.rule.cells(batch.group, layout.shape):
+        pieces = tuple(_piece(box, narrows, first) for box in layout.boxes)
+        cell = _cell(layout.shape, narrows)[first:]
+        if not math.prod(cell) * stack.numel():
+            continue
+        shape = Shape(number, cell, rows, columns, pieces)
+        mine = _local_narrows(here, narrows)
+        slices = stack[0] if stack else 1
+        per_slice = math.prod(stack[1:])
+        runs = min(slices, max(len(layout.boxes), math.ceil(stack.numel() * 4 * rows * columns / chunk_bytes)))
+        for start, end in pairwise(slices * run // runs for run in range(runs + 1)):
+            cut = mine if runs == 1 else (*mine, (0, start, end - start))
+            yield Unit(shape, place, Region(cut), (end - start) * per_slice, 0)
+
+
+def _cell(shape: torch.Size, narrows: Narrows) -> tuple[int, ...]:
+    lengths = list(shape)
+    for axis, _, length in narrows:
+        lengths[axis] = length
+    return tuple(lengths)
+
+
+def _piece(box: Box, narrows: Narrows, first: int) -> Box:
+    """What a shard holds of the matrices in a cell, in the coordinates of the matrix."""
+    starts, lengths = list(box.starts), list(box.lengths)
+    for axis, cell_start, cell_length in narrows:
+        begin = max(box.starts[axis], cell_start)
+        end = min(box.starts[axis] + box.lengths[axis], cell_start + cell_length)
+        starts[axis], lengths[axis] = max(0, begin - cell_start), max(0, end - begin)
+    return Box(tuple(starts[first:]), tuple(lengths[first:]))
+
+
+def _local_narrows(box: Box, narrows: Narrows) -> Narrows:
+    """The part of a shard that lies in a cell, in the coordinates of the shard."""
+    cut = []
+    for axis, cell_start, cell_length in narrows:
+        begin = min(max(0, cell_start - box.starts[axis]), box.lengths[axis])
+        end = min(max(0, cell_start + cell_length - box.starts[axis]), box.lengths[axis])
+        cut.append((axis, begin, end - begin))
+    return tuple(cut)
+
+
+def _with_owners(wire: Wire, units: list[Unit], owners: Owners | None) -> list[Unit]:
+    settled = owners or {}
+    free = [unit for unit in units if (unit.shape.batch, unit.place) not in settled]
+    shared = iter(share_by_cost([unit.cost for unit in free], wire.ranks))
+    return [
+        unit._replace(owner=settled[place] if (place := (unit.shape.batch, unit.place)) in settled else next(shared))
+        for unit in units
+    ]
+
+
+def _rounds(wire: Wire, units: list[Unit], chunk_bytes: int) -> Iterator[Round]:
+    """Units of equal shape one after another, a new round where an owner would have too much."""
+    size = wire.there.itemsize
+    share = sum(unit.numel for unit in units) * size / wire.ranks
+    room = min(chunk_bytes, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
+    together: list[Unit] = []
+    owned = [0] * wire.ranks
+    order = {shape: place for place, shape in enumerate(dict.fromkeys(unit.shape for unit in units))}
+    for unit in sorted(units, key=lambda unit: order[unit.shape]):
+        taken = unit.numel * size
+        if owned[unit.owner] and owned[unit.owner] + taken > room:
+            yield _round(wire, together)
+            together, owned = [], [0] * wire.ranks
+        together.append(unit)
+        owned[unit.owner] += taken
+    if together:
+        yield _round(wire, together)
+
+
+def _round(wire: Wire, units: list[Unit]) -> Round:
+    owned = tuple(tuple(unit for unit in units if unit.owner == rank) for rank in range(wire.ranks))
+    mine = owned[wire.me]
+    counts: dict[Shape, int] = {}
+    for unit in mine:
+        counts[unit.shape] = counts.get(unit.shape, 0) + unit.matrices
+    held = [sum(unit.held(wire.me) for unit in theirs) for theirs in owned]
+    return Round(wire, owned, counts, held, [sum(unit.held(rank) for unit in mine) for rank in range(wire.ranks)])

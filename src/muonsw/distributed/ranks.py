@@ -1,0 +1,226 @@
+"""One rank's view of the others: what it exchanges with whom, and which momenta it keeps."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonsw.algorithms import ALGORITHMS
+from muonsw.algorithms.base import Group, Item
+from muonsw.distributed.agreement import Agreed, Agreement, Member
+from muonsw.distributed.layout import COPIES, HERE, OTHER, Layout, Layouts
+from muonsw.distributed.plan import Met, Round, make_rounds, share_by_cost
+from muonsw.distributed.shards import as_spread, is_spread
+from muonsw.precision import state_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# Plans that are remembered: parameters that have gradients now and then make several.
+_REMEMBERED = 8
+
+
+class Sorted(NamedTuple):
+    """The items of a batch by what has to be done for them: nothing, an exchange, or the slow way."""
+
+    here: list[Item]
+    met: Met | None = None
+    other: Met | None = None
+
+
+class Ranks:
+    """What an optimizer knows of the other ranks.
+
+    Args:
+        process_group: ranks that hold plain parameters alike; None where every rank is on its own.
+        momentum_on_owner: whether such parameters have their momentum on the rank that orthogonalizes them alone.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None = None, *, momentum_on_owner: bool = False) -> None:
+        if momentum_on_owner and process_group is None:
+            raise ValueError("momentum_on_owner=True needs process_group=, the ranks among which momenta are divided")
+        self.process_group = process_group
+        self.momentum_on_owner = momentum_on_owner
+        self.agreement = Agreement(process_group)
+        self.elsewhere: dict[Tensor, str] = {}
+        self._layouts = Layouts(process_group)
+        self._rounds: dict[Any, list[Round]] = {}
+        self._owners: dict[Tensor, int] = {}
+        self._told = False
+
+    def needed(self, groups: Sequence[Group]) -> bool:
+        """Whether any parameter has parts or copies on other ranks; parameters may be swapped at any time."""
+        return any(self.agreement.concerns(param) for group in groups for param in group["params"])
+
+    def agree(self, groups: Sequence[Group], ok: Tensor | bool, *, settings: str, measured: bool) -> Agreed:
+        """Agree with the other ranks on this step, and on whether telemetry measures it where that takes them all."""
+        every = list(members(groups))
+        together = self.momentum_on_owner or any(is_spread(member.param) for member in every)
+        return self.agreement.reach(every, ok, settings=settings, measured=measured and together)
+
+    def sort(self, group: Group, items: Sequence[Item]) -> Sorted:
+        """Which items this rank moves on its own, which meet others, and which take the slow way."""
+        rule = ALGORITHMS[group["algorithm"]]
+        if rule.whole is None:
+            return Sorted(list(items))
+        by_kind: dict[str, list[tuple[Item, Layout]]] = {}
+        for item in items:
+            layout = self.layout(group, item.parameter)
+            kind = layout.kind if layout.kind in (HERE, OTHER) else "met"
+            by_kind.setdefault(kind, []).append((item, layout))
+        met, other = (
+            Met(group, rule.whole, rule.state_keys(group), *map(list, zip(*by_kind[kind], strict=True)))
+            if kind in by_kind
+            else None
+            for kind in ("met", OTHER)
+        )
+        if other is not None and not self._told:
+            self._told = True
+            _warn_of_the_slow_way(other.items)
+        return Sorted([item for item, _ in by_kind.get(HERE, [])], met, other)
+
+    def layout(self, group: Group, param: Tensor) -> Layout:
+        """How a parameter lies over ranks."""
+        whole = ALGORITHMS[group["algorithm"]].whole
+        assert whole is not None
+        return self._layouts.of(param, whole.first_axis(group, param.dim()))
+
+    def rounds(self, met: Sequence[Met], chunk_bytes: int) -> list[Round]:
+        """The rounds of an exchange, remembered while parameters and settings stay the same."""
+        key = (chunk_bytes, *(_key(batch) for batch in met))
+        if key not in self._rounds:
+            _check_boxes(met)
+            owners = self._settled_owners(met) if self.momentum_on_owner else None
+            if len(self._rounds) == _REMEMBERED:
+                self._rounds.clear()
+            self._rounds[key] = make_rounds(met, chunk_bytes, owners)
+        return self._rounds[key]
+
+    def kept_elsewhere(self, items: Sequence[Item]) -> list[Item]:
+        """The items whose momentum another rank keeps."""
+        return [item for item in items if self.is_elsewhere(item.parameter)] if self._owners else []
+
+    def settle_owners(self, groups: Sequence[Group]) -> None:
+        """Give every parameter of which ranks hold copies an owner; those that have one keep it."""
+        if not self.momentum_on_owner:
+            return
+        new = [m for m in members(groups) if m.param not in self._owners and self._is_divided(m.group, m.param)]
+        if not new:
+            return
+        loads = [0] * dist.get_world_size(self.process_group)
+        for member in members(groups):
+            if member.param in self._owners:
+                loads[self._owners[member.param]] += _cost(member)
+        shared = share_by_cost([_cost(member) for member in new], len(loads), loads)
+        self._owners.update({member.param: owner for member, owner in zip(new, shared, strict=True)})
+
+    def release(self, items: Iterable[Item], keys: tuple[str, ...]) -> None:
+        """Let go of momenta that other ranks keep."""
+        for item in items:
+            for key in keys:
+                item.state.pop(key, None)
+            self.elsewhere[item.parameter] = item.name
+
+    def measuring_group(self, param: Tensor) -> ProcessGroup | None:
+        """The ranks that each measure a part of this parameter: those with other shards, or among which it is owned."""
+        if is_spread(param):
+            return self._layouts.sharding_group(param)
+        return self.process_group if self.has_owner(param) else None
+
+    def is_elsewhere(self, param: Tensor) -> bool:
+        """Whether another rank keeps the momentum of a parameter."""
+        owner = self._owners.get(param)
+        return owner is not None and owner != dist.get_rank(self.process_group)
+
+    def has_owner(self, param: Tensor) -> bool:
+        """Whether one rank alone keeps the momentum of a parameter."""
+        return param in self._owners
+
+    def fetch(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+        """Bring the state of a parameter from its owner, if there is any yet; a collective."""
+        owner, me = self._owners[param], dist.get_rank(self.process_group)
+        for key in ALGORITHMS[group["algorithm"]].state_keys(group):
+            has = torch.tensor(int(key in state), device=param.device)
+            dist.broadcast(has, group=self.process_group, group_src=owner)
+            if has:
+                if owner != me:
+                    state[key] = torch.empty_like(param, dtype=state_dtype(group["state_dtype"], param.dtype))
+                dist.broadcast(state[key], group=self.process_group, group_src=owner)
+        self.elsewhere.pop(param, None)
+
+    def require_whole_state(self) -> None:
+        """Refuse to hand out a state of which other ranks keep a part."""
+        if self.elsewhere:
+            name = next(iter(self.elsewhere.values()))
+            raise RuntimeError(
+                f"the momentum of {name} and {len(self.elsewhere) - 1} more are on other ranks, as "
+                f"momentum_on_owner=True asks; call optimizer.gather_state() on every rank first"
+            )
+
+    def _is_divided(self, group: Group, param: Tensor) -> bool:
+        if is_spread(param) or ALGORITHMS[group["algorithm"]].whole is None:
+            return False
+        return self.layout(group, param).kind == COPIES
+
+    def _settled_owners(self, met: Sequence[Met]) -> dict[tuple[int, int], int]:
+        return {
+            (number, index): self._owners[item.parameter]
+            for number, batch in enumerate(met)
+            for index, item in enumerate(batch.items)
+            if item.parameter in self._owners
+        }
+
+
+def members(groups: Sequence[Group]) -> Iterator[Member]:
+    """Every parameter of an optimizer."""
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for place, param in enumerate(group["params"]):
+            yield Member(group, names[place] if names else f"parameter {place} of group {number}", param)
+
+
+def _key(batch: Met) -> Any:
+    """What the units of a batch depend on."""
+    options = ALGORITHMS[batch.group["algorithm"]].defaults
+    settings = tuple(str(batch.group[key]) for key in (*options, "state_dtype"))
+    return settings, tuple(
+        (id(item.parameter), id(layout)) for item, layout in zip(batch.items, batch.layouts, strict=True)
+    )
+
+
+def _cost(member: Member) -> int:
+    whole = ALGORITHMS[member.group["algorithm"]].whole
+    if whole is None:
+        return 0
+    stack = math.prod(member.param.shape[: whole.first_axis(member.group, member.param.dim())])
+    cells = whole.cells(member.group, member.param.shape)
+    return stack * sum(max(rows, columns) * min(rows, columns) ** 2 for _, rows, columns in cells)
+
+
+def _check_boxes(met: Sequence[Met]) -> None:
+    """A shard must have the shape that its placements say; a gap would put pieces into wrong places."""
+    for batch in met:
+        for item, layout in zip(batch.items, batch.layouts, strict=True):
+            box = layout.boxes[dist.get_rank(layout.group)]
+            if box.lengths != tuple(item.param.shape):
+                raise ValueError(
+                    f"the local shard of {item.name} has shape {tuple(item.param.shape)}, but its placements say "
+                    f"{box.lengths}; shard it with distribute_tensor or fully_shard"
+                )
+
+
+def _warn_of_the_slow_way(items: Sequence[Item]) -> None:
+    names = ", ".join(item.name for item in items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
+    placements = as_spread(items[0].parameter).placements
+    warnings.warn(
+        f"{names} lie over ranks in a way that has no fast exchange ({placements}); every rank gathers and "
+        f"orthogonalizes them whole, which is right and slow",
+        stacklevel=7,
+    )

@@ -1,0 +1,119 @@
+"""What several kernels share: dtypes, decay and move, and the rounding of low-precision weights."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+NEAREST, STOCHASTIC, KAHAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ROUNDINGS = {"nearest": 0, "stochastic": 1, "kahan": 2}
+
+
+@triton.jit
+def scalar(value, ON_DEVICE: tl.constexpr):
+    """A number that is an argument, or lies on the device."""
+    if ON_DEVICE:
+        number = tl.load(value).to(tl.float32)
+    else:
+        number = value
+    return number
+
+
+def flag(ok: Tensor | None, unused: Tensor) -> Tensor:
+    """A boolean scalar as a kernel takes it, or any tensor where there is none."""
+    return unused if ok is None else ok.view(torch.uint8)
+
+
+@triton.jit
+def whole_number(table, entry, ALIGNED: tl.constexpr):
+    """An entry of a table that is not an address; ALIGNED promises that it is a multiple of 16."""
+    number = tl.load(table + entry)
+    if ALIGNED:
+        number = tl.multiple_of(number, 16)
+    return number
+
+
+@triton.jit
+def limit(size, ok, HAS_OK: tl.constexpr):
+    """How many of `size` entries this step may change: all or none."""
+    if HAS_OK:
+        size = size * tl.load(ok).to(tl.int64)
+    return size
+
+
+@triton.jit
+def start(table, entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The tensor whose address is an entry of a table."""
+    pointer = tl.load(table + entry).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def lerp(left, right, weight, NEAR_LEFT: tl.constexpr):
+    """From left to right by `weight`, from the nearer end as torch does it; NEAR_LEFT is `weight < 0.5`."""
+    if NEAR_LEFT:
+        between = left + weight * (right - left)
+    else:
+        between = right - (right - left) * (1 - weight)
+    return between
+
+
+@triton.jit
+def shrink_and_move(weight, direction, move, phi, CAUTIOUS: tl.constexpr):
+    """`(1 - phi) W - move * direction`; cautious decay spares entries that move outward."""
+    if CAUTIOUS:
+        weight = weight - tl.where(weight * direction >= 0, weight, 0.0) * phi
+    else:
+        weight = weight * (1 - phi)
+    return weight - move * direction
+
+
+@triton.jit
+def mix(h):
+    """The hash of `precision.mix`, on unsigned integers."""
+    h = h ^ (h >> 16)
+    h = h * 2146121005
+    h = h ^ (h >> 15)
+    h = h * 2221713035
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def stochastic_round(x, step, key, position, EPS: tl.constexpr, SMALLEST: tl.constexpr):
+    """`precision.stochastic_round` to a dtype of this spacing; the noise is a hash of step, key and position."""
+    seed = mix(step.to(tl.int32).to(tl.uint32, bitcast=True) ^ key.to(tl.uint32))
+    noise = mix(position.to(tl.uint32) * 2654435769 + mix(seed)) & 0xFFFFFF
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    ulp = tl.maximum(power, SMALLEST) * EPS
+    ulps = tl.abs(x) / ulp
+    below = tl.floor(ulps)
+    up = noise.to(tl.float32) * 5.9604644775390625e-08 < ulps - below
+    rounded = (below + up.to(tl.float32)) * ulp
+    rounded = tl.where(x < 0, -rounded, rounded)
+    return tl.where(ulps < float("inf"), rounded, x)
+
+
+@triton.jit
+def advance(m, g, beta, gain, EMA: tl.constexpr, GAIN_SMALL: tl.constexpr):
+    """Momentum one step on; GAIN_SMALL is `gain < 0.5`."""
+    if EMA:
+        m = lerp(m, g, gain, GAIN_SMALL)
+    else:
+        m = beta * m + g
+    return m
+
+
+@triton.jit
+def look_ahead(m, g, beta, EMA: tl.constexpr, BETA_SMALL: tl.constexpr):
+    """Nesterov's direction, from the advanced momentum; BETA_SMALL is `beta < 0.5`."""
+    if EMA:
+        ahead = lerp(g, m, beta, BETA_SMALL)
+    else:
+        ahead = g + beta * m
+    return ahead

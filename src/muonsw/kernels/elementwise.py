@@ -1,0 +1,168 @@
+"""What the one-pass steps of Muon, AdamW and SGD share: which entries, and how a weight is decayed, moved and rounded.
+
+One launch works on a list of tensors. Their addresses are columns of a table with these rows: the weight; for
+stochastic rounding the step counter, the key of the noise and the position of the first entry, for Kahan rounding the
+compensation; then gradient and state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muonsw.kernels.common import (
+    DTYPES,
+    KAHAN,
+    ROUNDINGS,
+    STOCHASTIC,
+    flag,
+    limit,
+    scalar,
+    shrink_and_move,
+    start,
+    stochastic_round,
+    whole_number,
+)
+from muonsw.kernels.tables import Run, aligned, all_contiguous, block_map, runs, table
+
+BLOCK = 2048
+WARPS = 4
+
+
+class Motion(NamedTuple):
+    """How weights move: `W <- (1 - phi) W - eta * scale * direction` unless `ok` is false; see `apply.Coefficients`."""
+
+    eta: float | Tensor
+    phi: float | Tensor
+    ok: Tensor | None
+    scale: float
+    cautious: bool
+
+
+class Weights(NamedTuple):
+    """Weights of one dtype, and what their rounding needs: compensations, or counters, keys and positions."""
+
+    tensors: Sequence[Tensor]
+    rounding: str = "nearest"
+    compensations: Sequence[Tensor] = ()
+    counters: Sequence[Tensor] = ()
+    keys: Sequence[int] = ()
+
+
+@triton.jit
+def place(sizes, blocks, ok, HAS_OK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The tensor that this program works on, and the entries."""
+    program = tl.program_id(0)
+    owner = tl.load(blocks + program)
+    offsets = tl.load(blocks + tl.num_programs(0) + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return owner, offsets, offsets < limit(whole_number(sizes, owner, ALIGNED), ok, HAS_OK)
+
+
+@triton.jit
+def write(
+    pointers,
+    tensors,
+    owner,
+    offsets,
+    inside,
+    direction,
+    eta,
+    phi,
+    scale,
+    ETA_ON_DEVICE: tl.constexpr,
+    PHI_ON_DEVICE: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    EPS: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Decay and move the weights of one block, in float32, and round once."""
+    weights = start(pointers, owner, WEIGHT, ALIGNED)
+    w = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
+    if ROUNDING == KAHAN:
+        compensations = start(pointers, tensors + owner, WEIGHT, ALIGNED)
+        w += tl.load(compensations + offsets, mask=inside, other=0.0).to(tl.float32)
+    w = shrink_and_move(w, direction, scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE), CAUTIOUS)
+    rounded = w
+    if ROUNDING == STOCHASTIC:
+        step = tl.load(start(pointers, tensors + owner, tl.float32, False))
+        key = tl.load(pointers + 2 * tensors + owner)
+        position = tl.load(pointers + 3 * tensors + owner) + offsets
+        rounded = stochastic_round(w, step, key, position, EPS, SMALLEST)
+    rounded = rounded.to(WEIGHT)
+    tl.store(weights + offsets, rounded, mask=inside)
+    if ROUNDING == KAHAN:
+        tl.store(compensations + offsets, (w - rounded.to(tl.float32)).to(WEIGHT), mask=inside)
+
+
+def takes(*lists: Sequence[Tensor]) -> bool:
+    """Whether each list has one dtype that the kernels read, and only contiguous tensors."""
+    return all(
+        tensors[0].dtype in DTYPES and len({t.dtype for t in tensors}) == 1 and all_contiguous(tensors)
+        for tensors in lists
+    )
+
+
+def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) -> None:
+    """Run the kernel of an algorithm on weights, gradients and state of any sizes."""
+    sizes = tuple([t.numel() for t in weights.tensors])
+    columns = [[t.data_ptr() for t in tensors] for tensors in (weights.tensors, *state)]
+    nearest = weights.rounding == "nearest"
+    companions = [] if nearest else rounding_rows(weights, [Run(0, 0, owner, 0) for owner in range(len(sizes))])
+    device = weights.tensors[0].device
+    pointers = table((columns[0], *companions, *columns[1:], sizes), device)
+    blocks = block_map(sizes, BLOCK, device)
+    kernel[(blocks.shape[1],)](
+        pointers,
+        pointers[-1],
+        blocks,
+        len(sizes),
+        *arguments,
+        *scalars(motion, pointers),
+        STATE_ROW=1 + len(companions),
+        GRAD=DTYPES[state[0][0].dtype],
+        **options,
+        **choices(weights, motion, aligned(*columns, sizes)),
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def rounding_rows(weights: Weights, stretches: Sequence[Run]) -> list[list[int]]:
+    """The rows of the table that belong to the rounding, one column for each stretch of the weights."""
+    if weights.rounding == "nearest":
+        return []
+    if weights.rounding == "kahan":
+        return [[run.address for run in runs(weights.compensations) or ()]]
+    counters = [counter.data_ptr() for counter in weights.counters]
+    owners = [run.owner for run in stretches]
+    return [[counters[o] for o in owners], [weights.keys[o] for o in owners], [run.position for run in stretches]]
+
+
+def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:
+    """The arguments of a kernel that say how far weights move."""
+    return motion.eta, motion.phi, motion.scale, flag(motion.ok, unused)
+
+
+def choices(weights: Weights, motion: Motion, is_aligned: bool) -> dict[str, object]:
+    """What a kernel is compiled for."""
+    dtype = weights.tensors[0].dtype
+    info = torch.finfo(dtype)
+    return {
+        "HAS_OK": motion.ok is not None,
+        "ETA_ON_DEVICE": isinstance(motion.eta, Tensor),
+        "PHI_ON_DEVICE": isinstance(motion.phi, Tensor),
+        "CAUTIOUS": motion.cautious,
+        "ROUNDING": ROUNDINGS[weights.rounding],
+        "WEIGHT": DTYPES[dtype],
+        "EPS": info.eps,
+        "SMALLEST": info.smallest_normal,
+        "ALIGNED": is_aligned,
+    }

@@ -1,0 +1,99 @@
+"""Decay and move of Muon's matrices along one batch of directions, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muonsw.kernels.common import DTYPES, whole_number
+from muonsw.kernels.elementwise import BLOCK, WARPS, Motion, Weights, choices, place, rounding_rows, scalars, write
+from muonsw.kernels.tables import aligned, block_map, runs, table
+
+
+@triton.jit
+def _move(
+    pointers,
+    sizes,
+    blocks,
+    tensors,
+    directions,
+    eta,
+    phi,
+    scale,
+    ok,
+    STATE_ROW: tl.constexpr,
+    DIRECTIONS_ALIGNED: tl.constexpr,
+    HAS_OK: tl.constexpr,
+    ETA_ON_DEVICE: tl.constexpr,
+    PHI_ON_DEVICE: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    EPS: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    owner, offsets, inside = place(sizes, blocks, ok, HAS_OK, ALIGNED, BLOCK)
+    first = whole_number(pointers, STATE_ROW * tensors + owner, DIRECTIONS_ALIGNED)
+    direction = tl.load(directions + first + offsets, mask=inside, other=0.0).to(tl.float32)
+    write(
+        pointers,
+        tensors,
+        owner,
+        offsets,
+        inside,
+        direction,
+        eta,
+        phi,
+        scale,
+        ETA_ON_DEVICE,
+        PHI_ON_DEVICE,
+        CAUTIOUS,
+        ROUNDING,
+        WEIGHT,
+        EPS,
+        SMALLEST,
+        ALIGNED,
+    )
+
+
+def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
+    """Move weights along directions that lie one after another in memory; False, and nothing done, if they do not."""
+    stretches = runs(weights.tensors)
+    dtypes = (weights.tensors[0].dtype, directions[0].dtype)
+    if stretches is None or not _are_one_batch(directions) or not all(dtype in DTYPES for dtype in dtypes):
+        return False
+    addresses, sizes = [run.address for run in stretches], tuple([run.size for run in stretches])
+    companions = rounding_rows(weights, stretches)
+    first = [0, *accumulate(sizes[:-1])]
+    device = directions[0].device
+    pointers = table((addresses, *companions, first, sizes), device)
+    blocks = block_map(sizes, BLOCK, device)
+    _move[(blocks.shape[1],)](
+        pointers,
+        pointers[-1],
+        blocks,
+        len(sizes),
+        directions[0],
+        *scalars(motion, pointers),
+        STATE_ROW=1 + len(companions),
+        DIRECTIONS_ALIGNED=not any(place % 16 for place in first),
+        **choices(weights, motion, aligned(addresses, sizes)),
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+    return True
+
+
+def _are_one_batch(directions: Sequence[Tensor]) -> bool:
+    expected = directions[0].data_ptr()
+    for direction in directions:
+        if not direction.is_contiguous() or direction.data_ptr() != expected:
+            return False
+        expected += direction.numel() * direction.element_size()
+    return True

@@ -1,0 +1,104 @@
+"""Where tensors lie, told to a kernel: one launch then works on a whole list of them.
+
+A table holds addresses; a map says which tensor, and which part of it, each program of the grid works on. Both are
+small and change rarely (parameters and state stay where they are, gradients mostly), so they are kept on the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from itertools import chain
+from operator import or_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_KEPT = 1024
+_cache: OrderedDict[Hashable, Tensor] = OrderedDict()
+
+
+def _kept(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    found = _cache.get(key)
+    if found is None:
+        found = _cache[key] = make()
+        if len(_cache) > _KEPT:
+            _cache.popitem(last=False)
+    else:
+        _cache.move_to_end(key)
+    return found
+
+
+def table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Rows of addresses or other whole numbers, one column for each tensor, as int64 on the device."""
+    numbers = tuple(chain.from_iterable(rows))
+    return _kept((device, numbers), lambda: _on_device(numbers, device).view(len(rows), -1))
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Copy without waiting; in a graph under capture, where no copy may start, write number by number."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """For each program: the number of its tensor, and of its block in that tensor; int32 `(2, n)`."""
+
+    def make() -> Tensor:
+        counts = torch.tensor([-(-size // block) for size in sizes])
+        owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(owner)) - first[owner]
+        both = torch.stack([owner, place]).int()
+        return both if device.type == "cpu" else both.pin_memory().to(device, non_blocking=True)
+
+    return _kept((device, block, sizes), make)
+
+
+def all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor has gaps; a list is several times faster here than a generator."""
+    return False not in [tensor.is_contiguous() for tensor in tensors]
+
+
+class Run(NamedTuple):
+    """A stretch of memory that belongs to one tensor of a list."""
+
+    address: int
+    size: int
+    owner: int
+    position: int
+
+
+# Shorter stretches are left to torch, which has strides.
+_SHORTEST_RUN = 1024
+
+
+def runs(tensors: Sequence[Tensor]) -> list[Run] | None:
+    """The stretches of memory that tensors consist of, in the order of their entries; None if there are too many.
+
+    A tensor is one stretch, or one for each index of its first axis.
+    """
+    if all_contiguous(tensors):
+        return [Run(tensor.data_ptr(), tensor.numel(), owner, 0) for owner, tensor in enumerate(tensors)]
+    found: list[Run] = []
+    for owner, tensor in enumerate(tensors):
+        begin, size = tensor.data_ptr(), tensor.numel()
+        if tensor.is_contiguous():
+            found.append(Run(begin, size, owner, 0))
+            continue
+        size //= max(1, tensor.shape[0])
+        if size < _SHORTEST_RUN or not tensor[0].is_contiguous():
+            return None
+        stride = tensor.stride(0) * tensor.element_size()
+        found.extend(Run(begin + stride * k, size, owner, size * k) for k in range(tensor.shape[0]))
+    return found
+
+
+def aligned(*rows: Sequence[int]) -> bool:
+    """Whether these addresses and sizes let a kernel read sixteen bytes at a time."""
+    return reduce(or_, chain.from_iterable(rows), 0) % 16 == 0

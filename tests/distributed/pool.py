@@ -1,0 +1,94 @@
+"""Processes that form ranks: started once, they run one function after another.
+
+They are forked from a server that has imported torch, so that a pool costs one import. A case that does not come back
+in time, as a collective that waits for ever, is a failure; its pool is ended and the next case gets a new one.
+"""
+
+import contextlib
+import multiprocessing
+import tempfile
+from multiprocessing.connection import wait
+from pathlib import Path
+
+TIMEOUT = 60.0
+# How long the others may go on when one rank has failed: they may be waiting for it.
+GRACE = 5.0
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.distributed.worker"])
+
+
+class CaseError(AssertionError):
+    """A function failed on a rank, or did not return."""
+
+
+class Pool:
+    """`size` ranks of one process group (gloo)."""
+
+    def __init__(self, size):
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._started = 0
+        self._start()
+
+    def _start(self):
+        from tests.distributed.worker import serve
+
+        self._started += 1
+        store = Path(self._folder.name) / f"store{self._started}"
+        self._pipes, self._processes = [], []
+        for rank in range(self.size):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=serve, args=(rank, self.size, str(store), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function, *args, timeout=TIMEOUT, **kwargs):
+        """What `function(*args)` returns on each rank."""
+        answers = self.attempt(function, *args, timeout=timeout, **kwargs)
+        failed = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
+        if failed:
+            raise CaseError("\n".join(failed))
+        return [answer for _, answer in answers]
+
+    def attempt(self, function, *args, timeout=TIMEOUT, **kwargs):
+        """(True, result) or (False, traceback) of each rank."""
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        answers = {}
+        while len(answers) < self.size:
+            failed = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in answers.items() if not ok]
+            waiting = [rank for rank in range(self.size) if rank not in answers]
+            ready = wait([self._pipes[rank] for rank in waiting], GRACE if failed else timeout)
+            if not ready:
+                self._restart()
+                raise CaseError("\n".join([f"ranks {waiting} did not return", *failed]))
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    self._restart()
+                    raise CaseError(f"rank {rank} died") from None
+        return [answers[rank] for rank in range(self.size)]
+
+    def _restart(self):
+        self._end()
+        self._start()
+
+    def _end(self):
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        for process in self._processes:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def close(self):
+        self._end()
+        self._folder.cleanup()

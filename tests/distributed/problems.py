@@ -1,0 +1,134 @@
+"""Parameters that are spread over ranks, next to the same parameters on one, fed the same gradients."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from muonsw import MuonSW
+from tests.common.problems import cosine
+
+PEAK, STEPS = 0.05, 4
+
+# Shapes that cut well and badly: uneven, with fewer rows than ranks, with one row, stacks, convolutions, fused ones.
+GROUPS = {
+    "matrices": ([(8, 8), (7, 5), (8, 8), (1, 6), (3, 9)], {}),
+    "stack": ([(5, 4, 3), (4, 6, 4)], {"matrix": "stack"}),
+    "convolution": ([(6, 2, 3, 3), (3, 5, 2)], {"matrix": "flatten"}),
+    "fused": ([(12, 5), (12, 7)], {"split_sizes": (5, 3, 4)}),
+    "fused_in": ([(5, 9)], {"split_sizes": (4, 5), "split_dim": 1}),
+    "heads": ([(8, 6)], {"heads": 4}),
+    "transposed": ([(6, 8), (3, 10)], {"transposed": True, "scale": "spectral", "split_sizes": None}),
+    "vectors": ([(7,), (2, 3)], {"algorithm": "adamw", "weight_decay": 0.2}),
+    "sgd": ([(9,)], {"algorithm": "sgd", "momentum": 0.9}),
+}
+
+
+def initial(shape, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return (0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def gradient(shape, step, number, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1009 * step + number)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def groups_of(chosen, make, dtype=torch.float64):
+    """Param groups whose parameters `make` turns into what the test is about."""
+    found, number = [], 0
+    for name in chosen:
+        shapes, options = GROUPS[name]
+        params = []
+        for shape in shapes:
+            params.append((f"{name}.{len(params)}", make(initial(shape, number, dtype), options)))
+            number += 1
+        found.append({"params": params, **options})
+    return found
+
+
+def parameters(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def take_step(optimizer, step, give, absent=()):
+    """One step of a schedule, with gradients that depend on step and place alone; `give` puts them in place."""
+    rate = cosine(PEAK, STEPS)(step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for number, param in enumerate(parameters(optimizer)):
+        grad = gradient(param.shape, step, number, param.dtype)
+        param.grad = None if number in absent else give(param, grad)
+    optimizer.step()
+
+
+def plain(value, options):
+    del options
+    return nn.Parameter(value.clone())
+
+
+def spread_over(mesh, placements):
+    """Makes DTensors; placements by group options, for axes that a tensor has."""
+
+    def make(value, options):
+        chosen = placements(value, options) if callable(placements) else placements
+        return nn.Parameter(distribute_tensor(value.clone(), mesh, list(chosen), src_data_rank=None))
+
+    return make
+
+
+def give_spread(param, grad):
+    return distribute_tensor(grad, param.device_mesh, list(param.placements), src_data_rank=None)
+
+
+def give_plain(param, grad):
+    del param
+    return grad
+
+
+def mesh_of(*shape, names=None):
+    """A mesh over the first ranks; None on those that are not in it."""
+    count = torch.tensor(shape).prod().item()
+    mesh = DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)
+    return mesh if dist.get_rank() < count else None
+
+
+def worst(left, right):
+    """The largest difference between the parameters of two optimizers, in units of the larger weight of each."""
+    expected = right if isinstance(right, list) else whole(right)
+    differences = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(whole(left), expected, strict=True)]
+    return max(differences)
+
+
+def whole(optimizer):
+    """All parameters of an optimizer, put together from their shards."""
+    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in parameters(optimizer)]
+
+
+ONE_PROCESS = {}
+
+
+def trained_alone(chosen, steps, absent, dtype, options):
+    """What one process makes of the parameters, remembered for the next case."""
+    key = repr((chosen, steps, absent, dtype, options))
+    if key not in ONE_PROCESS:
+        alone = MuonSW(groups_of(chosen, plain, dtype), **options)
+        for step in range(steps):
+            take_step(alone, step, give_plain, absent)
+        ONE_PROCESS[key] = whole(alone)
+    return ONE_PROCESS[key]
+
+
+def compare(mesh, placements, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64, **options):
+    """Train the same parameters on one rank and spread over a mesh; the largest difference at the end."""
+    options = {"lr": PEAK, "weight_decay": 0.5, **options}
+    together = MuonSW(groups_of(chosen, spread_over(mesh, placements), dtype), **options)
+    for step in range(steps):
+        take_step(together, step, give_spread, absent)
+    return worst(together, trained_alone(chosen, steps, absent, dtype, options))
+
+
+def shard0(value, options):
+    del value, options
+    return [Shard(0)]

@@ -1,0 +1,171 @@
+"""Ranks agree before a step: on what they do, and on whether they do it."""
+
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from muonsw import MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
+from tests.distributed.problems import (
+    PEAK,
+    give_plain,
+    give_spread,
+    groups_of,
+    mesh_of,
+    parameters,
+    plain,
+    shard0,
+    spread_over,
+    take_step,
+    worst,
+)
+
+CHOSEN = ("matrices", "vectors")
+
+
+def built(kind, **options):
+    if kind == "copies":
+        return MuonSW(groups_of(CHOSEN, plain), lr=PEAK, process_group=dist.group.WORLD, **options), give_plain
+    return MuonSW(groups_of(CHOSEN, spread_over(mesh_of(4), shard0)), lr=PEAK, **options), give_spread
+
+
+def poisoned(give, bad_rank):
+    def put(param, grad):
+        spread = give(param, grad)
+        if dist.get_rank() == bad_rank and param.shape == (8, 8):
+            (spread.to_local() if hasattr(spread, "to_local") else spread)[0, 0] = torch.nan
+        return spread
+
+    return put
+
+
+def nan_on_one_rank(kind):
+    """Steps 0 and 2 are good, step 1 is bad on rank 2 alone."""
+    optimizer, give = built(kind)
+    alone = MuonSW(groups_of(CHOSEN, plain), lr=PEAK)
+    for step in (0, 2):
+        take_step(alone, step, give_plain)
+    take_step(optimizer, 0, give)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        take_step(optimizer, 1, poisoned(give, 2))
+        skipped = optimizer.summary().skipped
+    take_step(optimizer, 2, give)
+    said = [str(w.message) for w in caught if w.category is NonFiniteGradientWarning]
+    return worst(optimizer, alone), skipped, optimizer.skipped_steps, said
+
+
+@pytest.mark.parametrize("kind", ["shards", "copies"])
+def test_a_nan_on_one_rank_makes_all_ranks_skip(pool, kind):
+    answers = pool.run(nan_on_one_rank, kind)
+    for rank, (difference, skipped, count, said) in enumerate(answers):
+        assert difference < 1e-9
+        assert (skipped, count, len(said)) == (True, 1, 1)
+        assert ("matrices.0" if rank == 2 else "a gradient on another rank") in said[0]
+
+
+def raising():
+    optimizer, give = built("shards", nonfinite="raise")
+    before = [p.detach().full_tensor() for p in parameters(optimizer)]
+    try:
+        take_step(optimizer, 0, poisoned(give, 1))
+    except NonFiniteGradientError as error:
+        after = [p.detach().full_tensor() for p in parameters(optimizer)]
+        return str(error), all(map(torch.equal, before, after))
+    return "", False
+
+
+def test_every_rank_raises_for_a_nan_on_one(pool):
+    for rank, (message, unchanged) in enumerate(pool.run(raising)):
+        assert ("matrices.0" if rank == 1 else "another rank") in message
+        assert unchanged
+
+
+def different_plans(kind, what):
+    """Rank 3 differs; a rank that waited for ever would fail by the pool's time limit."""
+    optimizer, give = built(kind)
+    if dist.get_rank() == 3:
+        group = optimizer.param_groups[0]
+        if what == "setting":
+            group["nesterov"] = False
+        elif what == "order":
+            group["params"][0], group["params"][3] = group["params"][3], group["params"][0]
+        elif what == "fewer":
+            group["params"].pop()
+            group["param_names"].pop()
+        elif what == "frozen":
+            group["params"][1].requires_grad_(False)
+        elif what == "chunks":
+            optimizer.chunk_bytes = 512
+        elif what == "decay":
+            optimizer.param_groups[1]["weight_decay"] = 0.0
+    begun = time.monotonic()
+    try:
+        take_step(optimizer, 0, give)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begun
+    return "", 0.0
+
+
+@pytest.mark.parametrize("kind", ["shards", "copies"])
+@pytest.mark.parametrize("what", ["setting", "order", "fewer", "frozen", "decay", "chunks"])
+def test_ranks_with_different_plans_all_get_an_error(pool, kind, what):
+    for message, seconds in pool.run(different_plans, kind, what, timeout=20):
+        assert "the ranks would take different steps" in message
+        assert seconds < 10
+
+
+def a_plan_that_changes_on_one_rank():
+    optimizer, give = built("shards")
+    take_step(optimizer, 0, give)
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    try:
+        take_step(optimizer, 1, give)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plan_that_changes_later_on_one_rank_is_noticed(pool):
+    for message in pool.run(a_plan_that_changes_on_one_rank, timeout=20):
+        assert "frozen" in message
+
+
+def nothing_to_do_here():
+    """One rank has no gradient at all."""
+    optimizer, give = built("shards")
+    take_step(optimizer, 0, (lambda p, g: None) if dist.get_rank() == 0 else give)  # noqa: ARG005
+    return optimizer.summary().matrices
+
+
+def test_a_rank_without_any_gradient_takes_part(pool):
+    assert set(pool.run(nothing_to_do_here)) == {5}
+
+
+def a_gradient_of_the_wrong_kind():
+    """Rank 1 has a whole gradient for a sharded parameter, and cannot take the step."""
+    optimizer, give = built("shards")
+    wrong = torch.ones(8, 8, dtype=torch.float64)
+    before = [p.to_local().clone() for p in parameters(optimizer)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            take_step(optimizer, 0, lambda p, g: wrong if dist.get_rank() == 1 and p.shape == (8, 8) else give(p, g))
+            message = ""
+        except (ValueError, RuntimeError) as error:
+            message = str(error)
+    return (
+        message,
+        optimizer.skipped_steps,
+        all(map(torch.equal, before, [p.to_local() for p in parameters(optimizer)])),
+    )
+
+
+def test_others_skip_a_step_that_one_rank_cannot_take(pool):
+    for rank, (message, skipped, unchanged) in enumerate(pool.run(a_gradient_of_the_wrong_kind, timeout=20)):
+        assert unchanged
+        assert skipped == (rank != 1)
+        assert bool(message) == (rank == 1)

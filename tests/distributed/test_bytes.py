@@ -1,0 +1,123 @@
+"""What a step sends, against the formulas of docs/scaling.md."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from muonsw import MuonSW
+from tests.distributed.problems import give_plain, give_spread, mesh_of, take_step
+from tests.distributed.test_replicated import group_of
+
+# Two layers' worth of a decoder, in float32, so that a number is four bytes there and back.
+SHAPES = [(48, 48)] * 8 + [(128, 48)] * 4 + [(48, 128)] * 2 + [(32, 1)]
+PARAMETERS = sum(torch.Size(shape).numel() for shape in SHAPES)
+BYTES = 4 * PARAMETERS
+
+
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
+class Counter:
+    """Counts the bytes that this rank gets from others in the collectives of the exchange."""
+
+    def __init__(self, group):
+        self.received, self.me, self.ranks = 0, dist.get_rank(group), dist.get_world_size(group)
+        self._real = {name: getattr(dist, name) for name in ("all_to_all_single", GATHER, "broadcast")}
+
+    def __enter__(self):
+        dist.all_to_all_single = self._all_to_all
+        setattr(dist, GATHER, self._all_gather)
+        dist.broadcast = self._broadcast
+        return self
+
+    def __exit__(self, *_):
+        for name, function in self._real.items():
+            setattr(dist, name, function)
+
+    def _all_to_all(self, output, send, out_splits, in_splits, **kwargs):
+        self.received += (sum(out_splits) - out_splits[self.me]) * output.element_size()
+        return self._real["all_to_all_single"](output, send, out_splits, in_splits, **kwargs)
+
+    def _all_gather(self, output, send, **kwargs):
+        self.received += (output.numel() - send.numel()) * output.element_size()
+        return self._real[GATHER](output, send, **kwargs)
+
+    def _broadcast(self, tensor, *, group_src, **kwargs):
+        self.received += tensor.numel() * tensor.element_size() * (group_src != self.me)
+        return self._real["broadcast"](tensor, group_src=group_src, **kwargs)
+
+
+def counted(kind, ranks):
+    """Bytes that this rank received in the second step, and how often each collective was called."""
+    mesh, group = mesh_of(ranks), group_of(ranks)
+    if group is None:
+        return None
+    options = {"lr": 0.05, "ns_dtype": torch.float32}
+    values = [0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in SHAPES]
+    if kind == "copies":
+        optimizer, give = MuonSW([nn.Parameter(v) for v in values], process_group=group, **options), give_plain
+    else:
+        placements = {"shards": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}[kind]
+        params = [nn.Parameter(distribute_tensor(v, mesh, placements)) for v in values]
+        optimizer, give = MuonSW(params, **options), give_spread
+    take_step(optimizer, 0, give)
+    with Counter(group) as counter, CommDebugMode() as debug:
+        take_step(optimizer, 1, give)
+    calls = {str(name).rpartition(".")[2]: count for name, count in debug.get_comm_counts().items()}
+    return counter.received, calls
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["shards", "columns"])
+def test_sharded_matrices_cost_twice_their_shards(pool, kind, ranks):
+    answers = [answer for answer in pool.run(counted, kind, ranks) if answer]
+    mean = sum(received for received, _ in answers) / ranks
+    assert mean == pytest.approx(2 * (ranks - 1) / ranks**2 * BYTES, rel=0.05)
+    for _, calls in answers:
+        assert calls == {"alltoall_base_": 2, "allreduce_": 1}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["copies", "replicated"])
+def test_replicated_matrices_cost_the_share_of_the_others(pool, kind, ranks):
+    answers = [answer for answer in pool.run(counted, kind, ranks) if answer]
+    mean = sum(received for received, _ in answers) / ranks
+    assert mean == pytest.approx((ranks - 1) / ranks * BYTES, rel=0.05)
+    for _, calls in answers:
+        assert calls.pop("allreduce_") == 1
+        assert sum(calls.values()) <= ranks
+
+
+def stacks():
+    mesh = mesh_of(4)
+    values = [torch.randn(experts, 6, 4) for experts in (8, 5)]
+    params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
+    optimizer = MuonSW(params, lr=0.05, matrix="stack")
+    with CommDebugMode() as debug:
+        take_step(optimizer, 0, give_spread)
+    return {str(name).rpartition(".")[2]: count for name, count in debug.get_comm_counts().items()}
+
+
+def test_experts_that_are_sharded_along_their_stack_send_nothing(pool):
+    for calls in pool.run(stacks):
+        assert calls.pop("allreduce_") == 1  # the agreement
+        assert not any(calls.values()), calls
+
+
+def balance():
+    from muonsw.distributed.plan import share_by_cost
+
+    costs = [max(shape) * min(shape) ** 2 for shape in SHAPES]
+    loads = [0] * 4
+    for owner, cost in zip(share_by_cost(costs, 4), costs, strict=True):
+        loads[owner] += cost
+    return max(loads) / (sum(loads) / 4)
+
+
+def test_the_most_loaded_rank_is_within_one_matrix_of_the_mean():
+    mean = sum(max(shape) * min(shape) ** 2 for shape in SHAPES) / 4
+    largest = max(max(shape) * min(shape) ** 2 for shape in SHAPES)
+    assert balance() <= 1 + largest / mean

@@ -1,0 +1,239 @@
+"""Saving on one number of ranks and going on with another."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from muonsw import AdamWSW, MuonSW
+from tests.distributed.pool import Pool
+from tests.distributed.problems import mesh_of
+from tests.distributed.test_replicated import group_of
+
+CLOSE = 1e-9
+BEFORE, AFTER = 3, 3
+
+
+class Net(nn.Module):
+    """Uneven shapes, a stack of experts, an empty shard from three ranks on."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.up = nn.Linear(6, 7)
+        self.down = nn.Linear(7, 2, bias=False)
+        self.experts = nn.Parameter(torch.randn(5, 2, 6))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.down(torch.tanh(self.up(x))) + torch.einsum("eoi,bi->bo", self.experts, x)
+
+
+def build(mesh=None, owner_group=None):
+    torch.manual_seed(3)
+    model = Net().double()
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    own = {} if owner_group is None else {"process_group": owner_group, "momentum_on_owner": True}
+    optimizer = MuonSW.for_model(model, lr=0.05, weight_decay=0.5, **own)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+def train(parts, first, steps):
+    model, optimizer, scheduler = parts
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(9, (4,), generator=generator)
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def weights(model):
+    return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def distance(model, reference):
+    return max((a - b).abs().max().item() for a, b in zip(weights(model), weights(reference), strict=True))
+
+
+def uninterrupted():
+    parts = build()
+    train(parts, 0, BEFORE + AFTER)
+    return parts[0]
+
+
+def template(parts, flatten):
+    model, optimizer, scheduler = parts
+    optimizer.gather_state()
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "scheduler": scheduler.state_dict(),
+    }
+
+
+def save(folder, flatten, kind):
+    mesh = mesh_of(dist.get_world_size()) if kind == "shards" else None
+    parts = build(mesh, dist.group.WORLD if kind == "owners" else None)
+    train(parts, 0, BEFORE)
+    momentum = next((s["momentum_buffer"] for s in parts[1].state.values() if "momentum_buffer" in s), None)
+    dcp.save(template(parts, flatten), checkpoint_id=folder)
+    return isinstance(momentum, DTensor)
+
+
+def resume(folder, flatten, kind, ranks):
+    """Go on with the first ranks; the difference to a run that never stopped."""
+    mesh, group = mesh_of(ranks), group_of(ranks)
+    if group is None:
+        return 0.0
+    parts = build(mesh if kind == "shards" else None, group if kind == "owners" else None)
+    found = template(parts, flatten)
+    dcp.load(found, checkpoint_id=folder, process_group=group)
+    model, optimizer, scheduler = parts
+    set_model_state_dict(model, found["model"])
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    set_optimizer_state_dict(model, optimizer, found["optimizer"], options=options)
+    scheduler.load_state_dict(found["scheduler"])
+    train(parts, BEFORE, AFTER)
+    return distance(model, uninterrupted())
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize(("saved", "resumed"), [("shards", "shards"), ("owners", "owners"), ("owners", "plain")])
+def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, flatten, saved, resumed):
+    folder = str(tmp_path / "checkpoint")
+    assert set(pool.run(save, folder, flatten, saved)) == {saved == "shards"}
+    for ranks in (4, 2, 1) if saved == resumed else (1,):
+        assert max(pool.run(resume, folder, flatten, resumed, ranks)) < CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+def test_a_checkpoint_of_four_ranks_goes_on_with_eight(pool, tmp_path, flatten):
+    folder = str(tmp_path / "checkpoint")
+    pool.run(save, folder, flatten, "shards")
+    eight = Pool(8)
+    try:
+        assert max(eight.run(resume, folder, flatten, "shards", 8, timeout=180)) < CLOSE
+    finally:
+        eight.close()
+
+
+def from_a_single_process():
+    """A plain state, as torch.load gives it on every rank, in a sharded optimizer; and back."""
+    alone = build()
+    train(alone, 0, BEFORE)
+    saved = copy.deepcopy([part.state_dict() for part in alone])
+    parts = build()
+    parts[0].load_state_dict(saved[0])
+    fully_shard(parts[0], mesh=mesh_of(4))
+    optimizer = MuonSW.for_model(parts[0], lr=0.05, weight_decay=0.5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    optimizer.load_state_dict(saved[1])
+    scheduler.load_state_dict(saved[2])
+    sharded = (parts[0], optimizer, scheduler)
+    train(sharded, BEFORE, 1)
+    train(alone, BEFORE, 1)
+
+    back = build()
+    for mine, whole in zip(back[0].parameters(), weights(parts[0]), strict=True):
+        mine.data.copy_(whole)
+    back[1].load_state_dict(optimizer.state_dict())
+    back[2].load_state_dict(scheduler.state_dict())
+    for other in (sharded, alone, back):
+        train(other, BEFORE + 1, AFTER - 1)
+    return distance(parts[0], alone[0]), distance(back[0], alone[0])
+
+
+def test_states_of_one_process_load_into_shards_and_back(pool):
+    for into, back in pool.run(from_a_single_process):
+        assert into < CLOSE
+        assert back < CLOSE
+
+
+def from_torch_adamw():
+    """torch's AdamW on DTensors, and on whole tensors, hands over to ours."""
+    mesh = mesh_of(4)
+    values = [torch.randn(7, 3, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]
+    options = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+    def spread(v):
+        return nn.Parameter(distribute_tensor(v.clone(), mesh, [Shard(0)]))
+
+    def steps(params, optimizer, first, count):
+        for step in range(first, first + count):
+            for number, param in enumerate(params):
+                generator = torch.Generator().manual_seed(10 * step + number)
+                grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+                param.grad = distribute_tensor(grad, mesh, [Shard(0)]) if isinstance(param, DTensor) else grad
+            optimizer.step()
+
+    ends = []
+    for make in (spread, lambda v: nn.Parameter(v.clone())):
+        theirs = [make(v) for v in values]
+        torchs = torch.optim.AdamW(theirs, **options)
+        steps(theirs, torchs, 0, 3)
+        ours = [spread(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()) for p in theirs]
+        optimizer = AdamWSW(ours, decay="constant", **options)
+        optimizer.load_state_dict(copy.deepcopy(torchs.state_dict()))
+        steps(theirs, torchs, 3, 3)
+        steps(ours, optimizer, 3, 3)
+        ends += [
+            ((a.full_tensor() if isinstance(a, DTensor) else a) - b.full_tensor()).abs().max().item()
+            for a, b in zip(theirs, ours, strict=True)
+        ]
+    return max(ends)
+
+
+def test_states_of_torch_adamw_go_on(pool):
+    assert max(pool.run(from_torch_adamw)) < CLOSE
+
+
+def keys_of_a_first_step():
+    """A step with zero gradients at a rate of zero, as frameworks take to make the state before they load."""
+    mesh = mesh_of(4)
+    model, optimizer, _ = build(mesh)
+    before = weights(model)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    made = [
+        isinstance(value, DTensor) and value.placements == param.placements
+        for param, state in optimizer.state.items()
+        for key, value in state.items()
+        if key != "step"
+    ]
+    unchanged = all(map(torch.equal, before, weights(model)))
+    fresh = [set(group) for group in build()[1].param_groups]
+    every = len(optimizer.state) == len(list(model.parameters()))
+    return unchanged, all(made) and every, [set(group) for group in optimizer.param_groups] == fresh
+
+
+def test_the_first_step_of_a_framework_makes_state_for_every_parameter(pool):
+    for unchanged, made, same_keys in pool.run(keys_of_a_first_step):
+        assert unchanged
+        assert made
+        assert same_keys

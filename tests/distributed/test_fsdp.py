@@ -1,0 +1,138 @@
+"""Models that torch shards (FSDP2, hybrid, tensor and expert parallel), with accumulation and clipping."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from muonsw import MuonSW
+from tests.distributed.problems import PEAK, STEPS, mesh_of, parameters, worst
+from tests.distributed.test_replicated import Model, batch, loss_of
+
+CLOSE = 1e-9
+
+
+def blocks(model):
+    return [model.conv, model.first, model.second, model.sometimes, model.frozen, model]
+
+
+def train(alone, together, steps=STEPS, shares=1, share=0, micro=2, use=lambda step: True):  # noqa: ARG005
+    """Both models over the same schedule, with two micro-batches a step and clipping; the largest difference."""
+    options = {"lr": PEAK, "weight_decay": 0.5}
+    optimizers = [MuonSW.for_model(model, **options) for model in (alone, together)]
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS) for o in optimizers]
+    for step in range(steps):
+        for half in range(micro):
+            tokens = batch(step, half)
+            (loss_of(alone, tokens, use(step)) / micro).backward()
+            (loss_of(together, tokens.chunk(shares)[share], use(step)) / micro).backward()
+        for model, optimizer, scheduler in zip((alone, together), optimizers, schedulers, strict=True):
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    summaries = [optimizer.summary() for optimizer in optimizers]
+    return worst(optimizers[1], optimizers[0]), summaries[0].as_data() == summaries[1].as_data()
+
+
+def models():
+    torch.manual_seed(1)
+    alone = Model().double()
+    return alone, copy.deepcopy(alone)
+
+
+def fsdp(*mesh_shape):
+    mesh = mesh_of(*mesh_shape, names=("replicas", "shards")[-len(mesh_shape) :])
+    if mesh is None:
+        return 0.0, True
+    alone, together = models()
+    for block in blocks(together):
+        fully_shard(block, mesh=mesh)
+    if 4 % mesh.size():
+        return train(alone, together)  # every rank sees the whole batch
+    return train(alone, together, shares=mesh.size(), share=dist.get_rank())
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+def test_fsdp_trains_as_one_process_does(pool, mesh_shape):
+    for difference, same_summary in pool.run(fsdp, *mesh_shape):
+        assert difference < CLOSE
+        assert same_summary
+
+
+class Pair(nn.Module):
+    """The two layers that tensor parallelism cuts, alone: torch clips no gradients of several meshes together."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.first, self.second = model.first, model.second
+
+    def forward(self, tokens, use):
+        del use
+        x = torch.nn.functional.one_hot(tokens % 6, 6).double()
+        x = self.second(torch.tanh(self.first(x)))
+        return torch.cat([x, x], -1)
+
+
+def tensor_parallel(*mesh_shape):
+    """The rows of one layer and the columns of the next over the last axis of the mesh; FSDP over the first, if any."""
+    mesh = mesh_of(*mesh_shape, names=("dp", "tp")[-len(mesh_shape) :])
+    if mesh is None:
+        return 0.0, True
+    alone, together = map(Pair, models())
+    parallelize_module(together, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    if len(mesh_shape) == 1:
+        return train(alone, together)
+    for block in (together.first, together.second, together):
+        fully_shard(block, mesh=mesh["dp"])
+    return train(alone, together, shares=mesh_shape[0], share=mesh.get_coordinate()[0])
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)], ids=str)
+def test_tensor_parallel_training_does_not_depend_on_the_degree(pool, mesh_shape):
+    for difference, same_summary in pool.run(tensor_parallel, *mesh_shape):
+        assert difference < CLOSE
+        assert same_summary
+
+
+def experts(placements):
+    """A stack of experts over a mesh of expert and data parallelism, beside a sharded matrix."""
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(2)
+    values = [torch.randn(6, 4, 5, dtype=torch.float64), torch.randn(5, 4, 4, dtype=torch.float64)]
+    dense = torch.randn(6, 6, dtype=torch.float64)
+    options = {"lr": PEAK, "weight_decay": 0.5}
+
+    def groups(make_expert, make_dense):
+        stack = {"params": [make_expert(v) for v in values], "matrix": "stack"}
+        return [stack, {"params": [make_dense(dense)]}]
+
+    alone = MuonSW(groups(*[lambda v: nn.Parameter(v.clone())] * 2), **options)
+    together = MuonSW(
+        groups(
+            lambda v: nn.Parameter(distribute_tensor(v, mesh, placements)),
+            lambda v: nn.Parameter(distribute_tensor(v, mesh, [Replicate(), Shard(0)])),
+        ),
+        **options,
+    )
+    for step in range(3):
+        for left, right in zip(parameters(alone), parameters(together), strict=True):
+            generator = torch.Generator().manual_seed(step + left.numel())
+            left.grad = torch.randn(left.shape, generator=generator, dtype=torch.float64)
+            right.grad = distribute_tensor(left.grad, mesh, list(right.placements))
+        alone.step()
+        together.step()
+    return worst(together, alone)
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, 0), (0, 1), (1, 0), (0, 2), (None, 0), (None, 1)], ids=lambda axes: "x".join(map(str, axes))
+)
+def test_experts_take_the_same_steps_however_they_lie(pool, axes):
+    placements = [Replicate() if axis is None else Shard(axis) for axis in axes]
+    assert max(pool.run(experts, placements)) < CLOSE

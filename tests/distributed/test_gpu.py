@@ -1,0 +1,82 @@
+"""One rank on a CUDA device with NCCL: the same steps as without ranks, and no waiting for the device."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from muonsw import MuonSW
+from muonsw.distributed.layout import Layouts
+from tests.common.cuda import no_waiting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPES = [(64, 64), (32, 96), (64, 64), (1, 48), (96, 32)]
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    monkeypatch.setattr(Layouts, "fewest", 1)  # the exchange runs, with one rank
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+def values(dtype):
+    generator = torch.Generator().manual_seed(0)
+    return [(0.1 * torch.randn(shape, generator=generator)).to("cuda", dtype) for shape in SHAPES]
+
+
+def built(kind, mesh, dtype, **options):
+    """Matrices of Muon, and one that AdamW moves."""
+
+    def make(value):
+        return nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]) if kind == "shards" else value)
+
+    params = [make(value.clone()) for value in values(dtype)]
+    own = {"process_group": dist.group.WORLD} if kind == "copies" else {}
+    groups = [{"params": params[:-1]}, {"params": params[-1:], "algorithm": "adamw"}]
+    return MuonSW(groups, lr=0.05, weight_decay=0.3, **own, **options), params
+
+
+def feed(params, step, bad=False):
+    for number, param in enumerate(params):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        grad = torch.randn(param.shape, generator=generator).to("cuda", param.dtype)
+        if bad and number == 1:
+            grad[0, 0] = torch.inf
+        param.grad = distribute_tensor(grad, param.device_mesh, [Shard(0)]) if hasattr(param, "device_mesh") else grad
+
+
+@pytest.mark.parametrize("kind", ["shards", "copies"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_exchange_on_a_device_gives_the_steps_of_a_plain_optimizer(mesh, kind, dtype):
+    optimizers = [built(chosen, mesh, dtype, ns_dtype=torch.float64) for chosen in ("plain", kind)]
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    for step in range(4):
+        for optimizer, params in optimizers:
+            feed(params, step, bad=step == 2)
+            optimizer.step()
+    assert [optimizer.skipped_steps for optimizer, _ in optimizers] == [1, 1]
+    close = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    for alone, together in zip(optimizers[0][1], optimizers[1][1], strict=True):
+        found = together.detach().full_tensor() if kind == "shards" else together.detach()
+        assert (found - alone.detach()).abs().max() <= close * alone.detach().abs().max()
+
+
+@pytest.mark.parametrize("kind", ["shards", "copies"])
+def test_a_step_with_others_waits_for_nothing(mesh, kind):
+    optimizer, params = built(kind, mesh, torch.float32)
+    feed(params, 0)
+    optimizer.step()  # the first compares plans, which waits
+    torch.cuda.synchronize()
+    with no_waiting():
+        for _ in range(3):
+            optimizer.step()
+    assert optimizer.skipped_steps == 0

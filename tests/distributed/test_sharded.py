@@ -1,0 +1,269 @@
+"""Parameters that are sharded over ranks take the steps that they would take on one."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from muonsw import DECAY_RULES, MuonSW
+from muonsw.distributed.agreement import Agreed
+from tests.distributed.problems import (
+    GROUPS,
+    PEAK,
+    STEPS,
+    compare,
+    give_plain,
+    give_spread,
+    groups_of,
+    mesh_of,
+    parameters,
+    plain,
+    shard0,
+    spread_over,
+    take_step,
+    worst,
+)
+
+CLOSE = 1e-9
+
+
+def along(*axes):
+    """Shards along these axes, one for each axis of the mesh (None: copies); the last axis of a tensor with fewer."""
+
+    def placements(value, options):
+        del options
+        return [Replicate() if axis is None else Shard(min(axis, value.dim() - 1)) for axis in axes]
+
+    return placements
+
+
+def sharded(mesh_shape, axes, **options):
+    mesh = mesh_of(*mesh_shape)
+    return compare(mesh, along(*axes), **options) if mesh is not None else 0.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_sharded_step_is_the_step_of_one_process(pool, ranks, axis):
+    assert max(pool.run(sharded, [ranks], [axis])) < CLOSE
+
+
+@pytest.mark.parametrize("axes", [(None, 0), (None, 1), (0, 1), (1, 0), (0, 0), (None, None)], ids=str)
+def test_a_mesh_of_two_axes_gives_the_same_steps(pool, axes):
+    assert max(pool.run(sharded, [2, 2], axes, steps=2)) < CLOSE
+
+
+OPTIONS = {
+    **{f"decay={rule}": {"decay": rule} for rule in DECAY_RULES},
+    "cautious": {"cautious": True},
+    "plain momentum": {"nesterov": False},
+    "heavy ball": {"momentum_form": "heavy_ball"},
+    "polar express": {"orthogonalizer": "polar_express", "ns_steps": 7},
+    "exact": {"orthogonalizer": "exact"},
+    "maximize": {"maximize": True},
+    "scale": {"scale": "spectral"},
+    "many rounds": {"chunk_bytes": 256},
+    "base peak": {"peak": "base", "lr_multiplier": 0.5, "peak_lr": 2 * PEAK},
+    "let through": {"nonfinite": "propagate"},
+}
+
+
+def every_option(options):
+    """One case for each, in one go: starting a case on every rank costs more than its steps."""
+    return {name: sharded([3], [0], steps=2, **chosen) for name, chosen in options.items()}
+
+
+def test_every_option_means_the_same_on_three_ranks(pool):
+    for answers in pool.run(every_option, OPTIONS):
+        assert {name: value for name, value in answers.items() if not value < CLOSE} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_means_the_same_everywhere(pool, options, axis, ranks):
+    assert max(pool.run(sharded, [ranks], [axis], **options)) < CLOSE
+
+
+def test_parameters_without_gradients_stay_where_they_are(pool):
+    assert max(pool.run(sharded, [3], [0], absent=(0, 6, 11))) < CLOSE
+
+
+def with_a_rank_that_skips_its_decay():
+    mesh = mesh_of(3)
+    if mesh is None:
+        return 1.0
+    alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
+    together = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
+    for step in range(STEPS):
+        take_step(alone, step, give_plain)
+        take_step(together, step, give_spread)
+        if dist.get_rank() == 1:  # as a bug would, after the plans were compared
+            for group in together.param_groups:
+                group["weight_decay"] = 0.0
+    return worst(together, alone)
+
+
+def test_a_rank_that_skips_its_decay_is_noticed_by_these_tests(pool):
+    assert min(pool.run(with_a_rank_that_skips_its_decay)) > 1000 * CLOSE
+
+
+def one_gradient_missing_on_rank_one():
+    mesh = mesh_of(3)
+    if mesh is None:
+        return 0.0
+    alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
+    together = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
+    missing = {1, 5, 9, 12} if dist.get_rank() == 1 else set()
+
+    def give(param, grad):
+        number = [param is p for p in parameters(together)].index(True)
+        return None if number in missing else give_spread(param, grad)
+
+    def without_rows(param, grad):
+        number = [param is p for p in parameters(alone)].index(True)
+        if number in {1, 5, 9, 12}:
+            rows = -(-grad.shape[0] // 3)
+            grad[rows : 2 * rows] = 0
+        return grad
+
+    for step in range(3):
+        take_step(alone, step, without_rows)
+        take_step(together, step, give)
+    return worst(together, alone)
+
+
+def test_a_gradient_that_one_rank_lacks_counts_as_zero_there(pool):
+    assert max(pool.run(one_gradient_missing_on_rank_one)) < CLOSE
+
+
+def swapped_after_construction():
+    mesh = mesh_of(4)
+    alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
+    together = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
+    for group in together.param_groups:
+        group["params"] = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in group["params"]]
+    for step in range(3):
+        take_step(alone, step, give_plain)
+        take_step(together, step, give_spread)
+    return worst(together, alone)
+
+
+def test_dtensors_may_be_swapped_into_the_groups(pool):
+    assert max(pool.run(swapped_after_construction)) < CLOSE
+
+
+def mixed_group():
+    """Plain, sharded and replicated parameters of equal shape side by side in one group."""
+    mesh = mesh_of(4)
+    kinds = [None, [Shard(0)], [Shard(1)], [Replicate()]]
+    values = [torch.randn(6, 5, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(4)]
+    alone = MuonSW([nn.Parameter(v.clone()) for v in values], lr=PEAK, weight_decay=0.5)
+    together = MuonSW(
+        [
+            nn.Parameter(v.clone() if k is None else distribute_tensor(v, mesh, k))
+            for v, k in zip(values, kinds, strict=True)
+        ],
+        lr=PEAK,
+        weight_decay=0.5,
+    )
+    for step in range(3):
+        take_step(alone, step, give_plain)
+        take_step(together, step, lambda p, g: give_spread(p, g) if isinstance(p, DTensor) else g)
+    return worst(together, alone), together.summary().matrices, together.summary().parameters
+
+
+def test_a_group_may_mix_plain_sharded_and_replicated_parameters(pool):
+    for difference, matrices, moved in pool.run(mixed_group):
+        assert difference < CLOSE
+        assert (matrices, moved) == (4, {"muon": 120})
+
+
+def interleaved():
+    """Shards that are no boxes: rows 0 and 2 here, 1 and 3 there."""
+    mesh = mesh_of(2, 2)
+    value = torch.randn(8, 5, dtype=torch.float64)
+    placements = [Shard(0), _StridedShard(0, split_factor=2)]
+
+    def spread(whole):
+        mine = whole.chunk(2)[mesh.get_coordinate()[0]][mesh.get_coordinate()[1] :: 2]
+        return DTensor.from_local(mine.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=(5, 1))
+
+    alone = MuonSW([nn.Parameter(value.clone())], lr=PEAK, weight_decay=0.5, split_sizes=(3, 5))
+    together = MuonSW([("odd", nn.Parameter(spread(value)))], lr=PEAK, weight_decay=0.5, split_sizes=(3, 5))
+    said = []
+    for step in range(2):
+        take_step(alone, step, give_plain)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            take_step(together, step, lambda _, g: spread(g))
+        said += [str(w.message) for w in caught]
+    mine = spread(parameters(alone)[0].detach()).to_local()
+    return (parameters(together)[0].to_local() - mine).abs().max().item(), said
+
+
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="older versions of torch cannot gather such a tensor themselves"
+)
+def test_other_placements_take_the_slow_way_and_say_so_once(pool):
+    for difference, said in pool.run(interleaved):
+        assert difference < CLOSE
+        assert len(said) == 1
+        assert "odd lie over ranks in a way that has no fast exchange" in said[0]
+
+
+def with_a_flag_on_the_device(flags):
+    """As on an accelerator: the host does not know whether a step is skipped."""
+    mesh = mesh_of(4)
+    alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
+    together = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
+    for step, flag in enumerate(flags):
+        together._ranks.agree = lambda *_, flag=flag, **__: Agreed(torch.tensor(flag), [])
+        take_step(together, step, give_spread)
+        if flag:
+            take_step(alone, step, give_plain)
+    return worst(together, alone), together.skipped_steps
+
+
+def test_a_flag_on_the_device_skips_state_and_weights_alike(pool):
+    for difference, skipped in pool.run(with_a_flag_on_the_device, [True, False, True]):
+        assert difference < CLOSE
+        assert skipped == 1
+
+
+def low_precision(rounding):
+    """Replicas of a hybrid mesh must round alike; shards of one tensor need noise of their own."""
+    mesh = mesh_of(2, 2)
+    make = spread_over(mesh, [Replicate(), Shard(0)])
+    optimizer = MuonSW(groups_of(["matrices", "vectors"], make, torch.bfloat16), lr=PEAK, rounding=rounding)
+    for step in range(3):
+        take_step(optimizer, step, give_spread)
+    gathered = [None] * 4
+    dist.all_gather_object(gathered, [p.to_local().tolist() for p in parameters(optimizer)])
+    return gathered[0] == gathered[2] and gathered[1] == gathered[3]
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_replicas_round_alike(pool, rounding):
+    assert all(pool.run(low_precision, rounding))
+
+
+def noise_of_shards():
+    """A row of equal numbers, cut into shards: with the same noise, every shard would round alike."""
+    mesh = mesh_of(4)
+    weight = nn.Parameter(distribute_tensor(torch.full((4, 512), 1.003, dtype=torch.bfloat16), mesh, [Shard(0)]))
+    optimizer = MuonSW([{"params": [weight], "algorithm": "sgd"}], lr=1e-3, weight_decay=0.0)
+    weight.grad = give_spread(weight, torch.ones(4, 512, dtype=torch.bfloat16))
+    optimizer.step()
+    return weight.detach().full_tensor().float()
+
+
+def test_shards_of_one_tensor_round_with_noise_of_their_own(pool):
+    rows = pool.run(noise_of_shards)[0]
+    assert len(rows.unique()) == 2
+    assert not any(torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))

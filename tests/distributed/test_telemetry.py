@@ -1,0 +1,116 @@
+"""Every rank has the record that one process would have."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+from muonsw import MuonSW, Telemetry
+from tests.distributed.problems import (
+    GROUPS,
+    PEAK,
+    give_plain,
+    give_spread,
+    groups_of,
+    mesh_of,
+    plain,
+    spread_over,
+    take_step,
+)
+from tests.distributed.test_sharded import along
+
+
+def built(kind, **options):
+    options = {"lr": PEAK, "weight_decay": 0.5, **options}
+    if kind == "alone":
+        return MuonSW(groups_of(GROUPS, plain), **options), give_plain
+    if kind in ("copies", "owners"):
+        own = {"process_group": dist.group.WORLD, "momentum_on_owner": kind == "owners"}
+        return MuonSW(groups_of(GROUPS, plain), **own, **options), give_plain
+    mesh, placements = {
+        "rows": (mesh_of(4), along(0)),
+        "columns": (mesh_of(4), along(1)),
+        "hybrid": (mesh_of(2, 2), [Replicate(), Shard(0)]),
+        "both": (mesh_of(2, 2), along(0, 1)),
+    }[kind]
+    return MuonSW(groups_of(GROUPS, spread_over(mesh, placements)), **options), give_spread
+
+
+def poison(give):
+    def put(param, grad):
+        grad.view(-1)[0] = torch.nan
+        return give(param, grad)
+
+    return put
+
+
+def records(kind, *, skip=False, **options):
+    optimizer, give = built(kind, **options)
+    with Telemetry(optimizer, every=1, spectral_norm=True, condition=True) as telemetry, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(2):
+            take_step(optimizer, step, poison(give) if skip and step == 1 else give)
+    return telemetry.records
+
+
+def numbers(record, path=()):
+    """All numbers of a record, by their place in it."""
+    for key, value in record.items() if isinstance(record, dict) else enumerate(record):
+        if isinstance(value, dict | list):
+            yield from numbers(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def both(kind, **options):
+    return records("alone", **options), records(kind, **options)
+
+
+KINDS = ["rows", "columns", "hybrid", "both", "copies", "owners"]
+
+
+OPTIONS = {"plain": {}, "cautious": {"cautious": True}, "skipped": {"skip": True}}
+# Each kind and each option once in the quick tests, all of them together in the slow ones.
+QUICK = {("rows", "plain"), ("both", "cautious"), ("hybrid", "skipped"), ("owners", "cautious"), ("copies", "plain")}
+CASES = [
+    pytest.param(kind, options, id=f"{kind}-{name}", marks=() if (kind, name) in QUICK else pytest.mark.slow)
+    for kind in KINDS
+    for name, options in OPTIONS.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_records_are_those_of_one_process_on_every_rank(pool, kind, options):
+    for alone, together in pool.run(both, kind, **options):
+        assert len(alone) == len(together) == 2
+        for expected, found in zip(map(dict, map(numbers, alone)), map(dict, map(numbers, together)), strict=True):
+            assert expected.keys() == found.keys()
+            for place, value in expected.items():
+                same = found[place] == value
+                if isinstance(value, float) and isinstance(found[place], float):
+                    same = math.isclose(found[place], value, rel_tol=1e-6, abs_tol=1e-9)
+                assert same, (place, value, found[place])
+
+
+def measured_on_one_rank(kind):
+    optimizer, give = built(kind)
+    if dist.get_rank() == 0:
+        Telemetry(optimizer, every=1)
+    try:
+        take_step(optimizer, 0, give)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["rows", "owners"])
+def test_telemetry_on_one_rank_alone_is_an_error_and_no_hang(pool, kind):
+    for message in pool.run(measured_on_one_rank, kind, timeout=20):
+        assert "telemetry would measure this step on some ranks only" in message
+
+
+def test_where_ranks_hold_copies_one_may_measure_alone(pool):
+    assert set(pool.run(measured_on_one_rank, "copies", timeout=20)) == {""}

@@ -1,0 +1,122 @@
+"""A disk that fills while a file is written: a line says which file and what to do, and nothing is lost."""
+
+import json
+import re
+import threading
+
+import pytest
+
+from muonsw.lab.cli import main
+from muonsw.lab.errors import MachineError
+from muonsw.lab.storage import write_json
+from muonsw.lab.studies import workshop
+from muonsw.lab.studies.outcome import diverged_at
+from muonsw.lab.train import __main__ as entry
+from muonsw.lab.train import folder
+from muonsw.lab.train.loop import train
+from muonsw.lab.train.records import tensorboard_sink
+from tests.lab.studies.tiny import ARMS, WILD, by_arm, comparison
+from tests.lab.test_storage import files_no_larger_than
+from tests.lab.train.small import losses, small_run
+
+FULL = "cannot be written: File too large; make room on the disk"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train(small_run(), run)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("size", "file"),
+    [
+        (0, "config.json"),
+        (500, "config.json"),
+        (3_000, "metrics.jsonl"),
+        (20_000, "metrics.jsonl"),
+        (100_000, "step-00000004"),
+    ],
+)
+def test_training_on_a_full_disk_ends_in_a_sentence_and_goes_on_later(whole, tmp_path, capsys, size, file):
+    settings, run = tmp_path / "settings.json", tmp_path / "run"
+    settings.write_text(json.dumps(small_run(telemetry_every=2 if file == "metrics.jsonl" else 0).as_data()))
+    with files_no_larger_than(size):
+        assert entry.main([str(settings), str(run)]) == 3
+    said = capsys.readouterr().err
+    assert file in said
+    assert re.search(r"cannot be written: .*File too large.*; make room on the disk", said)
+    assert said.count("\n") == 1
+    assert entry.main([str(settings), str(run)]) == 0
+    expected = [record for record in losses(whole) if record["kind"] != "telemetry"]
+    assert [record for record in losses(run) if record["kind"] != "telemetry"] == expected
+
+
+def full_for(name):
+    """`write_json` on a disk that has no room for a file of this name."""
+
+    def write(path, *given, **options):
+        with files_no_larger_than(0 if path.name == name else 10**9):
+            return write_json(path, *given, **options)
+
+    return write
+
+
+def test_a_result_that_cannot_be_written_is_told_and_written_later(whole, tmp_path, monkeypatch):
+    """The last file of a run; all others are there."""
+    monkeypatch.setattr(folder, "write_json", full_for("result.json"))
+    with pytest.raises(MachineError, match=rf"result\.json {FULL}"):
+        train(small_run(), tmp_path)
+    monkeypatch.undo()
+    result = train(small_run(), tmp_path)
+    assert result["final_loss"] == json.loads((whole / "result.json").read_text())["final_loss"]
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_events_of_tensorboard_that_cannot_be_written_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # its own thread dies of the same error
+    before = threading.enumerate()
+    sink = tensorboard_sink(tmp_path)
+
+    def write_on():
+        for step in range(10_000):
+            sink({"kind": "train", "step": step, "loss": 1.0})
+
+    with files_no_larger_than(500), pytest.raises(MachineError, match=rf"tensorboard {FULL}"):
+        write_on()
+    for thread in set(threading.enumerate()) - set(before):
+        thread.join(10.0)
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (("report", "RUN", "-o", "OUT/report.html", "--no-images"), "report.html"),
+        (("diagnose", "RUN", "--out", "OUT"), "diagnose.json"),
+        (("export", "RUN", "--out", "OUT/export"), "model.safetensors"),
+    ],
+)
+def test_what_reads_a_run_says_that_the_disk_is_full(whole, tmp_path, capsys, command, file):
+    words = [word.replace("RUN", str(whole)).replace("OUT", str(tmp_path)) for word in command]
+    before = sorted(path.name for path in whole.iterdir())
+    with files_no_larger_than(100):
+        assert main(words) == 3
+    said = capsys.readouterr().err
+    assert file in said
+    assert "make room on the disk" in said
+    assert said.count("\n") == 1
+    assert sorted(path.name for path in whole.iterdir()) == before
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+def test_a_divergence_that_cannot_be_written_down_is_told(tmp_path, monkeypatch):
+    """The parent writes it, after the run in its own folder has ended."""
+    one = comparison((ARMS[0], WILD), seeds=(0,), steps=20, diverged=1.0)
+    monkeypatch.setattr(workshop, "write_json", full_for("result.json"))
+    with pytest.raises(MachineError, match=rf"result\.json {FULL}"):
+        by_arm(tmp_path).train([one])
+    monkeypatch.undo()
+    runs = by_arm(tmp_path).train([one])["comparison"]
+    assert diverged_at(runs["wild"][0]) is not None
+    assert diverged_at(runs["constant"][0]) is None

@@ -1,0 +1,39 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+if importlib.util.find_spec("triton") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles that small matrices fill several of, and kernels from the smallest sizes on."""
+    from muonsw.kernels import symmetric
+    from muonsw.orthogonalize import products
+
+    monkeypatch.setattr(symmetric, "best_tiles", lambda _: symmetric.Tiles(32, 1, 16, 4, 2))
+    monkeypatch.setattr(products, "KERNEL_ROWS", 16)
+
+
+@pytest.fixture
+def kernels_on(monkeypatch):
+    """Let the optimizers take kernels wherever these tests run."""
+    from muonsw import kernels
+
+    def switch(on):
+        monkeypatch.setattr(kernels, "available", lambda _: on)
+
+    return switch

@@ -1,0 +1,109 @@
+"""The passes over memory equal their torch twins, and change nothing where a step is skipped."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from muonsw.algorithms import momentum as twin
+from muonsw.kernels import finite
+from muonsw.kernels.momentum import normalized_momentum, takes
+from muonsw.kernels.tables import runs
+from muonsw.orthogonalize import normalize
+
+# Stacks, single matrices, odd sizes, huge, tiny and no scale at all.
+SCALES = [1.0, 1e-25, 0.0, 1e30]
+
+
+def problem(shape, device, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*s):
+        return torch.randn(*s, generator=generator)
+
+    grads = [draw(2, *shape), *(draw(*shape) * scale for scale in SCALES)]
+    momenta = [draw(*g.shape) * float(g.abs().max()) for g in grads]
+    return [g.to(device, dtype) for g in grads], [m.to(device, dtype) for m in momenta]
+
+
+def by_torch(grads, momenta, form, nesterov, maximize):
+    grads = [-g if maximize else g for g in (g.float() for g in grads)]
+    momenta = [m.to(torch.float32, copy=True) for m in momenta]
+    twin.advance(form, momenta, grads, 0.95, None)
+    ahead = [torch.empty_like(m) for m in momenta]
+    twin.look_ahead(form, momenta, grads, 0.95, out=ahead)
+    return momenta, ahead if nesterov else momenta
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("form", ["ema", "heavy_ball"])
+@pytest.mark.parametrize("shape", [(60, 71), (1, 3)], ids=str)
+def test_momentum_and_norm_are_the_twins(shape, form, nesterov, maximize, device):
+    grads, momenta = problem(shape, device)
+    after, ahead = by_torch(grads, momenta, form, nesterov, maximize)
+    options = {"form": form, "beta": 0.95, "nesterov": nesterov, "maximize": maximize, "ok": None}
+    batch = normalized_momentum(grads, momenta, **options, dtype=torch.float16)
+    for found, expected in zip(momenta, after, strict=True):
+        assert (found - expected).abs().max() <= 2**-22 * expected.abs().max()
+    expected = torch.cat([normalize(a.cpu().reshape(-1, *shape)) for a in ahead]).to(device)
+    # one rounding to float16 before the norm is divided out, one after it
+    assert (batch.float() - expected).abs().max() <= 2 * 2.0**-11 * expected.abs().max()
+    assert not batch[4].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_gradients_and_momenta(dtype, device):
+    grads = [torch.randn(40, 56).to(device, dtype) for _ in range(3)]
+    momenta = [torch.randn(40, 56).to(device, dtype) for _ in range(3)]
+    after, ahead = by_torch(grads, momenta, "heavy_ball", False, False)
+    options = {"form": "heavy_ball", "beta": 0.95, "nesterov": False, "maximize": False, "ok": None}
+    batch = normalized_momentum(grads, momenta, **options, dtype=torch.float32)
+    eps = torch.finfo(dtype).eps
+    for found, expected in zip(momenta, after, strict=True):
+        assert (found.float() - expected).abs().max() <= eps * expected.abs().max()
+    expected = normalize(torch.stack(ahead))
+    assert (batch - expected).abs().max() <= eps * expected.abs().max()
+
+
+def test_a_skipped_step_leaves_momentum_and_gives_zero(device):
+    grads, momenta = problem((33, 40), device)
+    grads[0][0, 3, 3] = float("nan")
+    before = [m.clone() for m in momenta]
+    ok = torch.zeros((), dtype=torch.bool, device=device)
+    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "ok": ok}
+    assert not normalized_momentum(grads, momenta, **options, dtype=torch.float16).any()
+    assert all(torch.equal(a, b) for a, b in zip(momenta, before, strict=True))
+
+
+def test_layouts_without_a_kernel_are_refused(device):
+    straight = torch.randn(2, 8, 6, device=device)
+    stacks = [straight, torch.randn(2, 16, 6, device=device)[:, :8]]
+    assert takes(stacks, stacks, torch.float16)
+    assert not takes([straight, straight.mT.contiguous().mT], stacks, torch.float16)
+    assert not takes(stacks, stacks, torch.float64)
+    assert not takes([straight, straight.double()], stacks, torch.float16)
+
+
+def test_runs_cover_a_tensor_in_order():
+    base = torch.arange(4 * 64 * 32.0).view(4, 64, 32)
+    for tensor in (base, base[:, 16:48], base[1:3, :, :]):
+        flat = tensor.reshape(-1)
+        for run in runs([tensor]):
+            start = (run.address - base.data_ptr()) // 4
+            assert torch.equal(base.view(-1)[start : start + run.size], flat[run.position : run.position + run.size])
+    assert runs([base.mT]) is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_bad_entry_is_found_wherever_it_is(bad, dtype, device):
+    grads = [torch.randn(n).to(device) for n in (1, 2048, 5000)] + [torch.randn(3, 5).to(device, dtype)]
+    assert finite.all_finite(grads)
+    for grad in grads:
+        for place in (0, grad.numel() // 2, grad.numel() - 1):
+            old = grad.view(-1)[place].clone()
+            grad.view(-1)[place] = bad
+            assert not finite.all_finite(grads)
+            grad.view(-1)[place] = old
+    assert finite.all_finite([g * 1e30 if g.dtype == torch.float32 else g for g in grads])

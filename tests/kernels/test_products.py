@@ -1,0 +1,88 @@
+"""The symmetric product equals the dense one, whatever the sizes, the layout and the tiles."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from muonsw.kernels.symmetric import Tiles, symmetric_product
+from muonsw.orthogonalize import gram_newton_schulz, newton_schulz, singular_value_map
+from muonsw.orthogonalize.iterations import NS5, newton_schulz_schedule
+from tests.orthogonalize.test_gram_iteration import hard_spectra, with_spectrum
+
+TILES = [Tiles(32, 1, 16, 4, 2), Tiles(32, 2, 32, 4, 2), Tiles(32, 1, 16, 4, 2, True), Tiles(32, 2, 16, 4, 2, True)]
+# Rounding to float16 once, after sums in float32.
+ONE_ROUNDING = 2.0**-11
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("size", "inner"), [(64, 64), (100, 40), (33, 7), (1, 1)])
+def test_products_equal_dense_ones(tiles, turned, size, inner, device):
+    torch.manual_seed(size)
+    shape = (2, inner, size) if turned else (2, size, inner)
+    X = torch.randn(shape).to(device, torch.float16)
+    X = X.mT if turned else X
+    R = symmetric_product(X, X, tiles=tiles)
+    expected = X.double() @ X.double().mT
+    assert (R.double() - expected).abs().max() <= ONE_ROUNDING * expected.abs().max()
+    assert torch.equal(R, R.mT)
+
+    a, b, c = NS5
+    R = R / 16
+    Z = symmetric_product(R, R, alpha=c, term=R, beta=b, diagonal=a, tiles=tiles)
+    R = R.double()
+    expected = a * torch.eye(size, device=device, dtype=torch.float64) + b * R + c * R @ R
+    assert (Z.double() - expected).abs().max() <= 2 * ONE_ROUNDING * expected.abs().max()
+
+
+@pytest.mark.parametrize("tiles", TILES[:2], ids=str)
+def test_float32_is_multiplied_in_full(tiles, device):
+    X = torch.randn(2, 50, 30, device=device)
+    expected = X.double() @ X.double().mT
+    found = symmetric_product(X, X, tiles=tiles).double()
+    assert (found - expected).abs().max() < 30 * 2.0**-24 * expected.abs().max()
+
+
+def test_every_entry_is_written_and_strides_do_not_matter(device):
+    base = torch.randn(6, 70, 90).to(device, torch.float16)
+    for view in (base[::2, :33, 1:80:3], base.permute(2, 0, 1)[:4, :, :20], base[:1].expand(3, 70, 90)):
+        found = symmetric_product(view, view, tiles=TILES[0])
+        again = symmetric_product(view.contiguous(), view.contiguous(), tiles=TILES[0])
+        assert torch.equal(found, again)
+
+
+def test_undefined_entries_stay_in_their_matrix(device):
+    X = torch.randn(3, 40, 40).to(device, torch.float16)
+    X[1, 3, 3] = float("nan")
+    R = symmetric_product(X, X, tiles=TILES[0])
+    assert R[1].isnan().any()
+    assert R[[0, 2]].isfinite().all()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("log_condition", [0, 6])
+@pytest.mark.parametrize(("columns", "tall"), [(40, False), (96, False), (96, True)])
+def test_iterations_with_kernels_are_as_good_as_without(columns, tall, log_condition, device, kernels_on):
+    batch = torch.stack([with_spectrum(s, columns) for s in hard_spectra(40, log_condition)]).to(device)
+    batch = batch.mT if tall else batch
+    expected = newton_schulz(batch)
+    fn = gram_newton_schulz if columns > 40 else newton_schulz
+    kernels_on(False)
+    plain = torch.linalg.matrix_norm(fn(batch, dtype=torch.float16).double() - expected, 2).max()
+    kernels_on(True)
+    found = fn(batch, dtype=torch.float16).double()
+    # Both round each product once, in other places: errors in directions of singular value zero grow 485 times.
+    assert torch.linalg.matrix_norm(found - expected, 2).max() < max(3 * float(plain), 0.1)
+    assert torch.linalg.matrix_norm(found, 2).max() < 1.22
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_rank_one_and_zero(device, kernels_on):
+    kernels_on(True)
+    one = torch.randn(2, 40, 1, device=device) @ torch.randn(2, 1, 120, device=device)
+    values = torch.linalg.svdvals(gram_newton_schulz(one, dtype=torch.float16).double())
+    exact = singular_value_map(newton_schulz_schedule(5))(1.0)
+    assert (values[:, 0] - exact).abs().max() < 0.02
+    assert values[:, 1].max() < 0.25  # 485 times the rounding of float16
+    assert not gram_newton_schulz(torch.zeros(2, 40, 120, device=device), dtype=torch.float16).any()

@@ -1,0 +1,120 @@
+"""Whole steps with kernels are the steps without, for every option that reaches a kernel."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from muonsw import SGDSW, AdamWSW, MuonSW
+
+SHAPES = [(24, 24), (24, 24), (2, 80, 20), (2, 20, 36), (33, 7)]
+
+
+def trained(build, device, dtype, steps=2):
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in SHAPES]
+    optimizer = build(params)
+    for step in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(device, dtype)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + step)
+        optimizer.step()
+    return params, optimizer
+
+
+def largest_difference(build, device, dtype, kernels_on):
+    kernels_on(False)
+    expected, plain = trained(build, device, dtype)
+    kernels_on(True)
+    found, fused = trained(build, device, dtype)
+    total = 0.0
+    for p, q in zip(expected, found, strict=True):
+        a, b = p.detach().double(), q.detach().double()
+        if "compensation" in plain.state[p]:  # what Kahan summation keeps is part of the weight
+            a, b = a + plain.state[p]["compensation"].double(), b + fused.state[q]["compensation"].double()
+        total = max(total, float((a - b).norm() / a.norm()))
+    return total
+
+
+def muon(params, **options):
+    groups = [
+        {"params": [params[0], params[1], params[3], params[4]]},
+        {"params": [params[2]], "split_sizes": (40, 40)},
+    ]
+    return MuonSW(groups, lr=0.05, weight_decay=0.3, matrix="stack", ns_dtype="float16", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum_form": "heavy_ball", "nesterov": False},
+        {"maximize": True},
+        {"rounding": "kahan"},
+        {"orthogonalizer": "polar_express"},
+        {"orthogonalizer": "newton_schulz", "nonfinite": "propagate"},
+        {"orthogonalizer": "exact"},
+        {"chunk_bytes": 20_000},
+    ],
+    ids=str,
+)
+def test_muon(options, dtype, device, kernels_on):
+    # Directions differ by rounding in float16, 2^-11 of moves that are 0.06 of the weights, grown by the iteration;
+    # stochastically rounded weights differ where the noise falls between the two, by 2^-8 in that share of entries.
+    bound = 5e-4 if dtype == torch.float32 else 4e-3
+    assert largest_difference(lambda p: muon(p, **options), device, dtype, kernels_on) < bound
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"cautious": True, "maximize": True}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"rounding": "kahan"}),
+        (torch.float16, {"cautious": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        lambda p, **o: AdamWSW(p, lr=0.05, weight_decay=0.3, **o),
+        lambda p, **o: SGDSW(p, lr=0.05, weight_decay=0.3, **o),
+        lambda p, **o: SGDSW(p, lr=0.05, weight_decay=0.3, momentum=0.9, nesterov=True, **o),
+        lambda p, **o: SGDSW(p, lr=0.05, weight_decay=0.3, momentum=0.9, momentum_form="ema", **o),
+    ],
+    ids=["adamw", "sgd", "nesterov", "ema"],
+)
+def test_elementwise_steps(algorithm, options, dtype, device, kernels_on):
+    # float32 differs by the order of a few operations; low precision is rounded with the same noise, so that a few
+    # entries in a thousand fall to the other side.
+    bound = 1e-6 if dtype == torch.float32 else 3e-4
+    assert largest_difference(lambda p: algorithm(p, **options), device, dtype, kernels_on) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
+def test_a_flag_on_the_device_skips_everything(cls, dtype, device, kernels_on, monkeypatch):
+    """What a GPU step does with a bad gradient, driven by hand so that it runs on a CPU as well."""
+    kernels_on(True)
+    flag = torch.ones((), dtype=torch.bool, device=device)
+    monkeypatch.setattr("muonsw.optimizer.finite_flag", lambda _: flag.clone())
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in ((24, 40), (24, 40))]
+    options = {"momentum": 0.9} if cls is not AdamWSW else {}
+    optimizer = cls(params, lr=0.05, weight_decay=0.3, **options)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(device, dtype)
+    start = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert not any(torch.equal(p.detach(), s) for p, s in zip(params, start, strict=True))
+    before = [v.clone() for p in params for v in (p.detach(), *optimizer.state[p].values())]
+    params[1].grad[3, 3] = float("nan")
+    flag.zero_()
+    optimizer.step()
+    after = [v for p in params for v in (p.detach(), *optimizer.state[p].values())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
