@@ -26,10 +26,14 @@ def documents():
     return list(islice(MarkovSource(seed=0), 40))
 
 
+@functools.cache
+def tokenizer() -> BPETokenizer:
+    return BPETokenizer.train(documents(), 300)
+
+
 def fill_data(folder: Path) -> Path:
     """Tokens of a BPE, so that every kind of file is there, in several shards."""
-    texts = documents()
-    prepare(texts, BPETokenizer.train(texts, 300), folder, validation_fraction=0.3, group_characters=4000)
+    prepare(documents(), tokenizer(), folder, validation_fraction=0.3, group_characters=4000)
     return folder
 
 

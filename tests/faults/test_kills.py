@@ -3,11 +3,14 @@ end, and nothing is left behind."""
 
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from muonsw.lab.data.shards import verify_folder
+from muonsw.lab.errors import UsageError
 from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import train
 from tests.faults.killing import killed_at, killed_at_size, operations
@@ -44,7 +47,7 @@ def test_training_that_is_ended_before_any_file_operation_goes_on_to_the_same_bi
     shutil.rmtree(folder, ignore_errors=True)
     total = operations(lambda: train(config(made().data), folder), folder)
     assert total > 60
-    check_training(record_property, killed_at, places(total, 4))
+    check_training(record_property, killed_at, places(total, 3))
 
 
 def test_training_that_is_ended_inside_a_write_goes_on_to_the_same_bits(record_property):
@@ -56,25 +59,30 @@ def test_preparing_data_that_is_ended_goes_on_to_the_same_folder(record_property
     expected = {path.name: path.read_bytes() for path in made().data.iterdir()}
     folder, ended = made().root / "killed-data", 0
     total = operations(lambda: fill_data(folder), folder)
-    for number in places(total, 8):
+    for number in places(total, 6):
         shutil.rmtree(folder, ignore_errors=True)
         ended += killed_at(number, lambda: fill_data(folder), folder)
-        assert not (folder / "data.json").exists() or not [one for one in verify_folder(folder) if one.tokens < 0]
+        if (folder / "data.json").exists():  # whatever is on record is there: unfinished is the only thing wrong
+            problems = [one.problem for one in verify_folder(folder) if one.problem]
+            assert all("not prepared to the end" in problem for problem in problems), problems
         fill_data(folder)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected, f"after an end at {number}"
     record_property("cases", ("`data prepare` ended by SIGKILL", ended, "repaired: goes on to the same files"))
-    assert ended > 5
+    assert ended > 3
 
 
 def test_an_export_that_is_ended_is_whole_the_next_time_and_never_taken_for_whole_before(record_property):
     folder, ended = made().root / "killed-export", 0
+    whole, _ = load_model(made().export)
     shutil.rmtree(folder, ignore_errors=True)
     expected = {path.name: path.read_bytes() for path in made().export.rglob("*") if path.is_file()}
     for number in places(operations(lambda: export(made().whole, folder), folder), 4):
         shutil.rmtree(folder, ignore_errors=True)
         if killed_at(number, lambda: export(made().whole, folder), folder):
             ended += 1
-            assert not (folder / "config.json").exists() or load_model(folder)
+            with suppress(UsageError):  # a whole model, or none
+                model, _ = load_model(folder)
+                assert all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
         export(made().whole, folder)
         assert {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == expected
     record_property("cases", ("`export` ended by SIGKILL", ended, "repaired: written again whole"))

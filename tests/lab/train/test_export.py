@@ -146,6 +146,7 @@ def test_names_in_the_record_of_the_data_lead_nowhere(run, tmp_path):
 def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path, name):
     export(run, tmp_path)
     export(run, tmp_path)
+    (tmp_path / "config.json").unlink()
     (tmp_path / name).write_text("{}")
     before = files_below(tmp_path)
     with pytest.raises(UsageError, match=f"{name} .* choose another folder with --out"):

@@ -72,12 +72,11 @@ class Sample:
             seed=self.seed,
         )
         ids: list[int] = []
-        prompt = self.prompt.encode(errors="replace").decode()  # halves of characters cannot be printed
-        shown = prompt
+        shown = self.prompt
         print(harmless(shown), end="")
         for token in drawn:
             ids.append(token)
-            text = prompt + tokenizer.decode(ids)
+            text = self.prompt + tokenizer.decode(ids)
             if not text.endswith("\ufffd"):  # half a character: wait for the rest
                 print(harmless(text[len(shown) :]), end="", flush=True)
                 shown = text

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
 from muonsw.lab.data.tokenizers import Tokenizer, store
@@ -49,11 +48,11 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     prepare_folder(folder)
     remove_leftovers(folder)
     with placing(folder / MODEL) as beside:
-        checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt", "maker": FORMAT})
-        checksum = _sha256(beside)
-    _copy_tokenizer(Path(config.data.path), folder / TOKENIZER)
-    content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model), "sha256": checksum}
-    write_json(folder / CONFIG, content)
+        checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt"})
+        _copy_tokenizer(Path(config.data.path), folder / TOKENIZER)
+        content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model), "sha256": _sha256(beside)}
+        # First: it says whose folder this is, and a model that does not follow has another checksum, or is missing.
+        write_json(folder / CONFIG, content)
     return folder
 
 
@@ -69,16 +68,8 @@ def _require_own(folder: Path) -> None:
     config, model = folder / CONFIG, folder / MODEL
     if os.path.lexists(config) and read_object(config).get("format") != FORMAT:
         raise UsageError(f"{config} belongs to something else than an export: choose another folder with --out")
-    if os.path.lexists(model) and not _made_here(model):
+    if not os.path.lexists(config) and os.path.lexists(model):
         raise UsageError(f"{model} was not written by an export: choose another folder with --out")
-
-
-def _made_here(model: Path) -> bool:
-    try:
-        with safe_open(model, "pt") as file:
-            return (file.metadata() or {}).get("maker") == FORMAT
-    except (OSError, SafetensorError):
-        return False
 
 
 def load_newest(
