@@ -29,7 +29,7 @@ JSON_DIGITS, JSON_DEPTH = 40, 64
 LOCK = ".lock"
 MAKE_ROOM = "make room on the disk, or choose another folder"
 # The names of files that are being written: see `placing`.
-_LEFTOVER = re.compile(r"\..+\.\d+")
+_LEFTOVER = re.compile(r"\..+\.(json|jsonl|safetensors|tokens|bpe|html|png|svg)\.\d+")
 # What a disk says when it, and not the name of the folder, is the trouble.
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 

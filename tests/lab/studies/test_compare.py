@@ -87,7 +87,7 @@ def claims_of(report):
 @pytest.mark.usefixtures("runs")
 def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(folder):
     other = [ARMS[0], Arm("scaled", replace(ARMS[1].optimizer, weight_decay=0.5))]
-    with pytest.raises(UsageError, match=r"--out:\n  optimizer\.weight_decay: 1\.0 there, 0\.5 now"):
+    with pytest.raises(UsageError, match=r"or delete it:\n  optimizer\.weight_decay: 1\.0 there, 0\.5 now"):
         by_arm(folder / "runs").train([comparison(other)])
 
 
