@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
+
+from muonsw.text import text_table
 
 Group = dict[str, Any]
 
@@ -11,14 +13,14 @@ Group = dict[str, Any]
 def routing_table(groups: list[Group]) -> str:
     """Groups as a table: role, algorithm, decay, learning rate, sizes and the first names."""
     header = ("group", "role", "algorithm", "decay", "lr", "tensors", "parameters", "names")
-    return _aligned([header, *(_group_row(number, group) for number, group in enumerate(groups))])
+    return text_table([header, *(_group_row(number, group) for number, group in enumerate(groups))])
 
 
 def reasons_table(groups: list[Group], reasons: dict[str, str]) -> str:
     """Every parameter: its group, role, algorithm, shape, how Muon sees it, and why."""
     header = ("group", "role", "algorithm", "shape", "seen as", "name", "reason")
     rows = [row for number, group in enumerate(groups) for row in _parameter_rows(number, group, reasons)]
-    return _aligned([header, *rows])
+    return text_table([header, *rows])
 
 
 def _group_row(number: int, group: Group) -> tuple[str, ...]:
@@ -53,10 +55,3 @@ def _view(group: Group) -> str:
     sizes, heads = group.get("split_sizes"), group.get("heads")
     parts += [f"{heads} blocks"] if heads else [f"{len(sizes)} parts"] if sizes else []
     return " ".join(parts) or "matrix"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
