@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from muonsw.lab.train.export import sample
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.lab.train.loop import Watch, train
 from tests.faults.made import LAST, MODEL, config, ending, made
-from tests.faults.test_damage import NEWER, OLDER
+from tests.faults.test_damage import NEWER, OLDER, digest
 from tests.faults.tried import say
 
 
@@ -262,3 +263,33 @@ def test_a_result_without_numbers_is_refused_by_name():
             load_run(run)
     (run / "result.json").write_text(json.dumps({"steps": 1e300, "final_loss": -1e308, "best_step": 1e300}))
     assert say("report", run, "-o", Path(run) / "page.html", "--no-images").code == 0
+
+
+class Trap:
+    """Leaves a file behind if anything unpickles it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    "write", [torch.save, lambda trap, path: path.write_bytes(pickle.dumps(trap))], ids=["torch", ""]
+)
+def test_a_pickle_in_the_place_of_tensors_is_never_run(write, tmp_path):
+    export, run = made().copy("export"), made().copy("stopped")
+    write(Trap(tmp_path / "sprung"), export / "model.safetensors")
+    config_file = export / "config.json"
+    content = json.loads(config_file.read_text()) | {"sha256": digest(export / "model.safetensors")}
+    config_file.write_text(json.dumps(content))
+    assert "is not a whole file of tensors" in refused("sample", export)
+    shutil.copyfile(export / "model.safetensors", run / NEWER / "optimizer.safetensors")
+    state = json.loads((run / NEWER / "state.json").read_text())
+    state["checksums"]["optimizer"] = content["sha256"]
+    state.pop("checksum")
+    (run / NEWER / "state.json").write_text(json.dumps({**state, "checksum": checkpoint._digest(state)}))
+    assert "damaged checkpoint left out" in say("train", "--config", run / "config.json", "--out", run).text
+    assert ending(run) == ending(made().whole)
+    assert not (tmp_path / "sprung").exists()

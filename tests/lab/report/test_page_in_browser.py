@@ -50,6 +50,7 @@ def visit(browser, report):
     def opened(**options):
         context = browser.new_context(**options)
         page = context.new_page()
+        page.set_default_timeout(180_000)  # milliseconds: a start on cores that are busy with other things
         contexts.append(context)
         pages.append(page)
         page.on("request", lambda request: asked.append(request.url))
