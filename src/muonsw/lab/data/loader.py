@@ -161,6 +161,16 @@ class ValidationLoader:
         for start in range(0, len(self.ids), self.batch):
             yield self.windows.gather(self.ids[start : start + self.batch])
 
+    def parts(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
+        """What one rank reads, and how many rows of each batch count; together all ranks read every window once.
+
+        Every rank has as many batches, since a model that is spread over ranks needs them all for a forward pass; one
+        that has nothing left reads the first window again, and none of its rows count.
+        """
+        for start in range(self.batch * rank, len(self) * self.batch + self.batch * rank, self.batch * ranks):
+            ids = self.ids[start : start + self.batch]
+            yield self.windows.gather(ids if len(ids) else self.ids[:1]), len(ids)
+
 
 def prefetch(read: Callable[[int], T], start: int = 0, stop: int | None = None, *, ahead: int = 2) -> Iterator[T]:
     """`read(start), read(start + 1), ...`, computed by one background thread up to `ahead` items early.

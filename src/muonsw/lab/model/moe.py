@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -45,6 +46,8 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.ff_width, config.width))
         self.down = nn.Parameter(torch.empty(config.experts, config.width, config.ff_width))
         self.router_multiplier = scalings(config)["router"].multiplier
+        # Averages over ranks that each see a part of the batch; set by whoever trains on several.
+        self.over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
         """Route the tokens, run their experts, and add up what comes back."""
@@ -56,7 +59,8 @@ class MoE(nn.Module):
         rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
         out_ND = _combine(rows_RD, routes, kept_NK.softmax(dim=-1))
         groups = x_BTD.shape[0] if self.config.balance_over == "sequence" else 1
-        balance = balance_loss(logits_NE, chosen_NK, groups=groups)
+        over_ranks = self.over_ranks if torch.is_grad_enabled() else None
+        balance = balance_loss(logits_NE, chosen_NK, groups=groups, over_ranks=over_ranks)
         load_E = torch.diff(routes.ends, prepend=routes.ends.new_zeros(1)) / chosen_NK.numel()
         return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z_loss(logits_NE), load_E)
 
@@ -94,11 +98,15 @@ def _gated(fused: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1) -> Tensor:
+def balance_loss(
+    logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1, over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Load-balance loss `E * mean_e(f_e * P_e)`, averaged over equal groups of tokens.
 
     f is the share of tokens that selected the expert (a token counts once for each of its experts), P the mean
-    probability that the router gives it; at balance the loss is K/E.
+    probability that the router gives it; at balance the loss is K/E. Where each rank has a part of the tokens, f is
+    averaged over them; the loss is linear in P, so the mean of the ranks' losses and gradients is then that of all
+    tokens.
 
     Examples:
         >>> logits = torch.zeros(8, 8)
@@ -109,6 +117,7 @@ def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1) -> Te
     experts = logits_NE.shape[1]
     selected_NE = _one_hot(chosen_NK, experts).sum(dim=1).to(logits_NE.dtype)
     share_GE = selected_NE.view(groups, -1, experts).mean(dim=1)
+    share_GE = share_GE if over_ranks is None else over_ranks(share_GE)
     probability_GE = logits_NE.softmax(dim=-1).view(groups, -1, experts).mean(dim=1)
     return experts * (share_GE * probability_GE).mean()
 

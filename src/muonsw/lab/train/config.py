@@ -132,6 +132,34 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks that torchrun starts share the work; one process alone does not look at it.
+
+    A run may go on with other settings, and on another number of ranks: sums change in their last digits, nothing else.
+
+    Attributes:
+        strategy: "ddp" keeps the model on every rank and divides Muon's matrices among them; "fsdp" divides weights,
+            gradients and optimizer state as well.
+        experts: Under "fsdp", experts are cut along their "stack", so that each rank holds whole ones and Muon sends
+            nothing for them; or along the "rows" of each, which gives every rank a part where ranks outnumber experts.
+        replicas: Copies of the model under "fsdp", each divided over `ranks / replicas` ranks that follow each other;
+            with as many as there are machines, weights travel within a machine only.
+        timeout: Seconds without progress after which a rank ends itself, because another one is lost.
+    """
+
+    strategy: str = "ddp"
+    experts: str = "stack"
+    replicas: int = 1
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        _require_one_of("parallel.strategy", self.strategy, ("ddp", "fsdp"))
+        _require_one_of("parallel.experts", self.experts, ("stack", "rows"))
+        _require(self.replicas >= 1, "parallel.replicas", self.replicas, "at least 1")
+        _require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "finite and positive")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run.
 
@@ -159,6 +187,7 @@ class RunConfig:
         skipped: Stop when so many updates in a row are skipped because their gradients are not finite.
         tensorboard: Also write TensorBoard events into the run folder.
         wandb: Also log to this Weights & Biases project.
+        parallel: How several ranks share the work.
     """
 
     model: ModelConfig
@@ -184,6 +213,7 @@ class RunConfig:
     skipped: int = 20
     tensorboard: bool = False
     wandb: str = ""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         for name in (
@@ -215,8 +245,11 @@ class RunConfig:
         return self.batch * self.model.sequence
 
     def as_data(self) -> dict[str, Any]:
-        """The run as JSON data, with the version of this format."""
-        return {"version": VERSION, **as_data(self)}
+        """The run as JSON data, with the version of this format; how ranks share the work only where it is chosen."""
+        data = {"version": VERSION, **as_data(self)}
+        if self.parallel == ParallelConfig():
+            del data["parallel"]
+        return data
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RunConfig:

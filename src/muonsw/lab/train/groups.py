@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,11 +13,21 @@ from muonsw.lab.model import Decoder, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.peak import eta_max
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Options = dict[str, Any]
 
 
-def build_optimizer(model: Decoder, config: OptimizerConfig) -> MuonSW | AdamWSW:
+def build_optimizer(
+    model: Decoder, config: OptimizerConfig, process_group: ProcessGroup | None = None
+) -> MuonSW | AdamWSW:
     """One optimizer for the whole decoder, its learning rates multiplied as muP says.
+
+    Args:
+        model: Already divided over ranks, if it is to be.
+        config: How weights move.
+        process_group: Ranks that hold the same whole model, among which Muon's matrices are divided.
 
     Examples:
         >>> from muonsw.lab.model import ModelConfig
@@ -42,6 +52,7 @@ def build_optimizer(model: Decoder, config: OptimizerConfig) -> MuonSW | AdamWSW
         ns_dtype=config.ns_dtype,
         adamw={"betas": config.betas},
         patterns=patterns,
+        process_group=process_group,
         **shared,
     )
 

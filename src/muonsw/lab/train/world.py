@@ -1,0 +1,252 @@
+"""The processes that train one run together: what they tell each other, and how each notices that another is gone.
+
+`World` is a process on its own. `Ranks` are those that torchrun started. Both have the same methods, so that the loop is
+written once; only rank 0 speaks, and writes everything but its own part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonsw.lab.errors import MACHINE, Diverged, MachineError, UsageError
+from muonsw.lab.terminal import harmless
+from muonsw.lab.train.checkpoint import CheckpointError
+
+T = TypeVar("T")
+
+# What torchrun tells every process that it starts.
+TOLD_BY_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Until the settings are read.
+STARTING_SECONDS = 600.0
+BEAT_SECONDS = 1.0
+# How a lost connection is called by gloo and NCCL, which raise plain errors.
+LOST = ("connection", "timed out", "timeout", "gloo", "nccl", "broken pipe", "socket", "recvvalue", "sendbytes")
+# What a rank may raise as its answer; anything else is a fault of the program.
+TELLABLE = (UsageError, CheckpointError, Diverged)
+AGAIN = "start the same command again to go on from the last checkpoint, or let `torchrun --max-restarts` do it"
+
+
+class World:
+    """A process on its own."""
+
+    rank, size = 0, 1
+    alone = True
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that speaks and writes."""
+        return self.rank == 0
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do something on every rank; where it fails on one, it fails on all with the same error."""
+        return work()
+
+    def leading(self, work: Callable[[], T]) -> T | None:
+        """Do something on rank 0 alone; where it fails, it fails on all."""
+        return self.together(lambda: work() if self.leads else None)
+
+    def gather(self, thing: T) -> list[T]:
+        """What each rank has to say, on all of them."""
+        return [thing]
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """The sum over ranks of numbers on the host."""
+        return numbers
+
+    def mean(self, numbers: Tensor) -> Tensor:
+        """The mean over ranks of numbers on the host."""
+        return self.total(numbers) / self.size if self.size > 1 else numbers
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        return number
+
+    def alive(self, doing: str) -> None:
+        """Say that this process makes progress, and what it does next."""
+
+    def watch(self, seconds: float) -> None:
+        """End this process when it has made no progress for so long."""
+
+
+class Ranks(World):
+    """This process among those that torchrun started, on one machine or several.
+
+    Messages travel over gloo between the hosts, and never wait for a GPU.
+
+    Attributes:
+        local: This process among those of its machine.
+    """
+
+    alone = False
+
+    def __init__(self) -> None:
+        self.local = int(os.environ.get("LOCAL_RANK", "0"))
+        store, self.rank, self.size = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
+        self._watchdog = Watchdog(self.rank, self.size, store.clone())
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        # How long to wait for each other is the watchdog's business, which can say more about it.
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("ranks", store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(days=7),
+        )
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do something on every rank; where it fails on one, it fails on all with the same error.
+
+        The work itself must not wait for other ranks.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except TELLABLE as problem:
+            error = problem
+        errors = self.gather(error)
+        for rank, problem_there in enumerate(errors):
+            if problem_there is not None:
+                raise _agreed(error or problem_there, rank) from error
+        return cast("T", result)
+
+    def gather(self, thing: T) -> list[T]:
+        """What each rank has to say, on all of them."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, thing)
+        return found
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """The sum over ranks of numbers on the host."""
+        summed = numbers.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def alive(self, doing: str) -> None:
+        """Say that this process makes progress, and what it does next."""
+        self._watchdog.alive(doing)
+
+    def watch(self, seconds: float) -> None:
+        """End this process when it has made no progress for so long."""
+        self._watchdog.patience = seconds
+        self._watchdog.alive("starting")
+
+    def leave(self) -> None:
+        """Part in peace: all ranks are here."""
+        self._watchdog.end()
+        dist.destroy_process_group()
+
+
+class Watchdog:
+    """Ends this process, with a message, when it makes no progress: a collective waits for a lost rank for ever.
+
+    A second thread tells the other ranks how far this one is, so that the message can name the one that is behind.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self.rank, self.size, self.patience = rank, size, STARTING_SECONDS
+        self._store, self._ended = store, threading.Event()
+        self._count, self._doing, self._since = 0, "starting", time.monotonic()
+        for work in (self._guard, self._report):
+            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+
+    def alive(self, doing: str) -> None:
+        self._count, self._doing, self._since = self._count + 1, doing, time.monotonic()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _guard(self) -> None:
+        """Never touches the store, which may itself be gone."""
+        while not self._ended.wait(min(BEAT_SECONDS, self.patience / 4)):
+            if time.monotonic() - self._since > self.patience:
+                self._bark()
+
+    def _bark(self) -> None:
+        lines: list[str] = []
+        asking = threading.Thread(target=lambda: lines.extend(self._behind()), daemon=True)
+        asking.start()
+        asking.join(5.0)
+        here = f"rank {self.rank} has made no progress for {self.patience:g} s, in: {self._doing}"
+        behind = "; ".join(lines) or "the other ranks cannot be asked"
+        longer = "if updates may take that long, raise parallel.timeout"
+        print(f"muonsw: {here} ({behind}); {AGAIN}; {longer}", file=sys.stderr, flush=True)
+        os._exit(MACHINE)
+
+    def _report(self) -> None:
+        with suppress(Exception):  # the store is on rank 0's machine, and may go at any time
+            while not self._ended.wait(min(BEAT_SECONDS, self.patience / 4)):
+                self._store.set(f"beat/{self.rank}", json.dumps([self._count, self._doing, time.time()]))
+
+    def _behind(self) -> Iterator[str]:
+        """Which ranks are not as far as this one, or have not been heard of."""
+        with suppress(Exception):
+            keys = {rank: f"beat/{rank}" for rank in range(self.size) if rank != self.rank}
+            told = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+            for rank in keys:
+                count, doing, when = told.get(rank, (-1, "starting", 0.0))
+                silent = time.time() - when > 5 * BEAT_SECONDS + self.patience / 2
+                if count < self._count or silent:
+                    yield f"rank {rank} is behind, in: {doing}" + (", and its process is silent" if silent else "")
+            if all(count >= self._count for count, _, _ in told.values()) and len(told) == len(keys):
+                yield "no other rank is behind this one"
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """The world that this process was started into, while the block runs.
+
+    Raises:
+        MachineError: If another rank was lost.
+    """
+    if not all(name in os.environ for name in TOLD_BY_LAUNCHER):
+        yield World()
+        return
+    ranks = None
+    try:
+        ranks = Ranks()
+        yield ranks
+        ranks.leave()
+    except RuntimeError as error:
+        if not _is_lost(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise MachineError(f"another rank has ended or cannot be reached ({reason}); {AGAIN}") from error
+    finally:
+        if ranks is not None:
+            ranks._watchdog.end()
+
+
+def speaker() -> str | None:
+    """How a message of this process begins: nothing on its own or on rank 0, else the rank."""
+    rank = os.environ.get("RANK", "0") if all(name in os.environ for name in TOLD_BY_LAUNCHER) else "0"
+    return None if rank == "0" else f"rank {rank}: "
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in LOST)
+
+
+def _agreed(error: Exception, rank: int) -> Exception:
+    """An error as all ranks raise it: with the rank that it comes from, and marked as known to rank 0."""
+    told = error if rank == 0 or isinstance(error, Diverged) else type(error)(f"{harmless(error)} (on rank {rank})")
+    told.agreed = True  # type: ignore[attr-defined]
+    return told
