@@ -22,7 +22,6 @@ import torch.distributed.fsdp  # once, before any fork
 from muonsw.lab.settings import as_data
 from muonsw.lab.train.__main__ import main
 from muonsw.lab.train.config import ParallelConfig, RunConfig
-from muonsw.lab.train.state import with_fingerprint
 
 assert torch.distributed.fsdp
 
@@ -53,7 +52,7 @@ def free_port() -> int:
 
 def write_config(config: RunConfig) -> Path:
     path = Path(tempfile.mkdtemp()) / "config.json"
-    path.write_text(json.dumps({"version": 1, **as_data(with_fingerprint(config))}))
+    path.write_text(json.dumps({"version": 1, **as_data(config)}))
     return path
 
 

@@ -16,10 +16,11 @@ from muonsw.lab.processes import StopRequest, stop_requests, torch_threads
 from muonsw.lab.train.checkpoint import CheckpointError, Shelf
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, claimed, write_environment, write_result
+from muonsw.lab.train.parallel import require_division
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sink, wandb_sink
 from muonsw.lab.train.shared import SharedShelf, check
 from muonsw.lab.train.state import Training, own_device, with_fingerprint
-from muonsw.lab.train.world import World
+from muonsw.lab.train.world import World, agreed
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     watch = watch if watch and world.leads else Watch()
     world.watch(config.parallel.timeout)
     config = world.together(lambda: with_fingerprint(config))
-    world.together(lambda: own_device(config, world))  # a device that is not there must leave no trace in the folder
+    # What is not there, or cannot be divided, must leave no trace in the folder.
+    world.together(lambda: (own_device(config, world), require_division(config, world.size)))
     with _held(folder, config, world), stop_requests() as request, torch_threads(None):
         training = _usable(config, world)
         shelf = _shelf(folder, watch, training)
@@ -195,8 +197,8 @@ def resume(training: Training, shelf: Shelf | SharedShelf, watch: Watch) -> None
 def _usable(config: RunConfig, world: World) -> Training:
     try:
         return Training(config, world)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    except ValueError as error:  # the same on all ranks, since they have the same settings
+        raise agreed(UsageError(str(error))) from error
 
 
 def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[Telemetry | None]:

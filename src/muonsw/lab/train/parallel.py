@@ -82,18 +82,13 @@ class Sharded(Alone):
 
 
 def spread(model: Decoder, config: RunConfig, world: World, device: torch.device) -> Alone:
-    """Put a model on all ranks, as the settings say.
-
-    Raises:
-        UsageError: If the ranks cannot be divided so.
-    """
+    """Put a model on all ranks, as the settings say."""
     if world.alone:
         return Alone(model)
     if model.config.balance_over == "batch":
         _average_loads(model, world.size)
     if config.parallel.strategy == "ddp":
         return Replicated(model)
-    _require_division(config, world.size)
     return Sharded(model, config, world, device)
 
 
@@ -109,7 +104,17 @@ def _average_loads(model: Decoder, ranks: int) -> None:
             module.over_ranks = mean
 
 
-def _require_division(config: RunConfig, ranks: int) -> None:
+def require_division(config: RunConfig, ranks: int) -> None:
+    """Find out whether a run can be divided over so many ranks.
+
+    Raises:
+        UsageError: If it cannot.
+    """
+    if config.batch % (ranks * config.accumulation):
+        split = f"accumulation={config.accumulation} micro-batches on each of {ranks} ranks"
+        raise UsageError(f"batch={config.batch} does not split into {split}: choose a multiple")
+    if config.parallel.strategy != "fsdp" or ranks == 1:
+        return
     replicas = config.parallel.replicas
     if ranks % replicas:
         raise UsageError(f"{ranks} ranks cannot hold parallel.replicas={replicas} equal copies: choose a divisor")

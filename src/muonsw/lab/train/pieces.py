@@ -95,6 +95,27 @@ def merged(shapes: Mapping[str, Sequence[int]], pieces: Iterable[Mapping[str, Bo
     return index
 
 
+def follow_each_other(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes fill a tensor, one after another along one axis, as ranks divide it.
+
+    Examples:
+        >>> follow_each_other((4, 2), [Box((3, 0), (1, 2)), Box((0, 0), (3, 2))])
+        True
+        >>> follow_each_other((4, 2), [Box((1, 0), (3, 2)), Box((0, 0), (3, 2))])
+        False
+    """
+    axis = next((axis for box in boxes for axis, size in enumerate(box.shape) if size != shape[axis]), 0)
+    place = 0
+    for box in sorted(boxes):
+        beside = [size for number, size in enumerate(box.shape) if number != axis]
+        if len(box.start) != len(shape) or beside != [size for number, size in enumerate(shape) if number != axis]:
+            return False
+        if any(begin != (place if number == axis else 0) for number, begin in enumerate(box.start)):
+            return False
+        place += box.shape[axis] if shape else 1
+    return place == (shape[axis] if shape else 1) or 0 in shape
+
+
 class Reader:
     """Reads parts of tensors from the files of one part of a checkpoint, whatever number of ranks wrote them.
 
@@ -134,21 +155,16 @@ class Reader:
         shape = self.shape(name)
         wanted = box or Box((0,) * len(shape), shape)
         pieces = list(self._pieces(name, shape))
-        if sum(piece.numel for _, piece in pieces) != math.prod(shape):
-            raise ValueError(f"{name} is not whole: a piece is missing")
+        if not follow_each_other(shape, [piece for _, piece in pieces]):
+            raise ValueError(f"the pieces of {name} do not make a whole")
         if len(pieces) == 1 and pieces[0][1] == wanted:
             return self._file(pieces[0][0]).get_tensor(name)  # type: ignore[no-any-return]
-        found, filled = None, 0
+        found = self._nothing(pieces, name).new_empty(wanted.shape)
         for file, piece in pieces:
             common = wanted.common(piece)
             if common.numel:
-                numbers = self._file(file).get_slice(name)[common.within(piece)]
-                found = numbers.new_zeros(wanted.shape) if found is None else found
-                found[common.within(wanted)] = numbers
-                filled += common.numel
-        if filled != wanted.numel:
-            raise ValueError(f"{name} is not whole: pieces do not fit together")
-        return self._empty(pieces, name, wanted) if found is None else found
+                found[common.within(wanted)] = self._file(file).get_slice(name)[common.within(piece)]
+        return found
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, Box]]:
         """Which file holds which part of a tensor; sizes are those of the files, not of the index."""
@@ -157,18 +173,15 @@ class Reader:
             return
         for rank, start in self.index[name]["pieces"].items():
             file = file_name(self.part, int(rank), self.ranks)
-            box = Box(tuple(map(int, start)), tuple(self._file(file).get_slice(name).get_shape()))
-            if len(box.start) != len(shape) or any(map(int.__gt__, box.end, shape)) or min(box.start, default=0) < 0:
-                raise ValueError(f"a piece of {name} lies outside of it")
-            yield file, box
+            yield file, Box(tuple(map(int, start)), tuple(self._file(file).get_slice(name).get_shape()))
 
-    def _empty(self, pieces: Sequence[tuple[str, Box]], name: str, wanted: Box) -> Tensor:
-        """Nothing, in the dtype of the rest: the part of a rank that holds none of a tensor."""
+    def _nothing(self, pieces: Sequence[tuple[str, Box]], name: str) -> Tensor:
+        """No number of a tensor, in the dtype of all of them."""
         if not pieces:
-            return torch.empty(wanted.shape)
+            return torch.empty(0)
         file, piece = pieces[0]
         none = tuple(slice(0, 0) for _ in piece.shape)
-        return self._file(file).get_slice(name)[none].new_empty(wanted.shape)  # type: ignore[no-any-return]
+        return self._file(file).get_slice(name)[none]  # type: ignore[no-any-return]
 
     def _file(self, name: str) -> Any:
         if name not in self._files:

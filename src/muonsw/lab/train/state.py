@@ -88,10 +88,7 @@ class Training:
 
     def _open_data(self) -> tuple[TokenLoader, ValidationLoader]:
         folder, sequence, config = Path(self.config.data.path), self.config.model.sequence, self.config
-        micro, left = divmod(config.batch // config.accumulation, self.world.size)
-        if left:
-            split = f"accumulation={config.accumulation} micro-batches on each of {self.world.size} ranks"
-            raise UsageError(f"batch={config.batch} does not split into {split}: choose a multiple")
+        micro = config.batch // (config.accumulation * self.world.size)
         loader = TokenLoader(open_split(folder, "train"), sequence, config.batch, config.seed)
         held_out = open_split(folder, "validation")
         return loader, ValidationLoader(held_out, sequence, micro, config.data.eval_windows)

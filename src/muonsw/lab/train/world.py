@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.lab.errors import MACHINE, Diverged, MachineError, UsageError
-from muonsw.lab.terminal import harmless
 from muonsw.lab.train.checkpoint import CheckpointError
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Ranks(World):
         errors = self.gather(error)
         for rank, problem_there in enumerate(errors):
             if problem_there is not None:
-                raise _agreed(error or problem_there, rank) from error
+                raise agreed(problem_there, rank) from error
         return cast("T", result)
 
     def gather(self, thing: T) -> list[T]:
@@ -148,9 +148,13 @@ class Ranks(World):
         self._watchdog.patience = seconds
         self._watchdog.alive("starting")
 
+    def unwatch(self) -> None:
+        """Let this process take as long as it wants."""
+        self._watchdog.end()
+
     def leave(self) -> None:
         """Part in peace: all ranks are here."""
-        self._watchdog.end()
+        self.unwatch()
         dist.destroy_process_group()
 
 
@@ -227,11 +231,10 @@ def joined() -> Iterator[World]:
     except RuntimeError as error:
         if not _is_lost(error):
             raise
-        reason = str(error).strip().splitlines()[0]
-        raise MachineError(f"another rank has ended or cannot be reached ({reason}); {AGAIN}") from error
+        raise MachineError(f"another rank has ended or cannot be reached ({_brief(error)}); {AGAIN}") from error
     finally:
         if ranks is not None:
-            ranks._watchdog.end()
+            ranks.unwatch()
 
 
 def speaker() -> str | None:
@@ -240,13 +243,19 @@ def speaker() -> str | None:
     return None if rank == "0" else f"rank {rank}: "
 
 
+def _brief(error: RuntimeError) -> str:
+    """The first sentence of an error, without the place in torch's source."""
+    line = re.sub(r"^\[[^\]]*\] *", "", str(error).strip().splitlines()[0])
+    return line.partition(". ")[0][:200]
+
+
 def _is_lost(error: RuntimeError) -> bool:
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in LOST)
 
 
-def _agreed(error: Exception, rank: int) -> Exception:
-    """An error as all ranks raise it: with the rank that it comes from, and marked as known to rank 0."""
-    told = error if rank == 0 or isinstance(error, Diverged) else type(error)(f"{harmless(error)} (on rank {rank})")
+def agreed(error: Exception, rank: int = 0) -> Exception:
+    """An error as all ranks raise it: with the rank that it comes from, and marked, so that one rank reports it."""
+    told = error if rank == 0 or isinstance(error, Diverged) else type(error)(f"{error} (on rank {rank})")
     told.agreed = True  # type: ignore[attr-defined]
     return told
