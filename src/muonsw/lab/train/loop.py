@@ -57,7 +57,6 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     """
     world = world or World()
     watch = watch if watch and world.leads else Watch()
-    world.watch(config.parallel.timeout)
     config = world.together(lambda: with_fingerprint(config))
     # What is not there, or cannot be divided, must leave no trace in the folder.
     world.together(lambda: (own_device(config, world), require_division(config, world.size)))
@@ -134,6 +133,7 @@ def _updates(
     training.settle()
     if training.step == 0:
         evaluate(training, journal)
+    world.watch(config.parallel.timeout)
     with _telemetry(training, journal) as telemetry:
         for batches in training.batches():
             world.alive(f"update {training.step + 1}")

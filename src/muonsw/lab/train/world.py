@@ -28,8 +28,9 @@ T = TypeVar("T")
 
 # What torchrun tells every process that it starts.
 TOLD_BY_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Until the settings are read.
-STARTING_SECONDS = 600.0
+# Until the first update: importing, compiling and reading a checkpoint take their time.
+STARTING_SECONDS = 1800.0
+CONNECTING_SECONDS = 3.0
 BEAT_SECONDS = 1.0
 # How a lost connection is called by gloo and NCCL, which raise plain errors.
 LOST = ("connection", "timed out", "timeout", "gloo", "nccl", "broken pipe", "socket", "recvvalue", "sendbytes")
@@ -93,7 +94,7 @@ class Ranks(World):
 
     def __init__(self) -> None:
         self.local = int(os.environ.get("LOCAL_RANK", "0"))
-        store, self.rank, self.size = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
+        store, self.rank, self.size = _meet()
         self._watchdog = Watchdog(self.rank, self.size, store.clone())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         # How long to wait for each other is the watchdog's business, which can say more about it.
@@ -145,8 +146,8 @@ class Ranks(World):
 
     def watch(self, seconds: float) -> None:
         """End this process when it has made no progress for so long."""
-        self._watchdog.patience = seconds
         self._watchdog.alive("starting")
+        self._watchdog.patience = seconds
 
     def unwatch(self) -> None:
         """Let this process take as long as it wants."""
@@ -156,6 +157,34 @@ class Ranks(World):
         """Part in peace: all ranks are here."""
         self.unwatch()
         dist.destroy_process_group()
+
+
+def _meet() -> tuple[dist.Store, int, int]:
+    """A store that these processes share and no earlier ones have written to; this rank; how many there are.
+
+    torchrun keeps one store for all its restarts, and a rank that starts early may find there the address of a process
+    that is gone. So rank 0 opens a store of its own, whose port is told through the old one: a stale port has nobody
+    behind it, and is asked for again.
+    """
+    told, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return told, rank, size
+    host, key = os.environ["MASTER_ADDR"], "muonsw/port"
+    if rank == 0:
+        own = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        told.set(key, str(own.port))
+        return own, rank, size
+    end = time.monotonic() + STARTING_SECONDS
+    while True:
+        try:
+            patience = timedelta(seconds=CONNECTING_SECONDS)
+            theirs = dist.TCPStore(host, int(told.get(key)), size, is_master=False, timeout=patience)
+        except dist.DistError:
+            if time.monotonic() > end:
+                raise
+        else:
+            theirs.set_timeout(timedelta(seconds=STARTING_SECONDS))
+            return theirs, rank, size
 
 
 class Watchdog:
@@ -179,7 +208,7 @@ class Watchdog:
 
     def _guard(self) -> None:
         """Never touches the store, which may itself be gone."""
-        while not self._ended.wait(min(BEAT_SECONDS, self.patience / 4)):
+        while not self._ended.wait(BEAT_SECONDS / 4):
             if time.monotonic() - self._since > self.patience:
                 self._bark()
 
@@ -196,7 +225,7 @@ class Watchdog:
 
     def _report(self) -> None:
         with suppress(Exception):  # the store is on rank 0's machine, and may go at any time
-            while not self._ended.wait(min(BEAT_SECONDS, self.patience / 4)):
+            while not self._ended.wait(BEAT_SECONDS):
                 self._store.set(f"beat/{self.rank}", json.dumps([self._count, self._doing, time.time()]))
 
     def _behind(self) -> Iterator[str]:
@@ -206,7 +235,7 @@ class Watchdog:
             told = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
             for rank in keys:
                 count, doing, when = told.get(rank, (-1, "starting", 0.0))
-                silent = time.time() - when > 5 * BEAT_SECONDS + self.patience / 2
+                silent = time.time() - when > min(self.patience / 2, 30 * BEAT_SECONDS)  # clocks may differ a little
                 if count < self._count or silent:
                     yield f"rank {rank} is behind, in: {doing}" + (", and its process is silent" if silent else "")
             if all(count >= self._count for count, _, _ in told.values()) and len(told) == len(keys):
