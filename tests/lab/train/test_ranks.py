@@ -60,7 +60,7 @@ def numbers(record):
 
 
 def assert_same_numbers(folder, reference):
-    """Records and tensors of two runs, to rounding; what is small beside the rest may differ by the rounding of that."""
+    """Records and tensors of two runs, to rounding: that of the largest number of a tensor."""
     ours, theirs = losses(folder), losses(reference)
     assert [(r["kind"], r["step"]) for r in ours] == [(r["kind"], r["step"]) for r in theirs]
     for mine, other in zip(ours, theirs, strict=True):

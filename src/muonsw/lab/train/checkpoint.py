@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-00000500`. It is written under another name, flushed to disk and renamed; its
 `state.json` holds the checksums of the tensor files and one of itself, so that a flipped bit is found. Optimizer state
-is stored under the names of the parameters. Several ranks write a file each (`pieces.py`); `load` puts them together, so
-that both forms are read alike, and `save` of what was loaded is the conversion into the form of one process.
+is stored under the names of the parameters. Several ranks write a file each (`pieces.py`); `load` puts them together,
+so that both forms are read alike, and `save` of what was loaded is the conversion into the form of one process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class CheckpointError(Exception):
 class Resumable(Protocol):
     """A run that can go on from a checkpoint."""
 
-    model: torch.nn.Module
+    @property
+    def model(self) -> torch.nn.Module:
+        """Its model, spread over ranks as it will be trained."""
 
     def load(self, saved: Checkpoint) -> None:
         """Go on from it."""
@@ -139,8 +141,8 @@ def read_pieces(path: Path, content: Mapping[str, Any], like: Mapping[str, Tenso
     Raises:
         CheckpointError: If the files do not belong together.
     """
-    index, ranks = content.get("index") or {}, content.get("ranks")
-    tensors = {"random": {}} | {part: {} for part in ("model", "optimizer")}
+    index, ranks = content.get("index") or {}, content.get("ranks", 1)
+    tensors: dict[str, Tensors] = {"model": {}, "optimizer": {}, "random": {}}
     try:
         for part, found in tensors.items():
             with Reader(path, part, index.get(part), ranks) as reader:
@@ -260,9 +262,9 @@ class Shelf:
         """
         training.load(load(path))
 
-    def wrote(self, path: Path) -> None:
+    def wrote(self, new: Path) -> None:
         """Count a new checkpoint, then delete older ones and what killed processes left behind."""
-        self._whole.add(path)
+        self._whole.add(new)
         whole = [path for path in newest_first(self.folder) if self._is_whole(path)]
         best = best_saved(whole)
         for path in whole[self.keep :]:

@@ -58,8 +58,9 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     world = world or World()
     watch = watch if watch and world.leads else Watch()
     config = world.together(lambda: with_fingerprint(config))
-    # What is not there, or cannot be divided, must leave no trace in the folder.
-    world.together(lambda: (own_device(config, world), require_division(config, world.size)))
+    # A device that is not there, or a batch that cannot be divided, must leave no trace in the folder.
+    world.together(lambda: own_device(config, world))
+    world.together(lambda: require_division(config, world.size))
     with _held(folder, config, world), stop_requests() as request, torch_threads(None):
         training = _usable(config, world)
         shelf = _shelf(folder, watch, training)

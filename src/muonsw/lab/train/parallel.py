@@ -31,7 +31,7 @@ class Alone:
         self.forward: Callable[..., Losses] = model
 
     def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
-        """Around the forward and backward pass of a micro-batch: ranks add up gradients at the last one of an update."""
+        """Around the passes of a micro-batch: ranks add up their gradients at the last one of an update."""
         del last
         return nullcontext()
 
@@ -54,7 +54,7 @@ class Replicated(Alone):
 
     def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
         """Gradients stay on their rank until the last micro-batch."""
-        return nullcontext() if last else cast("AbstractContextManager[object]", self._ddp.no_sync())  # type: ignore[no-untyped-call]
+        return nullcontext() if last else cast("AbstractContextManager[object]", self._ddp.no_sync())
 
 
 class Sharded(Alone):
@@ -65,10 +65,8 @@ class Sharded(Alone):
         from torch.distributed.fsdp import fully_shard
 
         replicas = config.parallel.replicas
-        shape, names = ((world.size,), ("shards",))
-        if replicas > 1:
-            shape, names = (replicas, world.size // replicas), ("replicas", "shards")  # type: ignore[assignment]
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        axes = {"replicas": replicas, "shards": world.size // replicas} if replicas > 1 else {"shards": world.size}
+        mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         place = _rows_of_experts(model) if config.parallel.experts == "rows" else None
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, shard_placement_fn=place)
@@ -127,5 +125,5 @@ def require_division(config: RunConfig, ranks: int) -> None:
 def _rows_of_experts(model: Decoder) -> Callable[[nn.Parameter], Any]:
     from torch.distributed.tensor import Shard
 
-    experts = {id(param) for name, param in model.named_parameters() if param.dim() == 3 and name}
+    experts = {id(param) for param in model.parameters() if param.dim() == 3}
     return lambda param: Shard(1) if id(param) in experts else None

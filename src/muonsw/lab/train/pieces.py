@@ -1,8 +1,8 @@
-"""Tensors in pieces: which rank writes what of a checkpoint, and any part of a tensor read from whichever files hold it.
+"""Tensors in pieces: which rank writes what of a checkpoint, and any part of a tensor read from the files that hold it.
 
-A checkpoint of several ranks has one file for each rank and part, `model-00001-of-00004.safetensors`. Its index says for
-every tensor its shape and, by rank, where the piece in that rank's file begins. A checkpoint of one process has
-no index: its files hold whole tensors.
+A checkpoint of several ranks has one file for each rank and part, `model-00001-of-00004.safetensors`. Its index says
+for every tensor its shape and, by rank, where the piece in that rank's file begins. A checkpoint of one process has no
+index: its files hold whole tensors.
 """
 
 from __future__ import annotations
@@ -186,6 +186,6 @@ class Reader:
     def _file(self, name: str) -> Any:
         if name not in self._files:
             path = self.folder / f"{name}.safetensors"
-            opened: Any = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            opened: Any = safe_open(path, framework="pt")
             self._files[name] = self._stack.enter_context(opened)
         return self._files[name]

@@ -134,7 +134,9 @@ class SharedShelf:
         """Write what all pieces have in common, and give the folder its name."""
         saved, final = pending.checkpoint, final_name(self.folder, pending.checkpoint.step)
         index = {
-            part: merged({name: tensor.shape for name, tensor in saved.tensors[part].items()}, [b[part] for _, b in told])
+            part: merged(
+                {name: tensor.shape for name, tensor in saved.tensors[part].items()}, [b[part] for _, b in told]
+            )
             for part in pending.boxes
         }
         checksums = {name: checksum for found, _ in told for name, checksum in found.items()}

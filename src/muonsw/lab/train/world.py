@@ -1,42 +1,38 @@
 """The processes that train one run together: what they tell each other, and how each notices that another is gone.
 
-`World` is a process on its own. `Ranks` are those that torchrun started. Both have the same methods, so that the loop is
-written once; only rank 0 speaks, and writes everything but its own part of a checkpoint.
+`World` is a process on its own. `Ranks` are those that torchrun started. Both have the same methods, so that the loop
+is written once. Rank 0 speaks, and writes everything but the other ranks' parts of a checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
-from muonsw.lab.errors import MACHINE, Diverged, MachineError, UsageError
+from muonsw.lab.errors import Diverged, MachineError, UsageError
 from muonsw.lab.train.checkpoint import CheckpointError
+from muonsw.lab.train.watchdog import AGAIN, STARTING_SECONDS, Watchdog
 
 T = TypeVar("T")
 
 # What torchrun tells every process that it starts.
 TOLD_BY_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Until the first update: importing, compiling and reading a checkpoint take their time.
-STARTING_SECONDS = 1800.0
 CONNECTING_SECONDS = 3.0
-BEAT_SECONDS = 1.0
 # How a lost connection is called by gloo and NCCL, which raise plain errors.
 LOST = ("connection", "timed out", "timeout", "gloo", "nccl", "broken pipe", "socket", "recvvalue", "sendbytes")
 # What a rank may raise as its answer; anything else is a fault of the program.
 TELLABLE = (UsageError, CheckpointError, Diverged)
-AGAIN = "start the same command again to go on from the last checkpoint, or let `torchrun --max-restarts` do it"
 
 
 class World:
@@ -95,12 +91,12 @@ class Ranks(World):
     def __init__(self) -> None:
         self.local = int(os.environ.get("LOCAL_RANK", "0"))
         store, self.rank, self.size = _meet()
-        self._watchdog = Watchdog(self.rank, self.size, store.clone())
+        self._watchdog = Watchdog(self.rank, self.size, store.clone())  # type: ignore[attr-defined]
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         # How long to wait for each other is the watchdog's business, which can say more about it.
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("ranks", store),
+            store=PrefixStore("ranks", store),
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(days=7),
@@ -159,87 +155,32 @@ class Ranks(World):
         dist.destroy_process_group()
 
 
-def _meet() -> tuple[dist.Store, int, int]:
+def _meet() -> tuple[Store, int, int]:
     """A store that these processes share and no earlier ones have written to; this rank; how many there are.
 
     torchrun keeps one store for all its restarts, and a rank that starts early may find there the address of a process
     that is gone. So rank 0 opens a store of its own, whose port is told through the old one: a stale port has nobody
     behind it, and is asked for again.
     """
-    told, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
+    told, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return told, rank, size
     host, key = os.environ["MASTER_ADDR"], "muonsw/port"
     if rank == 0:
-        own = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        own = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
         told.set(key, str(own.port))
         return own, rank, size
     end = time.monotonic() + STARTING_SECONDS
     while True:
         try:
             patience = timedelta(seconds=CONNECTING_SECONDS)
-            theirs = dist.TCPStore(host, int(told.get(key)), size, is_master=False, timeout=patience)
+            theirs = TCPStore(host, int(told.get(key)), size, is_master=False, timeout=patience)
         except dist.DistError:
             if time.monotonic() > end:
                 raise
         else:
             theirs.set_timeout(timedelta(seconds=STARTING_SECONDS))
             return theirs, rank, size
-
-
-class Watchdog:
-    """Ends this process, with a message, when it makes no progress: a collective waits for a lost rank for ever.
-
-    A second thread tells the other ranks how far this one is, so that the message can name the one that is behind.
-    """
-
-    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
-        self.rank, self.size, self.patience = rank, size, STARTING_SECONDS
-        self._store, self._ended = store, threading.Event()
-        self._count, self._doing, self._since = 0, "starting", time.monotonic()
-        for work in (self._guard, self._report):
-            threading.Thread(target=work, name=work.__name__, daemon=True).start()
-
-    def alive(self, doing: str) -> None:
-        self._count, self._doing, self._since = self._count + 1, doing, time.monotonic()
-
-    def end(self) -> None:
-        self._ended.set()
-
-    def _guard(self) -> None:
-        """Never touches the store, which may itself be gone."""
-        while not self._ended.wait(BEAT_SECONDS / 4):
-            if time.monotonic() - self._since > self.patience:
-                self._bark()
-
-    def _bark(self) -> None:
-        lines: list[str] = []
-        asking = threading.Thread(target=lambda: lines.extend(self._behind()), daemon=True)
-        asking.start()
-        asking.join(5.0)
-        here = f"rank {self.rank} has made no progress for {self.patience:g} s, in: {self._doing}"
-        behind = "; ".join(lines) or "the other ranks cannot be asked"
-        longer = "if updates may take that long, raise parallel.timeout"
-        print(f"muonsw: {here} ({behind}); {AGAIN}; {longer}", file=sys.stderr, flush=True)
-        os._exit(MACHINE)
-
-    def _report(self) -> None:
-        with suppress(Exception):  # the store is on rank 0's machine, and may go at any time
-            while not self._ended.wait(BEAT_SECONDS):
-                self._store.set(f"beat/{self.rank}", json.dumps([self._count, self._doing, time.time()]))
-
-    def _behind(self) -> Iterator[str]:
-        """Which ranks are not as far as this one, or have not been heard of."""
-        with suppress(Exception):
-            keys = {rank: f"beat/{rank}" for rank in range(self.size) if rank != self.rank}
-            told = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-            for rank in keys:
-                count, doing, when = told.get(rank, (-1, "starting", 0.0))
-                silent = time.time() - when > min(self.patience / 2, 30 * BEAT_SECONDS)  # clocks may differ a little
-                if count < self._count or silent:
-                    yield f"rank {rank} is behind, in: {doing}" + (", and its process is silent" if silent else "")
-            if all(count >= self._count for count, _, _ in told.values()) and len(told) == len(keys):
-                yield "no other rank is behind this one"
 
 
 @contextmanager
