@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -20,10 +19,10 @@ from muonsw.lab.train import checkpoint
 from muonsw.lab.train.shared import SharedShelf
 from muonsw.lab.train.state import Training
 from tests.faults.killing import LIBC, REMOUNT, Counter, in_child, limit_files, mount_disk
-from tests.lab.train.ranks import run, run_well, spread_over, start
+from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
 from tests.lab.train.small import losses, small_run
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork, limits and mounts of Linux")
+pytestmark = NEEDED
 
 LOST = "another rank has ended or cannot be reached"
 AGAIN = "start the same command again to go on from the last checkpoint"

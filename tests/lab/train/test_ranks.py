@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import signal
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,10 @@ import torch
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training
-from tests.lab.train.ranks import run, run_well, spread_over, start
+from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
 from tests.lab.train.small import losses, small_run
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+pytestmark = NEEDED
 
 # In float64, where another order of summation changes the 16th digit; some steps multiply that.
 CLOSE = 1e-9
