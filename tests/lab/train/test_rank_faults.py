@@ -19,6 +19,7 @@ from muonsw.lab.train import checkpoint
 from muonsw.lab.train.shared import SharedShelf
 from muonsw.lab.train.state import Training
 from tests.faults.killing import LIBC, REMOUNT, Counter, in_child, limit_files, mount_disk
+from tests.faults.made import LONG
 from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
 from tests.lab.train.small import losses, small_run
 
@@ -204,8 +205,10 @@ def killed_at_operation(victim, number, folder):
     return before
 
 
-CASES = [(victim, number) for victim in (0, 1) for number in range(2, 90 if victim == 0 else 16)]
-FEW = [(0, 30), (0, 46), (1, 4)]
+# Operations of each rank in the whole run; every one of them with `make test-faults`.
+OPERATIONS = {0: 90, 1: 16}
+CASES = [(victim, number) for victim, last in OPERATIONS.items() for number in range(2, last, 1 if LONG else 4)]
+FEW = [(0, 40), (1, 4)]
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"])
