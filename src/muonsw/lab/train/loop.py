@@ -183,6 +183,7 @@ def save(training: Training, journal: Journal, metrics: MetricsFile | None, shel
 def resume(training: Training, shelf: Shelf | SharedShelf, watch: Watch) -> None:
     """Load the newest checkpoint that is whole; a damaged one is put aside and the one before it tried."""
     here = torch.get_num_threads()
+    shelf.sweep()
     while (path := shelf.newest()) is not None:
         training.world.alive(f"reading {path}")
         try:
