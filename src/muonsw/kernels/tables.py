@@ -38,12 +38,25 @@ def table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy without waiting; in a graph under capture, where no copy may start, write number by number."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
+    """Copy without waiting, or beside a graph under capture."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _beside_graph(torch.tensor(numbers, dtype=torch.int64), device)
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+# Nobody says when a graph is gone, so what it reads stays: some kilobytes for each.
+_read_by_graphs: list[Tensor] = []
+
+
+def _beside_graph(host: Tensor, device: torch.device) -> Tensor:
+    """Copied at once by a stream that is not captured: the graph finds the numbers there whenever it is replayed."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        copy = host.to(device)
+    _read_by_graphs.append(copy)
+    return copy
 
 
 def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
