@@ -21,10 +21,8 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Grouped GEMM kernels want rows that start at multiples of 16 bytes.
 ALIGNMENT_BYTES = 16
-# Their tiles; and fewer tiles than this leave multiprocessors of a large GPU idle.
-TILE_ROWS, TILE_COLUMNS, FEW_TILES = 128, 256, 128
-# Parts that the rows of an expert are then cut into.
-ROW_PARTS = 8
+# Their tiles, and how many a GPU works on at once (an H100's or H200's multiprocessors).
+TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132
 
 
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
@@ -190,16 +188,32 @@ class _GroupedExperts(torch.autograd.Function):
 
 
 def weight_gradient(grad_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
-    """`grad.T @ x` of each group, (E, F, D), in float32.
-
-    The sums over rows are long and the results small: where those are too few tiles to fill a GPU, each group is cut
-    into parts, which are added up afterwards.
-    """
+    """`grad.T @ x` of each group, (E, F, D), in float32."""
     outputs, inputs = grad_RF.shape[1], x_RD.shape[1]
-    tiles = ends_E.shape[0] * -(-outputs // TILE_ROWS) * -(-inputs // TILE_COLUMNS)
-    parts = ROW_PARTS if tiles < FEW_TILES else 1
+    parts = row_parts(ends_E.shape[0] * -(-outputs // TILE_ROWS) * -(-inputs // TILE_COLUMNS))
     products = functional.grouped_mm(grad_RF.mT, x_RD, offs=part_ends(ends_E, parts))
     return products.view(-1, parts, outputs, inputs).sum(dim=1, dtype=torch.float32)
+
+
+def row_parts(tiles: int) -> int:
+    """Into how many parts, added up afterwards, the rows of each group are cut for so many tiles of results.
+
+    The sums over rows are long and the results small: with few tiles, or a few more than fill the GPU once or twice,
+    many multiprocessors would wait for some.
+
+    Examples:
+        >>> row_parts(48), row_parts(96), row_parts(704), row_parts(1408)
+        (2, 4, 2, 1)
+    """
+    best = 1
+    for parts in (2, 4):
+        if _rounds(tiles, parts) < 0.95 * _rounds(tiles, best):
+            best = parts
+    return best
+
+
+def _rounds(tiles: int, parts: int) -> float:
+    return -(-tiles * parts // TILES_AT_ONCE) / parts
 
 
 def part_ends(ends_E: Tensor, parts: int) -> Tensor:

@@ -93,9 +93,10 @@ def _choose(
         mask=inside[:, None] & (expert < EXPERTS)[None, :],
         other=-float("inf"),
     )
+    z = tl.where(z == z, z, -float("inf"))  # threads that compare NaNs would not agree
     rows = tl.zeros((WIDE,), tl.int32)
     for choice in tl.static_range(TOP_K):
-        # where logits are NaN the comparison may end anywhere, but it must not end outside
+        # a row without any number must not end outside
         best = tl.minimum(tl.argmax(z, axis=1), EXPERTS - 1)
         taken = expert[None, :] == best[:, None]
         z = tl.where(taken, -float("inf"), z)
