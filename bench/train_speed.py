@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--graphs", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, help="also write where the time of an update goes, kernel by kernel")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="Synchronization debug mode")
     rows = [measure(name, options) for name in options.presets]
@@ -84,6 +86,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float | str]:
         times.append((time.perf_counter() - start) / options.updates)
         journal.catch_up()
     seconds = statistics.median(times)
+    if options.profile:
+        options.profile.mkdir(parents=True, exist_ok=True)
+        (options.profile / f"{name}.txt").write_text(kernel_table(update))
     rate = config.tokens_per_step / seconds
     return {
         "preset": name,
@@ -95,6 +100,20 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float | str]:
         "tflops": count(config.model).flops_per_token * rate / 1e12,
         "gib": torch.cuda.max_memory_allocated() / 2**30,
     }
+
+
+def kernel_table(update: Callable[[], None]) -> str:
+    """Every kernel of one update: milliseconds, share, launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        update()
+        torch.cuda.synchronize()
+    found = {event.key: event for event in profiler.key_averages()}
+    times = {key: event.self_device_time_total / 1e3 for key, event in found.items() if event.self_device_time_total}
+    whole = sum(times.values())
+    lines = [f"{whole:9.2f} ms on the device"]
+    for key, ms in sorted(times.items(), key=lambda item: -item[1]):
+        lines.append(f"{ms:9.3f} {ms / whole:6.1%} {found[key].count:6d}  {key}")
+    return "\n".join(lines) + "\n"
 
 
 def prepared(name: str, options: argparse.Namespace) -> Training:
@@ -111,16 +130,15 @@ def prepared(name: str, options: argparse.Namespace) -> Training:
 
 
 def check(training: Training, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    inputs, targets = (part[:2] for part in batch)
+    """Compile, and compare with what was compiled."""
     with torch.no_grad(), training.autocast():
-        plain = training.model(inputs, targets)
+        plain = training.model(*batch)
     start = time.perf_counter()
     with training.autocast():
         compiled = training.forward(*batch)
-        whole = training.model(*batch)
     compiled.total.backward()
     training.optimizer.zero_grad(set_to_none=True)
-    torch.testing.assert_close(compiled.cross_entropy, whole.cross_entropy, rtol=2e-3, atol=0)
+    torch.testing.assert_close(compiled.cross_entropy, plain.cross_entropy, rtol=2e-3, atol=0)
     print(f"compiled in {time.perf_counter() - start:.0f} s; loss {float(plain.total):.3f}", flush=True)
 
 
