@@ -71,12 +71,16 @@ class Training:
         self.device = resolve_device(config.device)
         folder = Path(config.data.path)
         sequence, micro = config.model.sequence, config.batch // config.accumulation
-        self.loader = TokenLoader(open_split(folder, "train"), sequence, config.batch, config.seed)
+        shards, limit = open_split(folder, "train"), config.data.train_windows
+        self.loader = TokenLoader(shards, sequence, config.batch, config.seed, limit)
         held_out = open_split(folder, "validation")
         self.validation = ValidationLoader(held_out, sequence, micro, config.data.eval_windows)
         self.model = Decoder(config.model, seed=config.seed).to(self.device)
+        if config.weights == "bfloat16":
+            for parameter in self.model.parameters():  # buffers stay: rotations need their digits
+                parameter.data = parameter.data.bfloat16()
         self.forward = self._compiled()
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer, config.steps)
         self.replayed_update = Captured(self.plain_update, self.device) if uses_graphs(config) else None
         self.replayed_score = Captured(self.score, self.device) if uses_graphs(config) else None
         self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
