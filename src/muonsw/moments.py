@@ -47,19 +47,20 @@ def place(group: Group, label: str) -> None:
     rule = DECAY_RULES[group["decay"]]
     if not group["params"] or not (rule.uses_step or rule.uses_gradient):
         return
-    device = local(group["params"][0]).device
+    like = local(group["params"][0])
     if rule.uses_step and isinstance(group["lr"], Tensor):
-        group["step_count"] = _placed(group["step_count"], 0.0, device, label)
+        group["step_count"] = _placed(group["step_count"], 0.0, like, label)
     if rule.uses_gradient:
-        group["gradient_average"] = _placed(group["gradient_average"], [0.0, 0.0], device, label)
+        group["gradient_average"] = _placed(group["gradient_average"], [0.0, 0.0], like, label)
 
 
-def _placed(value: Any, fresh: Any, device: torch.device, label: str) -> Tensor:
-    if isinstance(value, Tensor) and value.device == device:
+def _placed(value: Any, fresh: Any, like: Tensor, label: str) -> Tensor:
+    if isinstance(value, Tensor) and value.device == like.device:
         return value
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"the decay rule of {label} counts steps; take one step before a CUDA graph is captured")
-    return torch.as_tensor(fresh if value is None else value, dtype=torch.float32).to(device, copy=True)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.as_tensor(fresh if value is None else value, dtype=dtype).to(like.device, copy=True)
 
 
 def join_in_mid_run(group: Group, others: Iterable[Group]) -> None:
@@ -106,7 +107,7 @@ def averages(work: Sequence[Batch], ok: Tensor | None) -> dict[int, Average]:
 def _average(group: Group, batches: Sequence[Batch], ok: Tensor | None) -> Average:
     before: Tensor = group["gradient_average"]
     items = [item for batch in batches for item in batch.items]
-    total = sum((_sum_of_squares(item).to(before.device, torch.float32) for item in items), torch.zeros_like(before[0]))
+    total = sum((_sum_of_squares(item).to(before) for item in items), torch.zeros_like(before[0]))
     mean = total / sum(item.parameter.numel() for item in items)
     beta = group["betas"][1]
     after = beta * before + (1 - beta) * torch.stack([mean, torch.ones_like(mean)])
