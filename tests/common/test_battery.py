@@ -11,13 +11,17 @@ from muonsw.orthogonalize import ORTHOGONALIZERS
 from tests.common.problems import RULE_OPTIONS, assert_same, clones, cosine, matrices, mean_square, phi_of, run
 
 LAMBDA = {"squared": 0.5, "independent": 0.002, "fixed": 1e-4, "gradient_norm": 1e-4}
+# Every rule with one orthogonalizer, every orthogonalizer with two rules: they do not meet in the code.
 COMBINATIONS = [
     (algorithm, decay, orthogonalizer, cautious)
     for algorithm in ALGORITHMS
     for decay in DECAY_RULES
     for orthogonalizer in (ORTHOGONALIZERS if algorithm == "muon" else ["newton_schulz"])
     for cautious in (False, True)
+    if orthogonalizer == "newton_schulz" or decay in ("constant", "scaled")
 ]
+# Decay that does not vanish with the learning rate, or grows as gradients vanish, pulls away from a minimum.
+PULLING = ("fixed", "gradient_norm")
 battery = pytest.mark.parametrize(("algorithm", "decay", "orthogonalizer", "cautious"), COMBINATIONS)
 
 
@@ -49,6 +53,7 @@ def test_it_finds_the_minimum_of_a_quadratic(algorithm, decay, orthogonalizer, c
         optimizer.step()
     # constant decay settles short of the target: where momentum makes the gradient tenfold, by lambda / 20 at most
     short = 0.1 / 20 if decay in ("constant", "independent", "cosine") else 0.0
+    short = 0.02 if decay in PULLING else short
     assert (param.detach() - target).norm() < (short + 0.002) * target.norm()
 
 
