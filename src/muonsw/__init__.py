@@ -13,6 +13,7 @@ from muonsw.decay import decay_factor as decay_factor
 from muonsw.foreign import drive_weight_decay as drive_weight_decay
 from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
 from muonsw.nonfinite import NonFiniteGradientWarning as NonFiniteGradientWarning
+from muonsw.norms import NORM_RULES as NORM_RULES
 from muonsw.options import GroupOptions as GroupOptions
 from muonsw.orthogonalize import ORTHOGONALIZERS as ORTHOGONALIZERS
 from muonsw.peak import PeakLRError as PeakLRError
@@ -29,6 +30,7 @@ from muonsw.version import __version__ as __version__
 __all__ = [
     "ALGORITHMS",
     "DECAY_RULES",
+    "NORM_RULES",
     "ORTHOGONALIZERS",
     "SGDSW",
     "SHAPE_SCALES",

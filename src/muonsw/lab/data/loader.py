@@ -80,6 +80,7 @@ class TokenLoader:
         sequence: Tokens in an input.
         batch: Sequences in a batch, over all ranks and micro-batches.
         seed: Decides the order.
+        limit: Visit only so many windows, the first ones; None visits all.
         windows: What is visited.
     """
 
@@ -87,15 +88,21 @@ class TokenLoader:
     sequence: int
     batch: int
     seed: int
+    limit: int | None = None
     windows: Windows = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", Windows(self.shards, self.sequence))
         if self.batch < 1:
             raise ValueError(f"a batch has at least 1 sequence, not {self.batch}")
-        if self.windows.count < self.batch:
-            short = f"the corpus has {self.windows.count} windows of {self.sequence + 1} tokens, fewer than one batch"
+        if self.size < self.batch:
+            short = f"the corpus has {self.size} windows of {self.sequence + 1} tokens, fewer than one batch"
             raise ValueError(f"{short} of {self.batch}: make the batch or the sequence smaller, or add data")
+
+    @property
+    def size(self) -> int:
+        """How many windows an epoch has."""
+        return self.windows.count if self.limit is None else min(self.limit, self.windows.count)
 
     def batch_at(self, step: int) -> Batch:
         """Inputs and targets of a step, counted from 0; int64 of shape (batch, sequence)."""
@@ -122,7 +129,7 @@ class TokenLoader:
 
     def epochs(self, total_steps: int) -> float:
         """How many times a run of so many steps visits the corpus."""
-        return total_steps * self.batch / self.windows.count
+        return total_steps * self.batch / self.size
 
     def _ids(self, step: int, first: int, last: int) -> Indices:
         """The windows in rows first to last of a step's batch."""
@@ -130,7 +137,7 @@ class TokenLoader:
             raise ValueError(f"steps are counted from 0, not {step}")
         # Python's integers have no largest value: step * batch may pass 64 bits though no index within an epoch does.
         samples = range(step * self.batch + first, step * self.batch + last)
-        size, parts = self.windows.count, []
+        size, parts = self.size, []
         for epoch in range(samples[0] // size, samples[-1] // size + 1):
             begin, end = max(samples.start - epoch * size, 0), min(samples.stop - epoch * size, size)
             parts.append(Bijection(size, (self.seed, epoch))(np.arange(begin, end)))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from muonsw.lab import paper
 from muonsw.lab.studies.study import TrainingStudy
-from muonsw.lab.studies.training import dynamics, recipes, regret, rows, rules, sweeps
+from muonsw.lab.studies.training import best_rules, dynamics, recipes, regret, rows, rules, sweeps
 
 SHORT = "runs are relaxation-matched: lambda is raised so that decay acts within a short run as it does in a long one"
 CPU_BODY = (
@@ -163,6 +163,19 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rules.all_rules,
         claims=rules.judge_rules,
         own_tables=rows.control_tables,
+    ),
+    TrainingStudy(
+        name="best-rules",
+        title="every decay and norm rule at its best of three strengths",
+        reference=best_rules.BEYOND.reference,
+        scaled=_scaled(
+            "Width 64, 420 updates of 1,536 tokens, 28 arms, two seeds; decay acts only where lambda is large.",
+            "Width 128 of 6 layers, 1,600 updates of 16,384 tokens, 28 arms, two seeds.",
+            "Width 256, 10,000 updates, 28 arms, one seed.",
+        ),
+        comparisons=best_rules.best_of_three,
+        claims=best_rules.judge_best_rules,
+        own_tables=best_rules.best_rules_tables,
     ),
     TrainingStudy(
         name="dense-moe",
