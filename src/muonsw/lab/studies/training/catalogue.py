@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from muonsw.lab import paper
 from muonsw.lab.studies.study import TrainingStudy
@@ -18,6 +19,7 @@ MINI_BODY = (
     "6 layers, 8 experts, muP base width 128, Python source with a BPE of 4,096, 3,500 updates of 32,768 tokens "
     "(16,384 at width 512), lambda times learning rate times updates 35 at every width"
 )
+LOSS_AND_NORM = partial(rows.draw_figures, figures=("loss-and-norm",))
 PAPER_BODY = "Nothing is scaled; one seed, as in the paper"
 
 
@@ -44,7 +46,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.all_rows,
         claims=rows.judge_rows,
         own_tables=rows.control_tables,
-        figures=rows.draw_rows,
+        figures=LOSS_AND_NORM,
     ),
     TrainingStudy(
         name="headline",
@@ -54,7 +56,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.headline_row,
         claims=rows.judge_rows,
         own_tables=rows.control_tables,
-        figures=rows.draw_rows,
+        figures=LOSS_AND_NORM,
     ),
     TrainingStudy(
         name="steady-state",
@@ -63,7 +65,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         scaled=_rows("Width 64", "Width 256", "Width 1024"),
         comparisons=rows.headline_row,
         claims=dynamics.judge_steady_state,
-        figures=dynamics.draw_steady_state,
+        figures=partial(rows.draw_figures, figures=("alignment-and-prediction", "tracking")),
     ),
     TrainingStudy(
         name="diagnostics",
@@ -72,7 +74,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         scaled=_rows("Width 64", "Width 256", "Width 1024"),
         comparisons=rows.headline_row,
         claims=dynamics.judge_diagnostics,
-        figures=dynamics.draw_diagnostics,
+        figures=partial(rows.draw_figures, figures=("orthogonality", "gradient-and-momentum", "late-alignment")),
     ),
     TrainingStudy(
         name="widths",
@@ -82,7 +84,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.other_rows,
         claims=rows.judge_rows,
         own_tables=rows.control_tables,
-        figures=rows.draw_rows,
+        figures=LOSS_AND_NORM,
     ),
     TrainingStudy(
         name="recipes",
