@@ -11,8 +11,7 @@ from rich.console import Console
 
 from muonsw.lab.cli import main
 from muonsw.lab.data.shards import RECORD
-from muonsw.lab.diagnose.diagnosis import diagnose
-from muonsw.lab.diagnose.terminal import print_diagnosis
+from muonsw.lab.diagnose.diagnosis import diagnose, print_diagnosis
 from muonsw.lab.runs import load_run
 from muonsw.lab.train import __main__ as entry
 from muonsw.lab.train.loop import train

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from muonsw.lab.commands.diagnose import Diagnose
 from muonsw.lab.diagnose import diagnose, figures
-from muonsw.lab.diagnose.diagnosis import as_data
+from muonsw.lab.diagnose.diagnosis import as_data, print_diagnosis
 from muonsw.lab.diagnose.figures import FIGURES, draw, legend
-from muonsw.lab.diagnose.terminal import print_diagnosis
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.theme import LIGHT, arm_styles
 from muonsw.lab.runs import load_run

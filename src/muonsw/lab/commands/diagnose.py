@@ -10,10 +10,9 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.diagnose.diagnosis import as_data, diagnose
+from muonsw.lab.diagnose.diagnosis import as_data, diagnose, print_diagnosis
 from muonsw.lab.diagnose.figures import draw
 from muonsw.lab.diagnose.history import LATE
-from muonsw.lab.diagnose.terminal import print_diagnosis
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.storage import prepare_folder, write_atomically
