@@ -14,7 +14,7 @@ from pathlib import Path
 
 from muonsw.lab.claims.claim import Claim
 from muonsw.lab.claims.table import measured_text, predicted_text
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Level, Sheet
+from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Level, Sheet
 from muonsw.lab.report.static import write_sheet
 from muonsw.lab.studies.training.regret import GOOD, RULES, judge_losses, octaves_within, regrets
 from muonsw.lab.studies.training.sweeps import mean_losses
@@ -66,7 +66,7 @@ def draw(found: Map) -> None:
         )
         for steps in found["constant"]
     ]
-    arms = [Arm(rule, rule) for rule in RULES]
+    arms = [LegendEntry(rule, rule) for rule in RULES]
     for path in write_sheet(Sheet("regret-map", "", charts, columns=2), arms, ASSETS):
         if path.suffix == ".svg":
             path.unlink()

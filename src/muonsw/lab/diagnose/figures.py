@@ -13,7 +13,7 @@ from muonsw.lab.diagnose.diagnosis import Diagnosis
 from muonsw.lab.diagnose.history import History
 from muonsw.lab.diagnose.rules import words
 from muonsw.lab.report.charts import loss_axis
-from muonsw.lab.report.sections import Arm, Axis, Band, Chart, Curve, Level, Mark, Sheet
+from muonsw.lab.report.sections import Axis, Band, Chart, Curve, LegendEntry, Level, Mark, Sheet
 from muonsw.lab.report.static import write_sheet
 from muonsw.lab.report.theme import RULE_NAMES
 from muonsw.lab.runs import Points, unique_names
@@ -42,7 +42,7 @@ def draw(diagnoses: Sequence[Diagnosis], folder: Path, names: Sequence[str] = ()
     return [path for sheet in sheets if sheet is not None for path in write_sheet(sheet, arms, folder)]
 
 
-def legend(diagnoses: Sequence[Diagnosis]) -> list[Arm]:
+def legend(diagnoses: Sequence[Diagnosis]) -> list[LegendEntry]:
     """Names and colours: the first run of a rule has the rule's colour, further ones have other colours.
 
     Runs are called by their rule where that tells them apart, else by their folder.
@@ -51,7 +51,7 @@ def legend(diagnoses: Sequence[Diagnosis]) -> list[Arm]:
     by_rule = len(set(rules)) == len(rules) and all(rule in RULE_NAMES for rule in rules)
     names = [RULE_NAMES[rule] for rule in rules] if by_rule else unique_names(one.run.name for one in diagnoses)
     hues = [rule if rule not in rules[:place] else f"run {place}" for place, rule in enumerate(rules)]
-    return [Arm(name, hue) for name, hue in zip(names, hues, strict=True)]
+    return [LegendEntry(name, hue) for name, hue in zip(names, hues, strict=True)]
 
 
 def loss_and_norm(named: Sequence[Named]) -> Sheet:
