@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from muonsw.lab.errors import needed
 from muonsw.lab.report.own import PAGE_MARK, write_own
@@ -50,12 +49,12 @@ def page(document: Document) -> str:
         groups=[(is_chart, list(group)) for is_chart, group in groupby(document.sections, _is_chart)],
         contents=_contents(document),
         short=SHORT,
-        mark=Markup(PAGE_MARK),
-        policy=Markup(f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:"),
-        style=Markup(_resource("page.css")),
-        data=Markup(data.replace("<", "\\u003c")),  # which could end the script element
-        library=Markup(library),
-        code=Markup(code),
+        mark=PAGE_MARK,
+        policy=f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:",
+        style=_resource("page.css"),
+        data=data.replace("<", "\\u003c"),  # which could end the script element
+        library=library,
+        code=code,
     )
 
 
