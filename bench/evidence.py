@@ -25,7 +25,7 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import measured_text, predicted_text
 from muonsw.lab.diagnose.fits import fit_alignment
 from muonsw.lab.paper import CONSTANT_OFFSET, CONSTANT_SLOPE, DEFECT, SCALED_SLOPE
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Level, Sheet
+from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Level, Sheet
 from muonsw.lab.report.static import write_sheet
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.training.best_rules import best_strength, candidates, judge_strengths, rules_run
@@ -295,7 +295,7 @@ def draw(found: Map) -> None:
         )
         for steps in found["constant"]
     ]
-    arms = [Arm(rule, rule) for rule in RULES]
+    arms = [LegendEntry(rule, rule) for rule in RULES]
     (ASSETS / "regret-map.png").unlink(missing_ok=True)
     for path in write_sheet(Sheet("regret-map", "", charts, columns=len(charts)), arms, ASSETS):
         if path.suffix == ".svg":

@@ -28,11 +28,7 @@ class Windows:
     """Windows of `sequence + 1` tokens over shards; none crosses a shard's end.
 
     Neighbouring windows share one token, the last target of one and the first input of the next, so that every token of
-    a shard but the first is a target in at most one window.
-
-    Attributes:
-        count: How many windows there are.
-        dropped: How many tokens at the ends of shards are in no window.
+    a shard but the first is a target in at most one window. `count` is how many there are.
     """
 
     def __init__(self, shards: Sequence[Shard], sequence: int) -> None:
@@ -42,12 +38,10 @@ class Windows:
             raise ValueError("there is no shard to read: prepare the data, or check the path")
         self.shards, self.sequence = tuple(shards), sequence
         counts = np.array([(len(shard.tokens) - 1) // sequence for shard in shards], dtype=np.int64)
-        covered = np.where(counts > 0, counts * sequence + 1, 0)
         self._ends = np.cumsum(counts)
         self.count = int(self._ends[-1])
-        tokens = sum(len(shard.tokens) for shard in shards)
-        self.dropped = tokens - int(covered.sum())
         if self.count == 0:
+            tokens = sum(len(shard.tokens) for shard in shards)
             needs = f"no shard holds one window of {sequence + 1} tokens"
             raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
 
@@ -122,10 +116,6 @@ class TokenLoader:
         rows = self.batch // (ranks * accumulation)
         starts = (rows * (ranks * micro + rank) for micro in range(accumulation))
         return (self.windows.gather(self._ids(step, start, start + rows)) for start in starts)
-
-    def batches(self, start: int = 0, stop: int | None = None, *, ahead: int = 2) -> Iterator[Batch]:
-        """`batch_at` of start, start + 1, ..., read in the background up to `ahead` steps early."""
-        return prefetch(self.batch_at, start, stop, ahead=ahead)
 
     def epochs(self, total_steps: int) -> float:
         """How many times a run of so many steps visits the corpus."""
