@@ -13,6 +13,8 @@ FRAMEWORKS = ("Trainer", "Accelerate", "Lightning", "timm", "PEFT LoRA", "TRL SF
 CAPABILITIES = (
     "one process",
     "two processes (DDP)",
+    "FSDP2",
+    "torch.compile",
     "resume",
     "bf16",
     "accumulation",
