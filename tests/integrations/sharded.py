@@ -1,8 +1,8 @@
 """Run by torchrun with two processes: a framework trains under FSDP2; rank 0 writes what came out.
 
-Accelerate, and with it the Trainer, turns its FSDP2 plugin on only where it finds an accelerator. Here that one condition
-is lifted (`allow_on_cpu`); everything behind it is Accelerate's own code: sharding the model, swapping the DTensors into
-the optimizer's groups, saving and loading.
+Accelerate, and with it the Trainer, turns its FSDP2 plugin on only where it finds an accelerator. Here that one
+condition is lifted (`allow_on_cpu`); everything behind it is Accelerate's own code: sharding the model, swapping the
+DTensors into the optimizer's groups, saving and loading.
 """
 
 import json
@@ -53,7 +53,7 @@ def of_both_ranks(batches):
 
 
 def off_by(found, expected):
-    """The largest distance of a weight from where a plain loop puts it, relative to the largest weight of its tensor."""
+    """How far a weight is at most from where a plain loop puts it, relative to the largest of its tensor."""
     return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
@@ -188,12 +188,60 @@ def with_lightning(folder):
     return describe(trainer.optimizers[0], found, expected, found, resumed, again.optimizers[0], sampled)
 
 
+def with_torchtitan(folder):
+    """Six updates against a plain loop; the last three again from a checkpoint of its CheckpointManager."""
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    from muonsw import Telemetry
+    from tests.integrations.test_torchtitan import STEPS, Training, llama
+
+    torch.distributed.init_process_group("gloo")
+
+    def sharded():
+        model = llama()
+        for layer in model.layers.values():
+            fully_shard(layer)
+        fully_shard(model)
+        training = Training([model])
+        manager = CheckpointManager.Config(enable=True, interval=3, keep_latest_k=0).build(
+            dataloader=None,
+            model_parts=training.parts,
+            optimizers=training.optimizers,
+            lr_schedulers=training.schedulers,
+            states={},
+            sd_adapter=None,
+            base_folder=folder,
+        )
+        return training, manager
+
+    def whole_weights(training):
+        return whole(training.parts[0].named_parameters())
+
+    training, manager = sharded()
+    telemetry = Telemetry(training.optimizers.optimizers[0], every=2)
+    training.go(0, 3)
+    manager.save(3)
+    training.go(3, STEPS)
+    again, manager = sharded()
+    assert manager.load(3)
+    again.go(3, STEPS)
+    found, resumed = whole_weights(training), whole_weights(again)
+    expected = Training([llama()]).go(0, STEPS)
+    steps = [record["step"] for record in telemetry.records]
+    optimizers = training.optimizers.optimizers[0], again.optimizers.optimizers[0]
+    result = describe(optimizers[0], found, expected, found, resumed, optimizers[1], steps)
+    torch.distributed.destroy_process_group()
+    return result
+
+
 RUNS = {
     "transformers": with_transformers,
     "accelerate": with_accelerate,
     "accelerate-full": lambda folder: with_accelerate(folder, state_dict="FULL_STATE_DICT"),
     "accelerate-bf16": lambda folder: with_accelerate(folder, precision="bf16"),
     "lightning": with_lightning,
+    "torchtitan": with_torchtitan,
 }
 
 

@@ -113,7 +113,9 @@ def test_its_own_groups_under_our_adamw_step_as_under_torchs():
 def test_layer_decay_of_a_compiled_model_is_that_of_the_plain_one():
     """timm's script builds the optimizer first and compiles then; either order gives the same groups and steps."""
     plain, first, last = vit(), vit(), torch.compile(vit(), backend="aot_eager")
-    optimizers = [layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5) for model in (plain, first, last)]
+    optimizers = [
+        layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5) for model in (plain, first, last)
+    ]
     models = (plain, torch.compile(first, backend="aot_eager"), last)
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, cosine(optimizer), 0, 4)

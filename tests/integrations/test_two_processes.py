@@ -39,7 +39,7 @@ SHARDED_SAMPLED = {"transformers": [1, 2, 4, 6], "accelerate": [1, 2, 4], "light
 def test_sharded_weights_are_those_of_a_plain_loop_and_resume_bit_for_bit(tmp_path, framework):
     """What each number means is said where it is measured, in `sharded.py`."""
     result = two_processes("sharded.py", framework, tmp_path)
-    assert result.pop("off_by") < 1e-3
+    assert result.pop("off_by") < 1e-4  # rounding in float32: 0 under Lightning, 7e-7 under the others
     assert result == {
         "sharded": True,
         "resumed": True,
