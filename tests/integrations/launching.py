@@ -1,4 +1,4 @@
-"""Two processes of one of the scripts in this folder, over gloo, and what rank 0 wrote."""
+"""One of the scripts in this folder in processes of its own, over gloo, and what rank 0 wrote."""
 
 import json
 import os
@@ -12,15 +12,23 @@ ROOT = HERE.parents[1]
 
 def two_processes(script, what, folder):
     """Run `script what folder` twice at once; the content of the `result.json` that it leaves in the folder."""
+    return _result(["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"], script, what, folder)
+
+
+def one_process(script, what, folder):
+    """The same in one process of its own."""
+    return _result([], script, what, folder)
+
+
+def _result(launcher, script, what, folder):
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run(
-        [*torchrun, str(HERE / script), what, str(folder)],
+        [sys.executable, *launcher, str(HERE / script), what, str(folder)],
         env=environment,
         capture_output=True,
         text=True,
