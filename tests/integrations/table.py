@@ -9,10 +9,12 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "frameworks.md"
 BETWEEN = re.compile(r"(?<=<!-- works -->\n).*?(?=<!-- end -->)", re.DOTALL)
-FRAMEWORKS = ("Trainer", "Accelerate", "Lightning", "timm", "PEFT LoRA", "TRL SFTTrainer")
+FRAMEWORKS = ("Trainer", "Accelerate", "Lightning", "timm", "PEFT LoRA", "TRL SFTTrainer", "torchtitan")
 CAPABILITIES = (
     "one process",
     "two processes (DDP)",
+    "FSDP2",
+    "torch.compile",
     "resume",
     "bf16",
     "accumulation",

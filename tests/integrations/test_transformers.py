@@ -143,6 +143,22 @@ def test_under_bf16_autocast_weights_and_state_stay_float32(tmp_path):
     assert {group["highest_lr"] for group in optimizer.param_groups} == {LR}
 
 
+@pytest.mark.works("Trainer", "torch.compile")
+def test_a_compiled_model_is_routed_trained_and_resumed_as_the_plain_one(tmp_path):
+    """The backend traces the model and generates no code, which is what names and parameters depend on."""
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    whole = trainer_of(tmp_path / "whole", save_strategy="steps", save_steps=4, **compiled)
+    whole.train()
+    plain = trainer_of(tmp_path / "plain")
+    plain.train()
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(whole)[name], value, rtol=1e-3, atol=1e-5)
+    assert whole.optimizer.optimizer.routing() == plain.optimizer.optimizer.routing()
+    resumed = trainer_of(tmp_path / "resumed", **compiled)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert_same(weights(whole), weights(resumed))
+
+
 @pytest.mark.works("Trainer", "resume")
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
 @pytest.mark.parametrize("model", MODELS)
