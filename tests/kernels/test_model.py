@@ -56,7 +56,7 @@ def test_choices_and_routes(tokens, experts, top_k, device):
 def test_every_row_gets_a_place_whatever_the_logits_are(value, device):
     logits = torch.full((300, 6), value, device=device)
     chosen, order, inverse, ends = kernels.choose_experts(logits, 2)
-    assert 0 <= int(chosen.min())
+    assert int(chosen.min()) >= 0
     assert int(chosen.max()) < 6
     assert torch.equal(order.sort().values, torch.arange(600, device=device))
     assert torch.equal(order[inverse], torch.arange(600, device=device))

@@ -63,7 +63,7 @@ def _in_graph(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Numbers that a graph under capture will copy; one by one if there is no memory ready for them."""
     if not _ready or _ready[-1].numel() < len(numbers):
         return torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
-    room, _ready[-1] = _ready[-1].split([len(numbers), _ready[-1].numel() - len(numbers)])
+    room, _ready[-1] = _ready[-1][: len(numbers)], _ready[-1][len(numbers) :]
     room.copy_(torch.tensor(numbers, dtype=torch.int64))
     return room.to(device, non_blocking=True)
 

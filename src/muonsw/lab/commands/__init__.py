@@ -13,6 +13,7 @@ from typing import Protocol
 
 import tyro
 
+from muonsw.lab.commands.bench import Bench
 from muonsw.lab.commands.compare import Compare
 from muonsw.lab.commands.data import Data
 from muonsw.lab.commands.diagnose import Diagnose
@@ -42,6 +43,7 @@ COMMANDS: Mapping[str, type[Command]] = {
     "diagnose": Diagnose,
     "export": Export,
     "sample": Sample,
+    "bench": Bench,
 }
 
 
