@@ -10,6 +10,7 @@ from typing import Protocol
 
 import tyro
 
+from muonsw.lab.commands.advise import Advise
 from muonsw.lab.commands.compare import Compare
 from muonsw.lab.commands.data import Data
 from muonsw.lab.commands.diagnose import Diagnose
@@ -32,6 +33,7 @@ COMMANDS: Mapping[str, type[Command]] = {
     "compare": Compare,
     "reproduce": Reproduce,
     "plan": Plan,
+    "advise": Advise,
     "data": Data,
     "train": Train,
     "report": Report,
