@@ -5,6 +5,7 @@
 is Muon with scaled weight decay for the hidden matrices of a model and AdamW for the rest, in one optimizer.
 """
 
+from muonsw.advice import advise as advise
 from muonsw.algorithms import ALGORITHMS as ALGORITHMS
 from muonsw.clipping import clip_grad_norm_ as clip_grad_norm_
 from muonsw.decay import DECAY_RULES as DECAY_RULES
@@ -43,6 +44,7 @@ __all__ = [
     "PeakLRWarning",
     "Telemetry",
     "__version__",
+    "advise",
     "clip_grad_norm_",
     "convert_weight_decay",
     "decay_factor",

@@ -54,7 +54,7 @@ class Decay:
         self.t += 1
         self.v = self.beta2 * self.v + (1 - self.beta2) * float((G**2).mean())
         if self.R is None:
-            self.R = float((W**2).sum()) ** 0.5
+            self.R = math.sqrt((W**2).sum())
 
     def phi(self, eta: float) -> float:
         """The fraction of the weight taken away at learning rate `eta`."""
@@ -75,7 +75,7 @@ class Decay:
                 return self.lam / self.t * eta / self.eta_max
             case "gradient_norm":
                 v_hat = self.v / (1 - self.beta2**self.t)
-                return self.lam * eta / v_hat**0.5
+                return self.lam * eta / math.sqrt(v_hat)
             case "none":
                 return 0.0
         raise ValueError(f"unknown decay rule {self.rule!r}")
@@ -89,11 +89,10 @@ class Decay:
         """The next weight from this one and a direction, at the learning rate before and after the shape scale."""
         R = self.R or 0.0
         if self.norm == "target":
-            length = float((W**2).sum()) ** 0.5
-            return W - self.phi(eta) * (1 - R / length) * W - eta_hat * U
+            return W - self.phi(eta) * (1 - R / math.sqrt((W**2).sum())) * W - eta_hat * U
         if self.norm == "hyperball":
-            V = W - eta * R * U / float((U**2).sum()) ** 0.5
-            return R * V / float((V**2).sum()) ** 0.5
+            V = W - eta * R * U / math.sqrt((U**2).sum())
+            return R * V / math.sqrt((V**2).sum())
         return self.shrink(W, U, eta, cautious) - eta_hat * U
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import tyro
 
+from muonsw.lab.commands.advise import Advise
 from muonsw.lab.commands.bench import Bench
 from muonsw.lab.commands.compare import Compare
 from muonsw.lab.commands.data import Data
@@ -37,6 +38,7 @@ COMMANDS: Mapping[str, type[Command]] = {
     "compare": Compare,
     "reproduce": Reproduce,
     "plan": Plan,
+    "advise": Advise,
     "data": Data,
     "train": Train,
     "report": Report,
