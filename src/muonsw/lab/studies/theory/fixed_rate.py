@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from muonsw.lab.studies.theory.chains import (
     spectral_norm,
     weighted_mean,
 )
+from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.theory import check_schedule, muon_radius
 from muonsw.theory.hypotheses import require
 
@@ -54,33 +56,24 @@ def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
     require("lambda < 1", s.lam < 1.0, lam=s.lam)
     check_schedule([s.eta], a=1.0, lam=s.lam).require()
     A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
+    full, half = (Stated("end of section 3.3", f"eta = {peak} at every step") for peak in ("eta_max", "eta_max/2"))
+    same = "at a fixed learning rate both rules give the same bits ({}, largest difference)"
+    rescaled = "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)"
+    exact, rounding = Tolerance(0.0, "eta/eta_max is exactly 1"), Tolerance(1e-12, "rounding")
+    sgd_gap = fixed_gap(s, sgd, A, starts, context, peak_factor=1.0, part=(0.0, 0.05))
+    muon_gap = fixed_gap(s, muon, A, starts, context, peak_factor=1.0, part=(0.05, 0.15))
+    rescaled_gap = fixed_gap(s, muon, A, starts, context, peak_factor=2.0, part=(0.15, 0.25))
     claims = [
-        within(
-            f"fixed-rate-{name}",
-            f"at a fixed learning rate both rules give the same bits ({name}, largest difference)",
-            Stated("end of section 3.3", "eta = eta_max at every step"),
-            fixed_gap(s, name, A, starts, context, peak_factor=1.0, part=part),
-            0.0,
-            Tolerance(0.0, "eta/eta_max is exactly 1"),
-        )
-        for name, part in {"sgd": (0.0, 0.05), "muon": (0.05, 0.15)}.items()
+        within("fixed-rate-sgd", same.format("sgd"), full, sgd_gap, 0.0, exact),
+        within("fixed-rate-muon", same.format("muon"), full, muon_gap, 0.0, exact),
+        within("fixed-rate-rescaled", rescaled, half, rescaled_gap, 0.0, rounding),
     ]
-    claims.append(
-        within(
-            "fixed-rate-rescaled",
-            "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)",
-            Stated("end of section 3.3", "eta = eta_max/2 at every step"),
-            fixed_gap(s, "muon", A, starts, context, peak_factor=2.0, part=(0.15, 0.25)),
-            0.0,
-            Tolerance(1e-12, "rounding"),
-        )
-    )
     return Evidence([*claims, *counterexample(s, A, starts, context)])
 
 
 def fixed_gap(
     setting: FixedRateSettings,
-    name: str,
+    build: Callable[..., ScaledDecayOptimizer],
     A: Tensor,
     starts: Tensor,
     context: Context,
@@ -98,7 +91,7 @@ def fixed_gap(
         {"params": [w], "decay": s.rules[rule], "weight_decay": lams[rule], "momentum": s.beta}
         for rule, w in weights.items()
     ]
-    optimizer = {"sgd": sgd, "muon": muon}[name](groups, peak=peak_factor * s.eta, lam=s.lam)
+    optimizer = build(groups, peak=peak_factor * s.eta, lam=s.lam)
     for _ in march(optimizer, [s.eta] * s.fixed_steps, context.progress, part=part):
         for w in weights.values():
             torch.sub(w, A, out=gradient(w))
@@ -118,39 +111,21 @@ def counterexample(setting: FixedRateSettings, A: Tensor, starts: Tensor, contex
     means = {rule: weighted_mean(torch.stack(norms), s.etas, start=half) for rule, norms in nuclear.items()}
     missing = 2.0 * remaining(s.etas, s.lam) + POLAR.size
     hover = 2.0 * s.rows / (1.0 - s.beta) * sum(e**2 for e in s.etas[half:]) / sum(s.etas[half:])
+    trapped = float((torch.linalg.svdvals(A) - radius).clamp(min=0.0).sum())
+    theorem = Stated("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity")
+    grows = "|W_t|_op under constant decay grows to 1/lambda; it is not bounded by 1"
+    falls = "so the coefficient 1 - lambda |W_t|_op, which a descent argument needs positive, falls to zero"
+    stays = "the eta-weighted nuclear norm of the gradient stays at sum (sigma_i(A) - 1/lambda)_+ or more"
+    vanishes = "on the same problem scaled decay brings it down to the size of a step"
+    radius_left = Tolerance(missing, "prod(1 - eta lambda) of the radius is still missing, up to the start")
+    left = Tolerance(missing, "prod(1 - eta lambda) is still missing, up to the start")
+    inside = Tolerance(POLAR.size, "inside the ball |A - W|_* cannot be less")
+    estimate = Tolerance(0.0, "each of r directions hovers by up to 2 eta/(1 - beta): an estimate")
     return [
-        within_share(
-            "refuted-norm-bound",
-            "|W_t|_op under constant decay grows to 1/lambda; it is not bounded by 1",
-            REMARK,
-            largest,
-            radius,
-            Tolerance(missing, "prod(1 - eta lambda) of the radius is still missing, up to the start"),
-        ),
-        within(
-            "refuted-descent",
-            "so the coefficient 1 - lambda |W_t|_op, which a descent argument needs positive, falls to zero",
-            REMARK,
-            1.0 - s.lam * largest,
-            0.0,
-            Tolerance(missing, "prod(1 - eta lambda) is still missing, up to the start"),
-        ),
-        at_least(
-            "refuted-stationarity",
-            "the eta-weighted nuclear norm of the gradient stays at sum (sigma_i(A) - 1/lambda)_+ or more",
-            REMARK,
-            float(means[CONSTANT].min()),
-            float((torch.linalg.svdvals(A) - radius).clamp(min=0.0).sum()),
-            Tolerance(POLAR.size, "inside the ball |A - W|_* cannot be less"),
-        ),
-        at_most(
-            "scaled-stationarity",
-            "on the same problem scaled decay brings it down to the size of a step",
-            Stated("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity"),
-            float(means[SCALED].max()),
-            hover,
-            Tolerance(0.0, "each of r directions hovers by up to 2 eta/(1 - beta): an estimate"),
-        ),
+        within_share("refuted-norm-bound", grows, REMARK, largest, radius, radius_left),
+        within("refuted-descent", falls, REMARK, 1.0 - s.lam * largest, 0.0, left),
+        at_least("refuted-stationarity", stays, REMARK, float(means[CONSTANT].min()), trapped, inside),
+        at_most("scaled-stationarity", vanishes, theorem, float(means[SCALED].max()), hover, estimate),
     ]
 
 

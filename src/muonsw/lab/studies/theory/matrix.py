@@ -134,66 +134,42 @@ def run_matrix_figure(setting: MatrixFigureSettings, context: Context) -> Eviden
 
 def radius_claim(seen: Iterable[Seen], where: str) -> Claim:
     """The bound of the proof, at every step of every constant-decay chain."""
-    return at_most(
-        "radius",
-        f"constant decay keeps |W_t|_op under 1/lambda + (|W_0| - 1/lambda)_+ prod(1 - eta lambda), {where}",
-        Stated("Proposition 3.2", TRAPPED),
-        1.0 + max(stack.radius_excess for stack in seen),
-        1.0,
-        POLAR,
-    )
+    bound = "1/lambda + (|W_0| - 1/lambda)_+ prod(1 - eta lambda)"
+    statement, largest = f"constant decay keeps |W_t|_op under {bound}, {where}", max(one.radius_excess for one in seen)
+    return at_most("radius", statement, Stated("Proposition 3.2", TRAPPED), 1.0 + largest, 1.0, POLAR)
 
 
 def below_claims(seen: Seen, A: Tensor, lam: float) -> list[Claim]:
     """Bounds that hold from the first step on, as the starts are inside the ball."""
-    sigmas = torch.linalg.svdvals(A)
+    sigmas, lowest = torch.linalg.svdvals(A), float(seen.losses.min())
+    distance, floor = theory.muon_separation(float(sigmas[0]), lam=lam), theory.muon_loss_floor(sigmas, lam=lam)
+    outside = Stated("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball")
+    started = Stated("Proposition 3.2", f"{TRAPPED}, start inside the ball")
+    apart = "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda"
+    stays = "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2"
     return [
-        at_least(
-            "separation",
-            "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda",
-            Stated("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball"),
-            seen.separation,
-            theory.muon_separation(float(sigmas[0]), lam=lam),
-            POLAR,
-        ),
-        at_least(
-            "floor-from-above",
-            "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2",
-            Stated("Proposition 3.2", f"{TRAPPED}, start inside the ball"),
-            float(seen.losses.min()),
-            theory.muon_loss_floor(sigmas, lam=lam),
-            POLAR,
-        ),
+        at_least("separation", apart, outside, seen.separation, distance, POLAR),
+        at_least("floor-from-above", stays, started, lowest, floor, POLAR),
     ]
 
 
 def limit_claims(suffix: str, seen: Mapping[str, Seen], A: Tensor, beta: float, setting: MuonRun) -> list[Claim]:
     """Constant decay ends on its floor, scaled decay passes through it."""
     etas, lam, sigmas = setting.etas, setting.lam, torch.linalg.svdvals(A)
-    floor, excess = theory.muon_loss_floor(sigmas, lam=lam), floor_excess(sigmas, etas, lam)
-    initial = float(seen[SCALED].losses[0].mean())
+    floor, initial = theory.muon_loss_floor(sigmas, lam=lam), float(seen[SCALED].losses[0].mean())
+    excess, hovering = floor_excess(sigmas, etas, lam), jitter_loss(min(A.shape), etas[-1], beta) / initial
+    constant, scaled = (float(seen[rule].losses[-1].max()) for rule in BOTH)
+    proposition = Stated("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda")
+    corollary = Stated("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO)
+    stops = f"with beta {beta:g} constant decay comes down to its floor (loss over floor, worst chain)"
+    falls = f"with beta {beta:g} scaled decay drives the loss to zero (over the initial one, worst chain)"
+    below = "the proposition bounds the loss from below; that it is met is seen here, on this objective"
+    last = "the corollary promises a subsequence; the finite run shows the loss of its last step"
+    tenth = "a tenth of the excess that prod(1 - eta lambda) still leaves: the starts are not exactly zero"
+    near, met = Tolerance(0.1 * excess / floor, tenth), 1.0 + excess / floor
     return [
-        within_share(
-            f"floor-met{suffix}",
-            f"with beta {beta:g} constant decay comes down to its floor (loss over floor, worst chain)",
-            Stated("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda"),
-            float(seen[CONSTANT].losses[-1].max()) / floor,
-            1.0 + excess / floor,
-            Tolerance(
-                0.1 * excess / floor,
-                "a tenth of the excess that prod(1 - eta lambda) still leaves: the starts are not exactly zero",
-            ),
-            limits="the proposition bounds the loss from below; that it is met is seen here, on this objective",
-        ),
-        at_most(
-            f"scaled-to-zero{suffix}",
-            f"with beta {beta:g} scaled decay drives the loss to zero (over the initial one, worst chain)",
-            Stated("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO),
-            float(seen[SCALED].losses[-1].max()) / initial,
-            jitter_loss(min(A.shape), etas[-1], beta) / initial,
-            HOVERING,
-            limits="the corollary promises a subsequence; the finite run shows the loss of its last step",
-        ),
+        within_share(f"floor-met{suffix}", stops, proposition, constant / floor, met, near, limits=below),
+        at_most(f"scaled-to-zero{suffix}", falls, corollary, scaled / initial, hovering, HOVERING, limits=last),
     ]
 
 
@@ -211,14 +187,10 @@ def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> 
 def inside_claim(rule: str, seen: Seen, setting: MatrixSettings) -> Claim:
     """A target inside the ball is reached by both rules."""
     s, initial = setting, seen.losses[0].mean()
-    return at_most(
-        f"inside-{rule}",
-        f"a target with all singular values under 1/lambda is reached with {rule} decay too",
-        Stated("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda"),
-        float(seen.losses[-1].max() / initial),
-        jitter_loss(min(s.rows, s.columns), s.etas[-1], s.betas[0]) / float(initial),
-        HOVERING,
-    )
+    reached = f"a target with all singular values under 1/lambda is reached with {rule} decay too"
+    case = Stated("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
+    bound = jitter_loss(min(s.rows, s.columns), s.etas[-1], s.betas[0]) / float(initial)
+    return at_most(f"inside-{rule}", reached, case, float(seen.losses[-1].max() / initial), bound, HOVERING)
 
 
 def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> list[Claim]:
@@ -227,32 +199,18 @@ def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> l
     D = A - P
     rivals = gaussian((1000, *A.shape), generator, std=1e-3 * radius) + P
     rivals = theory.clip_projection(rivals, radius)
+    distance, nearest = float(D.square().sum()), float((rivals - A).square().sum((-2, -1)).min())
+    floor = 2.0 * theory.muon_loss_floor(torch.linalg.svdvals(A), lam=1.0 / radius)
+    attained, most = float((D * P).sum()), radius * float(nuclear_norm(D))
     proof = Stated("proof of Proposition 3.2", "rho >= 0")
+    away = "the clipped matrix is sum (sigma_i - rho)_+^2 away from A"
+    optimal = "no matrix of the ball is nearer: max over the ball of <A - P, W> is attained at W = P"
+    farther = "a thousand random matrices of the ball near it are all farther from A"
+    equal = Tolerance(1e-12, "rounding of the SVD; equality certifies the projection")
     return [
-        within_share(
-            "clip-distance",
-            "the clipped matrix is sum (sigma_i - rho)_+^2 away from A",
-            proof,
-            float(D.square().sum()),
-            2.0 * theory.muon_loss_floor(torch.linalg.svdvals(A), lam=1.0 / radius),
-            SVD,
-        ),
-        within_share(
-            "clip-optimal",
-            "no matrix of the ball is nearer: max over the ball of <A - P, W> is attained at W = P",
-            proof,
-            float((D * P).sum()),
-            radius * float(nuclear_norm(D)),
-            Tolerance(1e-12, "rounding of the SVD; equality certifies the projection"),
-        ),
-        at_least(
-            "clip-rivals",
-            "a thousand random matrices of the ball near it are all farther from A",
-            proof,
-            float((rivals - A).square().sum((-2, -1)).min()),
-            float(D.square().sum()),
-            SVD,
-        ),
+        within_share("clip-distance", away, proof, distance, floor, SVD),
+        within_share("clip-optimal", optimal, proof, attained, most, equal),
+        at_least("clip-rivals", farther, proof, nearest, distance, SVD),
     ]
 
 
