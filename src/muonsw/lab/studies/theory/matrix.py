@@ -67,18 +67,11 @@ class MatrixFigureSettings(MuonRun):
 
 @dataclass
 class Seen:
-    """What was seen of one stack of chains.
+    """What was seen of one stack of chains."""
 
-    Attributes:
-        losses: Before the first step and after each, (steps + 1, chains).
-        radius_excess: The largest `|W_t|_op / bound_t - 1` over all steps of constant decay, against
-            `muon_norm_bounds`.
-        separation: The smallest `|W_t - A|_op` over about 50 log-spaced steps.
-    """
-
-    losses: Tensor
-    radius_excess: float = -1.0
-    separation: float = torch.inf
+    losses: Tensor  # before the first step and after each, (steps + 1, chains)
+    radius_excess: float = -1.0  # of constant decay: the largest `|W_t|_op / bound_t - 1` over all steps
+    separation: float = torch.inf  # the smallest `|W_t - A|_op` over about 50 log-spaced steps
 
 
 def watch(stacks: Mapping[Key, Stack], setting: MuonRun, context: Context) -> dict[Key, Seen]:

@@ -64,23 +64,14 @@ class MuonSettings(MuonRun):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What was seen of a stack; the first axis counts steps, the second chains.
-
-    Attributes:
-        stack: The chains.
-        losses: `f(W_t)`, one more than there are steps.
-        norms: `|W_t|_F`, one more than there are steps.
-        nuclear: `|grad f(W_t)|_*`.
-        errors: `|E_t|_F`, the normalized momentum minus the gradient.
-        margins: What `<grad f(W_t), O_t>` has above the bound of the alignment lemma.
-    """
+    """What was seen of a stack; the first axis counts steps, the second chains."""
 
     stack: Stack
-    losses: Tensor
-    norms: Tensor
-    nuclear: Tensor
-    errors: Tensor
-    margins: Tensor
+    losses: Tensor  # `f(W_t)`, one more than there are steps
+    norms: Tensor  # `|W_t|_F`, one more than there are steps
+    nuclear: Tensor  # `|grad f(W_t)|_*`
+    errors: Tensor  # `|E_t|_F`, the normalized momentum minus the gradient
+    margins: Tensor  # what `<grad f(W_t), O_t>` has above the bound of the alignment lemma
 
 
 def follow(stacks: Mapping[Key, Stack], setting: MuonRun, context: Context) -> dict[Key, Trajectory]:

@@ -75,19 +75,12 @@ def ripple_curvature(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stationarity:
-    """What was seen of the chains of one rule.
+    """What was seen of the chains of one rule."""
 
-    Attributes:
-        end: Where they are after the run.
-        squares: The squared gradient at each step, averaged over chains.
-        weighted: For each decade of steps and each chain, the eta-weighted mean of the squared gradient.
-        second_moment: The largest mean of `x^2` over all steps.
-    """
-
-    end: Tensor
-    squares: list[float]
-    weighted: Tensor
-    second_moment: float
+    end: Tensor  # where they are after the run
+    squares: list[float]  # the squared gradient at each step, averaged over chains
+    weighted: Tensor  # for each decade of steps and each chain, the eta-weighted mean of the squared gradient
+    second_moment: float  # the largest mean of `x^2` over all steps
 
 
 def decade_edges(steps: int) -> list[int]:
