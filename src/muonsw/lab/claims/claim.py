@@ -93,12 +93,30 @@ class Claim:
         ends = (self.measured,) if self.interval is None else (self.measured, self.interval.low, self.interval.high)
         if any(map(math.isnan, (self.predicted, *ends))):
             return Verdict.FAILS
-        low, high = min(ends), max(ends)
         if self.criterion is Criterion.COVERED:
             covered = self.interval is not None and self.predicted in self.interval
             return Verdict.HOLDS if covered else Verdict.FAILS
-        holds, fails = self._effect(low, high) if self._is_effect() else self._agreement(low, high)
+        holds, fails = self._judge(min(ends), max(ends))
         return Verdict.HOLDS if holds else Verdict.FAILS if fails else Verdict.UNDECIDED
+
+    def _judge(self, low: float, high: float) -> tuple[bool, bool]:
+        """Whether all between low and high is as the claim says, and whether none of it is."""
+        slack = self.tolerance * (abs(self.predicted) or 1.0)
+        above, below = low > self.predicted + self.tolerance, high < self.predicted - self.tolerance
+        match self.criterion:
+            case Criterion.ABOVE:
+                return above, below
+            case Criterion.BELOW:
+                return below, above
+            case Criterion.AT_MOST:
+                floor, ceiling = -math.inf, self.predicted + slack
+            case Criterion.AT_LEAST:
+                floor, ceiling = self.predicted - slack, math.inf
+            case _:
+                low, high = low - self.predicted, high - self.predicted
+                ceiling = self.tolerance * (abs(self.predicted) if self.criterion is Criterion.RELATIVE else 1.0)
+                floor = -ceiling
+        return floor <= low and high <= ceiling, high < floor or ceiling < low
 
     @property
     def holds(self) -> bool:
@@ -109,28 +127,6 @@ class Claim:
     def fails(self) -> bool:
         """Whether the verdict is that it fails, which sets the exit code of a command."""
         return self.verdict is Verdict.FAILS
-
-    def _is_effect(self) -> bool:
-        return self.criterion in (Criterion.ABOVE, Criterion.BELOW)
-
-    def _effect(self, low: float, high: float) -> tuple[bool, bool]:
-        """Whether it is on the right side of the bound, or on the wrong one, by more than the tolerance."""
-        above, below = low > self.predicted + self.tolerance, high < self.predicted - self.tolerance
-        return (above, below) if self.criterion is Criterion.ABOVE else (below, above)
-
-    def _agreement(self, low: float, high: float) -> tuple[bool, bool]:
-        """Whether it is inside of what is accepted, or outside."""
-        slack = self.tolerance * (abs(self.predicted) or 1.0)
-        match self.criterion:
-            case Criterion.AT_MOST:
-                floor, ceiling = -math.inf, self.predicted + slack
-            case Criterion.AT_LEAST:
-                floor, ceiling = self.predicted - slack, math.inf
-            case _:
-                low, high = low - self.predicted, high - self.predicted
-                ceiling = self.tolerance * (abs(self.predicted) if self.criterion is Criterion.RELATIVE else 1.0)
-                floor = -ceiling
-        return floor <= low and high <= ceiling, high < floor or ceiling < low
 
     def as_data(self) -> dict[str, Any]:
         """The claim with its verdict as plain data; numbers that JSON does not know become None."""

@@ -204,11 +204,6 @@ def descend(
         yield moves
 
 
-def harmonic(steps: int, *, gamma: float, t0: float) -> list[float]:
-    """The learning rates `gamma / (t + t0)`."""
-    return [gamma / (t + t0) for t in range(steps)]
-
-
 def robbins_monro(steps: int, eta0: float, p: float = 1.0) -> list[float]:
     """The learning rates `eta0 (1 + t)^-p`, after a check that they add up to infinity and their squares do not."""
     law = PowerLaw(eta0, p)

@@ -23,7 +23,6 @@ from muonsw.lab.studies.theory.chains import (
     farthest,
     gaussian,
     gradient,
-    harmonic,
     log_spaced,
     march,
     robbins_monro,
@@ -124,7 +123,7 @@ def descend(
 def run_scalar(setting: ScalarSettings, context: Context) -> Evidence:
     """Both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
     s = setting
-    etas = harmonic(s.steps, gamma=s.gamma, t0=s.t0)
+    etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
     theory.check_schedule(etas, a=s.a, lam=s.lam).require()
     starts = s.starts(context.generator)
     error = theory.scaled_decay_error(s.steps, a=s.a, c=s.c, lam=s.lam, gamma=s.gamma, t0=s.t0)

@@ -26,7 +26,6 @@ from muonsw.lab.studies.theory.chains import (
     farthest,
     gaussian,
     gradient,
-    harmonic,
     log_spaced,
     march,
     robbins_monro,
@@ -222,7 +221,7 @@ def run_strongly_convex(setting: StronglyConvexSettings, context: Context) -> Ev
     require("mu*gamma > 1", s.mu * s.gamma > 1.0, mu=s.mu, gamma=s.gamma)
     require("0 < mu <= L", 0.0 < s.mu <= s.L, mu=s.mu, L=s.L)
     require(f"chains are a multiple of {BATCHES}", s.chains % BATCHES == 0, chains=s.chains)
-    etas = harmonic(s.steps, gamma=s.gamma, t0=s.t0)
+    etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
     theory.check_schedule(etas, lam=s.lam, mu=s.mu).require()
     first = theory.first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(etas))
     steps = sorted({t for t in log_spaced(s.steps, 200) if t > first} | {first})
