@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from muonsw.decay import decay_factor
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, count, muon_lr_multiplier, preset, scalings
 from muonsw.lab.model.counts import Memory, estimate_memory, orthogonalizer_flops
-from muonsw.lab.paper import PAPER_BATCH_TOKENS, Recipe
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, PrintedRecipe
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.schedule import peak_lr_for_horizon
 from muonsw.theory.steady_state import relaxation_number
@@ -128,7 +128,7 @@ class RecipePlan:
         groups: With steps: the printed learning rate, and for the paper's own runs every rule of the lab.
     """
 
-    recipe: Recipe
+    recipe: PrintedRecipe
     batch_tokens: int | None
     steps: int | None
     decay_tokens: float
@@ -220,7 +220,7 @@ def plan(
 
 
 def plan_recipe(
-    recipe: Recipe, *, batch_tokens: int | None = None, schedule: ScheduleConfig | None = None
+    recipe: PrintedRecipe, *, batch_tokens: int | None = None, schedule: ScheduleConfig | None = None
 ) -> RecipePlan:
     """Compute what decay does under a printed recipe.
 

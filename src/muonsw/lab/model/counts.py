@@ -22,18 +22,12 @@ MUON_ROLES = ("hidden", "residual")
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Sizes of a model.
+class ModelSize:
+    """Sizes of a model."""
 
-    Attributes:
-        total: Parameters; the tied matrix counts once.
-        active: Parameters that one token uses: all but the experts it is not sent to.
-        attention_flops: FLOPs a token of causal attention, forward and backward, at the longest sequence.
-    """
-
-    total: int
-    active: int
-    attention_flops: int
+    total: int  # parameters; the tied matrix counts once
+    active: int  # parameters that one token uses: all but the experts it is not sent to
+    attention_flops: int  # FLOPs a token of causal attention, forward and backward, at the longest sequence
 
     @property
     def flops_per_token(self) -> int:
@@ -41,7 +35,7 @@ class Counts:
         return 6 * self.active + self.attention_flops
 
 
-def count(config: ModelConfig) -> Counts:
+def count(config: ModelConfig) -> ModelSize:
     """Count on the meta device, from the modules that would be trained.
 
     Examples:
@@ -59,28 +53,19 @@ def count(config: ModelConfig) -> Counts:
     )
     # Scores and mixing are 2*2*T*D each layer for a full square, half of it causal, three times with the backward.
     attention = 6 * config.layers * config.width * config.sequence
-    return Counts(total, total - resting, attention)
+    return ModelSize(total, total - resting, attention)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device that holds the whole model.
+    """Bytes on one device that holds the whole model."""
 
-    Attributes:
-        weights: float32.
-        gradients: float32.
-        muon_state: One float32 momentum for each entry of hidden and expert matrices.
-        adamw_state: Two float32 averages for every other entry.
-        adamw_only_state: What AdamW for all parameters would keep instead of both.
-        activations: An estimate of what a micro-batch keeps for its backward pass, see `activation_bytes`.
-    """
-
-    weights: int
-    gradients: int
-    muon_state: int
-    adamw_state: int
-    adamw_only_state: int
-    activations: int
+    weights: int  # float32
+    gradients: int  # float32
+    muon_state: int  # one float32 momentum for each entry of hidden and expert matrices
+    adamw_state: int  # two float32 averages for every other entry
+    adamw_only_state: int  # what AdamW for all parameters would keep instead of both
+    activations: int  # an estimate of what a micro-batch keeps for its backward pass, see `activation_bytes`
 
     @property
     def total(self) -> int:

@@ -22,34 +22,21 @@ CONTROL_SUFFIX = "same total"
 
 @dataclass(frozen=True)
 class Arm:
-    """One side of a comparison.
+    """One side of a comparison."""
 
-    Attributes:
-        name: How it is called everywhere.
-        optimizer: All settings of its optimizer.
-    """
-
-    name: str
+    name: str  # how it is called everywhere
     optimizer: OptimizerConfig
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Arms that share everything but their optimizer, seed by seed.
+    """Arms that share everything but their optimizer, seed by seed."""
 
-    Attributes:
-        name: How it is called within its study.
-        base: What the arms share.
-        arms: The first is the baseline of every pair.
-        seeds: Of initial weights and data order, the same for every arm.
-        paired: Whether arms are held against the first one; a sweep has no baseline.
-    """
-
-    name: str
-    base: RunConfig
-    arms: tuple[Arm, ...]
-    seeds: tuple[int, ...]
-    paired: bool = True
+    name: str  # how it is called within its study
+    base: RunConfig  # what the arms share
+    arms: tuple[Arm, ...]  # the first is the baseline of every pair
+    seeds: tuple[int, ...]  # of initial weights and data order, the same for every arm
+    paired: bool = True  # whether arms are held against the first one; a sweep has no baseline
 
     def config(self, arm: Arm, seed: int) -> RunConfig:
         """One run."""

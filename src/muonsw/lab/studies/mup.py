@@ -35,39 +35,22 @@ WATCHED = {"qkv": "attention.qkv", "out": "attention.out", "attention": "attenti
 
 @dataclass(frozen=True)
 class CoordinateSettings:
-    """A parametrization with an optimizer, at several widths and for several seeds.
+    """A parametrization with an optimizer, at several widths and for several seeds."""
 
-    Attributes:
-        algorithm: "adamw" for all parameters, or "muon" for hidden matrices with AdamW for the rest.
-        muon_lr: How Muon's learning rate follows the width.
-        mup: Whether muP scales the model; without it the base constants hold at every width.
-        widths: Ascending.
-        seeds: Independent repetitions; each draws its own tokens and initial weights.
-        steps: Updates.
-        lr: Base learning rate, constant.
-        layers: Blocks.
-        head_dim: Size of an attention head.
-        experts: In each layer; each token is sent to two.
-        ff: Inner width of an expert, as a multiple of the width.
-        vocab: Tokens.
-        sequence: Tokens in a sequence.
-        batch: Sequences.
-    """
-
-    algorithm: str = "adamw"
-    muon_lr: str = "none"
-    mup: bool = True
-    widths: tuple[int, ...] = (32, 64, 128, 256)
-    seeds: int = 5
+    algorithm: str = "adamw"  # "adamw" for all parameters, or "muon" for hidden matrices with AdamW for the rest
+    muon_lr: str = "none"  # how Muon's learning rate follows the width
+    mup: bool = True  # whether muP scales the model; without it the base constants hold at every width
+    widths: tuple[int, ...] = (32, 64, 128, 256)  # ascending
+    seeds: int = 5  # independent repetitions; each draws its own tokens and initial weights
     steps: int = 6
-    lr: float = 0.005
+    lr: float = 0.005  # base learning rate, constant
     layers: int = 2
     head_dim: int = 16
-    experts: int = 4
-    ff: int = 2
+    experts: int = 4  # in each layer; each token is sent to two
+    ff: int = 2  # inner width of an expert, as a multiple of the width
     vocab: int = 64
-    sequence: int = 32
-    batch: int = 8
+    sequence: int = 32  # tokens in a sequence
+    batch: int = 8  # sequences
 
     @property
     def name(self) -> str:
@@ -105,17 +88,11 @@ class CoordinateSettings:
 
 @dataclass(frozen=True)
 class Activations:
-    """What one forward pass shows.
+    """What one forward pass shows."""
 
-    Attributes:
-        outputs: By coordinate: the stream after each block, what each branch adds to it, and the logits.
-        inputs: By matrix: the rows that it multiplies.
-        ends: By layer: where each expert's rows end.
-    """
-
-    outputs: Mapping[str, Tensor]
-    inputs: Mapping[str, Tensor]
-    ends: Sequence[Tensor]
+    outputs: Mapping[str, Tensor]  # by coordinate: the stream after each block, what its branches add, the logits
+    inputs: Mapping[str, Tensor]  # by matrix: the rows that it multiplies
+    ends: Sequence[Tensor]  # by layer: where each expert's rows end
 
 
 def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generator) -> Tensor:

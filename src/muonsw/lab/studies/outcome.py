@@ -76,65 +76,37 @@ def paired(one: Sequence[Run], other: Sequence[Run], measure: Measure) -> list[f
 
 @dataclass(frozen=True)
 class ArmOutcome:
-    """One arm over its seeds; runs that diverged have no other values.
-
-    Attributes:
-        name: The arm.
-        rule: Its decay rule.
-        weight_decay: Its lambda.
-        seeds: Of the runs that were completed, in the order of the values below.
-        final: Last validation loss of each run.
-        best: Lowest validation loss of each run.
-        norm: Weight RMS of the decayed matrices at the end of each run.
-        norm_change: The same relative to its largest value, minus one.
-        relative_update: Update over weight RMS, at the peak of the learning rate.
-        relaxation: N = 2 sum phi, how many relaxation times the run lasts.
-        total_decay: Sum of phi.
-        phi_peak: Decay of one update at the peak.
-        memory_ratio: phi_peak over 1 - beta; well under one where decay is slow beside momentum.
-        diverged: By seed, the update at which a run diverged.
-    """
+    """One arm over its seeds; runs that diverged have no other values."""
 
     name: str
     rule: str
     weight_decay: float
-    seeds: tuple[int, ...]
-    final: tuple[float, ...]
-    best: tuple[float, ...]
-    norm: tuple[float, ...]
-    norm_change: tuple[float, ...]
-    relative_update: tuple[float, ...]
-    relaxation: float
-    total_decay: float
-    phi_peak: float
-    memory_ratio: float
-    diverged: Mapping[int, int]
+    seeds: tuple[int, ...]  # of the runs that were completed, in the order of the values below
+    final: tuple[float, ...]  # last validation loss of each run
+    best: tuple[float, ...]  # lowest validation loss of each run
+    norm: tuple[float, ...]  # weight RMS of the decayed matrices at the end of each run
+    norm_change: tuple[float, ...]  # the same relative to its largest value, minus one
+    relative_update: tuple[float, ...]  # update over weight RMS, at the peak of the learning rate
+    relaxation: float  # N = 2 sum phi, how many relaxation times the run lasts
+    total_decay: float  # sum of phi
+    phi_peak: float  # decay of one update at the peak
+    memory_ratio: float  # phi_peak over 1 - beta; well under one where decay is slow beside momentum
+    diverged: Mapping[int, int]  # by seed, the update at which a run diverged
 
 
 @dataclass(frozen=True)
 class PairOutcome:
-    """One arm against the baseline, seed by seed.
-
-    Attributes:
-        baseline: The arm that is compared with.
-        arm: The arm.
-        seeds: Those that both completed, in the order of the values below.
-        differences: Final loss of the arm minus the baseline's; negative where the arm is better.
-        mean: Their mean; not a number where there is none.
-        interval: Of their mean; None with fewer than two seeds.
-        steps_to_match: The update at which the arm reaches the baseline's best loss, over the update at which the
-            baseline did; None where it never does.
-        match_interval: Of the mean of those; None where one is missing or with fewer than two seeds.
-    """
+    """One arm against the baseline, seed by seed."""
 
     baseline: str
     arm: str
-    seeds: tuple[int, ...]
-    differences: tuple[float, ...]
-    mean: float
-    interval: Interval | None
-    steps_to_match: tuple[float | None, ...]
-    match_interval: Interval | None
+    seeds: tuple[int, ...]  # those that both completed, in the order of the values below
+    differences: tuple[float, ...]  # final loss of the arm minus the baseline's; negative where the arm is better
+    mean: float  # their mean; not a number where there is none
+    interval: Interval | None  # of their mean; None with fewer than two seeds
+    # The update at which the arm reaches the baseline's best loss, over the update at which the baseline did.
+    steps_to_match: tuple[float | None, ...]  # None where it never does
+    match_interval: Interval | None  # of the mean of those; None where one is missing or with fewer than two seeds
 
     @property
     def mean_match(self) -> float | None:

@@ -17,17 +17,11 @@ MOST_EXTENSIONS = 3
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a search over lambda found for one arm.
+    """What a search over lambda found for one arm."""
 
-    Attributes:
-        name: The arm as it was given.
-        arm: The arm at its best lambda.
-        losses: Final loss by lambda; infinite where a run diverged.
-    """
-
-    name: str
-    arm: Arm
-    losses: Mapping[float, float]
+    name: str  # the arm as it was given
+    arm: Arm  # the arm at its best lambda
+    losses: Mapping[float, float]  # final loss by lambda; infinite where a run diverged
 
     @property
     def best(self) -> float:

@@ -104,14 +104,9 @@ def march(
 
 @dataclass(frozen=True)
 class Objective:
-    """A convex function of `D = W - A` with smoothness 1 and its minimum, zero, at `D = 0`.
+    """A convex function of `D = W - A` with smoothness 1 and its minimum, zero, at `D = 0`."""
 
-    Attributes:
-        loss: Its value for each matrix of a stack.
-        slope: Its gradient.
-    """
-
-    loss: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor], Tensor]  # its value for each matrix of a stack
     slope: Callable[[Tensor], Tensor]
 
 
@@ -123,22 +118,13 @@ PSEUDO_HUBER = Objective(
 
 @dataclass(frozen=True)
 class Stack:
-    """Chains of matrices that share a rule, a momentum and a target.
+    """Chains of matrices that share a rule, a momentum and a target."""
 
-    Attributes:
-        rule: `"constant"` or `"scaled"`.
-        beta: Momentum.
-        A: The minimizer, (m, n).
-        starts: Shape (chains, m, n).
-        noise: Standard deviation of each entry of a gradient's noise, one for each chain; none if absent.
-        objective: What is minimized.
-    """
-
-    rule: str
+    rule: str  # `"constant"` or `"scaled"`
     beta: float
-    A: Tensor
-    starts: Tensor
-    noise: Tensor | None = None
+    A: Tensor  # the minimizer, (m, n)
+    starts: Tensor  # (chains, m, n)
+    noise: Tensor | None = None  # standard deviation of an entry of the gradient's noise, one for each chain
     objective: Objective = QUADRATIC
 
     @property
@@ -152,25 +138,15 @@ class Stack:
 
 
 class Move(NamedTuple):
-    """One step of a stack; `after` is the live weight, which the next step changes.
+    """One step of a stack; `after` is the live weight, which the next step changes."""
 
-    Attributes:
-        t: The number of the step.
-        eta: Its learning rate.
-        phi: Its decay.
-        before: The weights that it started from.
-        slope: The gradient there, without noise.
-        after: The weights that it led to.
-        momentum: The momentum after it.
-    """
-
-    t: int
-    eta: float
-    phi: float
-    before: Tensor
-    slope: Tensor
-    after: Tensor
-    momentum: Tensor
+    t: int  # the number of the step
+    eta: float  # its learning rate
+    phi: float  # its decay
+    before: Tensor  # the weights that it started from
+    slope: Tensor  # the gradient there, without noise
+    after: Tensor  # the weights that it led to
+    momentum: Tensor  # the momentum after it
 
 
 @dataclass(frozen=True)
@@ -226,11 +202,6 @@ def descend(
             after, momentum = weights[key].detach(), optimizer.state[weights[key]]["momentum_buffer"]
             moves[key] = Move(t, etas[t], phi, before[key], slopes[key], after, momentum)
         yield moves
-
-
-def harmonic(steps: int, *, gamma: float, t0: float) -> list[float]:
-    """The learning rates `gamma / (t + t0)`."""
-    return [gamma / (t + t0) for t in range(steps)]
 
 
 def robbins_monro(steps: int, eta0: float, p: float = 1.0) -> list[float]:

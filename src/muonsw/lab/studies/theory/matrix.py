@@ -1,15 +1,18 @@
-"""Muon on the matrix quadratic `1/2 |W - A|_F^2`: the ball that constant decay cannot leave, and the target beyond."""
+"""Muon on the matrix quadratic `1/2 |W - A|_F^2`: the ball that constant decay cannot leave, and the target beyond.
+
+At the end: a claim about constant decay that the ball refutes, and fixed learning rates, where both rules are the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from muonsw import theory
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs.curves import log_extremes
 from muonsw.lab.studies.experiment import Context, Experiment
@@ -22,14 +25,22 @@ from muonsw.lab.studies.theory.chains import (
     Key,
     MuonRun,
     Stack,
+    chain,
     descend,
     gaussian,
+    gradient,
     jitter_loss,
     log_spaced,
+    march,
+    muon,
     nuclear_norm,
     remaining,
+    sgd,
     spectral_norm,
+    weighted_mean,
 )
+from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.theory.hypotheses import require
 
 HYPOTHESES = ("lambda > 0", "eta lambda <= 1", "sum eta = infinity", "sum eta^2 < infinity")
 TRAPPED = "0 < eta lambda <= 1, sum eta = infinity"
@@ -67,18 +78,11 @@ class MatrixFigureSettings(MuonRun):
 
 @dataclass
 class Seen:
-    """What was seen of one stack of chains.
+    """What was seen of one stack of chains."""
 
-    Attributes:
-        losses: Before the first step and after each, (steps + 1, chains).
-        radius_excess: The largest `|W_t|_op / bound_t - 1` over all steps of constant decay, against
-            `muon_norm_bounds`.
-        separation: The smallest `|W_t - A|_op` over about 50 log-spaced steps.
-    """
-
-    losses: Tensor
-    radius_excess: float = -1.0
-    separation: float = torch.inf
+    losses: Tensor  # before the first step and after each, (steps + 1, chains)
+    radius_excess: float = -1.0  # of constant decay: the largest `|W_t|_op / bound_t - 1` over all steps
+    separation: float = torch.inf  # the smallest `|W_t - A|_op` over about 50 log-spaced steps
 
 
 def watch(stacks: Mapping[Key, Stack], setting: MuonRun, context: Context) -> dict[Key, Seen]:
@@ -134,66 +138,42 @@ def run_matrix_figure(setting: MatrixFigureSettings, context: Context) -> Eviden
 
 def radius_claim(seen: Iterable[Seen], where: str) -> Claim:
     """The bound of the proof, at every step of every constant-decay chain."""
-    return at_most(
-        "radius",
-        f"constant decay keeps |W_t|_op under 1/lambda + (|W_0| - 1/lambda)_+ prod(1 - eta lambda), {where}",
-        Stated("Proposition 3.2", TRAPPED),
-        1.0 + max(stack.radius_excess for stack in seen),
-        1.0,
-        POLAR,
-    )
+    bound = "1/lambda + (|W_0| - 1/lambda)_+ prod(1 - eta lambda)"
+    statement, largest = f"constant decay keeps |W_t|_op under {bound}, {where}", max(one.radius_excess for one in seen)
+    return at_most("radius", statement, Stated("Proposition 3.2", TRAPPED), 1.0 + largest, 1.0, POLAR)
 
 
 def below_claims(seen: Seen, A: Tensor, lam: float) -> list[Claim]:
     """Bounds that hold from the first step on, as the starts are inside the ball."""
-    sigmas = torch.linalg.svdvals(A)
+    sigmas, lowest = torch.linalg.svdvals(A), float(seen.losses.min())
+    distance, floor = theory.muon_separation(float(sigmas[0]), lam=lam), theory.muon_loss_floor(sigmas, lam=lam)
+    outside = Stated("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball")
+    started = Stated("Proposition 3.2", f"{TRAPPED}, start inside the ball")
+    apart = "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda"
+    stays = "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2"
     return [
-        at_least(
-            "separation",
-            "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda",
-            Stated("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball"),
-            seen.separation,
-            theory.muon_separation(float(sigmas[0]), lam=lam),
-            POLAR,
-        ),
-        at_least(
-            "floor-from-above",
-            "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2",
-            Stated("Proposition 3.2", f"{TRAPPED}, start inside the ball"),
-            float(seen.losses.min()),
-            theory.muon_loss_floor(sigmas, lam=lam),
-            POLAR,
-        ),
+        at_least("separation", apart, outside, seen.separation, distance, POLAR),
+        at_least("floor-from-above", stays, started, lowest, floor, POLAR),
     ]
 
 
 def limit_claims(suffix: str, seen: Mapping[str, Seen], A: Tensor, beta: float, setting: MuonRun) -> list[Claim]:
     """Constant decay ends on its floor, scaled decay passes through it."""
     etas, lam, sigmas = setting.etas, setting.lam, torch.linalg.svdvals(A)
-    floor, excess = theory.muon_loss_floor(sigmas, lam=lam), floor_excess(sigmas, etas, lam)
-    initial = float(seen[SCALED].losses[0].mean())
+    floor, initial = theory.muon_loss_floor(sigmas, lam=lam), float(seen[SCALED].losses[0].mean())
+    excess, hovering = floor_excess(sigmas, etas, lam), jitter_loss(min(A.shape), etas[-1], beta) / initial
+    constant, scaled = (float(seen[rule].losses[-1].max()) for rule in BOTH)
+    proposition = Stated("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda")
+    corollary = Stated("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO)
+    stops = f"with beta {beta:g} constant decay comes down to its floor (loss over floor, worst chain)"
+    falls = f"with beta {beta:g} scaled decay drives the loss to zero (over the initial one, worst chain)"
+    below = "the proposition bounds the loss from below; that it is met is seen here, on this objective"
+    last = "the corollary promises a subsequence; the finite run shows the loss of its last step"
+    tenth = "a tenth of the excess that prod(1 - eta lambda) still leaves: the starts are not exactly zero"
+    near, met = Tolerance(0.1 * excess / floor, tenth), 1.0 + excess / floor
     return [
-        within_share(
-            f"floor-met{suffix}",
-            f"with beta {beta:g} constant decay comes down to its floor (loss over floor, worst chain)",
-            Stated("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda"),
-            float(seen[CONSTANT].losses[-1].max()) / floor,
-            1.0 + excess / floor,
-            Tolerance(
-                0.1 * excess / floor,
-                "a tenth of the excess that prod(1 - eta lambda) still leaves: the starts are not exactly zero",
-            ),
-            limits="the proposition bounds the loss from below; that it is met is seen here, on this objective",
-        ),
-        at_most(
-            f"scaled-to-zero{suffix}",
-            f"with beta {beta:g} scaled decay drives the loss to zero (over the initial one, worst chain)",
-            Stated("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO),
-            float(seen[SCALED].losses[-1].max()) / initial,
-            jitter_loss(min(A.shape), etas[-1], beta) / initial,
-            HOVERING,
-            limits="the corollary promises a subsequence; the finite run shows the loss of its last step",
-        ),
+        within_share(f"floor-met{suffix}", stops, proposition, constant / floor, met, near, limits=below),
+        at_most(f"scaled-to-zero{suffix}", falls, corollary, scaled / initial, hovering, HOVERING, limits=last),
     ]
 
 
@@ -211,14 +191,10 @@ def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> 
 def inside_claim(rule: str, seen: Seen, setting: MatrixSettings) -> Claim:
     """A target inside the ball is reached by both rules."""
     s, initial = setting, seen.losses[0].mean()
-    return at_most(
-        f"inside-{rule}",
-        f"a target with all singular values under 1/lambda is reached with {rule} decay too",
-        Stated("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda"),
-        float(seen.losses[-1].max() / initial),
-        jitter_loss(min(s.rows, s.columns), s.etas[-1], s.betas[0]) / float(initial),
-        HOVERING,
-    )
+    reached = f"a target with all singular values under 1/lambda is reached with {rule} decay too"
+    case = Stated("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
+    bound = jitter_loss(min(s.rows, s.columns), s.etas[-1], s.betas[0]) / float(initial)
+    return at_most(f"inside-{rule}", reached, case, float(seen.losses[-1].max() / initial), bound, HOVERING)
 
 
 def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> list[Claim]:
@@ -227,32 +203,18 @@ def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> l
     D = A - P
     rivals = gaussian((1000, *A.shape), generator, std=1e-3 * radius) + P
     rivals = theory.clip_projection(rivals, radius)
+    distance, nearest = float(D.square().sum()), float((rivals - A).square().sum((-2, -1)).min())
+    floor = 2.0 * theory.muon_loss_floor(torch.linalg.svdvals(A), lam=1.0 / radius)
+    attained, most = float((D * P).sum()), radius * float(nuclear_norm(D))
     proof = Stated("proof of Proposition 3.2", "rho >= 0")
+    away = "the clipped matrix is sum (sigma_i - rho)_+^2 away from A"
+    optimal = "no matrix of the ball is nearer: max over the ball of <A - P, W> is attained at W = P"
+    farther = "a thousand random matrices of the ball near it are all farther from A"
+    equal = Tolerance(1e-12, "rounding of the SVD; equality certifies the projection")
     return [
-        within_share(
-            "clip-distance",
-            "the clipped matrix is sum (sigma_i - rho)_+^2 away from A",
-            proof,
-            float(D.square().sum()),
-            2.0 * theory.muon_loss_floor(torch.linalg.svdvals(A), lam=1.0 / radius),
-            SVD,
-        ),
-        within_share(
-            "clip-optimal",
-            "no matrix of the ball is nearer: max over the ball of <A - P, W> is attained at W = P",
-            proof,
-            float((D * P).sum()),
-            radius * float(nuclear_norm(D)),
-            Tolerance(1e-12, "rounding of the SVD; equality certifies the projection"),
-        ),
-        at_least(
-            "clip-rivals",
-            "a thousand random matrices of the ball near it are all farther from A",
-            proof,
-            float((rivals - A).square().sum((-2, -1)).min()),
-            float(D.square().sum()),
-            SVD,
-        ),
+        within_share("clip-distance", away, proof, distance, floor, SVD),
+        within_share("clip-optimal", optimal, proof, attained, most, equal),
+        at_least("clip-rivals", farther, proof, nearest, distance, SVD),
     ]
 
 
@@ -271,4 +233,110 @@ MATRIX_FIGURE = Experiment(
     settings=MatrixFigureSettings(),
     function=run_matrix_figure,
     cost=45.0,
+)
+
+
+REMARK = Stated(
+    "remark after Proposition 3.2 (Sato et al., Lemma C.1 and Theorem C.1, as the paper reports them)",
+    "lambda < 1, sigma_max(A) > 1/lambda, eta lambda <= 1, sum eta = infinity",
+)
+
+
+@dataclass(frozen=True)
+class FixedRateSettings(MuonRun):
+    """A fixed learning rate for both optimizers, and a target of twice the radius for the counterexample."""
+
+    rows: int = 8
+    columns: int = 16
+    eta: float = 0.02
+    beta: float = 0.9
+    fixed_steps: int = 500
+
+
+def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
+    """The same chains under both rules at one learning rate, then the counterexample under a decaying one."""
+    s = setting
+    require("lambda < 1", s.lam < 1.0, lam=s.lam)
+    theory.check_schedule([s.eta], a=1.0, lam=s.lam).require()
+    A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
+    full, half = (Stated("end of section 3.3", f"eta = {peak} at every step") for peak in ("eta_max", "eta_max/2"))
+    same = "at a fixed learning rate both rules give the same bits ({}, largest difference)"
+    rescaled = "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)"
+    exact, rounding = Tolerance(0.0, "eta/eta_max is exactly 1"), Tolerance(1e-12, "rounding")
+    sgd_gap = fixed_gap(s, sgd, A, starts, context, peak_factor=1.0, part=(0.0, 0.05))
+    muon_gap = fixed_gap(s, muon, A, starts, context, peak_factor=1.0, part=(0.05, 0.15))
+    rescaled_gap = fixed_gap(s, muon, A, starts, context, peak_factor=2.0, part=(0.15, 0.25))
+    claims = [
+        within("fixed-rate-sgd", same.format("sgd"), full, sgd_gap, 0.0, exact),
+        within("fixed-rate-muon", same.format("muon"), full, muon_gap, 0.0, exact),
+        within("fixed-rate-rescaled", rescaled, half, rescaled_gap, 0.0, rounding),
+    ]
+    return Evidence([*claims, *counterexample(s, A, starts, context)])
+
+
+def fixed_gap(
+    setting: FixedRateSettings,
+    build: Callable[..., ScaledDecayOptimizer],
+    A: Tensor,
+    starts: Tensor,
+    context: Context,
+    *,
+    peak_factor: float,
+    part: tuple[float, float],
+) -> float:
+    """How far the rules are apart after a run at a fixed rate.
+
+    The peak is a multiple of that rate; scaled decay gets as much more lambda.
+    """
+    s = setting
+    weights, lams = {rule: chain(starts) for rule in BOTH}, {CONSTANT: s.lam, SCALED: peak_factor * s.lam}
+    groups = [
+        {"params": [w], "decay": s.rules[rule], "weight_decay": lams[rule], "momentum": s.beta}
+        for rule, w in weights.items()
+    ]
+    optimizer = build(groups, peak=peak_factor * s.eta, lam=s.lam)
+    for _ in march(optimizer, [s.eta] * s.fixed_steps, context.progress, part=part):
+        for w in weights.values():
+            torch.sub(w, A, out=gradient(w))
+        optimizer.step()
+    return float((weights[CONSTANT].detach() - weights[SCALED].detach()).abs().max())
+
+
+def counterexample(setting: FixedRateSettings, A: Tensor, starts: Tensor, context: Context) -> list[Claim]:
+    """Constant decay fills the ball of radius 1/lambda, and its gradient stays: what the refuted claim needs, fails."""
+    s, half, radius = setting, setting.steps // 2, theory.muon_radius(setting.lam)
+    stacks, largest = {rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, 0.0
+    nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
+    for moves in descend(stacks, s, context, part=(0.25, 1.0)):
+        for rule, move in moves.items():
+            nuclear[rule].append(nuclear_norm(move.slope))
+        largest = max(largest, float(spectral_norm(moves[CONSTANT].after).max()))
+    means = {rule: weighted_mean(torch.stack(norms), s.etas, start=half) for rule, norms in nuclear.items()}
+    missing = 2.0 * remaining(s.etas, s.lam) + POLAR.size
+    hover = 2.0 * s.rows / (1.0 - s.beta) * sum(e**2 for e in s.etas[half:]) / sum(s.etas[half:])
+    trapped = float((torch.linalg.svdvals(A) - radius).clamp(min=0.0).sum())
+    theorem = Stated("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity")
+    grows = "|W_t|_op under constant decay grows to 1/lambda; it is not bounded by 1"
+    falls = "so the coefficient 1 - lambda |W_t|_op, which a descent argument needs positive, falls to zero"
+    stays = "the eta-weighted nuclear norm of the gradient stays at sum (sigma_i(A) - 1/lambda)_+ or more"
+    vanishes = "on the same problem scaled decay brings it down to the size of a step"
+    radius_left = Tolerance(missing, "prod(1 - eta lambda) of the radius is still missing, up to the start")
+    left = Tolerance(missing, "prod(1 - eta lambda) is still missing, up to the start")
+    inside = Tolerance(POLAR.size, "inside the ball |A - W|_* cannot be less")
+    estimate = Tolerance(0.0, "each of r directions hovers by up to 2 eta/(1 - beta): an estimate")
+    return [
+        within_share("refuted-norm-bound", grows, REMARK, largest, radius, radius_left),
+        within("refuted-descent", falls, REMARK, 1.0 - s.lam * largest, 0.0, left),
+        at_least("refuted-stationarity", stays, REMARK, float(means[CONSTANT].min()), trapped, inside),
+        at_most("scaled-stationarity", vanishes, theorem, float(means[SCALED].max()), hover, estimate),
+    ]
+
+
+FIXED_RATE = Experiment(
+    name="fixed-rate",
+    title="a fixed learning rate, where the rules coincide; and the counterexample to Sato et al.",
+    hypotheses=("0 < lambda < 1", "eta <= 1/(1 + lambda)", "eta lambda <= 1", "sum eta = infinity"),
+    settings=FixedRateSettings(),
+    function=run_fixed_rate,
+    cost=6.0,
 )

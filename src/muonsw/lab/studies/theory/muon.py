@@ -64,23 +64,14 @@ class MuonSettings(MuonRun):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What was seen of a stack; the first axis counts steps, the second chains.
-
-    Attributes:
-        stack: The chains.
-        losses: `f(W_t)`, one more than there are steps.
-        norms: `|W_t|_F`, one more than there are steps.
-        nuclear: `|grad f(W_t)|_*`.
-        errors: `|E_t|_F`, the normalized momentum minus the gradient.
-        margins: What `<grad f(W_t), O_t>` has above the bound of the alignment lemma.
-    """
+    """What was seen of a stack; the first axis counts steps, the second chains."""
 
     stack: Stack
-    losses: Tensor
-    norms: Tensor
-    nuclear: Tensor
-    errors: Tensor
-    margins: Tensor
+    losses: Tensor  # `f(W_t)`, one more than there are steps
+    norms: Tensor  # `|W_t|_F`, one more than there are steps
+    nuclear: Tensor  # `|grad f(W_t)|_*`
+    errors: Tensor  # `|E_t|_F`, the normalized momentum minus the gradient
+    margins: Tensor  # what `<grad f(W_t), O_t>` has above the bound of the alignment lemma
 
 
 def follow(stacks: Mapping[Key, Stack], setting: MuonRun, context: Context) -> dict[Key, Trajectory]:
@@ -134,42 +125,35 @@ def floor_claim(setting: MuonSettings, beta: float, paths: Iterable[Trajectory])
             floor = theory.noise_floor(sigma=s.sigma, beta=beta, r=path.stack.rank, B=B)
             cells.append((t_interval(chains).high / floor, floor, chains, B, path.stack.rank))
     _, floor, chains, B, rank = max(cells, key=lambda cell: cell[0])
-    return at_most(
-        f"noise-floor-beta{beta:g}",
-        f"with beta {beta:g} the eta-weighted nuclear norm of the gradient is under "
-        f"2 sigma sqrt((1 - beta) r/B) (second half; shown: B={B}, r={rank}, the closest of {len(cells)} cells)",
-        Stated("Theorem 3.3", ASSUMED),
-        mean_of(chains),
-        floor,
-        Tolerance(0.0, "the upper end of the interval must be below"),
-        limits="over the whole run the average keeps the transient, whose share dies only like 1/log T",
+    comes_down = (
+        f"with beta {beta:g} the eta-weighted nuclear norm of the gradient is under 2 sigma sqrt((1 - beta) r/B)"
     )
+    shown = f"(second half; shown: B={B}, r={rank}, the closest of {len(cells)} cells)"
+    theorem, below = Stated("Theorem 3.3", ASSUMED), Tolerance(0.0, "the upper end of the interval must be below")
+    limits = "over the whole run the average keeps the transient, whose share dies only like 1/log T"
+    id, found = f"noise-floor-beta{beta:g}", mean_of(chains)
+    return at_most(id, f"{comes_down} {shown}", theorem, found, floor, below, limits=limits)
 
 
 def contrast_claim(setting: MuonSettings, path: Trajectory) -> Claim:
     """Constant decay at the smallest floor of the grid."""
     s, B, rank = setting, setting.batches[-1], path.stack.rank
     means = weighted_mean(path.nuclear, s.etas, start=s.steps // 2)
-    return at_least(
-        "constant-above-floor",
-        f"constant decay stays above that floor when the target is outside its ball (B={B}, r={rank})",
-        Stated("contrast of Proposition 3.2 and Theorem 3.3", "sigma_max(A) > 1/lambda, sum eta = infinity"),
-        mean_of(s.by_batch(means)[B]),
-        theory.noise_floor(sigma=s.sigma, beta=path.stack.beta, r=rank, B=B),
-        Tolerance(0.0, "the lower end of the interval must be above"),
-    )
+    floor = theory.noise_floor(sigma=s.sigma, beta=path.stack.beta, r=rank, B=B)
+    contrast = "contrast of Proposition 3.2 and Theorem 3.3"
+    outside = Stated(contrast, "sigma_max(A) > 1/lambda, sum eta = infinity")
+    stays = f"constant decay stays above that floor when the target is outside its ball (B={B}, r={rank})"
+    above = Tolerance(0.0, "the lower end of the interval must be above")
+    return at_least("constant-above-floor", stays, outside, mean_of(s.by_batch(means)[B]), floor, above)
 
 
 def alignment_claim(paths: Iterable[Trajectory]) -> Claim:
     """The lemma, at every step of every path of either rule."""
-    return at_least(
-        "alignment",
-        "<grad f, O> is at least |grad f|_* - 2 sqrt(r) |E|_F (smallest margin over all steps and chains)",
-        Stated("Lemma D.2", "O is the polar factor of the momentum"),
-        min(float(path.margins.min()) for path in paths),
-        0.0,
-        Tolerance(1e-8, "the polar factor is exact to 2e-10; O is read off the weights, which costs |W| ulp/eta"),
-    )
+    lemma = Stated("Lemma D.2", "O is the polar factor of the momentum")
+    aligned = "<grad f, O> is at least |grad f|_* - 2 sqrt(r) |E|_F (smallest margin over all steps and chains)"
+    read_off = "the polar factor is exact to 2e-10; O is read off the weights, which costs |W| ulp/eta"
+    smallest = min(float(path.margins.min()) for path in paths)
+    return at_least("alignment", aligned, lemma, smallest, 0.0, Tolerance(1e-8, read_off))
 
 
 def descent_claim(setting: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
@@ -184,14 +168,9 @@ def descent_claim(setting: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
             ratios.append(
                 total / theory.descent_bound(s.etas, errors, f_drop=drop, q=q, C_W=C_W, L=1.0, r=r, bound=top)
             )
-    return at_most(
-        "descent-inequality",
-        "sum eta |grad f|_* is under the finite-T bound, on every single path (largest ratio)",
-        Stated("proof of Theorem 3.3", "L-smooth; no expectation needed"),
-        max(ratios),
-        1.0,
-        POLAR,
-    )
+    proof = Stated("proof of Theorem 3.3", "L-smooth; no expectation needed")
+    descends = "sum eta |grad f|_* is under the finite-T bound, on every single path (largest ratio)"
+    return at_most("descent-inequality", descends, proof, max(ratios), 1.0, POLAR)
 
 
 def tracking_claim(setting: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
@@ -207,17 +186,10 @@ def tracking_claim(setting: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
                 s.etas, grad_start=start, beta=beta, B=B, r=r, bound=bound, **constants
             )
             ratios.append(float(errors.square().mean(1).sum()) / math.fsum(bounds))
-    return at_most(
-        "tracking-bound",
-        "the mean squared tracking error is under its bound, summed over the run (largest ratio of the grid)",
-        Stated("Lemma D.3", ASSUMED),
-        max(ratios),
-        1.0,
-        Tolerance(
-            s.sampling_error,
-            "with beta = 0 both sides are equal in expectation; four standard errors of the sample mean",
-        ),
-    )
+    tracks = "the mean squared tracking error is under its bound, summed over the run (largest ratio of the grid)"
+    equal = "with beta = 0 both sides are equal in expectation; four standard errors of the sample mean"
+    sampling = Tolerance(s.sampling_error, equal)
+    return at_most("tracking-bound", tracks, Stated("Lemma D.3", ASSUMED), max(ratios), 1.0, sampling)
 
 
 def settled_claim(setting: MuonSettings, path: Trajectory) -> Claim:
@@ -228,19 +200,18 @@ def settled_claim(setting: MuonSettings, path: Trajectory) -> Claim:
     sampling = s.sampling_error * math.sqrt((1.0 + beta**2) / (1.0 - beta**2))
     size = math.sqrt(settled / path.stack.rank) or math.inf
     drift = 2.0 * beta**2 * math.fsum(s.etas[half:]) / len(s.etas[half:]) / (size * (1.0 - beta**2))
-    return within_share(
-        f"tracking-settles-beta{beta:g}",
+    found = mean_of(s.by_batch(path.errors)[B][half:].square().mean(0))
+    independent = f"noise independent between steps, eta -> 0 (B={B}, r={path.stack.rank})"
+    statement = (
         f"with beta {beta:g} and independent noise the squared tracking error settles at "
-        f"(1 - beta)/(1 + beta) sigma^2/B, below the lemma's limit {limit:g}",
-        Stated("Lemma D.3, sharpened", f"noise independent between steps, eta -> 0 (B={B}, r={path.stack.rank})"),
-        mean_of(s.by_batch(path.errors)[B][half:].square().mean(0)),
-        settled,
-        Tolerance(
-            drift + sampling,
-            "four standard errors, errors being correlated over 1/(1 - beta) steps, and the drift of W: a "
-            "step follows the error, which adds 2 beta^2 eta/(s (1 - beta^2)) for singular values of size s",
-        ),
+        f"(1 - beta)/(1 + beta) sigma^2/B, below the lemma's limit {limit:g}"
     )
+    because = (
+        "four standard errors, errors being correlated over 1/(1 - beta) steps, and the drift of W: a "
+        "step follows the error, which adds 2 beta^2 eta/(s (1 - beta^2)) for singular values of size s"
+    )
+    lemma, slack = Stated("Lemma D.3, sharpened", independent), Tolerance(drift + sampling, because)
+    return within_share(f"tracking-settles-beta{beta:g}", statement, lemma, found, settled, slack)
 
 
 MUON = Experiment(
@@ -279,16 +250,12 @@ def vanishing_claim(path: Trajectory, etas: Sequence[float]) -> Claim:
     """The second half of the run, against hovering at the length of a step."""
     half, beta = len(etas) // 2, path.stack.beta
     hover, late = 2.0 * path.stack.rank / (1.0 - beta), etas[half:]
-    return at_most(
-        f"vanishes-beta{beta:g}",
-        f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step",
-        Stated(THEOREM_WITHOUT_NOISE, NO_NOISE),
-        float(weighted_mean(path.nuclear, etas, start=half).max()),
-        hover * math.fsum(eta**2 for eta in late) / math.fsum(late),
-        Tolerance(
-            0.0, "each of r directions hovers by up to 2 eta/(1 - beta), which goes to zero with eta: an estimate"
-        ),
-    )
+    bound = hover * math.fsum(eta**2 for eta in late) / math.fsum(late)
+    found = float(weighted_mean(path.nuclear, etas, start=half).max())
+    theorem = Stated(THEOREM_WITHOUT_NOISE, NO_NOISE)
+    falls = f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step"
+    because = "each of r directions hovers by up to 2 eta/(1 - beta), which goes to zero with eta: an estimate"
+    return at_most(f"vanishes-beta{beta:g}", falls, theorem, found, bound, Tolerance(0.0, because))
 
 
 def transient_claim(path: Trajectory, etas: Sequence[float]) -> Claim:
@@ -297,15 +264,12 @@ def transient_claim(path: Trajectory, etas: Sequence[float]) -> Claim:
     weights = path.nuclear.new_tensor(etas).unsqueeze(1)
     sums, totals = (weights * path.nuclear).cumsum(0).mean(1), weights.cumsum(0).squeeze(1)
     averages = sums / totals
-    return within_share(
-        "transient",
-        "over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)",
-        Stated(THEOREM_WITHOUT_NOISE, "harmonic schedule; the sum of eta |grad f|_* has converged"),
-        float(averages[-1] / averages[half - 1]),
-        float(totals[half - 1] / totals[-1]),
-        Tolerance(0.01, "what the second half still adds to the sum"),
-        limits="so the statement about whole runs is out of reach of any run; the second half is what shows it",
-    )
+    found, slower = float(averages[-1] / averages[half - 1]), float(totals[half - 1] / totals[-1])
+    theorem = Stated(THEOREM_WITHOUT_NOISE, "harmonic schedule; the sum of eta |grad f|_* has converged")
+    slowly = "over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)"
+    limits = "so the statement about whole runs is out of reach of any run; the second half is what shows it"
+    added = Tolerance(0.01, "what the second half still adds to the sum")
+    return within_share("transient", slowly, theorem, found, slower, added, limits=limits)
 
 
 def convex_claims(path: Trajectory, etas: Sequence[float]) -> list[Claim]:
@@ -313,24 +277,16 @@ def convex_claims(path: Trajectory, etas: Sequence[float]) -> list[Claim]:
     stack, initial = path.stack, float(path.losses[0].mean())
     gaps, slopes = weighted_mean(path.losses[:-1], etas), weighted_mean(path.nuclear, etas)
     bound = theory.convex_gap_bound(slopes, bound=float(path.norms.max()), target=float(frobenius_norm(stack.A)))
+    ratio, lowest = float((gaps / bound).max()), float(path.losses.amin(0).max()) / initial
+    hovering = jitter_loss(stack.rank, etas[-1], stack.beta) / initial
+    proof = Stated("proof of Theorem 3.4", "f convex, |W_t|_F <= bound")
+    theorem = Stated("Theorem 3.4", "f convex, sigma = 0, iterates bounded")
+    under = "the eta-weighted loss is under (bound + |W*|_F) times the weighted nuclear norm (largest ratio)"
+    reaches = "the best iterate of a convex loss reaches the minimum (pseudo-Huber, over the initial loss)"
+    limits = "the theorem is about the limit inferior; a finite run shows how far down the best iterate is"
     return [
-        at_most(
-            "convex-gap",
-            "the eta-weighted loss is under (bound + |W*|_F) times the weighted nuclear norm (largest ratio)",
-            Stated("proof of Theorem 3.4", "f convex, |W_t|_F <= bound"),
-            float((gaps / bound).max()),
-            1.0,
-            Tolerance(1e-12, "rounding"),
-        ),
-        at_most(
-            "best-iterate",
-            "the best iterate of a convex loss reaches the minimum (pseudo-Huber, over the initial loss)",
-            Stated("Theorem 3.4", "f convex, sigma = 0, iterates bounded"),
-            float(path.losses.amin(0).max()) / initial,
-            jitter_loss(stack.rank, etas[-1], stack.beta) / initial,
-            HOVERING,
-            limits="the theorem is about the limit inferior; a finite run shows how far down the best iterate is",
-        ),
+        at_most("convex-gap", under, proof, ratio, 1.0, Tolerance(1e-12, "rounding")),
+        at_most("best-iterate", reaches, theorem, lowest, hovering, HOVERING, limits=limits),
     ]
 
 

@@ -23,7 +23,6 @@ from muonsw.lab.studies.theory.chains import (
     farthest,
     gaussian,
     gradient,
-    harmonic,
     log_spaced,
     march,
     robbins_monro,
@@ -124,41 +123,27 @@ def descend(
 def run_scalar(setting: ScalarSettings, context: Context) -> Evidence:
     """Both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
     s = setting
-    etas = harmonic(s.steps, gamma=s.gamma, t0=s.t0)
+    etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
     theory.check_schedule(etas, a=s.a, lam=s.lam).require()
     starts = s.starts(context.generator)
     error = theory.scaled_decay_error(s.steps, a=s.a, c=s.c, lam=s.lam, gamma=s.gamma, t0=s.t0)
     seen = descend(dict.fromkeys(BOTH, starts), etas, s, context, part=(0.0, 0.9))
     ends = {rule: w[:, -1] for rule, w in seen.items()}
+    settled, gap = farthest(ends[CONSTANT], s.fixed_point), farthest(s.loss(ends[CONSTANT]), s.gap)
+    left = farthest(s.c - ends[SCALED], error)
+    corollary = Stated("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1")
+    settles = "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c"
+    costs = "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum"
+    arrives = "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))"
+    limits = "a finite run shows the rate at which the error falls, not its limit"
+    start = Tolerance(1e-6, "the start is forgotten like (t0/T)^(gamma (a + lambda)), 3e-9 here")
+    squared = "an error of 1e-6 in w counts (a + lambda)/lambda times in w - c and twice in its square"
+    doubled = Tolerance(2e-6 * (s.a + s.lam) / s.lam, squared)
+    leading = Tolerance(0.01, "terms of relative order t0/T, and the start, forgotten like (t0/T)^(a gamma - 1)")
     claims = [
-        within_share(
-            "constant-fixed-point",
-            "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c",
-            PROPOSITION,
-            farthest(ends[CONSTANT], s.fixed_point),
-            s.fixed_point,
-            Tolerance(1e-6, "the start is forgotten like (t0/T)^(gamma (a + lambda)), 3e-9 here"),
-        ),
-        within_share(
-            "constant-loss-gap",
-            "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum",
-            PROPOSITION,
-            farthest(s.loss(ends[CONSTANT]), s.gap),
-            s.gap,
-            Tolerance(
-                2e-6 * (s.a + s.lam) / s.lam,
-                "an error of 1e-6 in w counts (a + lambda)/lambda times in w - c and twice in its square",
-            ),
-        ),
-        within_share(
-            "scaled-error",
-            "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))",
-            Stated("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1"),
-            farthest(s.c - ends[SCALED], error),
-            error,
-            Tolerance(0.01, "terms of relative order t0/T, and the start, forgotten like (t0/T)^(a gamma - 1)"),
-            limits="a finite run shows the rate at which the error falls, not its limit",
-        ),
+        within_share("constant-fixed-point", settles, PROPOSITION, settled, s.fixed_point, start),
+        within_share("constant-loss-gap", costs, PROPOSITION, gap, s.gap, doubled),
+        within_share("scaled-error", arrives, corollary, left, error, leading, limits=limits),
     ]
     share = 0.1 / len(s.freeze_exponents)
     for number, p in enumerate(s.freeze_exponents):
@@ -178,23 +163,13 @@ def freeze_claims(
     end = descend({CONSTANT: begin}, etas, s, context, part=part)[CONSTANT][:, -1]
     expected = s.frozen(begin, etas)
     worst = int((end - expected)[:-1].abs().argmax())
+    finite = Stated(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)")
+    lucky = Stated(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))")
+    freezes = f"with eta ~ t^-{p:g} the iterate freezes at wbar + (w0 - wbar) prod(1 - eta (a + lambda))"
+    lands = "one finely tuned start lands on the minimizer all the same"
     return [
-        within_share(
-            f"freeze-p{p:g}",
-            f"with eta ~ t^-{p:g} the iterate freezes at wbar + (w0 - wbar) prod(1 - eta (a + lambda))",
-            Stated(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)"),
-            float(end[worst]),
-            float(expected[worst]),
-            ROUNDING,
-        ),
-        within_share(
-            f"tuned-start-p{p:g}",
-            "one finely tuned start lands on the minimizer all the same",
-            Stated(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))"),
-            float(end[-1]),
-            s.c,
-            ROUNDING,
-        ),
+        within_share(f"freeze-p{p:g}", freezes, finite, float(end[worst]), float(expected[worst]), ROUNDING),
+        within_share(f"tuned-start-p{p:g}", lands, lucky, float(end[-1]), s.c, ROUNDING),
     ]
 
 
@@ -206,30 +181,21 @@ def run_scalar_figure(setting: ScalarFigureSettings, context: Context) -> Eviden
     steps = [0, *log_spaced(s.steps, s.points)]
     seen = descend(dict.fromkeys(BOTH, starts), etas, s, context, keep=steps)
     initial, losses = float(s.loss(starts).mean()), {rule: s.loss(w) for rule, w in seen.items()}
+    gap, bound = s.gap / initial, s.a / 2.0 * error_bound(s, etas, starts) ** 2 / initial
+    flat, lowest = farthest(losses[CONSTANT][:, -1] / initial, gap), float(losses[SCALED][:, -1].max()) / initial
     forgotten = 2.0 * float((s.frozen(starts, etas) - s.fixed_point).abs().max()) / abs(s.c - s.fixed_point)
+    left = Stated("Figure 2 (left), Proposition 3.1", STOPS)
+    corollary = Stated("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity")
+    flattens = "left panel: constant decay flattens at its loss gap"
+    falls = "left panel: scaled decay drives the loss towards zero"
+    limits = "the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run"
+    start = "what the product of 1 - eta (a + lambda) leaves of the start, counted twice in the square"
+    worst = Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start")
     claims = [
-        within_share(
-            "figure-constant",
-            "left panel: constant decay flattens at its loss gap",
-            Stated("Figure 2 (left), Proposition 3.1", STOPS),
-            farthest(losses[CONSTANT][:, -1] / initial, s.gap / initial),
-            s.gap / initial,
-            Tolerance(
-                1.01 * forgotten + 1e-9,
-                "what the product of 1 - eta (a + lambda) leaves of the start, counted twice in the square",
-            ),
-        ),
-        at_most(
-            "figure-scaled",
-            "left panel: scaled decay drives the loss towards zero",
-            Stated("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity"),
-            float(losses[SCALED][:, -1].max()) / initial,
-            s.a / 2.0 * error_bound(s, etas, starts) ** 2 / initial,
-            Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start"),
-            limits="the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run",
-        ),
+        within_share("figure-constant", flattens, left, flat, gap, Tolerance(1.01 * forgotten + 1e-9, start)),
+        at_most("figure-scaled", falls, corollary, lowest, bound, worst, limits=limits),
     ]
-    levels, times = {CONSTANT: s.gap / initial}, [1 + t for t in steps]
+    levels, times = {CONSTANT: gap}, [1 + t for t in steps]
     curves = {rule: (loss / initial).tolist() for rule, loss in losses.items()}
     return Evidence(
         claims, [Series(f"scalar/{rule}", rule, times, values, levels.get(rule)) for rule, values in curves.items()]

@@ -26,7 +26,6 @@ from muonsw.lab.studies.theory.chains import (
     farthest,
     gaussian,
     gradient,
-    harmonic,
     log_spaced,
     march,
     robbins_monro,
@@ -75,19 +74,12 @@ def ripple_curvature(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stationarity:
-    """What was seen of the chains of one rule.
+    """What was seen of the chains of one rule."""
 
-    Attributes:
-        end: Where they are after the run.
-        squares: The squared gradient at each step, averaged over chains.
-        weighted: For each decade of steps and each chain, the eta-weighted mean of the squared gradient.
-        second_moment: The largest mean of `x^2` over all steps.
-    """
-
-    end: Tensor
-    squares: list[float]
-    weighted: Tensor
-    second_moment: float
+    end: Tensor  # where they are after the run
+    squares: list[float]  # the squared gradient at each step, averaged over chains
+    weighted: Tensor  # for each decade of steps and each chain, the eta-weighted mean of the squared gradient
+    second_moment: float  # the largest mean of `x^2` over all steps
 
 
 def decade_edges(steps: int) -> list[int]:
@@ -136,16 +128,12 @@ def run_nonconvex(setting: NonconvexSettings, context: Context) -> Evidence:
     starts = s.c + gaussian((s.chains,), context.generator, std=s.start_std)
     seen = wander(s, etas, starts, context)
     weighted = seen[SCALED].weighted
+    drops = [mean_of(after - before) for before, after in pairwise(weighted)]
+    falls = "scaled: the eta-weighted squared gradient falls from decade {} to decade {} of steps"
+    negative = Tolerance(0.0, "the upper end of the interval of the paired difference must be negative")
     falling = [
-        below(
-            f"decade-{k}-falls",
-            f"scaled: the eta-weighted squared gradient falls from decade {k - 1} to decade {k} of steps",
-            THEOREM,
-            mean_of(weighted[k] - weighted[k - 1]),
-            0.0,
-            Tolerance(0.0, "the upper end of the interval of the paired difference must be negative"),
-        )
-        for k in range(1, len(weighted))
+        below(f"decade-{k}-falls", falls.format(k - 1, k), THEOREM, drop, 0.0, negative)
+        for k, drop in enumerate(drops, 1)
     ]
     late = etas[decade_edges(s.steps)[-2] :]
     return Evidence([*falling, *last_decade_claims(s, seen, late), inequality_claim(s, seen[SCALED], etas, starts)])
@@ -156,41 +144,34 @@ def last_decade_claims(setting: NonconvexSettings, seen: dict[str, Stationarity]
     s, tail = setting, {rule: stack.weighted[-1] for rule, stack in seen.items()}
     curvature = float(ripple_curvature(seen[SCALED].end - s.c).mean())
     sustained = curvature * s.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
+    balance = float((s.lam * seen[CONSTANT].end).square().mean())
+    contrast = Stated("contrast to Theorem 3.1", "sum eta = infinity")
+    tenth = "scaled: in the last decade at most a tenth of constant decay's squared gradient is left"
+    stays = "constant: the squared gradient stays at (lambda x)^2, where it balances the decay"
+    limits = (
+        f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are chains that "
+        "still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, with harmonic "
+        "steps like 1/log T"
+    )
+    under = Tolerance(0.0, "the upper end of the interval must be below")
+    noise = Tolerance(0.05, "what the noise adds at the learning rates of the last decade")
+    scaled, constant = mean_of(tail[SCALED]), mean_of(tail[CONSTANT])
     return [
-        at_most(
-            "tail",
-            "scaled: in the last decade at most a tenth of constant decay's squared gradient is left",
-            THEOREM,
-            mean_of(tail[SCALED]),
-            0.1 * float(tail[CONSTANT].mean()),
-            Tolerance(0.0, "the upper end of the interval must be below"),
-            limits=f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are "
-            "chains that still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, "
-            "with harmonic steps like 1/log T",
-        ),
-        within_share(
-            "constant-stays",
-            "constant: the squared gradient stays at (lambda x)^2, where it balances the decay",
-            Stated("contrast to Theorem 3.1", "sum eta = infinity"),
-            mean_of(tail[CONSTANT]),
-            float((s.lam * seen[CONSTANT].end).square().mean()),
-            Tolerance(0.05, "what the noise adds at the learning rates of the last decade"),
-        ),
+        at_most("tail", tenth, THEOREM, scaled, 0.1 * constant.value, under, limits=limits),
+        within_share("constant-stays", stays, contrast, constant, balance, noise),
     ]
 
 
 def inequality_claim(setting: NonconvexSettings, seen: Stationarity, etas: Sequence[float], starts: Tensor) -> Claim:
     """The summed descent inequality of the proof at finite T."""
     s = setting
-    f_gap, bound = float(ripple_loss(starts - s.c).mean()), math.sqrt(seen.second_moment)
-    return at_most(
-        "descent-inequality",
-        "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof",
-        Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded"),
-        math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True)),
-        theory.stationarity_bound(etas, f_gap=f_gap, L=1.0, q=s.lam / s.eta0, sigma=s.sigma, bound=bound),
-        Tolerance(0.0, "a bound on a mean over chains; the sampling error is far below the distance to it"),
-    )
+    f_gap, size = float(ripple_loss(starts - s.c).mean()), math.sqrt(seen.second_moment)
+    bound = theory.stationarity_bound(etas, f_gap=f_gap, L=1.0, q=s.lam / s.eta0, sigma=s.sigma, bound=size)
+    found = math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True))
+    proof = Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded")
+    under = "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof"
+    because = "a bound on a mean over chains; the sampling error is far below the distance to it"
+    return at_most("descent-inequality", under, proof, found, bound, Tolerance(0.0, because))
 
 
 NONCONVEX = Experiment(
@@ -240,23 +221,12 @@ def run_strongly_convex(setting: StronglyConvexSettings, context: Context) -> Ev
     require("mu*gamma > 1", s.mu * s.gamma > 1.0, mu=s.mu, gamma=s.gamma)
     require("0 < mu <= L", 0.0 < s.mu <= s.L, mu=s.mu, L=s.L)
     require(f"chains are a multiple of {BATCHES}", s.chains % BATCHES == 0, chains=s.chains)
-    etas = harmonic(s.steps, gamma=s.gamma, t0=s.t0)
+    etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
     theory.check_schedule(etas, lam=s.lam, mu=s.mu).require()
     first = theory.first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(etas))
     steps = sorted({t for t in log_spaced(s.steps, 200) if t > first} | {first})
     seen = distances(s, etas, steps, context)
-    claims = [*rate_claims(s, seen, steps), bound_claim(s, seen[SCALED].mean(0), steps)]
-    claims.append(
-        within_share(
-            "constant-stays",
-            "constant: the mean squared distance stops at sum (lambda c/(h_i + lambda))^2",
-            Stated("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity"),
-            mean_of(seen[CONSTANT][:, -1], CONFIDENCE),
-            float((s.lam * s.c / (s.curvature + s.lam)).square().sum()),
-            Tolerance(0.05, "the variance that the noise still sustains at the last step, and sampling"),
-        )
-    )
-    return Evidence(claims + recursion_claims(s, etas, context))
+    return Evidence([*rate_claims(s, seen, steps), *bound_claims(s, seen, steps), *recursion_claims(s, etas, context)])
 
 
 def distances(
@@ -293,50 +263,44 @@ def rate_claims(setting: StronglyConvexSettings, seen: dict[str, Tensor], steps:
     s, decade = setting, [k for k, t in enumerate(steps) if t >= setting.steps / 10]
     shifted = torch.tensor([steps[k] + s.t0 for k in decade], dtype=torch.float64)
     noisy, noiseless = (seen[name][:, decade] for name in (SCALED, SCALED + NOISELESS))
-    per_entry = s.sigma**2 / s.dimension
+    rate, free_rate = log_log_slope(shifted, noisy), float(log_log_slope(shifted, noiseless).mean())
+    variance = float((s.sigma**2 / s.dimension * s.gamma**2 / (2.0 * s.curvature * s.gamma - 1.0)).sum())
+    theorem = Stated("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1")
+    leading = Stated("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1")
+    corollary = Stated("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1")
+    falls = "scaled: the mean squared distance falls like 1/t (slope in the last decade, log-log)"
+    faster = "scaled, without noise: the squared distance falls like 1/t^2"
+    tends = "scaled: t times the mean squared distance tends to sum gamma^2 sigma_i^2/(2 h_i gamma - 1)"
+    limits = "O(1/t) is an upper bound; that the rate is attained is seen here, where the noise is isotropic"
+    pull = Tolerance(0.0, "the interval over batches of chains covers -1; the pull of the decay adds some -0.001")
+    bend = Tolerance(0.02, "the start, forgotten like (t0/t)^(mu gamma - 1), still bends the line by about t0/t")
+    covers = Tolerance(0.0, "the interval over batches of chains covers it")
+    last = mean_of(noisy[:, -1] * (s.steps + s.t0), CONFIDENCE)
     return [
-        covered(
-            "rate-with-noise",
-            "scaled: the mean squared distance falls like 1/t (slope in the last decade, log-log)",
-            Stated("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1"),
-            mean_of(log_log_slope(shifted, noisy), CONFIDENCE),
-            -1.0,
-            Tolerance(0.0, "the interval over batches of chains covers -1; the pull of the decay adds some -0.001"),
-            limits="O(1/t) is an upper bound; that the rate is attained is seen here, where the noise is isotropic",
-        ),
-        within(
-            "rate-without-noise",
-            "scaled, without noise: the squared distance falls like 1/t^2",
-            Stated("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1"),
-            float(log_log_slope(shifted, noiseless).mean()),
-            -2.0,
-            Tolerance(0.02, "the start, forgotten like (t0/t)^(mu gamma - 1), still bends the line by about t0/t"),
-        ),
-        covered(
-            "variance",
-            "scaled: t times the mean squared distance tends to sum gamma^2 sigma_i^2/(2 h_i gamma - 1)",
-            Stated("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1"),
-            mean_of(noisy[:, -1] * (s.steps + s.t0), CONFIDENCE),
-            float((per_entry * s.gamma**2 / (2.0 * s.curvature * s.gamma - 1.0)).sum()),
-            Tolerance(0.0, "the interval over batches of chains covers it"),
-        ),
+        covered("rate-with-noise", falls, theorem, mean_of(rate, CONFIDENCE), -1.0, pull, limits=limits),
+        within("rate-without-noise", faster, corollary, free_rate, -2.0, bend),
+        covered("variance", tends, leading, last, variance, covers),
     ]
 
 
-def bound_claim(setting: StronglyConvexSettings, squares: Tensor, steps: Sequence[int]) -> Claim:
-    """The explicit bound of the proof, at every kept step."""
-    s = setting
+def bound_claims(setting: StronglyConvexSettings, seen: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
+    """The explicit bound of the proof, at every kept step; and where constant decay stops."""
+    s, squares = setting, seen[SCALED].mean(0)
     constants = {"gamma": s.gamma, "t0": s.t0, "mu": s.mu, "L": s.L, "q": s.lam * s.t0 / s.gamma, "sigma": s.sigma}
     x_star, u1, t1 = abs(s.c) * s.dimension**0.5, float(squares[0]), steps[0]
     bounds = [theory.strongly_convex_bound(t, u1=u1, t1=t1, x_star=x_star, **constants) for t in steps]
-    return at_most(
-        "explicit-bound",
-        "scaled: the mean squared distance is under the proof's nu/(t + t0) (largest ratio over steps)",
-        Stated("proof of Theorem 3.2", "from the first step at which K1 eta + K2 eta^3 <= mu"),
-        float((squares / squares.new_tensor(bounds)).max()),
-        1.0,
-        Tolerance(1e-12, "rounding; the two may be equal at the first step"),
-    )
+    largest, last = float((squares / squares.new_tensor(bounds)).max()), mean_of(seen[CONSTANT][:, -1], CONFIDENCE)
+    shifted = float((s.lam * s.c / (s.curvature + s.lam)).square().sum())
+    proof = Stated("proof of Theorem 3.2", "from the first step at which K1 eta + K2 eta^3 <= mu")
+    proposition = Stated("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity")
+    under = "scaled: the mean squared distance is under the proof's nu/(t + t0) (largest ratio over steps)"
+    stops = "constant: the mean squared distance stops at sum (lambda c/(h_i + lambda))^2"
+    equal = Tolerance(1e-12, "rounding; the two may be equal at the first step")
+    noise = Tolerance(0.05, "the variance that the noise still sustains at the last step, and sampling")
+    return [
+        at_most("explicit-bound", under, proof, largest, 1.0, equal),
+        within_share("constant-stays", stops, proposition, last, shifted, noise),
+    ]
 
 
 def recursion_claims(setting: StronglyConvexSettings, etas: Sequence[float], context: Context) -> list[Claim]:
@@ -355,25 +319,15 @@ def recursion_claims(setting: StronglyConvexSettings, etas: Sequence[float], con
         torch.mul(u, alpha, out=gradient(u)).sub_(kappa, alpha=etas[t])
         optimizer.step()
         largest = torch.maximum(largest, (u * (t + 1 + t0) / nu).max())
-    limit = kappa * gamma**2 / (alpha * gamma - 1.0)
+    limit = farthest(u.detach() * (len(etas) + t0) / (kappa * gamma**2 / (alpha * gamma - 1.0)), 1.0)
     lemma = Stated("Lemma D.1", "alpha gamma > 1, alpha eta <= 1")
+    stays = "u <- (1 - alpha eta) u + kappa eta^2 stays under nu/(t + t0), for a grid of constants"
+    tends = "(t + t0) u tends to kappa gamma^2/(alpha gamma - 1), so nu cannot be improved"
+    equal = Tolerance(1e-12, "rounding; nu/(t + t0) is met at the first step where the start dominates")
+    forgotten = Tolerance(0.02, "the start, forgotten like (t0/t)^(alpha gamma - 1), 0.4% at the slowest")
     return [
-        at_most(
-            "recursion-bound",
-            "u <- (1 - alpha eta) u + kappa eta^2 stays under nu/(t + t0), for a grid of constants",
-            lemma,
-            float(largest),
-            1.0,
-            Tolerance(1e-12, "rounding; nu/(t + t0) is met at the first step where the start dominates"),
-        ),
-        within_share(
-            "recursion-constant",
-            "(t + t0) u tends to kappa gamma^2/(alpha gamma - 1), so nu cannot be improved",
-            lemma,
-            farthest(u.detach() * (len(etas) + t0) / limit, 1.0),
-            1.0,
-            Tolerance(0.02, "the start, forgotten like (t0/t)^(alpha gamma - 1), 0.4% at the slowest"),
-        ),
+        at_most("recursion-bound", stays, lemma, float(largest), 1.0, equal),
+        within_share("recursion-constant", tends, lemma, limit, 1.0, forgotten),
     ]
 
 
