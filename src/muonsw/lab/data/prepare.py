@@ -201,17 +201,11 @@ def prepare(
     processes: int = 1,
     threads: int = 1,
 ) -> Prepared:
-    """Encode documents into the shards of a folder, each followed by an end of document.
+    """Encode documents, in a fixed order, into the shards of a folder, each followed by an end of document.
 
-    Args:
-        documents: In a fixed order. At most one group of them for each process, and one more, is held in memory.
-        tokenizer: What encodes them; it is stored in the folder.
-        folder: Made if missing; what an earlier run with the same settings finished there is kept.
-        validation_fraction: The share of documents, chosen by a hash of their text, that is never trained on.
-        group_characters: A group ends with the document that reaches so many.
-        finished: Called after every group, also after one that was already there, in the order in which they finish.
-        processes: How many encode; with 1, this one does. The shards are the same for any number.
-        threads: On how many threads this process encodes, when it does.
+    What an earlier run with the same settings finished is kept, and `finished` is called for it, too. A share of the
+    documents, chosen by a hash of their text, is never trained on. At most one group of them for each process, and one
+    more, is held in memory. The shards are the same for any number of processes, and of threads where it is one.
 
     Raises:
         UsageError: If there is no document, the folder holds data with other settings or is being prepared by another

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,12 +70,11 @@ def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path, palette
             axis = figure.add_axes((left / wide, 1.0 - (top + height) / high, width / wide, height / high))
             _draw_chart(axis, chart, styles, palette, small=small)
         if sheet.title:
-            figure.suptitle(
-                _text(sheet.title), x=0.2 / wide, y=1.0 - 0.15 / high, ha="left", va="top", fontsize=15, weight="bold"
-            )
+            corner = {"x": 0.2 / wide, "y": 1.0 - 0.15 / high, "ha": "left", "va": "top"}
+            figure.suptitle(_text(sheet.title), **cast(Any, corner), fontsize=15, weight="bold")
         if entries:
-            corner = (0.2 / wide, 0.05 / high)
-            figure.legend(handles=entries, loc="lower left", bbox_to_anchor=corner, ncols=across, fontsize=10.5)
+            low = (0.2 / wide, 0.05 / high)
+            figure.legend(handles=entries, loc="lower left", bbox_to_anchor=low, ncols=across, fontsize=10.5)
         return save_figure(figure, folder / sheet.name)
 
 
@@ -92,19 +90,17 @@ def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], palett
         colour = styles[mark.arm].colour
         axis.axvline(mark.x, color=colour, linewidth=1.0, alpha=0.8)
         axis.plot(mark.x, 0.96, "v", color=colour, transform=axis.get_xaxis_transform())
-    axis.set_title(_text(chart.title), fontsize=12 if small else 13)
-    axis.set_xlabel(_text(chart.x.title), fontsize=11 if small else 12)
-    axis.set_ylabel(_text(chart.y.title), fontsize=11 if small else 12)
-    axis.tick_params(labelsize=10.5 if small else 11)
+    title, label, tick = (12, 11, 10.5) if small else (13, 12, 11)
+    axis.set_title(_text(chart.title), fontsize=title)
+    axis.set_xlabel(_text(chart.x.title), fontsize=label)
+    axis.set_ylabel(_text(chart.y.title), fontsize=label)
+    axis.tick_params(labelsize=tick)
     axis.margins(x=0.02)
     axis.set_xscale("log", base=chart.x.log) if chart.x.log else axis.set_xscale("linear")
     axis.set_yscale("log", base=chart.y.log) if chart.y.log else axis.set_yscale("linear")
     _label(axis.xaxis, chart.x, most=4 if small else 6)
     _label(axis.yaxis, chart.y, most=5 if small else 7)
-    if chart.x.limits:
-        axis.set_xlim(*chart.x.limits)
-    if chart.y.limits:
-        axis.set_ylim(*chart.y.limits)
+    axis.set(xlim=chart.x.limits, ylim=chart.y.limits)
 
 
 def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, palette: Palette, marked: bool) -> None:
@@ -201,19 +197,10 @@ def power_of_two(value: float) -> str:
 
 def save_figure(figure: Figure, stem: Path) -> list[Path]:
     """Write a figure as PNG and SVG; two equal figures give equal files."""
-    with _any_letter():
-        return [_write(figure, stem.with_name(f"{stem.name}{suffix}")) for suffix in (".png", ".svg")]
-
-
-def _write(figure: Figure, path: Path) -> Path:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=METADATA[path.suffix])
-    return write_own(path, buffer.getvalue())
-
-
-@contextmanager
-def _any_letter() -> Iterator[None]:
-    """A name may hold letters that the font lacks; they show as boxes."""
+    written = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        yield
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # letters that the font lacks show as boxes
+        for suffix, metadata in METADATA.items():
+            figure.savefig(buffer := io.BytesIO(), format=suffix[1:], dpi=DPI, metadata=metadata)
+            written.append(write_own(stem.with_name(f"{stem.name}{suffix}"), buffer.getvalue()))
+    return written
