@@ -9,7 +9,7 @@ import pytest
 import tyro
 from rich.console import Console
 
-from muonsw.lab.commands.data import DATA_COMMANDS, PREPARING, Data, Watch
+from muonsw.lab.commands.data import DATA_COMMANDS, PREPARING, Data, Tally
 from muonsw.lab.data.corpus import Extent
 from muonsw.lab.data.prepare import Group, prepare_default, read_record
 from muonsw.lab.errors import UsageError
@@ -170,7 +170,7 @@ def shown(*, terminal, extent):
     """What is drawn while two groups are finished."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
     with showing(console, {PREPARING: None}) as view:
-        watch = Watch(view, extent)
+        watch = Tally(view, extent)
         watch.begun("tokenizer")
         watch.begun("documents")
         watch.finished(Group("a", 3, {}, {}, bytes=2_000_000))

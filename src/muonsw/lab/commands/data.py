@@ -22,7 +22,7 @@ STAGES = {"tokenizer": "making the tokenizer", "documents": "encoding"}
 
 
 @dataclass
-class Watch:
+class Tally:
     """Adds up what is prepared and shows it."""
 
     view: View
@@ -101,9 +101,9 @@ class Prepare:
         """Prepare the folder and say what it holds."""
         console, start, settings = Console(), time.perf_counter(), self.settings()
         with showing(console, {PREPARING: None}) as view:
-            watch = Watch(view, settings.corpus.extent())
+            tally = Tally(view, settings.corpus.extent())
             record = prepare_corpus(
-                self.out, settings, processes=self.processes, finished=watch.finished, begun=watch.begun
+                self.out, settings, processes=self.processes, finished=tally.finished, begun=tally.begun
             )
         say(console, f"{_contents(record)}, in {time.perf_counter() - start:.1f} s; wrote {self.out}")
         return 0

@@ -49,16 +49,8 @@ class Extent(NamedTuple):
 class Corpus:
     """A source of documents and how much of it.
 
-    Attributes:
-        source: `python` is the running interpreter's standard library, `text` are files, `fineweb` is streamed from the
-            Hugging Face hub, `synthetic` is an endless Markov chain.
-        packages: Add the installed packages to `python`.
-        files: Files, folders or globs of `text`.
-        dataset: The hub's name of `fineweb`, or a local folder of the same format.
-        sample: Which part of `fineweb`.
-        seed: Of `synthetic`.
-        limit_documents: Stop after so many documents.
-        limit_characters: Stop with the document that reaches so many characters.
+    `python` is the running interpreter's standard library, `text` are files, `fineweb` is streamed from the Hugging
+    Face hub, `synthetic` is an endless Markov chain.
 
     Examples:
         >>> corpus = Corpus("synthetic", seed=1, limit_documents=3)
@@ -70,13 +62,13 @@ class Corpus:
     """
 
     source: Source = "python"
-    packages: bool = False
-    files: tuple[str, ...] = ()
-    dataset: str = FINEWEB
-    sample: str = "sample-10BT"
-    seed: int = 0
+    packages: bool = False  # add the installed packages to `python`
+    files: tuple[str, ...] = ()  # files, folders or globs of `text`
+    dataset: str = FINEWEB  # the hub's name of `fineweb`, or a local folder of the same format
+    sample: str = "sample-10BT"  # which part of `fineweb`
+    seed: int = 0  # of `synthetic`
     limit_documents: int | None = None
-    limit_characters: int | None = None
+    limit_characters: int | None = None  # stop with the document that reaches so many
 
     def __post_init__(self) -> None:
         if self.source not in _DOCUMENTS:

@@ -68,22 +68,14 @@ class TokenLoader:
     """Training batches: every epoch visits every window once, in an order keyed by the seed and the epoch.
 
     Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next.
-
-    Attributes:
-        shards: Open shards of one folder; their order is part of the data order.
-        sequence: Tokens in an input.
-        batch: Sequences in a batch, over all ranks and micro-batches.
-        seed: Decides the order.
-        limit: Visit only so many windows, the first ones; None visits all.
-        windows: What is visited.
     """
 
-    shards: Sequence[Shard]
-    sequence: int
-    batch: int
-    seed: int
-    limit: int | None = None
-    windows: Windows = field(init=False, repr=False, compare=False)
+    shards: Sequence[Shard]  # open shards of one folder; their order is part of the data order
+    sequence: int  # tokens in an input
+    batch: int  # sequences in a batch, over all ranks and micro-batches
+    seed: int  # decides the order
+    limit: int | None = None  # visit only so many windows, the first ones
+    windows: Windows = field(init=False, repr=False, compare=False)  # what is visited
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", Windows(self.shards, self.sequence))
@@ -137,11 +129,7 @@ class TokenLoader:
 class ValidationLoader:
     """The same windows in the same order for every run that is to be compared, whatever its seed or batch.
 
-    Args:
-        shards: Open shards of one folder.
-        sequence: Tokens in an input.
-        batch: Sequences in a batch; the last batch may have fewer.
-        windows: How many windows to read, spread evenly over the shards; `None` reads all.
+    The last batch may have fewer sequences. Of all windows, or so many spread evenly over the shards.
     """
 
     def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, windows: int | None = None) -> None:

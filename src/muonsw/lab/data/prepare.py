@@ -59,19 +59,12 @@ _SHARD = re.compile(r"(train|validation)-\d{5}-[0-9a-f]{8}\.tokens")
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Which tokenizer to make.
-
-    Attributes:
-        kind: `bytes`, `bpe` trained on the corpus, or `gpt2`.
-        vocab: Tokens of `bpe`, the end of a document included.
-        gpt2_files: A folder with GPT-2's `vocab.bpe` and `encoder.json`; None lets tiktoken download them.
-        training_characters: `bpe` is trained on the first documents that are not held out, up to so many characters.
-    """
+    """Which tokenizer to make; a `bpe` is trained on the first documents that are not held out."""
 
     kind: Kind = "bpe"
-    vocab: int = DEFAULT_VOCAB
-    gpt2_files: Path | None = None
-    training_characters: int = TRAINING_CHARACTERS
+    vocab: int = DEFAULT_VOCAB  # tokens of `bpe`, the end of a document included
+    gpt2_files: Path | None = None  # folder with vocab.bpe and encoder.json; None lets tiktoken download them
+    training_characters: int = TRAINING_CHARACTERS  # of the documents that `bpe` is trained on
 
     def __post_init__(self) -> None:
         if self.kind not in ("bytes", "bpe", "gpt2"):
@@ -85,19 +78,12 @@ class TokenizerChoice:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Everything that decides what a folder of prepared data holds.
-
-    Attributes:
-        corpus: Which documents.
-        tokenizer: What encodes them.
-        validation_fraction: The share of documents that is held out; None takes what suits the source.
-        group_characters: The size of a shard before encoding; None takes what suits the source.
-    """
+    """Everything that decides what a folder of prepared data holds; sizes that are None are those of the source."""
 
     corpus: Corpus = field(default_factory=Corpus)
     tokenizer: TokenizerChoice = field(default_factory=TokenizerChoice)
-    validation_fraction: float | None = None
-    group_characters: int | None = None
+    validation_fraction: float | None = None  # the share of documents that is held out
+    group_characters: int | None = None  # the size of a shard before encoding
 
     def sizes(self) -> dict[str, Any]:
         """The two sizes, as they are recorded.
@@ -215,17 +201,11 @@ def prepare(
     processes: int = 1,
     threads: int = 1,
 ) -> Prepared:
-    """Encode documents into the shards of a folder, each followed by an end of document.
+    """Encode documents, in a fixed order, into the shards of a folder, each followed by an end of document.
 
-    Args:
-        documents: In a fixed order. At most one group of them for each process, and one more, is held in memory.
-        tokenizer: What encodes them; it is stored in the folder.
-        folder: Made if missing; what an earlier run with the same settings finished there is kept.
-        validation_fraction: The share of documents, chosen by a hash of their text, that is never trained on.
-        group_characters: A group ends with the document that reaches so many.
-        finished: Called after every group, also after one that was already there, in the order in which they finish.
-        processes: How many encode; with 1, this one does. The shards are the same for any number.
-        threads: On how many threads this process encodes, when it does.
+    What an earlier run with the same settings finished is kept, and `finished` is called for it, too. A share of the
+    documents, chosen by a hash of their text, is never trained on. At most one group of them for each process, and one
+    more, is held in memory. The shards are the same for any number of processes, and of threads where it is one.
 
     Raises:
         UsageError: If there is no document, the folder holds data with other settings or is being prepared by another

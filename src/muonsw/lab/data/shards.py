@@ -42,21 +42,13 @@ class ShardError(UsageError):
 
 @dataclass(frozen=True)
 class Group:
-    """A stretch of documents that was encoded together, into one shard for each split.
+    """A stretch of documents that was encoded together, into one shard for each split."""
 
-    Attributes:
-        digest: A hash of the texts; empty while the group is not finished.
-        documents: How many there were.
-        tokens: How many tokens each split got; a split without documents has no shard and no entry.
-        checksums: SHA-256 of each split's shard.
-        bytes: The size of the texts in UTF-8.
-    """
-
-    digest: str
-    documents: int
-    tokens: dict[Split, int]
-    checksums: dict[Split, str]
-    bytes: int = 0
+    digest: str  # a hash of the texts; empty while the group is not finished
+    documents: int  # how many there were
+    tokens: dict[Split, int]  # how many tokens each split got; a split without documents has no shard and no entry
+    checksums: dict[Split, str]  # SHA-256 of each split's shard
+    bytes: int = 0  # the size of the texts in UTF-8
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9a-f]*", self.digest):
@@ -67,27 +59,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a folder of shards holds, and the settings that decided it.
+    """What a folder of shards holds, and the settings that decided it."""
 
-    Attributes:
-        tokenizer: The `identity` of the tokenizer.
-        vocab_size: Every token is below it.
-        validation_fraction: The share of documents that is held out.
-        group_characters: A group ends with the document that reaches so many.
-        groups: In the order of the documents.
-        complete: Whether the last document was reached.
-        tokenizer_description: `{"kind": ..., "files": ...}`, from which `load_tokenizer` rebuilds the tokenizer.
-        recipe: Where the documents and the tokenizer came from, for whoever asks for the same data again.
-    """
-
-    tokenizer: str
-    vocab_size: int
-    validation_fraction: float
-    group_characters: int
-    groups: tuple[Group, ...] = ()
-    complete: bool = False
-    tokenizer_description: dict[str, Any] | None = None
-    recipe: dict[str, Any] | None = None
+    tokenizer: str  # its `identity`
+    vocab_size: int  # every token is below it
+    validation_fraction: float  # the share of documents that is held out
+    group_characters: int  # a group ends with the document that reaches so many
+    groups: tuple[Group, ...] = ()  # in the order of the documents
+    complete: bool = False  # whether the last document was reached
+    tokenizer_description: dict[str, Any] | None = None  # from which `load_tokenizer` rebuilds it
+    recipe: dict[str, Any] | None = None  # where documents and tokenizer came from
 
     def __post_init__(self) -> None:
         if not 1 <= self.vocab_size <= LARGEST_VOCAB:
@@ -198,8 +179,7 @@ def open_split(folder: Path, split: Split) -> list[Shard]:
     Their sizes are compared with the record, and so is every byte where that is quick (up to 64 MiB).
 
     Raises:
-        UsageError: If the folder was not prepared to the end, or the split is empty.
-        ShardError: If a shard is missing, or is not the one on record.
+        UsageError: If the folder was not prepared to the end, the split is empty, or a shard is not as on record.
     """
     record = read_record(folder)
     if not record.complete:
@@ -212,11 +192,7 @@ def open_split(folder: Path, split: Split) -> list[Shard]:
 
 
 def open_shard(path: Path, group: Group, split: Split, record: Prepared, *, check: bool = False) -> Shard:
-    """Map one shard after comparing its size with the record, and with `check` its content.
-
-    Raises:
-        ShardError: If it is missing, or is not the one on record.
-    """
+    """Map one shard after comparing its size with the record, and with `check` its content."""
     count = group.tokens[split]
     try:
         with path.open("rb") as file:
@@ -235,11 +211,7 @@ def open_shard(path: Path, group: Group, split: Split, record: Prepared, *, chec
 
 
 def check_tokens(shard: Shard) -> None:
-    """Read all tokens of a shard.
-
-    Raises:
-        ShardError: If one is outside the vocabulary, with its place.
-    """
+    """Read all tokens of a shard; one outside the vocabulary is an error with its place."""
     for start in range(0, len(shard.tokens), _READ_BYTES):
         piece = shard.tokens[start : start + _READ_BYTES]
         if int(piece.max()) >= shard.vocab_size:
@@ -249,11 +221,7 @@ def check_tokens(shard: Shard) -> None:
 
 
 def verify_folder(folder: Path) -> Iterator[Checked]:
-    """Check the record, the tokenizer, and every token of every shard, one after the other.
-
-    Raises:
-        UsageError: If the folder has no readable record.
-    """
+    """Check the record, the tokenizer, and every token of every shard, one after the other."""
     record = read_record(folder)
     if not record.complete:
         yield Checked(folder, f"{folder} is not prepared to the end: run the same `muonsw data prepare` again")
@@ -271,11 +239,7 @@ def verify_folder(folder: Path) -> Iterator[Checked]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared folder.
-
-    Raises:
-        UsageError: If the folder has no record, or what it holds is not the tokenizer on record.
-    """
+    """The tokenizer of a prepared folder; one that is not on record is refused."""
     record = read_record(folder)
     tokenizer = restore(record.tokenizer_description, folder)
     if tokenizer is None:

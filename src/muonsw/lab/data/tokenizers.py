@@ -43,12 +43,10 @@ def padded_vocab(vocab_size: int) -> int:
 
 
 class Tokenizer(ABC):
-    """What the data and the sampling code know of a tokenizer; the end of a document is its last id.
+    """What the data and the sampling code know of a tokenizer.
 
-    Attributes:
-        vocab_size: Every id, the end of a document included, is below it.
-        identity: 64 hexadecimal digits: equal for two tokenizers exactly if everything that decides their ids is equal.
-        end_of_document: The id that separates documents.
+    Every id is below `vocab_size`, and the last one is the end of a document. `identity`, 64 hexadecimal digits, is
+    equal for two tokenizers exactly if everything that decides their ids is equal.
     """
 
     def __init__(self, vocab_size: int, identity: str) -> None:
@@ -102,8 +100,7 @@ class ByteTokenizer(Tokenizer):
 class BPETokenizer(Tokenizer):
     """A byte-level BPE in the JSON of the `tokenizers` library; any text can be encoded.
 
-    Args:
-        definition: The library's JSON. Its identity is taken from this text, so it does not change with the library.
+    Its identity is taken from that JSON, so it does not change with the library.
     """
 
     def __init__(self, definition: str) -> None:
@@ -163,8 +160,7 @@ class BPETokenizer(Tokenizer):
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-level BPE through tiktoken: 50,257 ids, padded to 50,304.
 
-    Args:
-        files: A folder with GPT-2's `vocab.bpe` and `encoder.json`; `None` lets tiktoken download (and cache) them.
+    Its `vocab.bpe` and `encoder.json` are in the folder `files`; None lets tiktoken download (and cache) them.
     """
 
     def __init__(self, files: Path | None = None) -> None:

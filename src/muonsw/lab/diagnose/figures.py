@@ -81,7 +81,8 @@ def alignment_and_prediction(named: Sequence[Named]) -> Sheet | None:
             marks += [] if tracking.broke_at is None else [Mark(tracking.broke_at, name)]
     cosines = _each(named, "alignment_update", _noisy)
     alignment = Chart("alignment", "Cosine of weight and update", cosines, y=COSINE, levels=[Level(0.0)])
-    axis, key = _from_zero([one.history for one in named], 1.45), (OBSERVED, TARGET, RECURSION, *([ENDS] * bool(marks)))
+    axis, key = _from_zero([one.history for one in named], 1.45), [OBSERVED, TARGET, RECURSION]
+    key += [ENDS] if marks else []
     norm = Chart("norm", f"Weight RMS of {_scope(named)}", norms, y=axis, marks=marks, key=key)
     return Sheet("alignment-and-prediction", "Alignment, and the norm it predicts", [alignment, norm])
 

@@ -26,25 +26,15 @@ MIN_SPREAD = 1e-3
 
 @dataclass(frozen=True)
 class AlignmentFit:
-    """A line `a = -a0 - k eta`, through the origin if `a0_interval` is None.
+    """A line `a = -a0 - k eta`, through the origin if `a0_interval` is None."""
 
-    Attributes:
-        k: Minus the slope.
-        k_interval: Where it lies.
-        a0: What remains of the outward alignment at learning rate 0.
-        a0_interval: Where it lies; None for a line through the origin.
-        residual: Standard deviation of the samples around the line.
-        samples: How many there are.
-        independent: As how many independent ones they count.
-    """
-
-    k: float
-    k_interval: Interval
-    a0: float
-    a0_interval: Interval | None
-    residual: float
-    samples: int
-    independent: float
+    k: float  # minus the slope
+    k_interval: Interval  # where it lies
+    a0: float  # what remains of the outward alignment at learning rate 0
+    a0_interval: Interval | None  # where it lies; None for a line through the origin
+    residual: float  # standard deviation of the samples around the line
+    samples: int  # how many there are
+    independent: float  # as how many independent ones they count
 
     def at(self, lr: Array) -> Array:
         """The line."""
@@ -53,19 +43,12 @@ class AlignmentFit:
 
 @dataclass(frozen=True)
 class NormLimit:
-    """Where the norm would go with the learning rate to zero, by the fit that belongs to the decay rule.
+    """Where the norm would go with the learning rate to zero, by the fit that belongs to the decay rule."""
 
-    Attributes:
-        value: The limit.
-        interval: That of the fit, carried through the formula.
-        fit: Which fit it rests on, "origin" or "offset".
-        formula: In which `update` is the RMS of an update at learning rate 1.
-    """
-
-    value: float
-    interval: Interval
-    fit: str
-    formula: str
+    value: float  # the limit
+    interval: Interval  # that of the fit, carried through the formula
+    fit: str  # which fit it rests on, "origin" or "offset"
+    formula: str  # in which `update` is the RMS of an update at learning rate 1
 
 
 @dataclass(frozen=True)

@@ -128,12 +128,6 @@ class History:
         peak = self.highest("lr")
         return self.last("lr") / peak if peak > 0 else float("nan")
 
-    @property
-    def after_peak(self) -> NDArray[np.bool_]:
-        """Samples from the peak of the learning rate on, all of them where it still rises."""
-        places, last = np.arange(len(self.steps)), len(self.steps) - 1
-        return (places >= self.peak_at) | (self.peak_at == last)
-
     def late(self, share: float = LATE) -> NDArray[np.bool_]:
         """Samples in the last share of the steps."""
         if not len(self.steps):
@@ -142,8 +136,11 @@ class History:
         return chosen
 
     def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
-        """The median of the known values, from the peak on unless said otherwise."""
-        known = _known(values[self.after_peak if where is None else where])
+        """The median of the known values: unless said otherwise from the peak on, or all while the rate still rises."""
+        if where is None:
+            still_rising = self.peak_at == len(self.steps) - 1
+            where = (np.arange(len(self.steps)) >= self.peak_at) | still_rising
+        known = _known(values[where])
         return float(np.median(known)) if len(known) else float("nan")
 
     @cached_property

@@ -53,23 +53,14 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a rule found.
+    """One thing that a rule found."""
 
-    Attributes:
-        rule: Name of the rule, as in the guide.
-        severity: How serious it is.
-        scope: Which weights it is about.
-        text: What was found, and what to do.
-        numbers: What the text rests on.
-        also: Further scopes in which the same rule found the same.
-    """
-
-    rule: str
-    severity: Severity
-    scope: str
-    text: str
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
+    rule: str  # name of the rule, as in the guide
+    severity: Severity  # how serious it is
+    scope: str  # which weights it is about
+    text: str  # what was found, and what to do
+    numbers: Mapping[str, float] = field(default_factory=dict)  # what the text rests on
+    also: tuple[str, ...] = ()  # further scopes in which the same rule found the same
 
 
 Said = tuple[Severity, str, Mapping[str, float]] | None
@@ -77,19 +68,12 @@ Said = tuple[Severity, str, Mapping[str, float]] | None
 
 @dataclass(frozen=True)
 class Rule:
-    """A question that is put to a history.
+    """A question that is put to a history."""
 
-    Attributes:
-        name: As in the guide and in the findings.
-        answer: What is to be said.
-        parts: Whether it is put to every role as well as to the chosen scope.
-        samples: With fewer it is not put at all.
-    """
-
-    name: str
-    answer: Callable[[History], Said]
-    parts: bool = False
-    samples: int = 0
+    name: str  # as in the guide and in the findings
+    answer: Callable[[History], Said]  # what is to be said
+    parts: bool = False  # whether it is put to every role as well as to the chosen scope
+    samples: int = 0  # with fewer it is not put at all
 
     def check(self, history: History) -> Finding | None:
         """What the rule finds."""

@@ -33,11 +33,11 @@ FREE_CELLS, CELLS_FOR_EACH_VALUE = 1 << 20, 64
 LARGEST_STEP = float(1 << 53)
 POOLED = ("all", "decayed")
 SPLIT = {"roles": "role", "layers": "layer", "parameters": "parameter"}
-Column = NDArray[np.float64]
+Values = NDArray[np.float64]
 Record = dict[str, Any]
 
 
-class Columns(dict[str, Column]):
+class Columns(dict[str, Values]):
     """Records of one kind as columns: a key gives an array with one value for each record.
 
     Values that are missing or null are not a number; a list such as `load_entropy` is `load_entropy.0` and so on.
@@ -58,7 +58,7 @@ class Columns(dict[str, Column]):
         """How many records there are."""
         return len(next(iter(self.values()), ()))
 
-    def known(self, key: str) -> tuple[NDArray[np.int64], Column]:
+    def known(self, key: str) -> tuple[NDArray[np.int64], Values]:
         """Steps and values of a key where it has finite ones; both empty where it was never recorded."""
         if key not in self or "step" not in self:
             return np.empty(0, np.int64), np.empty(0)
@@ -164,7 +164,7 @@ class _Part(NamedTuple):
     """Columns of some records, and which records they are."""
 
     places: NDArray[np.int64]
-    columns: dict[str, Column]
+    columns: dict[str, Values]
 
 
 def _part(places: Sequence[int], alike: Sequence[Record], keys: Sequence[str]) -> _Part:
@@ -199,7 +199,7 @@ def _require_common_keys(scopes: Iterable[Sequence[_Part]], records: int) -> Non
         raise ValueError(f"{records} records have hardly a key in common: they are not those of one run")
 
 
-def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> dict[str, Column]:
+def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> dict[str, Values]:
     columns = {key: np.full(len(places), np.nan) for part in parts for key in part.columns}
     for part in parts:
         at = np.searchsorted(places, part.places)
@@ -208,7 +208,7 @@ def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> dict[str, Colum
     return columns
 
 
-def _arrays(key: str, records: Sequence[Record]) -> dict[str, Column]:
+def _arrays(key: str, records: Sequence[Record]) -> dict[str, Values]:
     """The values of one key as one array, or as several where they are lists or objects; text is left out.
 
     Examples:

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muonsw.lab.errors import UsageError
-from muonsw.lab.runs.metrics import POOLED, Column, Columns, read_metrics
+from muonsw.lab.runs.metrics import POOLED, Columns, Values, read_metrics
 from muonsw.lab.storage import read_object
 from muonsw.theory import HypothesisError
 from muonsw.theory.tracking import NormHistory, predict_norms
 
-Points = tuple[NDArray[np.int64], Column]
+Points = tuple[NDArray[np.int64], Values]
 METRICS = "metrics.jsonl"
 NAN = float("nan")
 SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
@@ -66,7 +66,7 @@ class Scopes:
         return self.scope("").step
 
     @property
-    def skipped(self) -> Column:
+    def skipped(self) -> Values:
         """How many updates had been skipped by then; not a number where that was not recorded."""
         return self.scope("").get("skipped", np.full(self.records, np.nan))
 

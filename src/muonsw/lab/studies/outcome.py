@@ -14,7 +14,7 @@ from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
-from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.tables import Cell, Column, Table, Value, change_text
 from muonsw.lab.train.config import RunConfig
 from muonsw.theory import relaxation_number
 
@@ -278,7 +278,7 @@ def _arm_row(arm: ArmOutcome) -> tuple[Value | Cell, ...]:
         final,
         with_interval(arm.best),
         with_interval(arm.norm, digits=3),
-        f"{100 * change:+.0f} %" if math.isfinite(change) else None,
+        change_text(change),
         None if math.isnan(update) else update,
         arm.relaxation,
         arm.total_decay,
