@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+import torch
 import torch.distributed.fsdp  # once, before any fork
 
 from muonsw.lab.settings import as_data
@@ -25,6 +27,11 @@ from muonsw.lab.train.config import ParallelConfig, RunConfig
 
 assert torch.distributed.fsdp
 
+# What forks, and sends itself signals.
+NEEDED = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork, limits and mounts of Linux"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive: CUDA_VISIBLE_DEVICES="),
+]
 FAULT = 99
 SECONDS = 60.0
 

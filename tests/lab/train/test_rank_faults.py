@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -20,10 +19,11 @@ from muonsw.lab.train import checkpoint
 from muonsw.lab.train.shared import SharedShelf
 from muonsw.lab.train.state import Training
 from tests.faults.killing import LIBC, REMOUNT, Counter, in_child, limit_files, mount_disk
-from tests.lab.train.ranks import run, run_well, spread_over, start
+from tests.faults.made import LONG
+from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
 from tests.lab.train.small import losses, small_run
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork, limits and mounts of Linux")
+pytestmark = NEEDED
 
 LOST = "another rank has ended or cannot be reached"
 AGAIN = "start the same command again to go on from the last checkpoint"
@@ -195,26 +195,53 @@ def test_a_gradient_that_is_infinite_on_one_rank_is_skipped_by_all(strategy, tmp
     assert all(tensor.isfinite().all() for tensor in saved["model"].values())
 
 
+class Operations(Counter):
+    """Counts without a profile, which would slow a whole run down: audit events, waits for the disk, tensor files."""
+
+    def start(self):
+        sys.addaudithook(self._audit)
+        os.fsync = self._counted(os.fsync)
+        checkpoint.save_file = self._counted(checkpoint.save_file)
+
+    def _counted(self, function):
+        def call(*given):
+            self._tick()
+            return function(*given)
+
+        return call
+
+
 def killed_at_operation(victim, number, folder):
-    def before(rank):
-        if rank == victim:
-            counter = Counter(folder, number)
-            counter.start()
-            threading.setprofile(counter._profile)  # the thread that writes has a profile of its own
-
-    return before
+    return lambda rank: Operations(folder, number).start() if rank == victim else None
 
 
-CASES = [(victim, number) for victim in (0, 1) for number in range(2, 90 if victim == 0 else 16)]
-FEW = [(0, 30), (0, 46), (1, 4)]
+@functools.cache
+def operations(victim):
+    """How many a rank takes for the whole run."""
+    folder = Path(tempfile.mkdtemp())
+    log = folder / "log"
+
+    class Noted(Operations):
+        def _tick(self):
+            log.open("a").write(".")
+
+    run(2, config(), folder / "run", lambda rank: Noted(folder / "run", 0).start() if rank == victim else None)
+    return len(log.read_text())
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"])
+def cases():
+    """Every operation of each rank with `make test-faults`; else a dozen, spread over all of them."""
+    for victim, few in ((0, 12), (1, 6)):
+        step = 1 if LONG else operations(victim) // few
+        yield from ((victim, number) for number in range(2, operations(victim) + 1, step))
+
+
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["two", "many"])
 def test_a_rank_that_is_killed_before_any_file_operation_leaves_nothing_that_is_taken_for_whole(
-    cases, tmp_path, record_property
+    many, tmp_path, record_property
 ):
     killed = 0
-    for victim, number in cases:
+    for victim, number in cases() if many else [(0, 35), (1, 4)]:
         folder = tmp_path / f"run-{victim}-{number}"
         ended = run(2, config(), folder, killed_at_operation(victim, number, folder))
         assert ended[victim].code in (0, -signal.SIGKILL), ended[victim].text
@@ -225,7 +252,7 @@ def test_a_rank_that_is_killed_before_any_file_operation_leaves_nothing_that_is_
         assert_goes_on(folder)
         shutil.rmtree(folder)
     record_property("cases", ("one of two ranks ended by SIGKILL", killed, "repaired: goes on, same bits"))
-    assert killed > len(cases) // 2
+    assert killed > 1
 
 
 @pytest.mark.parametrize("sizes", [(20_000,), pytest.param(range(500, 160_000, 7_000), marks=pytest.mark.slow)])

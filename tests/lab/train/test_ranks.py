@@ -4,25 +4,28 @@ import functools
 import json
 import os
 import signal
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from muonsw.lab.train import checkpoint
+from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training
-from tests.lab.train.ranks import run, run_well, spread_over, start
+from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
 from tests.lab.train.small import losses, small_run
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+pytestmark = NEEDED
 
 # In float64, where another order of summation changes the 16th digit; some steps multiply that.
 CLOSE = 1e-9
 STEPS = 6
+SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def config(**settings):
@@ -173,6 +176,56 @@ def test_every_tensor_is_written_once_and_the_work_is_shared(strategy, tmp_path)
     whole = sum(tensor.nbytes for part in checkpoint.load(several).tensors.values() for tensor in part.values())
     assert sum(sizes) < 1.3 * whole  # headers
     assert max(sizes) < 0.5 * sum(sizes)
+
+
+def counting(strategy, log):
+    """Write a byte for each bucket or layer whose gradients this rank sends."""
+
+    def count():
+        with log.open("a") as file:
+            file.write(".")
+
+    def before(rank):
+        if rank:
+            return
+        made, scatter = Training.__init__, getattr(dist, SCATTER)
+
+        def make(self, *given, **more):
+            made(self, *given, **more)
+            if strategy == "ddp":
+                self.placed.forward.register_comm_hook(None, reduced)
+
+        def reduced(_state, bucket):
+            count()
+            return allreduce_hook(None, bucket)
+
+        def scattered(*given, **more):
+            count()
+            return scatter(*given, **more)
+
+        Training.__init__ = make
+        setattr(dist, SCATTER, scattered)
+
+    return before
+
+
+@pytest.mark.parametrize(("strategy", "sent"), [("ddp", 4 + 1), ("fsdp", 4 * 3)])
+def test_gradients_are_sent_once_an_update_however_many_micro_batches_it_has(strategy, sent, tmp_path):
+    """One bucket an update and one to begin with; or two layers and what is around them."""
+    for accumulation in (1, 4):
+        log = tmp_path / f"log-{accumulation}"
+        chosen = spread_over(small_run(steps=4, batch=8, accumulation=accumulation), strategy=strategy)
+        ended = run(2, chosen, tmp_path / str(accumulation), counting(strategy, log))
+        assert [one.code for one in ended] == [0, 0], ended
+        assert len(log.read_text()) == sent
+
+
+def test_the_model_of_several_ranks_is_exported_like_any_other(tmp_path):
+    folder = tmp_path / os.fsdecode(b"run-\xff")  # a name that is not UTF-8
+    run_well(2, spread_over(small_run(steps=2), strategy="fsdp"), folder)
+    model, _ = load_model(export(folder, tmp_path / "export"))
+    saved = weights(folder, 2)["model"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
 def test_settings_of_the_ranks_leave_the_files_of_other_runs_as_they_were(tmp_path):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.train.ranks import free_port, write_config
+from tests.lab.train.ranks import NEEDED, free_port, write_config
 from tests.lab.train.test_rank_faults import STEPS, config, ending, undisturbed
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform == "win32", reason="needs signals")]
+pytestmark = [pytest.mark.slow, *NEEDED]
 ROOT = Path(__file__).parents[3]
 
 

@@ -66,7 +66,8 @@ class Block(nn.Module):
         """The stream after this layer, with the losses of its router."""
         x_BTD = x_BTD + self.multiplier * self.attention(self.attention_norm(x_BTD), rotary)
         branch: FeedForwardOutput = self.moe(self.moe_norm(x_BTD))
-        return branch._replace(x=x_BTD + self.multiplier * branch.x)
+        # Not `_replace`: torch 2.11 cannot compile it where a layer is a graph of its own, as under FSDP.
+        return FeedForwardOutput(x_BTD + self.multiplier * branch.x, branch.balance, branch.z, branch.load)
 
 
 class Decoder(nn.Module):

@@ -15,7 +15,7 @@ from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.progress import watching
-from muonsw.lab.train.world import joined, speaker
+from muonsw.lab.train.world import joined, known_to_all, speaker
 
 __all__ = ["main", "read_config_file", "run"]
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report(error: Exception) -> None:
     """Say how it ended; what all ranks know is said by rank 0 alone."""
     other = speaker()
-    if not (other and (getattr(error, "agreed", False) or isinstance(error, Diverged | Interrupted))):
+    if other is None or not known_to_all(error):
         print(f"muonsw: {other or ''}{harmless(error)}", file=sys.stderr)
 
 

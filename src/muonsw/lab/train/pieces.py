@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load as load_bytes
 from torch import Tensor
 
 from muonsw.distributed.plan import share_by_cost
@@ -186,6 +187,46 @@ class Reader:
     def _file(self, name: str) -> Any:
         if name not in self._files:
             path = self.folder / f"{name}.safetensors"
-            opened: Any = safe_open(path, framework="pt")
-            self._files[name] = self._stack.enter_context(opened)
+            self._files[name] = self._stack.enter_context(_opened(path))
         return self._files[name]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # the library opens only names in UTF-8
+        return _Loaded(path)
+    return safe_open(path, framework="pt")
+
+
+class _Loaded:
+    """A file whose tensors have all been read, with the methods of one that is open."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = load_bytes(path.read_bytes())
+
+    def __enter__(self) -> _Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors = {}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._tensors[name])
+
+
+class _Slice:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self._tensor[place]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from muonsw.lab.errors import Diverged, MachineError, UsageError
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.train.checkpoint import CheckpointError
 from muonsw.lab.train.watchdog import AGAIN, STARTING_SECONDS, Watchdog
 
@@ -202,6 +202,10 @@ def joined() -> Iterator[World]:
         if not _is_lost(error):
             raise
         raise MachineError(f"another rank has ended or cannot be reached ({_brief(error)}); {AGAIN}") from error
+    except Exception as error:
+        if ranks is not None and known_to_all(error):
+            ranks.leave()
+        raise
     finally:
         if ranks is not None:
             ranks.unwatch()
@@ -222,6 +226,11 @@ def _brief(error: RuntimeError) -> str:
 def _is_lost(error: RuntimeError) -> bool:
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in LOST)
+
+
+def known_to_all(error: Exception) -> bool:
+    """Whether every rank raises this error, so that one of them reports it."""
+    return isinstance(error, Diverged | Interrupted) or getattr(error, "agreed", False)
 
 
 def agreed(error: Exception, rank: int = 0) -> Exception:
