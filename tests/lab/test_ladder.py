@@ -19,6 +19,7 @@ LADDER = (
     "data",
     "model",
     "train",
+    "scaling",
     "plan",
     "runs",
     "claims",

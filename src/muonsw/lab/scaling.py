@@ -258,7 +258,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """All of it."""
-        return sum(vars(self).values())
+        return math.fsum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -307,13 +307,13 @@ class RankPlan:
     @property
     def longest(self) -> str:
         """What takes the optimizer longest."""
-        return max(
-            ("products", self.product_seconds),
-            ("exchange", self.exchange_seconds),
-            ("passes over memory", self.pass_seconds),
-            ("overhead", self.overhead_seconds),
-            key=lambda term: term[1],
-        )[0]
+        terms = {
+            "products": self.product_seconds,
+            "exchange": self.exchange_seconds,
+            "passes over memory": self.pass_seconds,
+            "overhead": self.overhead_seconds,
+        }
+        return max(terms, key=lambda name: terms[name])
 
 
 def plan_ranks(model: ModelConfig, scenario: Scenario) -> RankPlan:
@@ -322,7 +322,7 @@ def plan_ranks(model: ModelConfig, scenario: Scenario) -> RankPlan:
     Examples:
         >>> one = plan_ranks(ModelConfig(width=1024), Scenario(Layout(1), batch_tokens=524_288))
         >>> one.optimizer_bytes, f"{1e3 * one.optimizer_seconds:.0f} ms"
-        (0.0, '28 ms')
+        (0.0, '29 ms')
     """
     parts, layout, hardware = parts_of(model), scenario.layout, scenario.hardware
     met = [(parts.experts, layout.of_experts(parts.experts)), (parts.hidden, layout.of_others())]
@@ -382,10 +382,10 @@ def _products(part: Part, spread: Spread, scenario: Scenario) -> float:
     whole = heaviest([seconds[shape] for shape, number in here.items() for _ in range(number)], owners)
     if scenario.period == 1 or spread.cut == 1:
         return whole
-    blocks = sum(
-        number * orthogonalizing(*sorted((math.ceil(rows / spread.cut), columns)), scenario.hardware)
-        for (rows, columns), number in here.items()
-    )
+    blocks = 0.0
+    for (rows, columns), number in here.items():
+        block = sorted((math.ceil(rows / spread.cut), columns))
+        blocks += number * orthogonalizing(block[0], block[1], scenario.hardware)
     return (whole + (scenario.period - 1) * blocks) / scenario.period
 
 
@@ -394,7 +394,7 @@ def orthogonalizing(short: int, long: int, hardware: Hardware = H200) -> float:
 
     Examples:
         >>> f"{1e6 * orthogonalizing(1024, 2816):.0f} us"
-        '64 us'
+        '65 us'
     """
     if short < hardware.triangles:
         return STEPS * (4 * short**2 * long + 2 * short**3) / hardware.dense
