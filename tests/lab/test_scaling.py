@@ -1,8 +1,10 @@
 """The cost model of many GPUs: measured points of one, closed forms, and what grows and falls with their number."""
 
+import importlib.util
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -125,6 +127,15 @@ def test_the_strategies_trade_memory_for_traffic_as_they_should():
     assert plan_ranks(MOE, on(1024, "ddp", micro_batch=1, recompute=True)).memory.total > H200.capacity
 
 
+def test_copies_of_attention_trade_bytes_for_latency_and_leave_experts_alone():
+    far, near = (plan_ranks(MOE, Scenario(Layout(16_384, "ep", replicas=copies), BATCH)) for copies in (1, 16))
+    parts = parts_of(MOE)
+    more = 6 * parts.hidden.parameters * ((1024 - 1) / 1024**2 - (16_384 - 1) / 16_384**2)
+    assert near.optimizer_bytes - far.optimizer_bytes == pytest.approx(more)
+    assert near.exchange_seconds < far.exchange_seconds
+    assert near.memory.muon_state > far.memory.muon_state
+
+
 def test_recomputing_takes_a_forward_pass_more_and_keeps_little():
     kept, again = (plan_ranks(preset("w1024"), on(8, recompute=chosen)) for chosen in (False, True))
     assert again.model_seconds == pytest.approx(4 / 3 * kept.model_seconds)
@@ -147,7 +158,7 @@ def test_a_period_divides_the_bytes_and_leaves_stacks_alone(period):
         ({"strategy": "fsdp"}, "--strategy needs --gpus"),
         ({"gpus": 0}, "gpus=0 must be a positive multiple"),
         ({"gpus": 6, "strategy": "fsdp", "replicas": 4}, "multiple of replicas=4"),
-        ({"gpus": 8, "replicas": 2}, "needs strategy fsdp"),
+        ({"gpus": 8, "replicas": 2}, "needs strategy fsdp or ep"),
         ({"gpus": 8, "period": 0}, "period=0 must be positive"),
         ({"gpus": 8, "outside": 0.0}, "must be above zero"),
     ],
@@ -181,3 +192,13 @@ def test_the_command_prints_what_was_planned(capsys):
 def test_a_dense_model_has_no_stacks_to_divide():
     dense = ModelConfig(width=256, experts=1, top_k=1)
     assert plan_ranks(dense, on(8, "ep")).optimizer_bytes == plan_ranks(dense, on(8, "fsdp", "rows")).optimizer_bytes
+
+
+def test_the_page_has_the_tables_of_the_model():
+    """What `python bench/scaling_tables.py` writes; its rows are calls of `plan_ranks`."""
+    path = Path(__file__).parents[2] / "bench" / "scaling_tables.py"
+    spec = importlib.util.spec_from_file_location("scaling_tables", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert script.written(page) == page, "run python bench/scaling_tables.py"

@@ -159,7 +159,7 @@ class Layout:
         strategy: "ddp" has copies everywhere and divides Muon's matrices among them; "fsdp" divides everything; "ep"
             sends tokens to experts that stay where they are, and divides the rest like "fsdp".
         experts: Under "fsdp", whether experts are divided along their "stack" or each by its "rows".
-        replicas: Under "fsdp", how many copies of the whole there are (HSDP).
+        replicas: How many copies there are: under "fsdp" of the whole (HSDP), under "ep" of all but the experts.
     """
 
     gpus: int
@@ -174,12 +174,12 @@ class Layout:
             raise ValueError(f"experts={self.experts!r} must be one of {', '.join(EXPERTS)}")
         if self.gpus < 1 or self.replicas < 1 or self.gpus % self.replicas:
             raise ValueError(f"gpus={self.gpus} must be a positive multiple of replicas={self.replicas}")
-        if self.replicas > 1 and self.strategy != "fsdp":
-            raise ValueError(f"replicas={self.replicas} needs strategy fsdp: {self.strategy} has its own copies")
+        if self.replicas > 1 and self.strategy == "ddp":
+            raise ValueError(f"replicas={self.replicas} needs strategy fsdp or ep: ddp has a copy on every GPU")
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Ranks that share one copy of the model, or under "ep" of all but its experts."""
         return 1 if self.strategy == "ddp" else self.gpus // self.replicas
 
     def of_experts(self, part: Part) -> Spread:

@@ -57,7 +57,7 @@ class RankOptions:
     """Under fsdp: experts divided along their stack, or each by its rows."""
 
     replicas: Annotated[int, arg(metavar="N")] = 1
-    """Under fsdp: copies of the whole model (HSDP)."""
+    """Copies: under fsdp of the whole model (HSDP), under ep of all but the experts."""
 
     momentum_on_owner: FlagCreatePairsOff[bool] = False
     """Under ddp: each momentum on one GPU alone."""
