@@ -48,11 +48,9 @@ def seconds(value: float) -> str:
 
 
 def name(layout: Layout) -> str:
-    return (
-        f"{layout.strategy}, experts by rows"
-        if layout.strategy == "fsdp" and layout.experts == "rows"
-        else layout.strategy
-    )
+    if layout.replicas > 1:
+        return f"{layout.strategy}, the rest on {layout.shards:,}"
+    return f"{layout.strategy}, experts by rows" if layout.experts == "rows" else layout.strategy
 
 
 def strategies() -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from muonsw.distributed.plan import ROUNDS, SMALLEST_ROUND
 from muonsw.lab.model import ModelConfig, count
@@ -105,6 +106,7 @@ class Parts:
     rest: Part
 
 
+@cache
 def parts_of(model: ModelConfig) -> Parts:
     """Stacks of experts, other matrices of Muon, and what AdamW moves.
 
@@ -378,8 +380,8 @@ def _products(part: Part, spread: Spread, scenario: Scenario) -> float:
     """Seconds of products on the rank with the most, on average over steps."""
     share, owners = math.ceil(part.stack / spread.stack) / part.stack, _owners(spread, scenario)
     here = {shape: round(number * share) for shape, number in part.matrices.items()}
-    seconds = {shape: orthogonalizing(*shape, scenario.hardware) for shape in here}
-    whole = heaviest([seconds[shape] for shape, number in here.items() for _ in range(number)], owners)
+    kinds = [(orthogonalizing(*shape, scenario.hardware), number) for shape, number in here.items()]
+    whole = heaviest(kinds, owners)
     if scenario.period == 1 or spread.cut == 1:
         return whole
     blocks = 0.0
@@ -404,16 +406,24 @@ def orthogonalizing(short: int, long: int, hardware: Hardware = H200) -> float:
     return long_products / hardware.gram + symmetric * short**3 / hardware.short + 2 * long_products / hardware.dense
 
 
-def heaviest(costs: list[float], owners: int) -> float:
+def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
     """The load of the most loaded rank: costs given out largest first, each to the rank with the least so far.
 
+    Args:
+        costs: Each with how many matrices have it.
+        owners: Ranks.
+
     Examples:
-        >>> heaviest([1.0, 8.0, 2.0, 4.0, 1.0], 2)
+        >>> heaviest([(1.0, 2), (8.0, 1), (2.0, 1), (4.0, 1)], 2)
         8.0
     """
     loads = [0.0] * owners
-    for cost in sorted(costs, reverse=True):
-        heapq.heapreplace(loads, loads[0] + cost)
+    for cost, number in sorted(costs, reverse=True):
+        if loads[0] == max(loads):  # all ranks have the same, so that many can be given at once
+            each, number = divmod(number, owners)  # noqa: PLW2901
+            loads = [loads[0] + each * cost] * owners
+        for _ in range(number):
+            heapq.heapreplace(loads, loads[0] + cost)
     return max(loads)
 
 
