@@ -1,9 +1,9 @@
-"""Write the tables of docs/scaling.md from the planner's cost model; nothing is measured here.
+"""Write the tables of docs/scaling.md and docs/lab/planning.md from the planner's cost model; nothing is measured here.
 
     python bench/scaling_tables.py            # write them
-    python bench/scaling_tables.py --check    # exit with 1 if the page has others
+    python bench/scaling_tables.py --check    # exit with 1 if a page has others
 
-Each table stands on the page between two comments with its name. A row is one call of `plan_ranks`, which is what
+Each table stands on its page between two comments with its name. A row is one call of `plan_ranks`, which is what
 `muonsw plan --gpus N` prints.
 """
 
@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from muonsw.lab.commands.plan import Plan, RankOptions, rank_rows
 from muonsw.lab.model import ModelConfig, preset
+from muonsw.lab.plan import RunPlan
 from muonsw.lab.scaling import H200, ON_PAPER, Layout, RankPlan, Scenario, parts_of, plan_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+DOCS = Path(__file__).parents[1] / "docs"
 W1024, MOE = preset("w1024"), ON_PAPER["moe-1t"]
 SMALL_BATCH = 524_288  # the paper's
 LARGE_BATCH = 16_000_000
@@ -182,23 +184,37 @@ def rates() -> str:
     return table(("rate", "value", "from"), rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "rates": rates,
-    "strategies": strategies,
-    "links": links,
-    "sizes": sizes,
-    "one-trillion": one_trillion,
-    "batches": batches,
-    "periods": periods,
+def several() -> str:
+    """What the command beside it prints."""
+    options = RankOptions(gpus=64, strategy="fsdp")
+    command = Plan(preset="w1024", tokens="197B", tflops=TFLOPS, micro_batch=4, ranks=options)
+    result = command.planned()
+    assert isinstance(result, RunPlan)
+    assert result.ranks is not None
+    return table(("", "", ""), rank_rows(result, result.ranks))
+
+
+TABLES: dict[Path, dict[str, Callable[[], str]]] = {
+    DOCS / "scaling.md": {
+        "rates": rates,
+        "strategies": strategies,
+        "links": links,
+        "sizes": sizes,
+        "one-trillion": one_trillion,
+        "batches": batches,
+        "periods": periods,
+    },
+    DOCS / "lab" / "planning.md": {"several": several},
 }
 
 
-def written(page: str) -> str:
-    """The page with today's tables."""
-    for key, make in TABLES.items():
+def written(path: Path) -> str:
+    """A page with today's tables."""
+    page = path.read_text(encoding="utf-8")
+    for key, make in TABLES[path].items():
         begin, end = f"<!-- table: {key} -->", f"<!-- end: {key} -->"
         if begin not in page or end not in page.partition(begin)[2]:
-            raise SystemExit(f"{PAGE} has no place for the table {key}: add {begin} and {end}")
+            raise SystemExit(f"{path} has no place for the table {key}: add {begin} and {end}")
         before, _, rest = page.partition(begin)
         page = f"{before}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
     return page
@@ -206,13 +222,12 @@ def written(page: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
-    page = PAGE.read_text(encoding="utf-8")
-    new = written(page)
-    if parser.parse_args().check:
-        return int(new != page)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    check = parser.parse_args().check
+    stale = [path for path in TABLES if written(path) != path.read_text(encoding="utf-8")]
+    for path in () if check else stale:
+        path.write_text(written(path), encoding="utf-8")
+    return int(check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -447,7 +447,8 @@ def _traffic_of_model(model: ModelConfig, parts: Parts, scenario: Scenario) -> t
         divided = spread.cut if layout.strategy == "ep" else spread.cut * spread.stack
         held = part.parameters / (spread.cut * spread.stack)
         others = held * (divided - 1)
-        send((2 * micro_batches * scenario.gathered + FLOAT32) * others, divided * spread.stride)
+        reach = layout.shards if layout.strategy == "fsdp" else divided * spread.stride
+        send((2 * micro_batches * scenario.gathered + FLOAT32) * others, reach)
         send(2 * FLOAT32 * (spread.copies - 1) / spread.copies * held, layout.gpus)
     if layout.strategy == "ep":
         stack = spreads[0].stack

@@ -162,17 +162,21 @@ class Plan:
 
     def run(self) -> int:
         """Compute and print."""
-        try:
-            result = self._recipe() if self.recipe else self._plan()
-        except OverflowError as error:
-            raise UsageError("a number is too large to compute with: give a smaller one") from error
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        result = self.planned()
         if self.json:
             print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
         else:
             print_plan(Console(), result)
         return 0
+
+    def planned(self) -> RunPlan | RecipePlan:
+        """What the options describe."""
+        try:
+            return self._recipe() if self.recipe else self._plan()
+        except OverflowError as error:
+            raise UsageError("a number is too large to compute with: give a smaller one") from error
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def _plan(self) -> RunPlan:
         if not self.preset:
