@@ -20,6 +20,7 @@ LADDER = (
     "model",
     "train",
     "bench",
+    "scaling",
     "plan",
     "runs",
     "claims",

@@ -162,7 +162,7 @@ def test_a_stopped_command_leaves_its_job_which_the_next_one_collects(tmp_path, 
     assert str(job) in Slurm(None).states()
     shown = StringIO()
     Workshop(Console(file=shown, width=300), 1, ByArm(tmp_path), cluster=SLURM).train([one_run()])
-    assert "1 jobs of an earlier command go on" in shown.getvalue()
+    assert "1 jobs of another command, or an earlier one, go on" in shown.getvalue()
     assert jobs_in(tmp_path) == [job]
     assert starts_of(tmp_path, job) == 1
     assert losses(tmp_path / NAME) == at_home

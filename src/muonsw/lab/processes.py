@@ -48,6 +48,11 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(name.strip() for name in names[:number])
 
 
+def next_device(devices: Sequence[str], taken: Sequence[str | None]) -> str | None:
+    """The device that the fewest processes have, the first of those; None where there are none to give."""
+    return min(devices, key=taken.count) if devices else None
+
+
 def environment() -> dict[str, Any]:
     """Versions and the class of machine; nothing that identifies it or its user."""
     return {
@@ -213,7 +218,7 @@ class _Pool:
         devices: Sequence[str] = (),
     ) -> None:
         self.work, self.audience, self.workers, self.threads, self.again = work, audience, workers, threads, again
-        self.devices, self.seats = devices, dict[Connection, str]()
+        self.devices, self.seats = devices, dict[Connection, str | None]()
         self.staff: dict[Connection, BaseProcess] = {}
         self.busy: dict[Connection, str] = {}
         self.saved = 0
@@ -243,10 +248,8 @@ class _Pool:
         # A forked child would inherit the threads of torch and of the tokenizers in whatever state they are.
         spawn: Any = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
-        taken = [self.seats.get(other) for other in self.staff]
-        if self.devices:
-            self.seats[ours] = min(self.devices, key=taken.count)
-        arguments = (theirs, self.work, self.threads, self.seats.get(ours))
+        self.seats[ours] = next_device(self.devices, [self.seats[other] for other in self.staff])
+        arguments = (theirs, self.work, self.threads, self.seats[ours])
         self.staff[ours] = spawn.Process(target=_serve, args=arguments, daemon=True)
         self.staff[ours].start()
         theirs.close()  # so that the end of the process is the end of the pipe

@@ -11,8 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from muonsw.distributed.plan import ROUNDS, SMALLEST_ROUND
 from muonsw.lab.model import ModelConfig, count
@@ -105,6 +106,7 @@ class Parts:
     rest: Part
 
 
+@cache
 def parts_of(model: ModelConfig) -> Parts:
     """Stacks of experts, other matrices of Muon, and what AdamW moves.
 
@@ -159,7 +161,7 @@ class Layout:
         strategy: "ddp" has copies everywhere and divides Muon's matrices among them; "fsdp" divides everything; "ep"
             sends tokens to experts that stay where they are, and divides the rest like "fsdp".
         experts: Under "fsdp", whether experts are divided along their "stack" or each by its "rows".
-        replicas: Under "fsdp", how many copies of the whole there are (HSDP).
+        replicas: How many copies there are: under "fsdp" of the whole (HSDP), under "ep" of all but the experts.
     """
 
     gpus: int
@@ -174,12 +176,12 @@ class Layout:
             raise ValueError(f"experts={self.experts!r} must be one of {', '.join(EXPERTS)}")
         if self.gpus < 1 or self.replicas < 1 or self.gpus % self.replicas:
             raise ValueError(f"gpus={self.gpus} must be a positive multiple of replicas={self.replicas}")
-        if self.replicas > 1 and self.strategy != "fsdp":
-            raise ValueError(f"replicas={self.replicas} needs strategy fsdp: {self.strategy} has its own copies")
+        if self.replicas > 1 and self.strategy == "ddp":
+            raise ValueError(f"replicas={self.replicas} needs strategy fsdp or ep: ddp has a copy on every GPU")
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Ranks that share one copy of the model, or under "ep" of all but its experts."""
         return 1 if self.strategy == "ddp" else self.gpus // self.replicas
 
     def of_experts(self, part: Part) -> Spread:
@@ -258,7 +260,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """All of it."""
-        return sum(vars(self).values())
+        return math.fsum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -307,13 +309,13 @@ class RankPlan:
     @property
     def longest(self) -> str:
         """What takes the optimizer longest."""
-        return max(
-            ("products", self.product_seconds),
-            ("exchange", self.exchange_seconds),
-            ("passes over memory", self.pass_seconds),
-            ("overhead", self.overhead_seconds),
-            key=lambda term: term[1],
-        )[0]
+        terms = {
+            "products": self.product_seconds,
+            "exchange": self.exchange_seconds,
+            "passes over memory": self.pass_seconds,
+            "overhead": self.overhead_seconds,
+        }
+        return max(terms, key=lambda name: terms[name])
 
 
 def plan_ranks(model: ModelConfig, scenario: Scenario) -> RankPlan:
@@ -322,7 +324,7 @@ def plan_ranks(model: ModelConfig, scenario: Scenario) -> RankPlan:
     Examples:
         >>> one = plan_ranks(ModelConfig(width=1024), Scenario(Layout(1), batch_tokens=524_288))
         >>> one.optimizer_bytes, f"{1e3 * one.optimizer_seconds:.0f} ms"
-        (0.0, '28 ms')
+        (0.0, '29 ms')
     """
     parts, layout, hardware = parts_of(model), scenario.layout, scenario.hardware
     met = [(parts.experts, layout.of_experts(parts.experts)), (parts.hidden, layout.of_others())]
@@ -378,14 +380,14 @@ def _products(part: Part, spread: Spread, scenario: Scenario) -> float:
     """Seconds of products on the rank with the most, on average over steps."""
     share, owners = math.ceil(part.stack / spread.stack) / part.stack, _owners(spread, scenario)
     here = {shape: round(number * share) for shape, number in part.matrices.items()}
-    seconds = {shape: orthogonalizing(*shape, scenario.hardware) for shape in here}
-    whole = heaviest([seconds[shape] for shape, number in here.items() for _ in range(number)], owners)
+    kinds = [(orthogonalizing(*shape, scenario.hardware), number) for shape, number in here.items()]
+    whole = heaviest(kinds, owners)
     if scenario.period == 1 or spread.cut == 1:
         return whole
-    blocks = sum(
-        number * orthogonalizing(*sorted((math.ceil(rows / spread.cut), columns)), scenario.hardware)
-        for (rows, columns), number in here.items()
-    )
+    blocks = 0.0
+    for (rows, columns), number in here.items():
+        block = sorted((math.ceil(rows / spread.cut), columns))
+        blocks += number * orthogonalizing(block[0], block[1], scenario.hardware)
     return (whole + (scenario.period - 1) * blocks) / scenario.period
 
 
@@ -394,7 +396,7 @@ def orthogonalizing(short: int, long: int, hardware: Hardware = H200) -> float:
 
     Examples:
         >>> f"{1e6 * orthogonalizing(1024, 2816):.0f} us"
-        '64 us'
+        '65 us'
     """
     if short < hardware.triangles:
         return STEPS * (4 * short**2 * long + 2 * short**3) / hardware.dense
@@ -404,16 +406,24 @@ def orthogonalizing(short: int, long: int, hardware: Hardware = H200) -> float:
     return long_products / hardware.gram + symmetric * short**3 / hardware.short + 2 * long_products / hardware.dense
 
 
-def heaviest(costs: list[float], owners: int) -> float:
+def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
     """The load of the most loaded rank: costs given out largest first, each to the rank with the least so far.
 
+    Args:
+        costs: Each with how many matrices have it.
+        owners: Ranks.
+
     Examples:
-        >>> heaviest([1.0, 8.0, 2.0, 4.0, 1.0], 2)
+        >>> heaviest([(1.0, 2), (8.0, 1), (2.0, 1), (4.0, 1)], 2)
         8.0
     """
     loads = [0.0] * owners
-    for cost in sorted(costs, reverse=True):
-        heapq.heapreplace(loads, loads[0] + cost)
+    for cost, number in sorted(costs, reverse=True):
+        if loads[0] == max(loads):  # all ranks have the same, so that many can be given at once
+            each, number = divmod(number, owners)  # noqa: PLW2901
+            loads = [loads[0] + each * cost] * owners
+        for _ in range(number):
+            heapq.heapreplace(loads, loads[0] + cost)
     return max(loads)
 
 
@@ -437,7 +447,8 @@ def _traffic_of_model(model: ModelConfig, parts: Parts, scenario: Scenario) -> t
         divided = spread.cut if layout.strategy == "ep" else spread.cut * spread.stack
         held = part.parameters / (spread.cut * spread.stack)
         others = held * (divided - 1)
-        send((2 * micro_batches * scenario.gathered + FLOAT32) * others, divided * spread.stride)
+        reach = layout.shards if layout.strategy == "fsdp" else divided * spread.stride
+        send((2 * micro_batches * scenario.gathered + FLOAT32) * others, reach)
         send(2 * FLOAT32 * (spread.copies - 1) / spread.copies * held, layout.gpus)
     if layout.strategy == "ep":
         stack = spreads[0].stack

@@ -263,8 +263,25 @@ def test_jobs_of_an_earlier_command_are_watched_and_not_submitted_twice(desk, tm
     run_on_cluster(jobs_of(tmp_path), told(), Cluster("slurm", at_once=1))
     assert list(desk.orders) == ["1", "2"]
     assert len(told.done) == 2
-    assert ("constant, seed 0", "1 jobs of an earlier command go on") in told.said
+    assert ("constant, seed 0", "1 jobs of another command, or an earlier one, go on") in told.said
     assert ("constant, seed 0", {"kind": "job", "job": "1 pending"}) in told.said
+
+
+def test_two_commands_that_share_a_run_submit_it_once_when_its_job_dies(desk, tmp_path, monkeypatch):
+    jobs = jobs_of(tmp_path, ARMS[:1])
+    (job,) = jobs.values()
+
+    def the_other_command_is_faster():
+        number = desk.submit(desk.orders["1"], f"muonsw-{job.folder.name}")
+        record = {"cluster": "slurm", "job": number, "step": 0}
+        (tmp_path / FOLDER / f"{job.folder.name}.json").write_text(json.dumps(record))
+
+    acts = (lambda: desk.queue.pop("1"), nothing, the_other_command_is_faster, lambda: desk.work_off("2"))
+    look_by_look(monkeypatch, *acts)
+    told = Told()
+    run_on_cluster(jobs, told(), SLURM)
+    assert list(desk.orders) == ["1", "2"]
+    assert len(told.done) == 1
 
 
 def test_a_command_that_is_to_cancel_its_jobs_does(desk, tmp_path, monkeypatch):

@@ -21,10 +21,11 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
+from filelock import FileLock
 
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.processes import GOES_ON, POLL_SECONDS, Audience, StopRequest, explain, stop_requests
-from muonsw.lab.storage import locked, parse_json, read_object, write_json
+from muonsw.lab.storage import LOCK, parse_json, prepare_folder, read_object, write_json
 from muonsw.lab.studies.jobs import Job, write_divergence
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.folder import CHECKPOINTS, METRICS, RESULT
@@ -77,12 +78,11 @@ def run_on_cluster(jobs: Mapping[str, Job], audience: Audience, cluster: Cluster
         Interrupted: If this process was asked to stop; the message says what became of the jobs.
     """
     folder = next(iter(jobs.values())).folder.parent / FOLDER
-    busy = f"another command is submitting jobs in {folder}: wait for it"
+    prepare_folder(folder)
     with stop_requests() as request:
         watcher = _Watcher(jobs, audience, cluster, scheduler_of(cluster, folder), folder)
-        with locked(folder, busy, wait=600.0):
-            watcher.adopt()
-            watcher.submit()
+        if not watcher.submit():
+            raise MachineError("squeue does not answer, so that runs might be submitted twice: try again later")
         while watcher.left:
             _sleep(cluster.poll, request)
             if request.signal is not None:
@@ -131,29 +131,43 @@ class _Watcher:
     def left(self) -> bool:
         return bool(self.waiting or self.under_way)
 
-    def adopt(self) -> None:
-        """Find the jobs that an earlier command left in the queue."""
-        known = self.scheduler.states()
-        if known is None:
-            raise MachineError("squeue does not answer, so that runs might be submitted twice: try again later")
-        for name in list(self.waiting):
+    def submit(self) -> bool:
+        """Submit what waits, unless another command has, as many as may be under way at a time.
+
+        Returns:
+            Whether that could be found out.
+        """
+        if not self.waiting:
+            return True
+        with FileLock(self.folder / LOCK):  # studies share runs, and may be started at the same time
+            known = self.scheduler.states()
+            if known is None:
+                return False
+            self._adopt(known)
+            most = self.cluster.at_once or len(self.jobs)
+            for name in list(self.waiting)[: max(0, most - len(self.under_way))]:
+                self._submit(name)
+        return True
+
+    def _adopt(self, known: Mapping[str, str]) -> None:
+        """Find the jobs in the queue that another command, or this one when it was called before, has submitted."""
+        found = []
+        for name, fruitless in list(self.waiting.items()):
             with suppress(UsageError, KeyError):
                 record = read_object(self._record(name))
                 if record["cluster"] == self.cluster.kind and record["job"] in known:
-                    self.under_way[name] = Attempt(record["job"], record["step"])
+                    self.under_way[name] = Attempt(record["job"], record["step"], fruitless)
                     del self.waiting[name]
-        if self.under_way:
-            self._say(next(iter(self.under_way)), f"{len(self.under_way)} jobs of an earlier command go on")
+                    found.append(name)
+        if found:
+            self._say(found[0], f"{len(found)} jobs of another command, or an earlier one, go on")
 
-    def submit(self) -> None:
-        """Submit what waits, as many as may be under way at a time."""
-        most = self.cluster.at_once or len(self.jobs)
-        for name in list(self.waiting)[: max(0, most - len(self.under_way))]:
-            job, fruitless = self.jobs[name], self.waiting.pop(name)
-            step = saved_step(job.folder)
-            number = self.scheduler.submit(Order(job, self._failure(name)), f"muonsw-{job.folder.name}")
-            self.under_way[name] = Attempt(number, step, fruitless)
-            write_json(self._record(name), {"cluster": self.cluster.kind, "job": number, "step": step})
+    def _submit(self, name: str) -> None:
+        job, fruitless = self.jobs[name], self.waiting.pop(name)
+        step = saved_step(job.folder)
+        number = self.scheduler.submit(Order(job, self._failure(name)), f"muonsw-{job.folder.name}")
+        self.under_way[name] = Attempt(number, step, fruitless)
+        write_json(self._record(name), {"cluster": self.cluster.kind, "job": number, "step": step})
 
     def look(self) -> None:
         """Collect runs that are done, take up those whose jobs are gone, and show the others."""
