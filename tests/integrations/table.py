@@ -9,7 +9,16 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "frameworks.md"
 BETWEEN = re.compile(r"(?<=<!-- works -->\n).*?(?=<!-- end -->)", re.DOTALL)
-FRAMEWORKS = ("Trainer", "Accelerate", "Lightning", "timm", "PEFT LoRA", "TRL SFTTrainer", "torchtitan")
+FRAMEWORKS = (
+    "Trainer",
+    "Accelerate",
+    "Lightning",
+    "timm",
+    "PEFT LoRA",
+    "TRL SFTTrainer",
+    "torchtitan",
+    "DeepSpeed stage 0",
+)
 CAPABILITIES = (
     "one process",
     "two processes (DDP)",
