@@ -81,7 +81,7 @@ def use(wheel: Path, folder: Path) -> None:
     print(run(python, "-W", "ignore:Failed to initialize NumPy", program, cwd=folder).strip())  # torch can do without
     version = re.search(r'__version__ = "(.+)"', (ROOT / "src" / "muonsw" / "version.py").read_text())
     assert version is not None
-    said = run(folder / "clean" / "bin" / "muonsw", "--version", cwd=folder).strip()
+    said = run(folder / "clean" / "bin" / "muonsw", "--version", cwd=folder).splitlines()[-1]  # torch may warn before
     assert said == f"muonsw {version[1]}", said
     print(f"`muonsw --version` says {said}")
     run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "mypy")
