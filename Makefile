@@ -16,7 +16,7 @@ WORKS_TABLE ?= check
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models test-integrations
-.PHONY: test-faults test-package bench evidence docs docs-version clean
+.PHONY: test-faults test-slurm test-package bench evidence docs docs-version clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -43,7 +43,7 @@ types: install
 	$(BIN)/mypy
 
 # One thread for each worker: two workers with two threads each on two cores run many times slower.
-QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu and not models and not integrations"
+QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu and not models and not integrations and not slurm"
 
 pytest: install
 	$(QUICK) -p no:randomly
@@ -63,6 +63,11 @@ test-slow: install  ## the tests that take minutes
 # In one process: kills and full disks happen in forked children. The tables for docs/reliability.md come last.
 test-faults: install  ## kill at every file operation, fill the disk, break every file, read random ones; about half an hour
 	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/faults
+
+# The set-up script needs root, once; a Slurm that runs already is used as it is.
+test-slurm: install  ## runs as jobs of a real Slurm: preempted, requeued, cancelled, killed, collected
+	squeue > /dev/null 2>&1 || sh tests/slurm/setup.sh
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m slurm tests/slurm
 
 test-gpu:  ## the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonsw import DECAY_RULES, MuonSW
 from muonsw.distributed.agreement import Agreed
+from tests.common.problems import RULE_OPTIONS
 from tests.distributed.problems import (
     GROUPS,
     PEAK,
@@ -58,7 +59,7 @@ def test_a_mesh_of_two_axes_gives_the_same_steps(pool, axes):
 
 
 OPTIONS = {
-    **{f"decay={rule}": {"decay": rule} for rule in DECAY_RULES},
+    **{f"decay={rule}": {"decay": rule, **RULE_OPTIONS.get(rule, {})} for rule in DECAY_RULES},
     "cautious": {"cautious": True},
     "plain momentum": {"nesterov": False},
     "heavy ball": {"momentum_form": "heavy_ball"},

@@ -92,6 +92,15 @@ class Prepared:
     def __post_init__(self) -> None:
         if not 1 <= self.vocab_size <= LARGEST_VOCAB:
             raise ValueError(f"a vocabulary has 1 to 2**32 tokens, not {self.vocab_size}")
+        if not 0.0 <= self.validation_fraction < 1.0 or self.group_characters < 1:
+            given = f"{self.validation_fraction} and {self.group_characters}"
+            raise ValueError(f"a validation fraction is in [0, 1) and a group has at least 1 character, not {given}")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same for the same data."""
+        names = ("tokenizer", "vocab_size", "validation_fraction", "group_characters")
+        return {**{name: getattr(self, name) for name in names}, **(self.recipe or {})}
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -107,13 +116,14 @@ class Prepared:
         """How many tokens a split has, ends of documents included."""
         return sum(group.tokens.get(split, 0) for group in self.groups)
 
+    def shards(self, folder: Path, split: Split) -> list[tuple[Path, Group]]:
+        """The files of a split, in order, and what is on record about each."""
+        numbered = ((number, group) for number, group in enumerate(self.groups) if split in group.tokens)
+        return [(shard_path(folder, split, number, group.digest), group) for number, group in numbered]
+
     def paths(self, folder: Path, split: Split) -> list[Path]:
         """The shards of a split, in order; other files of the folder do not count."""
-        return [
-            shard_path(folder, split, number, group.digest)
-            for number, group in enumerate(self.groups)
-            if split in group.tokens
-        ]
+        return [path for path, _ in self.shards(folder, split)]
 
 
 class Shard(NamedTuple):
@@ -125,13 +135,7 @@ class Shard(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What `verify_folder` found out about a file, or about the folder as a whole.
-
-    Attributes:
-        path: The file or the folder.
-        problem: What is wrong, or `None`.
-        tokens: How many good ones it holds.
-    """
+    """What `verify_folder` found: a file or the whole folder, what is wrong if anything, and how many good tokens."""
 
     path: Path
     problem: str | None
@@ -168,12 +172,7 @@ def save_record(folder: Path, record: Prepared) -> None:
 
 
 def write_shard(path: Path, pieces: Iterable[Tokens], record: Prepared) -> tuple[int, str]:
-    """Write tokens so that `path` holds all of them or is not touched, and return how many they are and their SHA-256.
-
-    Args:
-        path: The shard; its folder exists.
-        pieces: One-dimensional integer arrays, of which one at a time is held in memory.
-        record: Says how large the vocabulary is.
+    """Write tokens, in pieces of which one at a time is held in memory; returns how many they are and their SHA-256.
 
     Raises:
         ShardError: If a token is outside the vocabulary.
@@ -205,12 +204,11 @@ def open_split(folder: Path, split: Split) -> list[Shard]:
     record = read_record(folder)
     if not record.complete:
         raise UsageError(f"{folder} is not prepared to the end: run the same `muonsw data prepare` again, it goes on")
-    if not (paths := record.paths(folder, split)):
+    if not (shards := record.shards(folder, split)):
         raise UsageError(f"{folder} has no {split} tokens: prepare more documents, or another validation fraction")
-    _allow_open_files(len(paths))
-    groups = [group for group in record.groups if split in group.tokens]
+    _allow_open_files(len(shards))
     check = record.tokens(split) * record.dtype.itemsize <= CHECKED_BYTES
-    return [open_shard(path, group, split, record, check=check) for path, group in zip(paths, groups, strict=True)]
+    return [open_shard(path, group, split, record, check=check) for path, group in shards]
 
 
 def open_shard(path: Path, group: Group, split: Split, record: Prepared, *, check: bool = False) -> Shard:
@@ -264,18 +262,12 @@ def verify_folder(folder: Path) -> Iterator[Checked]:
     except UsageError as error:
         yield Checked(folder, str(error))
     for split in SPLITS:
-        for number, group in enumerate(record.groups):
-            if split in group.tokens:
-                path = shard_path(folder, split, number, group.digest)
-                yield _verified(path, group, split, record)
-
-
-def _verified(path: Path, group: Group, split: Split, record: Prepared) -> Checked:
-    try:
-        check_tokens(open_shard(path, group, split, record, check=True))
-    except ShardError as error:
-        return Checked(path, str(error))
-    return Checked(path, None, group.tokens[split])
+        for path, group in record.shards(folder, split):
+            try:
+                check_tokens(open_shard(path, group, split, record, check=True))
+                yield Checked(path, None, group.tokens[split])
+            except ShardError as error:
+                yield Checked(path, str(error))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -12,7 +12,7 @@ import torch
 from muonsw.lab.model.config import ModelConfig
 from muonsw.lab.model.decoder import Decoder
 from muonsw.lab.model.init import role_of
-from muonsw.lab.model.loss import CHUNK_TOKENS
+from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.model.moe import MoE
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -113,7 +113,7 @@ def activation_bytes(config: ModelConfig, sequences: int) -> int:
 
     A layer keeps 36 bytes a token for each unit of the width (norms and the stream in float32, attention in bfloat16),
     and for each expert of a token 4 for each unit of the width and 8 for each of the expert's; the coefficients count
-    the tensors that autograd saves. The loss holds the float32 logits of one chunk. Fragmentation, temporaries of the
+    the tensors that autograd saves. The loss holds the bfloat16 logits of one chunk. Fragmentation, temporaries of the
     backward pass and what a compiler recomputes are not in it.
 
     Examples:
@@ -122,7 +122,7 @@ def activation_bytes(config: ModelConfig, sequences: int) -> int:
     """
     tokens, width = sequences * config.sequence, config.width
     layer = 36 * width + config.top_k * (4 * width + 8 * config.ff_width)
-    logits = FLOAT32 * min(tokens, CHUNK_TOKENS) * config.vocab
+    logits = BFLOAT16 * min(tokens, chunk_tokens(config.vocab, BFLOAT16)) * config.vocab
     return tokens * (config.layers * layer + 12 * width) + logits
 
 

@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from muonsw.lab.report.own import METADATA, write_own
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Sheet
+from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Sheet
 from muonsw.lab.report.theme import LIGHT, ArmStyle, Palette, arm_styles, matplotlib_style
 
 DPI = 160
@@ -41,12 +41,12 @@ DASHES: Mapping[str, Any] = {
 }
 
 
-def write_chart(chart: Chart, arms: Sequence[Arm], folder: Path, palette: Palette = LIGHT) -> list[Path]:
+def write_chart(chart: Chart, arms: Sequence[LegendEntry], folder: Path, palette: Palette = LIGHT) -> list[Path]:
     """Draw one chart and write it as PNG and SVG under its name."""
     return write_sheet(Sheet(chart.name, "", [chart], columns=1), arms, folder, palette)
 
 
-def write_sheet(sheet: Sheet, arms: Sequence[Arm], folder: Path, palette: Palette = LIGHT) -> list[Path]:
+def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path, palette: Palette = LIGHT) -> list[Path]:
     """Draw all charts of a sheet on one picture, its legend below them, and write it as PNG and SVG under its name.
 
     Margins are fixed: to find them would take longer than to draw, and charts are many.

@@ -16,15 +16,16 @@ Examples:
 
 from muonsw.lab.runs.arms import by_arm, differences, name_arms, unique_names
 from muonsw.lab.runs.metrics import Columns
-from muonsw.lab.runs.run import Points, Run, Telemetry, load_run, load_runs
+from muonsw.lab.runs.run import Points, Run, Scopes, last, load_run, load_runs
 
 __all__ = [
     "Columns",
     "Points",
     "Run",
-    "Telemetry",
+    "Scopes",
     "by_arm",
     "differences",
+    "last",
     "load_run",
     "load_runs",
     "name_arms",

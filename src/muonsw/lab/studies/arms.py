@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw import decay
+from muonsw.decay import DECAY_RULES
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import muon_lr_multiplier, scalings
 from muonsw.lab.runs import Run
@@ -118,8 +119,8 @@ def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
     """The decay factor phi of every update of a run, for hidden and expert matrices as muP divides their rate."""
     group = optimizer.lr * hidden_multiplier(config, optimizer)
     peak = group if optimizer.peak == "group" else optimizer.lr
-    rule, lam = optimizer.decay, optimizer.weight_decay
-    return [float(decay_factor(rule, lam, group * multiple, peak)) for multiple in _multiples(config)]
+    rates = [group * multiple for multiple in _multiples(config)]
+    return decay.decay_factors(optimizer.decay, optimizer.weight_decay, rates, peak)
 
 
 @lru_cache(maxsize=2)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.claims.claim import Interval
-from muonsw.lab.claims.statistics import interval_of
+from muonsw.lab.claims.claim import Interval, Measured
+from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
@@ -19,6 +19,11 @@ from muonsw.lab.train.config import RunConfig
 from muonsw.theory import relaxation_number
 
 Measure = Callable[[Run], float]
+
+
+def seed_of(run: Run) -> int:
+    """The seed of a run."""
+    return int(run.config["seed"])
 
 
 def diverged_at(run: Run) -> int | None:
@@ -42,20 +47,31 @@ def lowest_loss(run: Run) -> float:
     return run.best_loss if diverged_at(run) is None else math.nan
 
 
+def swept_loss(run: Run) -> float:
+    """The last validation loss for a sweep, where a run without one is infinitely bad."""
+    loss = last_loss(run)
+    return math.inf if math.isnan(loss) else loss
+
+
 def log_end_norm(run: Run) -> float:
     """The logarithm of the last norm, so that differences are ratios; not a number where none was recorded."""
     return math.log(run.final_norm) if run.final_norm > 0 else math.nan
 
 
-def by_seed(runs: Sequence[Run]) -> dict[int, Run]:
-    """The runs that did not diverge, by seed."""
-    return {int(run.config["seed"]): run for run in completed(runs)}
+def over_runs(runs: Sequence[Run], measure: Measure) -> Measured:
+    """The mean of a measure over the seeds of an arm, with its interval."""
+    return over_seeds([measure(run) for run in runs])
+
+
+def both_completed(one: Sequence[Run], other: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
+    """By seed, the runs of two arms, on the seeds that both completed."""
+    theirs = {seed_of(run): run for run in completed(other)}
+    return {seed_of(run): (run, theirs[seed_of(run)]) for run in completed(one) if seed_of(run) in theirs}
 
 
 def paired(one: Sequence[Run], other: Sequence[Run], measure: Measure) -> list[float]:
     """A measure of one arm minus that of the other, on the seeds that both completed."""
-    ours, theirs = by_seed(one), by_seed(other)
-    return [measure(ours[seed]) - measure(theirs[seed]) for seed in ours if seed in theirs]
+    return [measure(ours) - measure(theirs) for ours, theirs in both_completed(one, other).values()]
 
 
 @dataclass(frozen=True)
@@ -157,7 +173,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         name=config.arm,
         rule=config.optimizer.decay,
         weight_decay=config.optimizer.weight_decay,
-        seeds=tuple(int(run.config["seed"]) for run in ended),
+        seeds=tuple(map(seed_of, ended)),
         final=tuple(map(last_loss, ended)),
         best=tuple(map(lowest_loss, ended)),
         norm=tuple(float(scope["weight_rms"][-1]) if scope.records else math.nan for scope in norms),
@@ -167,7 +183,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         total_decay=math.fsum(phis),
         phi_peak=max(phis),
         memory_ratio=max(phis) / (1.0 - beta),
-        diverged={int(run.config["seed"]): step for run in runs if (step := diverged_at(run)) is not None},
+        diverged=divergence_steps(runs),
     )
 
 
@@ -180,15 +196,14 @@ def _relative_update_at_peak(run: Run) -> float:
 
 def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
     """An arm against the baseline, on the seeds that both completed."""
-    ours, theirs = by_seed(arm), by_seed(baseline)
-    seeds = tuple(seed for seed in theirs if seed in ours)
-    differences = tuple(last_loss(ours[seed]) - last_loss(theirs[seed]) for seed in seeds)
-    matches = tuple(steps_to_match(theirs[seed], ours[seed]) for seed in seeds)
+    both = both_completed(baseline, arm)
+    differences = tuple(last_loss(ours) - last_loss(theirs) for theirs, ours in both.values())
+    matches = tuple(steps_to_match(theirs, ours) for theirs, ours in both.values())
     known = [match for match in matches if match is not None]
     return PairOutcome(
         baseline=str(baseline[0].config["arm"]),
         arm=str(arm[0].config["arm"]),
-        seeds=seeds,
+        seeds=tuple(both),
         differences=differences,
         mean=mean(differences),
         interval=interval_of(differences),
@@ -231,19 +246,19 @@ def first_crossing(steps: Any, losses: Any, level: float) -> float | None:
     return None
 
 
-def divergences(results: Results) -> list[str]:
-    """Every run that diverged, in words.
+def divergence_steps(runs: Sequence[Run]) -> dict[int, int]:
+    """By seed, the update at which a run diverged."""
+    return {seed_of(run): step for run in runs if (step := diverged_at(run)) is not None}
 
-    An arm that diverged with several seeds is one entry.
-    """
-    found = []
-    for name, arms in results.items():
-        for arm, runs in arms.items():
-            where = {int(run.config["seed"]): step for run in runs if (step := diverged_at(run)) is not None}
-            if where:
-                called = f"{name}: {arm}" if len(results) > 1 else arm
-                found.append(f"{called!r} diverged {describe_divergence(where)}")
-    return found
+
+def divergences(results: Results) -> list[str]:
+    """Every arm with runs that diverged, in words."""
+    return [
+        f"{(f'{name}: {arm}' if len(results) > 1 else arm)!r} diverged {describe_divergence(where)}"
+        for name, arms in results.items()
+        for arm, runs in arms.items()
+        if (where := divergence_steps(runs))
+    ]
 
 
 def describe_divergence(where: Mapping[int, int]) -> str:
@@ -329,6 +344,14 @@ def _pair_row(pair: PairOutcome) -> tuple[Value, ...]:
         ", ".join(f"{value:+.4f}" for value in pair.differences) or None,
         matches if pair.seeds else None,
     )
+
+
+def loss_cell(losses: Mapping[float, float], setting: float) -> Cell | None:
+    """The loss of one setting in the column of a sweep, whose lowest one stands out; None where it was not tried."""
+    if setting not in losses:
+        return None
+    text = f"{losses[setting]:.4f}" if math.isfinite(losses[setting]) else "diverged"
+    return Cell(text, tone="holds" if losses[setting] == min(losses.values()) else "")
 
 
 def with_interval(values: Sequence[float], digits: int = 4) -> str | None:

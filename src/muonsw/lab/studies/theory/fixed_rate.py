@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,22 +11,21 @@ from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_least, at_most, 
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
+    BOTH,
     CONSTANT,
-    POLAR_ERROR,
+    POLAR,
     SCALED,
-    TRUE_RULES,
-    Rules,
+    MuonRun,
+    Stack,
     chain,
-    gaussian,
+    descend,
     gradient,
     march,
     muon,
     nuclear_norm,
     remaining,
-    robbins_monro,
     sgd,
     spectral_norm,
-    target,
     weighted_mean,
 )
 from muonsw.theory import check_schedule, muon_radius
@@ -40,21 +38,14 @@ REMARK = Stated(
 
 
 @dataclass(frozen=True)
-class FixedRateSettings:
+class FixedRateSettings(MuonRun):
     """A fixed learning rate for both optimizers, and a target of twice the radius for the counterexample."""
 
     rows: int = 8
     columns: int = 16
-    lam: float = 0.5
     eta: float = 0.02
     beta: float = 0.9
-    eta0: float = 1.8
-    sigma_max: float = 2.0
-    steps: int = 2000
     fixed_steps: int = 500
-    chains: int = 4
-    start_std: float = 0.02
-    rules: Rules = TRUE_RULES
 
 
 def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
@@ -62,33 +53,29 @@ def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
     s = setting
     require("lambda < 1", s.lam < 1.0, lam=s.lam)
     check_schedule([s.eta], a=1.0, lam=s.lam).require()
-    A = target(s.rows, s.columns, s.sigma_max * muon_radius(s.lam), context.generator)
-    starts = gaussian((s.chains, s.rows, s.columns), context.generator, std=s.start_std)
-    claims = []
-    for name, part in {"sgd": (0.0, 0.05), "muon": (0.05, 0.15)}.items():
-        gap = fixed_gap(setting, name, A, starts, peak_factor=1.0, context=context, part=part)
-        claims.append(
-            within(
-                f"fixed-rate-{name}",
-                f"at a fixed learning rate both rules give the same bits ({name}, largest difference)",
-                Stated("end of section 3.3", "eta = eta_max at every step"),
-                gap,
-                0.0,
-                Tolerance(0.0, "eta/eta_max is exactly 1"),
-            )
+    A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
+    claims = [
+        within(
+            f"fixed-rate-{name}",
+            f"at a fixed learning rate both rules give the same bits ({name}, largest difference)",
+            Stated("end of section 3.3", "eta = eta_max at every step"),
+            fixed_gap(s, name, A, starts, context, peak_factor=1.0, part=part),
+            0.0,
+            Tolerance(0.0, "eta/eta_max is exactly 1"),
         )
-    gap = fixed_gap(setting, "muon", A, starts, peak_factor=2.0, context=context, part=(0.15, 0.25))
+        for name, part in {"sgd": (0.0, 0.05), "muon": (0.05, 0.15)}.items()
+    ]
     claims.append(
         within(
             "fixed-rate-rescaled",
             "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)",
             Stated("end of section 3.3", "eta = eta_max/2 at every step"),
-            gap,
+            fixed_gap(s, "muon", A, starts, context, peak_factor=2.0, part=(0.15, 0.25)),
             0.0,
             Tolerance(1e-12, "rounding"),
         )
     )
-    return Evidence([*claims, *counterexample(setting, A, starts, context)])
+    return Evidence([*claims, *counterexample(s, A, starts, context)])
 
 
 def fixed_gap(
@@ -96,9 +83,9 @@ def fixed_gap(
     name: str,
     A: Tensor,
     starts: Tensor,
+    context: Context,
     *,
     peak_factor: float,
-    context: Context,
     part: tuple[float, float],
 ) -> float:
     """How far the rules are apart after a run at a fixed rate.
@@ -106,8 +93,7 @@ def fixed_gap(
     The peak is a multiple of that rate; scaled decay gets as much more lambda.
     """
     s = setting
-    weights = {rule: chain(starts) for rule in (CONSTANT, SCALED)}
-    lams = {CONSTANT: s.lam, SCALED: peak_factor * s.lam}
+    weights, lams = {rule: chain(starts) for rule in BOTH}, {CONSTANT: s.lam, SCALED: peak_factor * s.lam}
     groups = [
         {"params": [w], "decay": s.rules[rule], "weight_decay": lams[rule], "momentum": s.beta}
         for rule, w in weights.items()
@@ -121,39 +107,17 @@ def fixed_gap(
 
 
 def counterexample(setting: FixedRateSettings, A: Tensor, starts: Tensor, context: Context) -> list[Claim]:
-    """Constant decay fills the ball of radius 1/lambda, and its gradient stays."""
-    s = setting
-    etas = robbins_monro(s.steps, s.eta0, s.lam)
-    weights = {rule: chain(starts) for rule in (CONSTANT, SCALED)}
-    groups = [{"params": [w], "decay": s.rules[rule], "momentum": s.beta} for rule, w in weights.items()]
-    optimizer = muon(groups, peak=max(etas), lam=s.lam)
-    nuclear, largest = {rule: list[Tensor]() for rule in weights}, dict.fromkeys(weights, 0.0)
-    for _ in march(optimizer, etas, context.progress, part=(0.25, 1.0)):
-        for rule, w in weights.items():
-            nuclear[rule].append(nuclear_norm(torch.sub(w, A, out=gradient(w))))
-        optimizer.step()
-        for rule, w in weights.items():
-            largest[rule] = max(largest[rule], float(spectral_norm(w.detach()).max()))
-    means = {rule: weighted_mean(torch.stack(norms), etas, start=s.steps // 2) for rule, norms in nuclear.items()}
-    return counterexample_claims(setting, largest[CONSTANT], means, A, etas)
-
-
-def counterexample_claims(
-    setting: FixedRateSettings, largest: float, means: dict[str, Tensor], A: Tensor, etas: Sequence[float]
-) -> list[Claim]:
-    """What the claim needs, and what happens.
-
-    Args:
-        setting: Of the run.
-        largest: The largest spectral norm under constant decay.
-        means: By rule, the eta-weighted nuclear norm of the gradient over the second half.
-        A: The target.
-        etas: Learning rates.
-    """
+    """Constant decay fills the ball of radius 1/lambda, and its gradient stays: what the refuted claim needs, fails."""
     s, half, radius = setting, setting.steps // 2, muon_radius(setting.lam)
-    missing = 2.0 * remaining(etas, s.lam) + POLAR_ERROR
-    trapped = float((torch.linalg.svdvals(A) - radius).clamp(min=0.0).sum())
-    hover = 2.0 * s.rows / (1.0 - s.beta) * sum(e**2 for e in etas[half:]) / sum(etas[half:])
+    stacks, largest = {rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, 0.0
+    nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
+    for moves in descend(stacks, s, context, part=(0.25, 1.0)):
+        for rule, move in moves.items():
+            nuclear[rule].append(nuclear_norm(move.slope))
+        largest = max(largest, float(spectral_norm(moves[CONSTANT].after).max()))
+    means = {rule: weighted_mean(torch.stack(norms), s.etas, start=half) for rule, norms in nuclear.items()}
+    missing = 2.0 * remaining(s.etas, s.lam) + POLAR.size
+    hover = 2.0 * s.rows / (1.0 - s.beta) * sum(e**2 for e in s.etas[half:]) / sum(s.etas[half:])
     return [
         within_share(
             "refuted-norm-bound",
@@ -176,8 +140,8 @@ def counterexample_claims(
             "the eta-weighted nuclear norm of the gradient stays at sum (sigma_i(A) - 1/lambda)_+ or more",
             REMARK,
             float(means[CONSTANT].min()),
-            trapped,
-            Tolerance(POLAR_ERROR, "inside the ball |A - W|_* cannot be less"),
+            float((torch.linalg.svdvals(A) - radius).clamp(min=0.0).sum()),
+            Tolerance(POLAR.size, "inside the ball |A - W|_* cannot be less"),
         ),
         at_most(
             "scaled-stationarity",

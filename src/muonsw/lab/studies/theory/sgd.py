@@ -11,11 +11,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from muonsw import theory
 from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, below, covered, within, within_share
 from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
+    BOTH,
     CONSTANT,
     SCALED,
     TRUE_RULES,
@@ -27,15 +29,8 @@ from muonsw.lab.studies.theory.chains import (
     harmonic,
     log_spaced,
     march,
+    robbins_monro,
     sgd,
-)
-from muonsw.theory import (
-    PowerLaw,
-    check_schedule,
-    first_contracting_step,
-    sa_constant,
-    stationarity_bound,
-    strongly_convex_bound,
 )
 from muonsw.theory.hypotheses import require, require_noise
 
@@ -110,12 +105,11 @@ def wander(
     setting: NonconvexSettings, etas: Sequence[float], starts: Tensor, context: Context
 ) -> dict[str, Stationarity]:
     """Both rules from the same starts with the same noise."""
-    s = setting
-    weights = {rule: chain(starts) for rule in (CONSTANT, SCALED)}
+    s, edges = setting, decade_edges(setting.steps)
+    weights = {rule: chain(starts) for rule in BOTH}
     optimizer = sgd([{"params": [w], "decay": s.rules[rule]} for rule, w in weights.items()], peak=s.eta0, lam=s.lam)
-    edges = decade_edges(s.steps)
-    sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in weights}
-    squares, moments, decade = {rule: list[float]() for rule in weights}, dict.fromkeys(weights, 0.0), 0
+    sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in BOTH}
+    squares, moments, decade = {rule: list[float]() for rule in BOTH}, dict.fromkeys(BOTH, 0.0), 0
     for t in march(optimizer, etas, context.progress):
         decade += t == edges[decade + 1]
         noise = gaussian(starts.shape, context.generator, std=s.sigma)
@@ -137,21 +131,12 @@ def run_nonconvex(setting: NonconvexSettings, context: Context) -> Evidence:
     """The weighted gradient falls decade by decade under scaled decay, and stops under constant decay."""
     s = setting
     require_noise(s.sigma)
-    law = PowerLaw(s.eta0, s.p)
-    law.require_robbins_monro()
+    etas = robbins_monro(s.steps, s.eta0, s.p)
     require("more than one decade", s.steps > 100, steps=s.steps)
-    etas = [law(t) for t in range(s.steps)]
     starts = s.c + gaussian((s.chains,), context.generator, std=s.start_std)
-    seen = wander(setting, etas, starts, context)
-    start = decade_edges(s.steps)[-2]
-    claims = [*falling_claims(seen[SCALED].weighted), tail_claim(setting, seen, etas[start:])]
-    claims.append(constant_claim(setting, seen[CONSTANT]))
-    return Evidence([*claims, inequality_claim(setting, seen[SCALED], etas, starts)])
-
-
-def falling_claims(weighted: Tensor) -> list[Claim]:
-    """Each decade against the one before, chain by chain, from the second on."""
-    return [
+    seen = wander(s, etas, starts, context)
+    weighted = seen[SCALED].weighted
+    falling = [
         below(
             f"decade-{k}-falls",
             f"scaled: the eta-weighted squared gradient falls from decade {k - 1} to decade {k} of steps",
@@ -162,55 +147,48 @@ def falling_claims(weighted: Tensor) -> list[Claim]:
         )
         for k in range(1, len(weighted))
     ]
+    late = etas[decade_edges(s.steps)[-2] :]
+    return Evidence([*falling, *last_decade_claims(s, seen, late), inequality_claim(s, seen[SCALED], etas, starts)])
 
 
-def tail_claim(setting: NonconvexSettings, seen: dict[str, Stationarity], etas: Sequence[float]) -> Claim:
-    """The last decade of scaled decay against that of constant decay."""
+def last_decade_claims(setting: NonconvexSettings, seen: dict[str, Stationarity], etas: Sequence[float]) -> list[Claim]:
+    """Scaled decay against constant decay, and constant decay against the gradient that balances its decay."""
     s, tail = setting, {rule: stack.weighted[-1] for rule, stack in seen.items()}
     curvature = float(ripple_curvature(seen[SCALED].end - s.c).mean())
     sustained = curvature * s.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
-    return at_most(
-        "tail",
-        "scaled: in the last decade at most a tenth of constant decay's squared gradient is left",
-        THEOREM,
-        mean_of(tail[SCALED]),
-        0.1 * float(tail[CONSTANT].mean()),
-        Tolerance(0.0, "the upper end of the interval must be below"),
-        limits=f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are chains "
-        "that still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, with "
-        "harmonic steps like 1/log T",
-    )
-
-
-def constant_claim(setting: NonconvexSettings, seen: Stationarity) -> Claim:
-    """Constant decay's last decade, against the gradient at the point where it balances the decay."""
-    return within_share(
-        "constant-stays",
-        "constant: the squared gradient stays at (lambda x)^2, where it balances the decay",
-        Stated("contrast to Theorem 3.1", "sum eta = infinity"),
-        mean_of(seen.weighted[-1]),
-        float((setting.lam * seen.end).square().mean()),
-        Tolerance(0.05, "what the noise adds at the learning rates of the last decade"),
-    )
+    return [
+        at_most(
+            "tail",
+            "scaled: in the last decade at most a tenth of constant decay's squared gradient is left",
+            THEOREM,
+            mean_of(tail[SCALED]),
+            0.1 * float(tail[CONSTANT].mean()),
+            Tolerance(0.0, "the upper end of the interval must be below"),
+            limits=f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are "
+            "chains that still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, "
+            "with harmonic steps like 1/log T",
+        ),
+        within_share(
+            "constant-stays",
+            "constant: the squared gradient stays at (lambda x)^2, where it balances the decay",
+            Stated("contrast to Theorem 3.1", "sum eta = infinity"),
+            mean_of(tail[CONSTANT]),
+            float((s.lam * seen[CONSTANT].end).square().mean()),
+            Tolerance(0.05, "what the noise adds at the learning rates of the last decade"),
+        ),
+    ]
 
 
 def inequality_claim(setting: NonconvexSettings, seen: Stationarity, etas: Sequence[float], starts: Tensor) -> Claim:
     """The summed descent inequality of the proof at finite T."""
     s = setting
-    bound = stationarity_bound(
-        etas,
-        f_gap=float(ripple_loss(starts - s.c).mean()),
-        L=1.0,
-        q=s.lam / s.eta0,
-        sigma=s.sigma,
-        bound=math.sqrt(seen.second_moment),
-    )
+    f_gap, bound = float(ripple_loss(starts - s.c).mean()), math.sqrt(seen.second_moment)
     return at_most(
         "descent-inequality",
         "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof",
         Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded"),
         math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True)),
-        bound,
+        theory.stationarity_bound(etas, f_gap=f_gap, L=1.0, q=s.lam / s.eta0, sigma=s.sigma, bound=bound),
         Tolerance(0.0, "a bound on a mean over chains; the sampling error is far below the distance to it"),
     )
 
@@ -263,87 +241,86 @@ def run_strongly_convex(setting: StronglyConvexSettings, context: Context) -> Ev
     require("0 < mu <= L", 0.0 < s.mu <= s.L, mu=s.mu, L=s.L)
     require(f"chains are a multiple of {BATCHES}", s.chains % BATCHES == 0, chains=s.chains)
     etas = harmonic(s.steps, gamma=s.gamma, t0=s.t0)
-    check_schedule(etas, lam=s.lam, mu=s.mu).require()
-    first = first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(etas))
+    theory.check_schedule(etas, lam=s.lam, mu=s.mu).require()
+    first = theory.first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(etas))
     steps = sorted({t for t in log_spaced(s.steps, 200) if t > first} | {first})
-    seen = distances(setting, etas, steps, context)
-    decade = [k for k, t in enumerate(steps) if t >= s.steps / 10]
-    shifted = torch.tensor([steps[k] + s.t0 for k in decade], dtype=torch.float64)
-    late = {name: squares[:, decade] for name, squares in seen.items()}
-    claims = [
-        slope_claim(late[SCALED], shifted),
-        noiseless_claim(late[SCALED + NOISELESS], shifted),
-        variance_claim(setting, late[SCALED][:, -1]),
-        bound_claim(setting, seen[SCALED].mean(0), steps),
-        shifted_claim(setting, late[CONSTANT][:, -1]),
-    ]
-    return Evidence(claims + recursion_claims(etas, gamma=s.gamma, t0=s.t0, context=context))
+    seen = distances(s, etas, steps, context)
+    claims = [*rate_claims(s, seen, steps), bound_claim(s, seen[SCALED].mean(0), steps)]
+    claims.append(
+        within_share(
+            "constant-stays",
+            "constant: the mean squared distance stops at sum (lambda c/(h_i + lambda))^2",
+            Stated("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity"),
+            mean_of(seen[CONSTANT][:, -1], CONFIDENCE),
+            float((s.lam * s.c / (s.curvature + s.lam)).square().sum()),
+            Tolerance(0.05, "the variance that the noise still sustains at the last step, and sampling"),
+        )
+    )
+    return Evidence(claims + recursion_claims(s, etas, context))
 
 
 def distances(
     setting: StronglyConvexSettings, etas: Sequence[float], steps: Sequence[int], context: Context
 ) -> dict[str, Tensor]:
-    """The squared distance after each of `steps`, averaged within each of 20 batches of chains."""
-    s = setting
+    """The squared distance after each of `steps`, the last being that of the run; averaged in batches of chains."""
+    s, wanted = setting, set(steps)
     begin = torch.zeros(s.chains, s.dimension, dtype=torch.float64)
-    weights = {rule: chain(begin) for rule in (CONSTANT, SCALED)}
-    weights |= {rule + NOISELESS: chain(begin[:1]) for rule in (CONSTANT, SCALED)}
-    groups = [{"params": [w], "decay": s.rules[name.split("/")[0]]} for name, w in weights.items()]
+    weights = {rule: chain(begin) for rule in BOTH} | {rule + NOISELESS: chain(begin[:1]) for rule in BOTH}
+    groups = [{"params": [w], "decay": s.rules[name.removesuffix(NOISELESS)]} for name, w in weights.items()]
     optimizer = sgd(groups, peak=max(etas), lam=s.lam)
-    wanted, kept = set(steps), {name: list[Tensor]() for name in weights}
+    kept = {name: list[Tensor]() for name in weights}
+
+    def look(name: str) -> None:
+        squares = (weights[name].detach() - s.c).square().sum(1)
+        kept[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
+
     for t in march(optimizer, etas, context.progress, part=(0.0, 0.8)):
         noise = gaussian(begin.shape, context.generator, std=s.sigma / s.dimension**0.5)
         for name, w in weights.items():
             if t in wanted:
-                squares = (w.detach() - s.c).square().sum(1)
-                kept[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
+                look(name)
             torch.sub(w, s.c, out=gradient(w)).mul_(s.curvature)
             if not name.endswith(NOISELESS):
                 gradient(w).add_(noise)
         optimizer.step()
-    for name, w in weights.items():
-        squares = (w.detach() - s.c).square().sum(1)
-        kept[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
+    for name in weights:
+        look(name)
     return {name: torch.stack(seen, 1) for name, seen in kept.items()}
 
 
-def slope_claim(late: Tensor, shifted: Tensor) -> Claim:
-    """The rate with noise."""
-    return covered(
-        "rate-with-noise",
-        "scaled: the mean squared distance falls like 1/t (slope in the last decade, log-log)",
-        Stated("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1"),
-        mean_of(log_log_slope(shifted, late), CONFIDENCE),
-        -1.0,
-        Tolerance(0.0, "the interval over batches of chains covers -1; the pull of the decay adds some -0.001"),
-        limits="O(1/t) is an upper bound; that the rate is attained is seen here, where the noise is isotropic",
-    )
-
-
-def noiseless_claim(late: Tensor, shifted: Tensor) -> Claim:
-    """The rate without noise."""
-    return within(
-        "rate-without-noise",
-        "scaled, without noise: the squared distance falls like 1/t^2",
-        Stated("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1"),
-        float(log_log_slope(shifted, late).mean()),
-        -2.0,
-        Tolerance(0.02, "the start, forgotten like (t0/t)^(mu gamma - 1), still bends the line by about t0/t"),
-    )
-
-
-def variance_claim(setting: StronglyConvexSettings, last: Tensor) -> Claim:
-    """The constant in front of 1/t."""
-    s = setting
+def rate_claims(setting: StronglyConvexSettings, seen: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
+    """How fast the distance falls in the last decade, with noise and without, and the constant in front of 1/t."""
+    s, decade = setting, [k for k, t in enumerate(steps) if t >= setting.steps / 10]
+    shifted = torch.tensor([steps[k] + s.t0 for k in decade], dtype=torch.float64)
+    noisy, noiseless = (seen[name][:, decade] for name in (SCALED, SCALED + NOISELESS))
     per_entry = s.sigma**2 / s.dimension
-    return covered(
-        "variance",
-        "scaled: t times the mean squared distance tends to sum gamma^2 sigma_i^2/(2 h_i gamma - 1)",
-        Stated("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1"),
-        mean_of(last * (s.steps + s.t0), CONFIDENCE),
-        float((per_entry * s.gamma**2 / (2.0 * s.curvature * s.gamma - 1.0)).sum()),
-        Tolerance(0.0, "the interval over batches of chains covers it"),
-    )
+    return [
+        covered(
+            "rate-with-noise",
+            "scaled: the mean squared distance falls like 1/t (slope in the last decade, log-log)",
+            Stated("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1"),
+            mean_of(log_log_slope(shifted, noisy), CONFIDENCE),
+            -1.0,
+            Tolerance(0.0, "the interval over batches of chains covers -1; the pull of the decay adds some -0.001"),
+            limits="O(1/t) is an upper bound; that the rate is attained is seen here, where the noise is isotropic",
+        ),
+        within(
+            "rate-without-noise",
+            "scaled, without noise: the squared distance falls like 1/t^2",
+            Stated("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1"),
+            float(log_log_slope(shifted, noiseless).mean()),
+            -2.0,
+            Tolerance(0.02, "the start, forgotten like (t0/t)^(mu gamma - 1), still bends the line by about t0/t"),
+        ),
+        covered(
+            "variance",
+            "scaled: t times the mean squared distance tends to sum gamma^2 sigma_i^2/(2 h_i gamma - 1)",
+            Stated("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1"),
+            mean_of(noisy[:, -1] * (s.steps + s.t0), CONFIDENCE),
+            float((per_entry * s.gamma**2 / (2.0 * s.curvature * s.gamma - 1.0)).sum()),
+            Tolerance(0.0, "the interval over batches of chains covers it"),
+        ),
+    ]
 
 
 def bound_claim(setting: StronglyConvexSettings, squares: Tensor, steps: Sequence[int]) -> Claim:
@@ -351,7 +328,7 @@ def bound_claim(setting: StronglyConvexSettings, squares: Tensor, steps: Sequenc
     s = setting
     constants = {"gamma": s.gamma, "t0": s.t0, "mu": s.mu, "L": s.L, "q": s.lam * s.t0 / s.gamma, "sigma": s.sigma}
     x_star, u1, t1 = abs(s.c) * s.dimension**0.5, float(squares[0]), steps[0]
-    bounds = [strongly_convex_bound(t, u1=u1, t1=t1, x_star=x_star, **constants) for t in steps]
+    bounds = [theory.strongly_convex_bound(t, u1=u1, t1=t1, x_star=x_star, **constants) for t in steps]
     return at_most(
         "explicit-bound",
         "scaled: the mean squared distance is under the proof's nu/(t + t0) (largest ratio over steps)",
@@ -362,31 +339,16 @@ def bound_claim(setting: StronglyConvexSettings, squares: Tensor, steps: Sequenc
     )
 
 
-def shifted_claim(setting: StronglyConvexSettings, last: Tensor) -> Claim:
-    """Constant decay stops at the shifted point."""
-    s = setting
-    return within_share(
-        "constant-stays",
-        "constant: the mean squared distance stops at sum (lambda c/(h_i + lambda))^2",
-        Stated("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity"),
-        mean_of(last, CONFIDENCE),
-        float((s.lam * s.c / (s.curvature + s.lam)).square().sum()),
-        Tolerance(0.05, "the variance that the noise still sustains at the last step, and sampling"),
-    )
-
-
-def recursion_claims(etas: Sequence[float], *, gamma: float, t0: float, context: Context) -> list[Claim]:
+def recursion_claims(setting: StronglyConvexSettings, etas: Sequence[float], context: Context) -> list[Claim]:
     """Lemma D.1 with equality: `u <- (1 - alpha eta) u + kappa eta^2`, an SGD step with gradient `alpha u - kappa eta`.
 
     The optimizer's own decay is off; all constants run as one vector.
     """
+    gamma, t0 = setting.gamma, setting.t0
     grid = torch.tensor(list(itertools.product(ALPHAS, KAPPAS, STARTS)), dtype=torch.float64)
     alpha, kappa, start = grid.unbind(1)
-    nu = torch.tensor(
-        [sa_constant(u1=u, t1=0, alpha=a, kappa=k, gamma=gamma, t0=t0) for a, k, u in grid.tolist()],
-        dtype=torch.float64,
-    )
-    u = chain(start)
+    constants = [theory.sa_constant(u1=u, t1=0, alpha=a, kappa=k, gamma=gamma, t0=t0) for a, k, u in grid.tolist()]
+    nu, u = grid.new_tensor(constants), chain(start)
     optimizer = sgd([{"params": [u], "decay": "none"}], peak=max(etas), lam=1.0)
     largest = (start * t0 / nu).max()
     for t in march(optimizer, etas, context.progress, part=(0.8, 1.0)):
