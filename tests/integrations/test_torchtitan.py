@@ -88,7 +88,6 @@ class Training:
             self.schedulers.step()
         return weights(self.parts)
 
-
     def saved(self):
         """What torchtitan would write now: the optimizers' state and the weights."""
         state = self.optimizers.state_dict()

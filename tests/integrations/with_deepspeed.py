@@ -49,11 +49,12 @@ def engine(stage, client=None, network=None, **config):
     return made
 
 
-def train(made, start, end, before=lambda made, step: None):
+def train(made, start, end, before=None):
     for step in range(start, end):
         for group in made.basic_optimizer.param_groups:
             group["lr"] = LR * halving(step)
-        before(made, step)
+        if before is not None:
+            before(made, step)
         made.backward(loss_of(made, step))
         made.step()
     return [param.detach().float().clone() for param in made.module.parameters()]

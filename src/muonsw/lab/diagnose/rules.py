@@ -15,6 +15,7 @@ import numpy as np
 
 from muonsw.lab.diagnose.history import LINEAR, QUADRATIC, History, ratio
 from muonsw.lab.tables import norm_text
+from muonsw.telemetry.findings import NEARLY_ALWAYS
 
 # Samples of telemetry: fewer than the first say nothing at all, fewer than the second are too few for fits and slopes.
 MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
@@ -443,3 +444,31 @@ def radial_gradient(history: History) -> Said:
         "from the loss as well as from momentum."
     )
     return Severity.NOTE, text, {"cosine": cosine}
+
+
+@rule("clipping")
+def always_clipped(history: History) -> Said:
+    """Gradient clipping acts on nearly every update."""
+    share = _clipped_share(history)
+    if not share > NEARLY_ALWAYS:
+        return None
+    text = (
+        f"Gradient clipping acts on {percent(share)} of the updates. Then it is no guard against outliers: it divides "
+        "every gradient by its norm, so "
+    )
+    if history.setting("algorithm") == "muon":
+        text += "all batches count alike in the momentum. Muon's steps stay the same size. Clip what AdamW trains only."
+        return Severity.NOTE, text, {"share": share}
+    text += "the size of the gradient no longer matters. Raise the limit to a few times the usual norm."
+    return Severity.WARNING, text, {"share": share}
+
+
+def _clipped_share(history: History) -> float:
+    """By the norms that the trainer recorded, or as telemetry has counted; not a number where neither is known."""
+    limit, norms = history.setting("clip"), history.run.train.get("grad_norm")
+    if limit and norms is not None:
+        clipped = (norms[np.isfinite(norms)] > limit).astype(float)
+    else:
+        counted = history.run.telemetry.scope("").get("clipped", np.full(0, np.nan))
+        clipped = counted[np.isfinite(counted)]
+    return float(clipped.mean()) if len(clipped) >= MIN_SAMPLES else float("nan")
