@@ -12,7 +12,6 @@ from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Stated, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import diagnose
-from muonsw.lab.diagnose.figures import draw
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import CONTROL_SUFFIX, Arm, Comparison, Results, Runs, same_total
 from muonsw.lab.studies.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
@@ -202,6 +201,8 @@ def control_tables(results: Results, _scale: Scale) -> list[Table]:
 
 def draw_rows(results: Results, folder: Path) -> list[Path]:
     """Loss and norm over the updates, one figure for each width, the first seed of the two rules."""
+    from muonsw.lab.diagnose.figures import draw  # training the runs needs nothing that draws
+
     return [
         path
         for name, arms in results.items()
