@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from muonsw.lab.studies.arms import Arm
+from muonsw.lab.studies.arms import Arm, decay_arms, rule_arm
 from muonsw.lab.studies.scales import MINI, adamw_sweep, at_width
 from muonsw.lab.studies.training import best_rules, regret
-from muonsw.lab.studies.training.rows import decay_arms, row
-from muonsw.lab.studies.training.rules import rule_arm
 from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 SEEDS = (0, 1, 2)
@@ -89,7 +87,7 @@ def hard_cases() -> list[Planned]:
 def table(width: int, seeds: Sequence[int]) -> list[Planned]:
     """A width of the main table: relaxation-matched, both readings of the peak, the control, then good lambdas."""
     run = _lean(MINI.rows[width])
-    arms = [*row(MINI, width).arms, *_good(run)]
+    arms = [*decay_arms(MINI.rows[width]), *_good(run)]
     return [
         Planned(arm.name, replace(run, optimizer=arm.optimizer, seed=seed), dynamics=seed == 0)
         for seed in seeds
