@@ -15,7 +15,7 @@ from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 SEEDS = (0, 1, 2)
 # The best lambda of constant decay in the regret map at 1,600 updates.
-BEST = 0.1
+BEST, BEST_STEPS = 0.1, 1_600
 # Windows of the little text: 16 epochs in 1,600 updates of 16 sequences.
 LITTLE = 1_600
 RATES = (5e-3, 1e-2, 2e-2, 4e-2)
@@ -47,9 +47,12 @@ class Group:
 
 
 def of_map(steps: int) -> list[Planned]:
-    """One horizon of the regret map, seed by seed, from the middle of the lambdas outwards."""
+    """One horizon of the regret map, seed by seed, outwards from the lambda that should be best.
+
+    That is the one which takes as much over the run as the best one of 1,600 updates does over its own.
+    """
     run = regret.at_horizon(MINI.map_run, steps)
-    middle = MINI.map_lambdas[len(MINI.map_lambdas) // 2]
+    middle = BEST * BEST_STEPS / steps
     lambdas = sorted(MINI.map_lambdas, key=lambda lam: (max(lam / middle, middle / lam), lam))
     return [
         Planned(f"{rule}, lambda {lam:g}", _with(run, seed, decay=rule, weight_decay=lam))
