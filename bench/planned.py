@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from muonsw.lab.studies.arms import Arm
+from muonsw.lab.studies.arms import Arm, decay_arms, rule_arm
 from muonsw.lab.studies.scales import MINI, adamw_sweep, at_width
 from muonsw.lab.studies.training import best_rules, regret
-from muonsw.lab.studies.training.rows import decay_arms, row
-from muonsw.lab.studies.training.rules import rule_arm
 from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 SEEDS = (0, 1, 2)
 # The best lambda of constant decay in the regret map at 1,600 updates.
-BEST = 0.1
+BEST, BEST_STEPS = 0.1, 1_600
 # Windows of the little text: 16 epochs in 1,600 updates of 16 sequences.
 LITTLE = 1_600
 RATES = (5e-3, 1e-2, 2e-2, 4e-2)
@@ -49,9 +47,12 @@ class Group:
 
 
 def of_map(steps: int) -> list[Planned]:
-    """One horizon of the regret map, seed by seed, from the middle of the lambdas outwards."""
+    """One horizon of the regret map, seed by seed, outwards from the lambda that should be best.
+
+    That is the one which takes as much over the run as the best one of 1,600 updates does over its own.
+    """
     run = regret.at_horizon(MINI.map_run, steps)
-    middle = MINI.map_lambdas[len(MINI.map_lambdas) // 2]
+    middle = BEST * BEST_STEPS / steps
     lambdas = sorted(MINI.map_lambdas, key=lambda lam: (max(lam / middle, middle / lam), lam))
     return [
         Planned(f"{rule}, lambda {lam:g}", _with(run, seed, decay=rule, weight_decay=lam))
@@ -89,7 +90,7 @@ def hard_cases() -> list[Planned]:
 def table(width: int, seeds: Sequence[int]) -> list[Planned]:
     """A width of the main table: relaxation-matched, both readings of the peak, the control, then good lambdas."""
     run = _lean(MINI.rows[width])
-    arms = [*row(MINI, width).arms, *_good(run)]
+    arms = [*decay_arms(MINI.rows[width]), *_good(run)]
     return [
         Planned(arm.name, replace(run, optimizer=arm.optimizer, seed=seed), dynamics=seed == 0)
         for seed in seeds

@@ -91,6 +91,22 @@ def test_every_option_means_the_same_everywhere(pool, options, axis, ranks):
     assert max(pool.run(sharded, [ranks], [axis], **options)) < CLOSE
 
 
+def with_a_norm_rule():
+    mesh = mesh_of(3)
+    if mesh is None:
+        return "refused"
+    optimizer = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, norm="hyperball")
+    try:
+        take_step(optimizer, 0, give_spread)
+    except ValueError as error:
+        return "refused" if "needs whole weights on every rank" in str(error) else str(error)
+    return "taken"
+
+
+def test_a_norm_rule_is_refused_on_every_rank(pool):
+    assert set(pool.run(with_a_norm_rule)) == {"refused"}
+
+
 def test_parameters_without_gradients_stay_where_they_are(pool):
     assert max(pool.run(sharded, [3], [0], absent=(0, 6, 11))) < CLOSE
 

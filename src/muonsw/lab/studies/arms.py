@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from muonsw import decay
@@ -17,6 +17,7 @@ from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
 
+CONSTANT, SCALED, GROUP = "constant", "scaled", "scaled, group peak"
 CONTROL_SUFFIX = "same total"
 
 
@@ -139,3 +140,34 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
         raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
     weight_decay = constant.weight_decay * (math.fsum(decay_factors(config, arm.optimizer)) / total)
     return Arm(f"constant, {CONTROL_SUFFIX}", replace(constant, weight_decay=weight_decay))
+
+
+@cache
+def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
+    """Constant decay, scaled decay, and constant decay of the same total.
+
+    Where muP divides the group's learning rate, scaled decay with the group's own peak beside it.
+    """
+    scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
+    arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]
+    if run.model.relative_width != 1.0 and run.optimizer.peak == "base":
+        arms.append(Arm(GROUP, replace(scaled.optimizer, peak="group")))
+    return (*arms, control_arm(run, scaled))
+
+
+def control_arm(run: RunConfig, scaled: Arm) -> Arm:
+    """Constant decay of the scaled arm's total; its peak is the group's, which constant decay does not use."""
+    control = same_total(run, scaled)
+    return replace(control, optimizer=replace(control.optimizer, peak="group"))
+
+
+def own_peak(run: RunConfig) -> OptimizerConfig:
+    """The optimizer with every group's own peak, so that all rules decay alike where the learning rate is highest."""
+    return replace(run.optimizer, peak="group") if run.model.relative_width != 1.0 else run.optimizer
+
+
+def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
+    """A rule at one lambda."""
+    base = own_peak(run)
+    peak = "group" if rule == CONSTANT else base.peak
+    return Arm(rule, replace(base, decay=rule, weight_decay=weight_decay, peak=peak))

@@ -12,10 +12,10 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import late_fits, open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import Results, Runs
+from muonsw.lab.studies.arms import CONSTANT, SCALED, Results, Runs
 from muonsw.lab.studies.outcome import log_end_norm, over_runs, paired
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.rows import CONSTANT, SAME_RUNS, SCALED, larger_norm
+from muonsw.lab.studies.training.rows import SAME_RUNS, larger_norm
 
 RULES = (CONSTANT, SCALED)
 RECURSION = Tolerance(0.1, "alignment is sampled every few updates and interpolated between, and the error adds up")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from muonsw.lab import paper
@@ -13,7 +12,16 @@ from muonsw.lab.claims.claim import Claim, Stated, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import diagnose
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import CONTROL_SUFFIX, Arm, Comparison, Results, Runs, same_total
+from muonsw.lab.studies.arms import (
+    CONSTANT,
+    CONTROL_SUFFIX,
+    GROUP,
+    SCALED,
+    Comparison,
+    Results,
+    Runs,
+    decay_arms,
+)
 from muonsw.lab.studies.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
 from muonsw.lab.studies.outcome import (
     Measure,
@@ -27,32 +35,11 @@ from muonsw.lab.studies.outcome import (
 )
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.tables import Table
-from muonsw.lab.train.config import RunConfig
 
-CONSTANT, SCALED, GROUP = "constant", "scaled", "scaled, group peak"
 CONTROL = f"constant, {CONTROL_SUFFIX}"
 BEYOND = "beyond the paper"
 SMALLER = "a short run with raised lambda: its gain need not be the paper's"
 SAME_RUNS = "the same weights and batches for every arm"
-
-
-@cache
-def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
-    """Constant decay, scaled decay, and constant decay of the same total.
-
-    Where muP divides the group's learning rate, scaled decay with the group's own peak beside it.
-    """
-    scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
-    arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]
-    if run.model.relative_width != 1.0 and run.optimizer.peak == "base":
-        arms.append(Arm(GROUP, replace(scaled.optimizer, peak="group")))
-    return (*arms, control_arm(run, scaled))
-
-
-def control_arm(run: RunConfig, scaled: Arm) -> Arm:
-    """Constant decay of the scaled arm's total; its peak is the group's, which constant decay does not use."""
-    control = same_total(run, scaled)
-    return replace(control, optimizer=replace(control.optimizer, peak="group"))
 
 
 def row(scale: Scale, width: int) -> Comparison:
