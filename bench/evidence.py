@@ -327,10 +327,12 @@ def rules_section(evidence: Evidence) -> str:
             mean = math.fsum(losses[arm.name, seed] for seed in seeds) / len(seeds)
             best = min(math.fsum(values) / len(values) for values in found[rule])
             rows.append([rule, arm.name.removeprefix(f"{rule}, "), _bold(mean, best)])
-    order = sorted((rule for rule in found if found[rule]), key=lambda rule: _best(found[rule]))
-    ranked = ", ".join(f"{rule} {_best(found[rule]):.3f}" for rule in order)
-    claims = claim_table(judge_strengths(found)) if found.get("constant") else ""
-    told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. Best of each, from the lowest loss: {ranked}."
+    # The best of some strengths is not a rule's best.
+    whole = {rule: values for rule, values in found.items() if len(values) == len(arms[rule])}
+    order = sorted(whole, key=lambda rule: _best(whole[rule]))
+    ranked = ", ".join(f"{rule} {_best(whole[rule]):.3f}" for rule in order)
+    claims = claim_table(judge_strengths(whole)) if "constant" in whole else ""
+    told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. Best of each that has all its strengths, from the lowest loss: {ranked}."
     return f"{_table(['rule', 'strength', 'loss'], rows, texts=2)}\n\n{told}\n\n{claims}"
 
 
