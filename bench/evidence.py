@@ -331,7 +331,8 @@ def rules_section(evidence: Evidence) -> str:
     whole = {rule: values for rule, values in found.items() if len(values) == len(arms[rule])}
     order = sorted(whole, key=lambda rule: _best(whole[rule]))
     ranked = ", ".join(f"{rule} {_best(whole[rule]):.3f}" for rule in order)
-    claims = claim_table(judge_strengths(whole)) if "constant" in whole else ""
+    judged = claim_table(judge_strengths(whole)) if "constant" in whole else ""
+    claims = judged if len(seeds) > 1 else "One seed: nothing is judged yet."
     told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. Best of each that has all its strengths, from the lowest loss: {ranked}."
     return f"{_table(['rule', 'strength', 'loss'], rows, texts=2)}\n\n{told}\n\n{claims}"
 
