@@ -19,6 +19,8 @@ LADDER = (
     "data",
     "model",
     "train",
+    "bench",
+    "scaling",
     "plan",
     "runs",
     "claims",

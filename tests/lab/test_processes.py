@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
-from muonsw.lab.processes import Audience, run_jobs, stop_requests
+from muonsw.lab.processes import VISIBLE, Audience, next_device, run_jobs, stop_requests, visible_gpus
 
 IN_PROC = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are found in /proc")
 
@@ -45,7 +45,7 @@ def work(task, tell):
                 while request.signal is None:
                     time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-    return os.getpid(), torch.get_num_threads(), os.environ.get("RAYON_NUM_THREADS")
+    return os.getpid(), torch.get_num_threads(), os.environ.get("RAYON_NUM_THREADS"), os.environ.get(VISIBLE)
 
 
 def is_running(process):
@@ -71,12 +71,16 @@ def test_jobs_in_processes_are_done_told_of_and_pinned_to_their_threads():
         if len(failed) == len(odd):
             raise KeyError("enough")
 
+    audience = Audience(told.__setitem__, finish, failed.__setitem__)
     with pytest.raises(KeyError, match="enough"):
-        run_jobs(work, jobs(), Audience(told.__setitem__, finish, failed.__setitem__), workers=2, threads=1)
+        run_jobs(work, jobs(), audience, workers=2, threads=1, devices=("7", "GPU-ab"))
     assert {name: told[name] for name in (*found, *failed)} == {
         name: f"doing {dict(odd).get(name, name)}" for name in (*found, *failed)
     }
-    assert all(rest == [1, "1"] for _, *rest in found.values())
+    assert all(rest == [1, "1"] for _, *rest, _device in found.values())
+    seats = {(process, device) for process, *_, device in found.values()}
+    assert len(seats) == len({process for process, _ in seats}), "a process sees one device for its whole life"
+    assert {device for _, device in seats} <= {"7", "GPU-ab"}
     assert os.getpid() not in {process for process, *_ in found.values()}
     assert isinstance(failed["wild"], Diverged)
     assert failed["wild"].step == 7
@@ -99,6 +103,35 @@ def test_in_this_process_torch_has_its_threads_back_afterwards():
     run_jobs(work, [("a", 1)], Audience(finished=found.__setitem__), workers=8, threads=before + 2)
     assert found["a"][:2] == (os.getpid(), before + 2)
     assert torch.get_num_threads() == before
+
+
+def test_no_gpu_is_given_to_a_second_process_before_all_have_one():
+    assert next_device(("0", "1"), []) == "0"
+    assert next_device(("0", "1"), ["0"]) == "1"
+    assert next_device(("0", "1"), ["0", "1"]) == "0"
+    assert next_device(("0", "1", "2"), ["0", "2", "0"]) == "1"
+    assert next_device(("0", "1"), ["1", "1", "0"]) == "0", "the seat of a process that died is free again"
+    assert next_device((), []) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "number", "names"),
+    [
+        (None, 0, ()),
+        (None, 2, ("0", "1")),
+        ("", 0, ()),
+        ("3, 5", 2, ("3", "5")),
+        ("GPU-ab,GPU-cd", 2, ("GPU-ab", "GPU-cd")),
+        ("2,9", 1, ("2",)),
+    ],
+)
+def test_the_gpus_of_this_process_keep_the_names_that_it_was_given(environment, number, names, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    if environment is None:
+        monkeypatch.delenv(VISIBLE, raising=False)
+    else:
+        monkeypatch.setenv(VISIBLE, environment)
+    assert visible_gpus() == names
 
 
 PARENT = """

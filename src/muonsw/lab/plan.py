@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from muonsw.decay import decay_factor
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, count, muon_lr_multiplier, preset, scalings
 from muonsw.lab.model.counts import Memory, estimate_memory, orthogonalizer_flops
-from muonsw.lab.paper import PAPER_BATCH_TOKENS, Recipe
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, PrintedRecipe
+from muonsw.lab.scaling import RankPlan, Scenario, plan_ranks
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.schedule import peak_lr_for_horizon
 from muonsw.theory.steady_state import relaxation_number
@@ -89,6 +91,8 @@ class RunPlan:
         micro_batch: Sequences whose activations are held at once.
         tflops: Sustained rate, in units of 1e12 a second.
         hours: At this rate, the orthogonalizer included.
+        ranks: An update on several GPUs, where that was asked.
+        rank_hours: The whole run, at this update's pace.
     """
 
     model: ModelConfig
@@ -111,6 +115,8 @@ class RunPlan:
     micro_batch: int
     tflops: float
     hours: float
+    ranks: RankPlan | None = None
+    rank_hours: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class RecipePlan:
         groups: With steps: the printed learning rate, and for the paper's own runs every rule of the lab.
     """
 
-    recipe: Recipe
+    recipe: PrintedRecipe
     batch_tokens: int | None
     steps: int | None
     decay_tokens: float
@@ -219,8 +225,36 @@ def plan(
     )
 
 
+def plan_on(model: ModelConfig, steps: int, scenario: Scenario, **settings: Any) -> RunPlan:
+    """Compute a run of so many steps on several GPUs.
+
+    Args:
+        model: Shape and constants of the decoder.
+        steps: Updates.
+        scenario: The GPUs, how the model lies on them, and what an update is.
+        settings: Of `plan`.
+
+    Examples:
+        >>> from muonsw.lab.scaling import Layout
+        >>> result = plan_on(preset("w1024"), 375_000, Scenario(Layout(8, "ddp"), PAPER_BATCH_TOKENS))
+        >>> f"{result.hours:.1f} {result.rank_hours:.1f}"
+        '35.0 35.6'
+    """
+    rate, gpus = scenario.tflops, scenario.layout.gpus
+    whole = plan(
+        model,
+        steps,
+        batch_tokens=scenario.batch_tokens,
+        micro_batch=scenario.micro_batch,
+        tflops=rate * gpus,
+        **settings,
+    )
+    ranks = plan_ranks(model, scenario)
+    return replace(whole, ranks=ranks, rank_hours=steps * ranks.step_seconds / 3600.0)
+
+
 def plan_recipe(
-    recipe: Recipe, *, batch_tokens: int | None = None, schedule: ScheduleConfig | None = None
+    recipe: PrintedRecipe, *, batch_tokens: int | None = None, schedule: ScheduleConfig | None = None
 ) -> RecipePlan:
     """Compute what decay does under a printed recipe.
 

@@ -32,12 +32,25 @@ POLL_SECONDS = 0.2
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 # What a job may raise as its answer; anything else is a fault of the program, and its process is not used again.
 EXPECTED = (UsageError, Diverged)
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 GOES_ON = "the same command again goes on"
 
 
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """GPUs that this process may use, under the names that CUDA_VISIBLE_DEVICES has for them."""
+    number, given = torch.cuda.device_count(), os.environ.get(VISIBLE, "")
+    names = given.split(",") if given else [str(place) for place in range(number)]
+    return tuple(name.strip() for name in names[:number])
+
+
+def next_device(devices: Sequence[str], taken: Sequence[str | None]) -> str | None:
+    """The device that the fewest processes have, the first of those; None where there are none to give."""
+    return min(devices, key=taken.count) if devices else None
 
 
 def environment() -> dict[str, Any]:
@@ -135,6 +148,7 @@ def run_jobs(
     workers: int,
     threads: int | None = 1,
     again: str = GOES_ON,
+    devices: Sequence[str] = (),
 ) -> None:
     """Do jobs, several at a time in processes of their own, and tell the audience what they say and find.
 
@@ -150,6 +164,8 @@ def run_jobs(
         workers: Jobs at a time; with 1 they are done in this process.
         threads: Threads of torch in each job; None leaves them to the job.
         again: What the same command does after jobs were stopped.
+        devices: GPUs as CUDA_VISIBLE_DEVICES names them. Each process sees one, and none is given to a second process
+            before all have one; without any, and with one worker, a process sees what this one does.
 
     Raises:
         Interrupted: If this process was asked to stop, after all jobs at work have ended.
@@ -166,7 +182,7 @@ def run_jobs(
     if most <= 1:
         _run_here(work, jobs, audience, threads)
     else:
-        _Pool(work, audience, most, threads, again).run(jobs)
+        _Pool(work, audience, most, threads, again, devices).run(jobs)
 
 
 def _run_here(
@@ -193,9 +209,16 @@ class _Pool:
     """
 
     def __init__(
-        self, work: Callable[..., Any], audience: Audience, workers: int, threads: int | None, again: str
+        self,
+        work: Callable[..., Any],
+        audience: Audience,
+        workers: int,
+        threads: int | None,
+        again: str,
+        devices: Sequence[str] = (),
     ) -> None:
         self.work, self.audience, self.workers, self.threads, self.again = work, audience, workers, threads, again
+        self.devices, self.seats = devices, dict[Connection, str | None]()
         self.staff: dict[Connection, BaseProcess] = {}
         self.busy: dict[Connection, str] = {}
         self.saved = 0
@@ -225,7 +248,9 @@ class _Pool:
         # A forked child would inherit the threads of torch and of the tokenizers in whatever state they are.
         spawn: Any = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
-        self.staff[ours] = spawn.Process(target=_serve, args=(theirs, self.work, self.threads), daemon=True)
+        self.seats[ours] = next_device(self.devices, [self.seats[other] for other in self.staff])
+        arguments = (theirs, self.work, self.threads, self.seats[ours])
+        self.staff[ours] = spawn.Process(target=_serve, args=arguments, daemon=True)
         self.staff[ours].start()
         theirs.close()  # so that the end of the process is the end of the pipe
         return cast("Connection", ours)
@@ -323,8 +348,12 @@ def _ending(exit_code: int | None) -> str:
     return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
 
 
-def _serve(connection: Connection, work: Callable[[Any, Tell], Any], threads: int | None) -> None:
+def _serve(
+    connection: Connection, work: Callable[[Any, Tell], Any], threads: int | None, device: str | None = None
+) -> None:
     """A worker's life: do the tasks that the parent sends until it closes the pipe."""
+    if device is not None:  # before anything asks CUDA, which looks once
+        os.environ[VISIBLE] = device
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # An interrupt at the keyboard reaches every process. A job that can save installs a handler of its own.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.lab.claims.table import claims_table
+from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import cores
-from muonsw.lab.storage import prepare_folder
+from muonsw.lab.report.report import check_target
 from muonsw.lab.studies.arms import Arm, parse_arm
 from muonsw.lab.studies.compare import CompareStudy
-from muonsw.lab.studies.study import Conclusion, conduct
-from muonsw.lab.studies.workshop import ByArm, Workshop, on_cpu
+from muonsw.lab.studies.study import PAGE, Conclusion, conduct
+from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
 from muonsw.lab.tables import Table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
@@ -59,16 +60,21 @@ class Compare:
     retry_diverged: FlagCreatePairsOff[bool] = False
     """Try runs again that diverged in an earlier call."""
     workers: Annotated[int | None, arg(metavar="N")] = None
-    """Runs at a time, on one thread each; one for each core, or one on a GPU, unless given."""
+    """Runs at a time, on one thread each; one for each core or GPU, or all of them on a cluster, unless given."""
     device: str = "auto"
     """cpu, cuda or auto."""
     verbose: FlagCreatePairsOff[bool] = False
     """Print all tables, with all their columns."""
+    cluster: OmitArgPrefixes[ClusterOptions] = field(default_factory=ClusterOptions)
+    """Training as jobs of a cluster."""
 
     def run(self) -> int:
         """Train all arms, print the verdict, write the report."""
         if self.seeds < 1:
             raise UsageError(f"--seeds must be at least 1, got {self.seeds}")
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"--workers must be at least 1, got {self.workers}")
+        self.cluster.check(self.device)
         console = Console()
         if self.data is None:
             say(console, "tokens: the Python standard library, prepared once in out/data")
@@ -81,8 +87,8 @@ class Compare:
             control=self.control == "total",
             tune_lambda=self.tune_lambda,
         )
-        workshop = Workshop(console, self._workers(), ByArm(self.out / "runs"), self.retry_diverged)
-        prepare_folder(self.out)
+        workshop = self._workshop(console)
+        check_target(self.out / PAGE, images=True)
         paragraph(console, self._plan(study, workshop.workers))
         conclusion = conduct(study, workshop, self.out)
         tables = self._tables(conclusion)
@@ -112,11 +118,14 @@ class Compare:
         try:
             base = base if self.steps is None else with_steps(base, self.steps)
             # One thread for each run: the number of workers then changes nothing but the time.
-            threads = 1 if on_cpu(self.device) else base.threads
+            threads = 1 if self._on_cpu() else base.threads
             optimizer = replace(base.optimizer, **given)
             return replace(base, optimizer=optimizer, threads=threads, telemetry_every=every)
         except ValueError as error:
             raise UsageError(str(error)) from error
+
+    def _on_cpu(self) -> bool:
+        return on_cpu(self.device) if self.cluster.cluster is None else not self.cluster.gpus(self.device)
 
     def _arms(self, base: RunConfig) -> tuple[Arm, ...]:
         arms = tuple(parse_arm(text, base.optimizer) for text in self.arms)
@@ -129,7 +138,11 @@ class Compare:
             raise UsageError("--control total needs decay to take the total of: give --weight-decay above zero")
         return arms
 
-    def _workers(self) -> int:
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(f"--workers must be at least 1, got {self.workers}")
-        return self.workers or (cores() if on_cpu(self.device) else 1)
+    def _workshop(self, console: Console) -> Workshop:
+        places = ByArm(self.out / "runs")
+        if (cluster := self.cluster.cluster_for(self.device, self.workers)) is not None:
+            at_once = self.workers or self.seeds * len(self.arms)
+            return Workshop(console, at_once, places, self.retry_diverged, cluster=cluster)
+        gpus = gpus_for(self.device)
+        workers = self.workers or (cores() if on_cpu(self.device) else max(1, len(gpus)))
+        return Workshop(console, workers, places, self.retry_diverged, gpus)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Annotated
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
+from muonsw.advice import advise
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
-from muonsw.lab.plan import GroupPlan, RecipePlan, RunPlan, parse_amount, plan, plan_recipe
+from muonsw.lab.plan import GroupPlan, RecipePlan, RunPlan, parse_amount, plan, plan_on, plan_recipe
+from muonsw.lab.scaling import H200, ON_PAPER, Layout, RankPlan, Scenario
 from muonsw.lab.storage import plain
 from muonsw.lab.tables import Column, Table, print_table
 from muonsw.lab.terminal import say
@@ -38,7 +40,68 @@ GROUP_NOTE = (
 # Above this, decay acts nearly as fast as momentum forgets, which never happens in a long run.
 LARGE_PHI = 0.01
 # Options that may be given beside a recipe, which fixes all others.
-WITH_RECIPE = ("recipe", "batch_tokens", "shape", "decay_fraction", "warmup_steps", "json")
+WITH_RECIPE = ("recipe", "batch_tokens", "shape", "decay_fraction", "warmup_steps", "json", "ranks")
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """Several GPUs."""
+
+    gpus: Annotated[int | None, arg(metavar="N")] = None
+    """How many, all like the H200 that the model's rates were measured on."""
+
+    strategy: Literal["ddp", "fsdp", "ep"] = "ddp"
+    """ddp: a copy on each; fsdp: everything divided; ep: experts stay on their GPUs and tokens travel, the rest is
+    divided."""
+
+    experts: Literal["stack", "rows"] = "stack"
+    """Under fsdp: experts divided along their stack, or each by its rows."""
+
+    replicas: Annotated[int, arg(metavar="N")] = 1
+    """Copies: under fsdp of the whole model (HSDP), under ep of all but the experts."""
+
+    momentum_on_owner: FlagCreatePairsOff[bool] = False
+    """Under ddp: each momentum on one GPU alone."""
+
+    recompute: FlagCreatePairsOff[bool] = False
+    """Keep the inputs of layers alone, and compute the rest again: a third more FLOPs."""
+
+    gathered_bytes: Literal[2, 4] = 4
+    """Bytes of a weight that is gathered; the trainer gathers float32."""
+
+    period: Annotated[int, arg(metavar="N")] = 1
+    """On paper: orthogonalize matrices that are cut as wholes in every Nth update alone, and by rows in the others."""
+
+    gpus_per_node: Annotated[int, arg(metavar="N")] = H200.node
+    """GPUs of one machine."""
+
+    inside: Annotated[float, arg(metavar="GB/S")] = H200.inside / 1e9
+    """What a GPU receives from others of its machine. Assumed, not measured."""
+
+    outside: Annotated[float, arg(metavar="GB/S")] = H200.outside / 1e9
+    """What a GPU receives from other machines. Assumed, not measured."""
+
+    def scenario(self, batch_tokens: int, micro_batch: int, tflops: float) -> Scenario | None:
+        """What is asked about several GPUs; None where nothing is."""
+        if self.gpus is None:
+            given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+            if given:
+                raise UsageError(f"--{given[0].replace('_', '-')} needs --gpus N")
+            return None
+        if not (self.inside > 0 and self.outside > 0 and self.gpus_per_node >= 1):
+            raise UsageError("--inside, --outside and --gpus-per-node must be above zero")
+        links = replace(H200, node=self.gpus_per_node, inside=self.inside * 1e9, outside=self.outside * 1e9)
+        return Scenario(
+            Layout(self.gpus, self.strategy, self.experts, self.replicas),
+            batch_tokens,
+            micro_batch,
+            tflops,
+            links,
+            gathered=self.gathered_bytes,
+            momentum_on_owner=self.momentum_on_owner,
+            recompute=self.recompute,
+            period=self.period,
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +112,8 @@ class Plan:
     """
 
     preset: str = ""
-    """The model: w128, w256, w512, w768, w1024, mini, demo, or one of them with -dense appended."""
+    """The model: w128, w256, w512, w768, w1024, mini, demo, or one of them with -dense appended; or moe-1t, which
+    exists on paper alone."""
 
     tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
     """Tokens to train on, such as 197B, 300M or 1.5e9."""
@@ -64,7 +128,8 @@ class Plan:
     """A recipe instead of a preset: glm-4.5, kimi-k2, deepseek-v4-pro, paper-w256 to paper-w1024."""
 
     tflops: float = 400.0
-    """Rate of all hardware together, in 1e12 FLOP a second: what is sustained, not what a data sheet says."""
+    """Rate of all hardware together, or of each GPU with --gpus, in 1e12 FLOP a second: what is sustained, not what a
+    data sheet says."""
 
     peak_lr: float | None = None
     """Base peak learning rate; from the horizon rule unless given."""
@@ -93,19 +158,45 @@ class Plan:
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of tables."""
 
+    ranks: OmitArgPrefixes[RankOptions] = field(default_factory=RankOptions)
+    """Several GPUs: what each holds, sends and waits for, by the cost model of docs/scaling.md."""
+
     def run(self) -> int:
         """Compute and print."""
-        try:
-            result = self._recipe() if self.recipe else self._plan()
-        except OverflowError as error:
-            raise UsageError("a number is too large to compute with: give a smaller one") from error
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        result = self.planned()
         if self.json:
             print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
         else:
             print_plan(Console(), result)
+            if isinstance(result, RunPlan):
+                say(Console(), self._advice(result))
         return 0
+
+    def _advice(self, result: RunPlan) -> str:
+        """What `muonsw advise` says about matrices at the undivided peak; it needs no model."""
+        try:
+            found = advise(
+                result.steps,
+                result.peak_lr,
+                self.weight_decay,
+                schedule=self.shape,
+                warmup_steps=result.warmup_steps,
+                final_fraction=self.final_fraction,
+                decay_fraction=self.decay_fraction,
+                momentum=self.momentum,
+            )
+        except ValueError as error:
+            return f"{error}."
+        return f"{found.sentences[0]} `muonsw advise` says more."
+
+    def planned(self) -> RunPlan | RecipePlan:
+        """What the options describe."""
+        try:
+            return self._recipe() if self.recipe else self._plan()
+        except OverflowError as error:
+            raise UsageError("a number is too large to compute with: give a smaller one") from error
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def _plan(self) -> RunPlan:
         if not self.preset:
@@ -114,21 +205,24 @@ class Plan:
             raise UsageError("give either --tokens or --steps, such as --tokens 197B")
         batch = parse_amount(self.batch_tokens) if self.batch_tokens else PAPER_BATCH_TOKENS
         steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
-        return plan(
-            preset(self.preset),
-            steps,
-            batch_tokens=batch,
-            peak_lr=self.peak_lr,
-            optimizer=OptimizerConfig(weight_decay=self.weight_decay, momentum=self.momentum),
-            schedule=self._schedule(self.warmup_steps),
-            micro_batch=self.micro_batch,
-            tflops=self.tflops,
-        )
+        model = ON_PAPER[self.preset] if self.preset in ON_PAPER else preset(self.preset)
+        settings: dict[str, Any] = {
+            "peak_lr": self.peak_lr,
+            "optimizer": OptimizerConfig(weight_decay=self.weight_decay, momentum=self.momentum),
+            "schedule": self._schedule(self.warmup_steps),
+        }
+        scenario = self.ranks.scenario(batch, self.micro_batch, self.tflops)
+        if scenario is not None:
+            return plan_on(model, steps, scenario, **settings)
+        sizes: dict[str, Any] = {"batch_tokens": batch, "micro_batch": self.micro_batch, "tflops": self.tflops}
+        return plan(model, steps, **sizes, **settings)
 
     def _recipe(self) -> RecipePlan:
-        for field in fields(self):
-            if field.name not in WITH_RECIPE and getattr(self, field.name) != field.default:
-                option = f"--{field.name.replace('_', '-')}"
+        if self.ranks != RankOptions():
+            raise UsageError("--gpus does not go with --recipe, which says too little about its model; give a preset")
+        for one in fields(self):
+            if one.name not in WITH_RECIPE and getattr(self, one.name) != one.default:
+                option = f"--{one.name.replace('_', '-')}"
                 raise UsageError(f"{option} does not go with --recipe, which has its own; leave one of them out")
         recipe = find_recipe(self.recipe)
         batch = parse_amount(self.batch_tokens) if self.batch_tokens else None
@@ -148,6 +242,8 @@ def print_plan(console: Console, result: RunPlan | RecipePlan) -> None:
     """Tables in a terminal, aligned plain text elsewhere."""
     rows = plan_rows(result) if isinstance(result, RunPlan) else recipe_rows(result)
     _print_table(console, ("", "", ""), rows)
+    if isinstance(result, RunPlan) and result.ranks is not None:
+        _print_table(console, ("", "", ""), rank_rows(result, result.ranks))
     if result.groups is not None:
         _print_table(console, GROUP_HEADINGS, [group_row(group) for group in result.groups])
         say(console, GROUP_NOTE)
@@ -181,6 +277,51 @@ def plan_rows(result: RunPlan) -> list[Row]:
         ),
         ("memory", gib(memory.total), "sum with Muon; the estimate leaves out temporaries and fragmentation"),
     ]
+
+
+def rank_rows(result: RunPlan, ranks: RankPlan) -> list[Row]:
+    """What is printed about an update on several GPUs."""
+    layout, memory = ranks.layout, ranks.memory
+    state = memory.weights + memory.gradients + memory.muon_state + memory.adamw_state
+    room = (
+        f"of {gib(H200.capacity)}" if memory.total <= H200.capacity else f"more than the {gib(H200.capacity)} there are"
+    )
+    hidden = "hidden behind its products" if ranks.exchange_seconds <= ranks.product_seconds else "not hidden"
+    links = "hidden behind computing" if ranks.model_link_seconds <= ranks.model_seconds else "not hidden"
+    return [
+        ("GPUs", f"{layout.gpus:,}", f"{layout.strategy}, {layout.shards:,} to a copy of the model"),
+        ("memory a GPU", gib(memory.total), room),
+        ("weights, gradients, state", gib(state), "on the GPU that holds the most"),
+        ("activations", gib(memory.activations), "estimate"),
+        ("gathered and buffers", gib(memory.gathered + memory.buffers), "at most"),
+        ("optimizer sends", f"{ranks.optimizer_bytes / 1e6:,.1f} MB", "received by a GPU in an update, mean"),
+        ("model sends", f"{ranks.model_bytes / 1e6:,.1f} MB", "weights, gradients, tokens"),
+        (
+            "forward and backward",
+            milliseconds(ranks.model_seconds),
+            f"links {milliseconds(ranks.model_link_seconds)}, {links}",
+        ),
+        ("products", milliseconds(ranks.product_seconds), "orthogonalizing, on the GPU with the most"),
+        ("exchange", milliseconds(ranks.exchange_seconds), hidden),
+        (
+            "passes over memory",
+            milliseconds(ranks.pass_seconds),
+            f"and {milliseconds(ranks.overhead_seconds)} overhead",
+        ),
+        ("optimizer", milliseconds(ranks.optimizer_seconds), f"longest: {ranks.longest}"),
+        ("update", milliseconds(ranks.step_seconds), f"{100 * ranks.optimizer_share:.1f}% of it the optimizer"),
+        ("hours in all", f"{result.rank_hours:,.1f}", "links are assumed and all overlap is taken for perfect"),
+    ]
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds in milliseconds.
+
+    Examples:
+        >>> milliseconds(0.01234), milliseconds(2.5)
+        ('12.3 ms', '2,500.0 ms')
+    """
+    return f"{1e3 * seconds:,.1f} ms"
 
 
 def recipe_rows(result: RecipePlan) -> list[Row]:
@@ -236,7 +377,7 @@ def amount(number: float) -> str:
     return f"{number:g}"
 
 
-def gib(size: int) -> str:
+def gib(size: float) -> str:
     """Bytes in GiB.
 
     Examples:

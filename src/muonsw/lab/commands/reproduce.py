@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from muonsw.lab.claims.table import claims_table
+from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import cores
+from muonsw.lab.report.report import check_target
 from muonsw.lab.storage import prepare_folder
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.costs import cost_table
 from muonsw.lab.studies.scales import SCALES, find_data
-from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy, conduct
-from muonsw.lab.studies.workshop import BySettings, Workshop
+from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
+from muonsw.lab.studies.workshop import BySettings, Workshop, gpus_for
 from muonsw.lab.tables import print_table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.state import resolve_device
@@ -62,7 +64,7 @@ class Reproduce:
     """How many seeds for each arm of a training study, instead of the scale's."""
 
     workers: Annotated[int | None, arg(metavar="N")] = None
-    """Runs of a training study at a time; one for each core, or one on a GPU, unless given."""
+    """Runs of a training study at a time; one for each core or GPU, or all of them on a cluster, unless given."""
 
     retry_diverged: FlagCreatePairsOff[bool] = False
     """Try runs again that diverged in an earlier call."""
@@ -80,17 +82,23 @@ class Reproduce:
     verbose: FlagCreatePairsOff[bool] = False
     """Print all columns of every table, and what each claim assumes and tolerates."""
 
+    cluster: OmitArgPrefixes[ClusterOptions] = field(default_factory=ClusterOptions)
+    """Training as jobs of a cluster."""
+
     def run(self) -> int:
         """Run, write, print; the exit code says whether a claim fails."""
         console = Console()
         if self.list:
             print_studies(console, STUDIES.values())
             return 0
+        self.cluster.check(self.device)
         study = self._study()
         return self._train(console, study) if isinstance(study, TrainingStudy) else self._run(console, study)
 
     def _run(self, console: Console, study: ExperimentStudy) -> int:
         """A study of experiments that are run anew each time."""
+        if self.cluster.cluster is not None:
+            raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
         processes = _at_least_one("--processes", self.processes) or cores()
         if self.scale is not None:
             say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
@@ -112,18 +120,30 @@ class Reproduce:
         if self.tflops is not None and not self.tflops > 0:
             raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
         if self.dry_run:
-            print_cost(console, study, self.tflops or scale.tflops, workers or scale.workers)
+            usual = scale.workers if self.cluster.cluster is None else len(study.runs())
+            print_cost(console, study, self.tflops or scale.tflops, workers or usual)
             return 0
-        folder, device = self.out or Path("out") / f"{study.name}-{scale.name}", resolve_device(self.device).type
-        prepare_folder(folder)
+        folder, device = self.out or Path("out") / f"{study.name}-{scale.name}", self._device()
+        check_target(folder / PAGE, images=True)
         data = find_data(scale, self.data) if study.planned() else Path()
         places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
-        workers = workers or (cores() if device == "cpu" else 1)
-        conclusion = conduct(study, Workshop(console, workers, places, self.retry_diverged), folder)
+        conclusion = conduct(study, self._workshop(console, places, workers, len(study.runs())), folder)
         tables = [claims_table(conclusion.claims, ("expected", "measured")), *conclusion.tables]
         kept = f"; runs are in {places.folder}" if study.planned() else ""
         print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
         return int(conclusion.failed)
+
+    def _device(self) -> str:
+        if self.cluster.cluster is not None:
+            return "cuda" if self.cluster.gpus(self.device) else "cpu"
+        return resolve_device(self.device).type
+
+    def _workshop(self, console: Console, places: BySettings, workers: int | None, runs: int) -> Workshop:
+        if (cluster := self.cluster.cluster_for(self.device, workers)) is not None:
+            return Workshop(console, workers or runs, places, self.retry_diverged, cluster=cluster)
+        gpus = gpus_for(self.device)
+        usual = cores() if places.device == "cpu" else max(1, len(gpus))
+        return Workshop(console, workers or usual, places, self.retry_diverged, gpus)
 
     def _study(self) -> ExperimentStudy | TrainingStudy:
         if not self.name:

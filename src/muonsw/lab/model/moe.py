@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from muonsw import kernels
 from muonsw.lab.model.config import ModelConfig
-from muonsw.lab.model.grouped import expert_by_expert, grouped_linear
+from muonsw.lab.model.grouped import expert_by_expert, gated, grouped_experts, grouped_linear, takes_grouped_gemm
 from muonsw.lab.model.init import scalings
 from muonsw.lab.model.layers import Linear, at_least_float32, product_dtype, without_autocast
 
@@ -53,8 +54,7 @@ class MoE(nn.Module):
         """Route the tokens, run their experts, and add up what comes back."""
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = self.router_logits(x_ND)
-        kept_NK, chosen_NK = logits_NE.topk(self.config.top_k, dim=-1)
-        routes = plan_routes(chosen_NK, self.config.experts)
+        kept_NK, chosen_NK, routes = choose(logits_NE, self.config.top_k)
         rows_RD = _dispatch(x_ND.to(product_dtype(x_ND)), routes, self.config.top_k)
         rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
         out_ND = _combine(rows_RD, routes, kept_NK.softmax(dim=-1))
@@ -82,7 +82,7 @@ class DenseFeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
         """Down projection of the gated up projection."""
         zero = torch.zeros((), device=x_BTD.device, dtype=torch.promote_types(x_BTD.dtype, torch.float32))
-        out_BTD = functional.linear(_gated(functional.linear(x_BTD, self.gate_up)), self.down)
+        out_BTD = functional.linear(gated(functional.linear(x_BTD, self.gate_up)), self.down)
         return FeedForwardOutput(out_BTD, zero, zero, torch.ones_like(zero)[None])
 
 
@@ -90,12 +90,9 @@ def swiglu_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_
     """Each group of rows through its own expert."""
     if rows_RD.device.type == "cpu" and not torch.compiler.is_compiling():
         return expert_by_expert(rows_RD, gate_up_EFD, down_EDF, ends_E)
-    return grouped_linear(_gated(grouped_linear(rows_RD, gate_up_EFD, ends_E)), down_EDF, ends_E)
-
-
-def _gated(fused: Tensor) -> Tensor:
-    gate, up = fused.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    if takes_grouped_gemm(rows_RD, product_dtype(rows_RD), gate_up_EFD, down_EDF):
+        return grouped_experts(rows_RD, gate_up_EFD, down_EDF, ends_E)
+    return grouped_linear(gated(grouped_linear(rows_RD, gate_up_EFD, ends_E)), down_EDF, ends_E)
 
 
 def balance_loss(
@@ -125,6 +122,36 @@ def balance_loss(
 def z_loss(logits_NE: Tensor) -> Tensor:
     """Mean squared log-partition function of the router, which keeps its logits small."""
     return logits_NE.logsumexp(dim=-1).square().mean()
+
+
+def choose(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Routes]:
+    """The largest logits of each token, the experts they belong to, and the way there."""
+    if not logits_NE.is_cuda:
+        kept_NK, chosen_NK = logits_NE.topk(top_k, dim=-1)
+        return kept_NK, chosen_NK, plan_routes(chosen_NK, logits_NE.shape[1])
+    chosen_NK, *routes = choose_on_gpu(logits_NE.detach(), top_k)
+    # Selected by a mask, whose gradient is one too: that of a gather is a scatter with atomics.
+    kept_NKE = torch.where(_one_hot(chosen_NK, logits_NE.shape[1]), logits_NE.unsqueeze(1), 0.0)
+    return kept_NKE.sum(dim=-1), chosen_NK, Routes(*routes)
+
+
+@torch.library.custom_op("muonsw::choose_experts", mutates_args=())
+def choose_on_gpu(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The experts of each token, largest logit first, and the fields of `Routes`; two kernels instead of a sort."""
+    if kernels.available(logits_NE.device):
+        from muonsw.lab.model.kernels import choose_experts
+
+        return choose_experts(logits_NE.contiguous(), top_k)
+    chosen_NK = logits_NE.topk(top_k, dim=-1).indices
+    return chosen_NK, *plan_routes(chosen_NK, logits_NE.shape[1])
+
+
+@choose_on_gpu.register_fake
+def _(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, experts = logits_NE.shape
+    chosen_NK = logits_NE.new_empty(tokens, top_k, dtype=torch.int64)
+    order, inverse = (chosen_NK.new_empty(tokens * top_k) for _ in range(2))
+    return chosen_NK, order, inverse, chosen_NK.new_empty(experts, dtype=torch.int32)
 
 
 def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:

@@ -5,45 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from filelock import FileLock
 from rich.console import Console
 
 from muonsw.lab.claims.claim import Evidence
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.errors import Diverged
-from muonsw.lab.processes import Audience, Tell, run_jobs, stop_at_failure
+from muonsw.lab.processes import Audience, Tell, run_jobs, stop_at_failure, visible_gpus
 from muonsw.lab.progress import View, showing
 from muonsw.lab.runs import Run, load_runs
-from muonsw.lab.storage import prepare_folder, read_object, write_json
+from muonsw.lab.storage import read_object
 from muonsw.lab.studies.arms import Arm, Comparison, Results
+from muonsw.lab.studies.cluster import Cluster, run_on_cluster
 from muonsw.lab.studies.experiment import Experiment
+from muonsw.lab.studies.jobs import Job, train_job, write_divergence
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT, refuse_other_settings
-from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.progress import numbers_of
 from muonsw.lab.train.records import Record
-from muonsw.lab.train.state import compiles, resolve_device, with_fingerprint
-
-# Parts of a record that no display shows; they stay in the process that made them.
-DETAILS = ("parameters", "layers", "roles")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run: its settings, its folder, and what it is called while it is under way."""
-
-    name: str
-    config: RunConfig
-    folder: Path
+from muonsw.lab.train.state import resolve_device, with_fingerprint
 
 
 class Places(Protocol):
@@ -141,12 +128,16 @@ class Workshop:
         workers: Runs, or experiments, at a time.
         places: Where runs are kept; experiments keep nothing.
         retry_diverged: Whether runs that diverged in an earlier call are tried again.
+        devices: GPUs over which runs are spread, as CUDA_VISIBLE_DEVICES names them; with none, a process sees all.
+        cluster: Where runs are jobs; None trains them in processes of this machine.
     """
 
     console: Console
     workers: int
     places: Places = field(default_factory=lambda: ByArm(Path("runs")))
     retry_diverged: bool = False
+    devices: tuple[str, ...] = ()
+    cluster: Cluster | None = None
 
     def train(self, comparisons: Sequence[Comparison]) -> Results:
         """Bring every run to its end, equal ones once, and read all back by comparison and arm.
@@ -194,7 +185,11 @@ class Workshop:
                 finished=lambda name, result: view.finish(name, f"validation loss {result['final_loss']:.4f}"),
                 failed=lambda name, error: _failed(view, todo[name], error),
             )
-            run_jobs(_train, list(todo.items()), audience, workers=self.workers, threads=None)
+            if self.cluster is not None:
+                run_on_cluster(todo, audience, self.cluster)
+                return
+            tasks = list(todo.items())
+            run_jobs(train_job, tasks, audience, workers=self.workers, threads=None, devices=self.devices)
 
     def _has_ended(self, job: Job) -> bool:
         if not (job.folder / RESULT).exists():
@@ -236,41 +231,11 @@ def relabelled(run: Run, arm: str) -> Run:
     return replace(run, config={**run.config, "arm": arm})
 
 
-def _train(job: Job, tell: Tell) -> dict[str, Any]:
-    """Bring one run to its end, perhaps in a process of its own."""
-    with compiling_alone(job) as compiled:
-
-        def record(record: Record) -> None:
-            if record["kind"] == "train":
-                compiled()
-            tell({key: value for key, value in record.items() if key not in DETAILS})
-
-        return train(job.config, job.folder, Watch(record=record, note=tell))
-
-
-@contextmanager
-def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
-    """Let one process at a time compile a model; the others then take its code from torch's caches on disk.
-
-    Yields:
-        What to call once the model is compiled, that is after the first update; nothing happens where none is.
-    """
-    if not compiles(job.config):
-        yield lambda: None
-        return
-    prepare_folder(job.folder.parent)
-    model = hashlib.sha256(repr(job.config.model).encode()).hexdigest()[:10]
-    lock = FileLock(job.folder.parent / f".compiling-{model}")
-    lock.acquire()
-    try:
-        yield lock.release
-    finally:
-        lock.release()
-
-
 def _show(view: View, todo: Mapping[str, Job], name: str, content: Record | str) -> None:
     if isinstance(content, str):
         view.say(f"{name}: {content}")
+    elif content["kind"] == "job":
+        view.update(name, None, {"job": content["job"]})
     else:
         done = float(content["step"]) if content["kind"] == "train" else None
         view.update(name, done, numbers_of(content, todo[name].config.steps))
@@ -285,7 +250,7 @@ def _failed(view: View, job: Job, error: Exception) -> None:
     if not isinstance(error, Diverged):
         stop_at_failure(job.name, error)
         return
-    write_json(job.folder / RESULT, {"diverged": error.step, "steps": error.step, "reason": str(error)})
+    write_divergence(job.folder, error)
     view.finish(job.name, f"diverged at update {error.step}")
     view.say(f"{job.name}: {error}")
 
@@ -299,3 +264,8 @@ def _run_experiment(experiment: Experiment, tell: Tell, *, seed: int) -> Finishe
 def on_cpu(device: str) -> bool:
     """Whether a run on the device of this name would be on the CPU here."""
     return resolve_device(device).type == "cpu"
+
+
+def gpus_for(device: str) -> tuple[str, ...]:
+    """The GPUs over which runs on the device of this name are spread: all of this machine, unless it names one."""
+    return visible_gpus() if ":" not in device and resolve_device(device).type == "cuda" else ()

@@ -77,9 +77,12 @@ class Training:
         self.device = own_device(config, self.world)
         self.loader, self.validation = self.world.together(self._open_data)
         self.model = Decoder(config.model, seed=config.seed).to(self.device)
+        if config.weights == "bfloat16":
+            for parameter in self.model.parameters():  # buffers stay: rotations need their digits
+                parameter.data = parameter.data.bfloat16()
         self.placed = spread(self.model, config, self.world, self.device)
         self.forward = self._compiled()
-        self.optimizer = build_optimizer(self.model, config.optimizer, self.placed.process_group)
+        self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, self.placed.process_group)
         graphs = self.world.alone and uses_graphs(config)
         self.replayed_update = Captured(self.plain_update, self.device) if graphs else None
         self.replayed_score = Captured(self.score, self.device) if graphs else None
@@ -89,7 +92,8 @@ class Training:
     def _open_data(self) -> tuple[TokenLoader, ValidationLoader]:
         folder, sequence, config = Path(self.config.data.path), self.config.model.sequence, self.config
         micro = config.batch // (config.accumulation * self.world.size)
-        loader = TokenLoader(open_split(folder, "train"), sequence, config.batch, config.seed)
+        shards, limit = open_split(folder, "train"), config.data.train_windows
+        loader = TokenLoader(shards, sequence, config.batch, config.seed, limit)
         held_out = open_split(folder, "validation")
         return loader, ValidationLoader(held_out, sequence, micro, config.data.eval_windows)
 
