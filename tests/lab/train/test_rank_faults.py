@@ -106,13 +106,18 @@ def test_the_others_of_a_killed_rank_stop_and_say_so_and_the_run_goes_on(ranks, 
     assert_goes_on(folder, ranks, strategy)
 
 
-def test_a_rank_that_hangs_is_named_by_the_others_and_by_itself(tmp_path):
+def test_a_rank_that_hangs_ends_itself_and_the_others_follow(tmp_path):
+    def hang(training):
+        training.world.watch(1.5)
+        training.world.alive("update 4")
+        time.sleep(1000)
+
     folder = tmp_path / "run"
-    ended = run(2, config(timeout=3.0), folder, at_update(4, 1, lambda _training: time.sleep(1000)))
+    ended = run(2, config(), folder, at_update(4, 1, hang))
     assert [one.code for one in ended] == [3, 3], ended
-    assert "rank 1 has made no progress for 3 s, in: update 4" in ended[1].text
+    assert "rank 1 has made no progress for 1.5 s, in: update 4" in ended[1].text
     assert "raise parallel.timeout" in ended[1].text
-    assert "rank 0 has made no progress for 3 s" in ended[0].text or LOST in ended[0].text  # whichever is first
+    assert LOST in ended[0].text
     assert all(AGAIN in one.text for one in ended)
     assert_goes_on(folder)
 
@@ -122,7 +127,7 @@ def test_a_rank_whose_process_stands_still_is_named_by_the_others(tmp_path):
     def stand_still(_training):
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    started = start(2, config(timeout=3.0), tmp_path / "run", at_update(4, 1, stand_still))
+    started = start(2, config(timeout=8.0), tmp_path / "run", at_update(4, 1, stand_still))
     time.sleep(0.2)
     while os.waitpid(started.pids[0], os.WNOHANG)[0] == 0:
         assert time.monotonic() - started.begun < 60
@@ -130,7 +135,7 @@ def test_a_rank_whose_process_stands_still_is_named_by_the_others(tmp_path):
     os.kill(started.pids[1], signal.SIGKILL)  # as torchrun does in the end
     os.waitpid(started.pids[1], 0)
     said = started.outputs[0].read_text()
-    assert "rank 0 has made no progress for 3 s" in said
+    assert "rank 0 has made no progress for 8 s" in said
     assert "rank 1 is behind" in said
     assert_goes_on(tmp_path / "run")
 
