@@ -333,7 +333,8 @@ def rules_section(evidence: Evidence) -> str:
     ranked = ", ".join(f"{rule} {_best(whole[rule]):.3f}" for rule in order)
     judged = claim_table(judge_strengths(whole)) if "constant" in whole else ""
     claims = judged if len(seeds) > 1 else "One seed: nothing is judged yet."
-    told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. Best of each that has all its strengths, from the lowest loss: {ranked}."
+    told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. "
+    told += f"Best of each that has all its strengths, from the lowest loss: {ranked}."
     return f"{_table(['rule', 'strength', 'loss'], rows, texts=2)}\n\n{told}\n\n{claims}"
 
 
