@@ -62,7 +62,7 @@ test-slow: install  ## the tests that take minutes
 
 # In one process: kills and full disks happen in forked children. The tables for docs/reliability.md come last.
 test-faults: install  ## kill at every file operation, fill the disk, break every file, read random ones; about half an hour
-	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/faults
+	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/faults tests/lab/train/test_rank_faults.py
 
 # The set-up script needs root, once; a Slurm that runs already is used as it is.
 test-slurm: install  ## runs as jobs of a real Slurm: preempted, requeued, cancelled, killed, collected

@@ -263,13 +263,17 @@ class Shelf:
         training.load(load(path))
 
     def wrote(self, new: Path) -> None:
-        """Count a new checkpoint, then delete older ones and what killed processes left behind."""
+        """Count a new checkpoint, then delete older ones."""
         self._whole.add(new)
         whole = [path for path in newest_first(self.folder) if self._is_whole(path)]
         best = best_saved(whole)
         for path in whole[self.keep :]:
             if step_of(path) != best:
                 self._delete(path)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Delete what killed processes left behind: checkpoints half written or half deleted."""
         for path in self.folder.glob(f".{PREFIX}*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -299,11 +303,17 @@ class Shelf:
 
 
 def remove(path: Path) -> None:
-    """Delete what has a checkpoint's name; of a link the link alone, whatever it points to."""
+    """Delete what has a checkpoint's name; of a link the link alone, whatever it points to.
+
+    A folder loses its name first: killed half-way, this would leave half a checkpoint.
+    """
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
-        shutil.rmtree(path)
+        doomed = path.with_name(f".{path.name}.deleted")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def write_part(folder: Path, name: str, tensors: Tensors) -> str:

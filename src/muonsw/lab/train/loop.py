@@ -152,11 +152,10 @@ def _updates(
             stop = world.largest(request.signal or 0)
             if saving or stop:
                 save(training, journal, metrics, shelf)
-                if last or stop:
-                    shelf.finish()
                 stop = world.largest(request.signal or 0)  # somebody may have asked meanwhile
-            if stop and not last:
+            if stop or last:
                 shelf.finish()
+            if stop and not last:
                 message = f"stopped after {training.step} of {config.steps} updates, saved; "
                 raise Interrupted(f"{message}run the same command again to go on in {shelf.folder.parent}", stop)
 
@@ -183,6 +182,7 @@ def save(training: Training, journal: Journal, metrics: MetricsFile | None, shel
 def resume(training: Training, shelf: Shelf | SharedShelf, watch: Watch) -> None:
     """Load the newest checkpoint that is whole; a damaged one is put aside and the one before it tried."""
     here = torch.get_num_threads()
+    shelf.sweep()
     while (path := shelf.newest()) is not None:
         training.world.alive(f"reading {path}")
         try:

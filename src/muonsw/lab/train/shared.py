@@ -98,6 +98,10 @@ class SharedShelf:
             self.world.alive("writing a checkpoint")
             self._commit()
 
+    def sweep(self) -> None:
+        """Delete what killed processes left behind."""
+        self.world.leading(self.shelf.sweep)
+
     def newest(self) -> Path | None:
         """What has the name of the newest checkpoint, as rank 0 sees it."""
         return self.world.gather(next(newest_first(self.folder), None))[0]
