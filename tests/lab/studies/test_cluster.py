@@ -21,39 +21,44 @@ from muonsw.lab.studies.cluster import FOLDER, FRUITLESS, Cluster, last_records,
 from tests.lab.studies.tiny import ARMS, WILD, by_arm, comparison
 from tests.lab.train.small import losses
 
-STEPS = 150
+STEPS = 60
 
 
 def long_enough(**settings):
     """Two runs that are still under way when they are interrupted a moment after they have begun."""
-    return comparison(seeds=(0,), steps=STEPS, eval_every=50, checkpoint_every=10, telemetry_every=0, **settings)
+    return comparison(seeds=(0,), steps=STEPS, eval_every=30, checkpoint_every=10, telemetry_every=0, **settings)
 
 
 def local_jobs(folder):
     return replace(by_arm(folder, workers=2), cluster=Cluster("local", {"timeout_min": 60}, poll=0.1))
 
 
+def children_of(number):
+    return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
+
+
 def processes_of(folder):
-    """The processes that train runs below a folder."""
+    """The processes that look after the jobs of a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             line = path.read_bytes()
-            if b"submitit.core._submit" in line and str(folder).encode() in line:
+            if b"submitit" in line and str(folder).encode() in line:
                 found.append(int(path.parent.name))
-    return sorted(found)
+    return found
 
 
-def once_all_have_saved(folder, act):
-    """Do something, from another thread, once every run has a checkpoint; all are far from their end then."""
+def once_saved(folder, name, act):
+    """Do something to the process that trains a run, from another thread, once it has saved for the first time."""
 
     def wait():
         end = time.monotonic() + 120.0
-        while not all(saved_step(folder / name) for name in NAMES):
+        while not saved_step(folder / name):
             if time.monotonic() > end:
                 return
             time.sleep(0.01)
-        act()
+        job = json.loads((folder / FOLDER / f"{name}.json").read_text())["job"]
+        act(children_of(job)[0])
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -67,12 +72,11 @@ def test_runs_whose_jobs_are_killed_or_sent_away_end_as_if_nothing_had_been(tmp_
     """Real jobs of submitit's local executor: one dies, the other is told that its time is up."""
     folder, harmed = tmp_path / "jobs", []
 
-    def harm():
-        harmed.extend(processes_of(folder))
-        os.kill(harmed[0], signal.SIGKILL)
-        os.kill(harmed[1], signal.SIGUSR2)
+    def harm_with(number):
+        return lambda process: harmed.append((os.kill(process, number), number))
 
-    once_all_have_saved(folder, harm)
+    for name, number in zip(NAMES, (signal.SIGKILL, signal.SIGUSR2), strict=True):
+        once_saved(folder, name, harm_with(number))
     local_jobs(folder).train([long_enough()])
     by_arm(tmp_path / "here").train([long_enough()])
     assert len(harmed) == 2
@@ -89,11 +93,11 @@ def test_runs_whose_jobs_are_killed_or_sent_away_end_as_if_nothing_had_been(tmp_
 @pytest.mark.slow
 def test_jobs_of_this_machine_are_saved_and_ended_with_the_command_and_go_on_with_the_next(tmp_path):
     folder = tmp_path / "jobs"
-    once_all_have_saved(folder, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    once_saved(folder, NAMES[-1], lambda _process: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted, match="2 jobs were told to save and end"):
         local_jobs(folder).train([long_enough()])
     assert not processes_of(folder)
-    assert all(0 < saved_step(folder / name) < STEPS for name in NAMES)
+    assert 0 < saved_step(folder / NAMES[-1]) < STEPS
     local_jobs(folder).train([long_enough()])
     by_arm(tmp_path / "here").train([long_enough()])
     for name in NAMES:
