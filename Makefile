@@ -8,13 +8,15 @@ MODELS_VENV := .venv-models
 MODELS_INSTALLED := $(MODELS_VENV)/.installed
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
+PACKAGE_VENV := .venv-package
+DOCS_INSTALLED := $(VENV)/.installed-docs
 WORKERS ?= 2
 # check: the guide must claim what the tests of frameworks show; write: write it there.
 WORKS_TABLE ?= check
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models test-integrations
-.PHONY: test-faults test-slurm bench evidence docs clean
+.PHONY: test-faults test-slurm test-package bench evidence docs docs-version clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -78,14 +80,21 @@ $(MODELS_INSTALLED): pyproject.toml constraints.txt
 	$(MODELS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[models]' pytest pytest-xdist hypothesis
 	@touch $@
 
-test-integrations: $(INTEGRATIONS_INSTALLED)  ## Trainer, Accelerate, Lightning, timm, PEFT and TRL with our optimizers
+test-integrations: $(INTEGRATIONS_INSTALLED)  ## the optimizers in Trainer, Lightning, torchtitan, DeepSpeed and others
 	OMP_NUM_THREADS=1 WORKS_TABLE=$(WORKS_TABLE) $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m integrations tests/integrations
 
+# DeepSpeed builds no operators: none are needed on CPUs. torchtitan asks for an older datasets than TRL needs.
 $(INTEGRATIONS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
-	$(INTEGRATIONS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[integrations]' pytest pytest-xdist \
+	{ DS_BUILD_OPS=0 $(INTEGRATIONS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[integrations]' pytest \
+	    pytest-xdist && $(INTEGRATIONS_VENV)/bin/python -m pip install -q -c constraints.txt --no-deps torchtitan; } \
 	  || { echo "the packages of the extra 'integrations' could not be installed, so nothing was tested"; exit 1; }
 	@touch $@
+
+test-package:  ## build wheel and sdist, check what they hold, use the wheel in an environment of its own
+	$(PYTHON) -m venv $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip install -q -c constraints.txt build cffconvert twine
+	$(PACKAGE_VENV)/bin/python tests/package/check.py
 
 bench: install  ## time our step and the demo model against torch's, on this machine
 	$(BIN)/python bench/step_time.py
@@ -94,10 +103,18 @@ bench: install  ## time our step and the demo model against torch's, on this mac
 evidence: install  ## rebuild docs/evidence.md and its figures from the records of our own runs
 	$(BIN)/python bench/evidence.py --figures
 
-docs: install  ## build the documentation into site/
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict --quiet
+docs: $(DOCS_INSTALLED)  ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
+# Versions of the site live side by side on the branch gh-pages, which this commits to and does not push.
+docs-version: $(DOCS_INSTALLED)  ## add the documentation of this version to the branch that serves them all
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $$($(BIN)/python -c 'import muonsw; print(muonsw.__version__)') latest
+	$(BIN)/mike set-default latest
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(MODELS_VENV) $(INTEGRATIONS_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MODELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis

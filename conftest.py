@@ -2,4 +2,5 @@
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["src/muonsw/kernels/[a-z]*.py"]
+KERNELS = ["src/muonsw/kernels/[a-z]*.py", "src/muonsw/lab/model/kernels.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else KERNELS

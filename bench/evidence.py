@@ -1,8 +1,9 @@
-"""Rebuild docs/evidence.md and its figures from the records in evidence/.
+"""Rebuild docs/evidence.md, its figures and what `muonsw advise` has measured from the records in evidence/.
 
     make evidence
 
-A record is one finished run; nothing here trains. `bench/regret_map.py` makes the records, on a GPU.
+A record is one finished run; nothing here trains. `bench/gather.py` makes the records, on a GPU. Whatever is there is
+shown, and what is missing is said.
 """
 
 from __future__ import annotations
@@ -10,47 +11,275 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gather import identity, read, settings
+from muonsw.decay import decay_factors
 from muonsw.lab.claims.claim import Claim
+from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import measured_text, predicted_text
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Level, Sheet
+from muonsw.lab.diagnose.fits import fit_alignment
+from muonsw.lab.paper import CONSTANT_OFFSET, CONSTANT_SLOPE, DEFECT, SCALED_SLOPE
+from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Level, Sheet
 from muonsw.lab.report.static import write_sheet
-from muonsw.lab.studies.training.regret import GOOD, RULES, judge_losses, octaves_within, regrets
-from muonsw.lab.studies.training.sweeps import mean_losses
+from muonsw.lab.studies.scales import MINI
+from muonsw.lab.studies.training.best_rules import best_strength, candidates, judge_strengths, rules_run
+from muonsw.lab.studies.training.regret import GOOD, RULES, at_horizon, judge_losses, octaves_within, regrets
+from muonsw.lab.studies.training.sweeps import mean_losses, power
+from muonsw.lab.train.state import schedule_multiple
+from muonsw.theory import NormHistory, predict_norms
+from planned import BEST, GROUPS, RATES, Planned, all_rules, of_map
 
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "evidence" / "regret-mini.jsonl"
-TEMPLATE = ROOT / "evidence" / "evidence.md.in"
+EVIDENCE = ROOT / "evidence"
+TEMPLATE = EVIDENCE / "evidence.md.in"
 PAGE = ROOT / "docs" / "evidence.md"
 ASSETS = ROOT / "docs" / "assets"
+MEASURED = ROOT / "src" / "muonsw" / "measured.json"
 
-# By rule, by horizon, by seed: the loss of each lambda. Only seeds with every lambda under both rules are in it.
+# Fewer lambdas say nothing about a best one.
+FEWEST = 4
+LATE = 50 / 376  # the share of a run over which the paper fits the late alignment
+
+Record = Mapping[str, Any]
+# By rule, by horizon, by seed: the loss of each lambda.
 Map = dict[str, dict[int, list[dict[float, float]]]]
 
 
+class Evidence:
+    """All records, by what tells runs apart."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = {identity(record): record for record in records}
+
+    def of(self, planned: Planned) -> Record | None:
+        """The record of a run, if it was made."""
+        return self.records.get(identity(settings(planned.config)))
+
+    def loss(self, planned: Planned) -> float | None:
+        """Its final loss, infinite where it diverged, None where it was not made."""
+        record = self.of(planned)
+        return None if record is None else _loss(record)
+
+    def count(self, group: str) -> tuple[int, int]:
+        """How many runs of a group were made, and how many there are."""
+        runs = GROUPS[group].runs()
+        return sum(self.of(one) is not None for one in runs), len(runs)
+
+
 def main() -> None:
-    records = [json.loads(line) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
-    found = complete(records)
+    evidence = load()
     if "--figures" in sys.argv[1:]:
-        draw(found)
-    PAGE.write_text(page(records, found), encoding="utf-8")
+        draw(regret_map(evidence))
+    PAGE.write_text(page(evidence), encoding="utf-8")
+    MEASURED.write_text(json.dumps(measured(evidence), indent=1) + "\n", encoding="utf-8")
 
 
-def complete(records: list[dict[str, float]]) -> Map:
-    lambdas = {record["lambda"] for record in records}
-    points: dict[tuple[str, int, int], dict[float, float]] = {}
-    for record in records:
-        loss = record["final_loss"]
-        place = points.setdefault((str(record["rule"]), int(record["steps"]), int(record["seed"])), {})
-        place[record["lambda"]] = math.inf if loss is None else loss
-    whole = {key for key, losses in points.items() if set(losses) == lambdas}
+def load() -> Evidence:
+    return Evidence([record for path in sorted(EVIDENCE.glob("*.jsonl")) for record in read(path)])
+
+
+def page(evidence: Evidence) -> str:
+    found, records = regret_map(evidence), evidence.records.values()
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        conclusion=conclusion(found),
+        losses=loss_table(found),
+        seeds=", ".join(f"{len(seeds)} at {steps:,} updates" for steps, seeds in found["constant"].items()),
+        optima=optima_table(found),
+        claims=regret_claims(found),
+        rules=section(evidence, ["rules"], rules_section),
+        hard=section(evidence, ["hard"], hard_section),
+        table=section(evidence, ["table-128", "table-256", "table-512", "adamw"], table_section),
+        dynamics=section(evidence, ["dynamics"], dynamics_section),
+        transfer=section(evidence, ["widths", "horizons"], transfer_section),
+        runs=len(records),
+        minutes=f"{sum(record['seconds'] for record in records) / 60:.0f}",
+        missing=missing(evidence),
+    )
+
+
+def section(evidence: Evidence, groups: Sequence[str], body: Callable[[Evidence], str]) -> str:
+    """What the records of some groups say, and how many of their runs were made."""
+    counts = {group: evidence.count(group) for group in groups}
+    made = ", ".join(f"{done} of {planned} runs of `{name}`" for name, (done, planned) in counts.items())
+    if not any(done for done, _ in counts.values()):
+        return f"Not measured yet: {made} were made."
+    said = body(evidence)
+    return said if all(done == planned for done, planned in counts.values()) else f"{said}\n\nSo far: {made}."
+
+
+def missing(evidence: Evidence) -> str:
+    counts = {name: evidence.count(name) for name in GROUPS}
+    lacking = [f"`{name}` {planned - done} of {planned}" for name, (done, planned) in counts.items() if done < planned]
+    words = "**What is missing**, in runs: " + ", ".join(lacking) + "." if lacking else "All planned runs were made."
+    return (
+        f"{words} At 400 updates decay hardly acts, so all differences there are of the size of chance; one or two "
+        "seeds give no or wide intervals, and a claim whose interval spans its bound is undecided."
+    )
+
+
+# The regret map.
+
+
+def regret_map(evidence: Evidence) -> Map:
+    """Of each horizon the lambdas that seed 0 has under both rules, and the seeds that have all of them."""
     found: Map = {rule: {} for rule in RULES}
-    for steps in sorted({steps for _, steps, _ in points}):
-        seeds = [seed for seed in sorted({seed for *_, seed in points}) if {(r, steps, seed) for r in RULES} <= whole]
-        for rule in RULES:
-            found[rule][steps] = [dict(sorted(points[rule, steps, seed].items())) for seed in seeds]
+    for steps in MINI.map_horizons:
+        by_seed: dict[int, dict[str, dict[float, float]]] = {}
+        for one in of_map(steps):
+            loss, chosen = evidence.loss(one), one.config.optimizer
+            if loss is not None:
+                rules = by_seed.setdefault(one.config.seed, {rule: {} for rule in RULES})
+                rules[chosen.decay][chosen.weight_decay] = loss
+        first = by_seed.get(0, {})
+        grid = sorted(set.intersection(*(set(losses) for losses in first.values()))) if first else []
+        if len(grid) >= FEWEST:
+            whole = [rules for _, rules in sorted(by_seed.items()) if all(set(grid) <= set(r) for r in rules.values())]
+            for rule in RULES:
+                found[rule][steps] = [{lam: rules[rule][lam] for lam in grid} for rules in whole]
     return found
+
+
+def loss_table(found: Map) -> str:
+    columns = [(rule, steps) for steps in found["constant"] for rule in RULES]
+    means = [mean_losses(found[rule][steps]) for rule, steps in columns]
+    rows = []
+    for lam in sorted({lam for losses in means for lam in losses}):
+        cells = (_bold(losses[lam], min(losses.values())) if lam in losses else "-" for losses in means)
+        rows.append([f"{lam:g}", *cells])
+    return _table(["lambda", *(f"{rule}, {steps:,} updates" for rule, steps in columns)], rows)
+
+
+def optima_table(found: Map) -> str:
+    rows = []
+    for rule in RULES:
+        for optimum in optima(found, rule):
+            high = f"{optimum['at_four_times']:+.3f}" if optimum["at_four_times"] is not None else "-"
+            good = f"{optimum['low']:.3g} to {optimum['high']:.3g}"
+            numbers = f"{optimum['best']:.3g}", f"{optimum['total']:.2f}", good, f"{optimum['octaves']:.1f}", high
+            rows.append([rule, f"{optimum['steps']:,}", *numbers])
+    headings = ["rule", "updates", "best lambda", "takes in all", f"within {GOOD} nats", "octaves", "loss at 4 times"]
+    return _table(headings, rows, texts=1)
+
+
+def optima(found: Map, rule: str) -> list[dict[str, Any]]:
+    """The best lambda at each horizon, what it takes in all, and how wrong it may be."""
+    result = []
+    for steps, seeds in found[rule].items():
+        losses, per_lambda = mean_losses(seeds), total_per_lambda(rule, steps)
+        best = vertex(losses)
+        low, high = good_range(losses)
+        result.append(
+            {
+                "rule": rule,
+                "steps": steps,
+                "seeds": len(seeds),
+                "best": _short(best),
+                "low": _short(low),
+                "high": _short(high),
+                "total": _short(best * per_lambda),
+                "low_total": _short(low * per_lambda),
+                "high_total": _short(high * per_lambda),
+                "octaves": _short(octaves_within(losses)),
+                "at_four_times": at_factor(losses, best, 4.0),
+                "loss": _short(min(losses.values())),
+            }
+        )
+    return result
+
+
+def vertex(losses: Mapping[float, float]) -> float:
+    """The best lambda: the vertex of the parabola over log lambda through the lowest point and its neighbours.
+
+    A basin rises more steeply towards large lambdas, so points far out would pull a parabola through all of them.
+    """
+    lambdas, values = list(losses), list(losses.values())
+    place = values.index(min(values))
+    if place in (0, len(values) - 1):
+        return lambdas[place]
+    x, y = [math.log(lam) for lam in lambdas[place - 1 : place + 2]], values[place - 1 : place + 2]
+    left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    return math.exp((x[0] + x[1]) / 2 - left * (x[2] - x[0]) / 2 / (right - left))
+
+
+def total_per_lambda(rule: str, steps: int) -> float:
+    """What a rule takes over a run of the map for each unit of lambda."""
+    run = at_horizon(MINI.map_run, steps)
+    multiple, lr = schedule_multiple(run), run.optimizer.lr
+    return math.fsum(decay_factors(rule, 1.0, [lr * multiple(step) for step in range(steps)], lr))
+
+
+def good_range(losses: Mapping[float, float]) -> tuple[float, float]:
+    """The lambdas around the lowest point between which the loss is within `GOOD` of it, by lines over log lambda."""
+    points = [(math.log2(lam), regret) for lam, regret in regrets(losses).items()]
+    place = min(range(len(points)), key=lambda i: points[i][1])
+
+    def edge(rest: Sequence[tuple[float, float]]) -> float:
+        for (x0, y0), (x1, y1) in pairwise(rest):
+            if y1 > GOOD:
+                return x0 + (x1 - x0) * (GOOD - y0) / (y1 - y0)
+        return rest[-1][0]
+
+    return 2.0 ** edge(points[place::-1]), 2.0 ** edge(points[place:])
+
+
+def at_factor(losses: Mapping[float, float], best: float, factor: float) -> float | None:
+    """The regret at a multiple of the best lambda, by lines over log lambda; None beyond the grid."""
+    points = [(math.log2(lam), regret) for lam, regret in regrets(losses).items()]
+    x = math.log2(best * factor)
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= x <= x1:
+            return _short(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+    return None
+
+
+def regret_claims(found: Map) -> str:
+    """The claims for each longer horizon against the shortest, on the seeds and lambdas that both have."""
+    short, *longer = found["constant"]
+    claims: list[Claim] = []
+    for steps in longer:
+        seeds = min(len(found[rule][h]) for rule in RULES for h in (short, steps))
+        common = set(found["constant"][short][0]) & set(found["constant"][steps][0])
+        losses = {
+            rule: [
+                [{lam: loss for lam, loss in one.items() if lam in common} for one in found[rule][h][:seeds]]
+                for h in (short, steps)
+            ]
+            for rule in RULES
+        }
+        claims += judge_losses(losses, [f"{short:,} updates", f"{steps:,} updates"])
+    powers = [
+        f"{rule} {power([one['best'] for one in optima(found, rule)], list(found[rule])):.2f}"
+        for rule in RULES
+        if len(found[rule]) > 1
+    ]
+    return f"{claim_table(claims)}\n\nThe best lambda goes with the horizon to the power: {', '.join(powers)}."
+
+
+def conclusion(found: Map) -> str:
+    """Three sentences, with the numbers of the longest horizon."""
+    steps = list(found["constant"])[-1]
+    last = {rule: optima(found, rule)[-1] for rule in RULES}
+    pairs = zip(found["scaled"][steps], found["constant"][steps], strict=True)
+    gap = over_seeds([min(scaled.values()) - min(constant.values()) for scaled, constant in pairs])
+    chance = "one seed" if gap.interval is None else f"95% interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
+    spread = sorted(one["total"] for rule in RULES for one in optima(found, rule))
+    costs = [last[rule]["at_four_times"] for rule in RULES]
+    dear = " and ".join("unknown" if cost is None else f"{cost:.3f}" for cost in costs)
+    return (
+        f"1. Choose lambda well and the rule hardly matters: best against best, scaled decay ends {gap.value:+.3f} "
+        f"nats from constant decay (at {steps:,} updates; {chance}).\n"
+        f"2. Too large a lambda is the milder mistake under scaled decay: at four times their best one constant and "
+        f"scaled decay cost {dear} nats more, and at one and the same lambda scaled decay takes less.\n"
+        f"3. Count what decay takes over the whole run, the sum of phi: the best lambdas took {spread[0]:.1f} to "
+        f"{spread[-1]:.1f} at every horizon and under both rules, so lambda should fall as the run gets longer. "
+        f"[`muonsw advise`](guide/which-rule.md#which-lambda) does the sum."
+    )
 
 
 def draw(found: Map) -> None:
@@ -66,65 +295,183 @@ def draw(found: Map) -> None:
         )
         for steps in found["constant"]
     ]
-    arms = [Arm(rule, rule) for rule in RULES]
-    for path in write_sheet(Sheet("regret-map", "", charts, columns=2), arms, ASSETS):
+    arms = [LegendEntry(rule, rule) for rule in RULES]
+    (ASSETS / "regret-map.png").unlink(missing_ok=True)
+    for path in write_sheet(Sheet("regret-map", "", charts, columns=len(charts)), arms, ASSETS):
         if path.suffix == ".svg":
             path.unlink()
 
 
 def _curve(rule: str, seeds: list[dict[float, float]]) -> Curve:
     found = regrets(mean_losses(seeds))
-    return Curve(rule, rule, list(found), list(found.values()))
+    return Curve(rule, rule, list(found), [value if value < math.inf else math.nan for value in found.values()])
 
 
-def page(records: list[dict[str, float]], found: Map) -> str:
-    return TEMPLATE.read_text(encoding="utf-8").format(
-        losses=loss_table(found),
-        widths=width_table(found),
-        claims=claim_table(claims_of(found)),
-        seeds=", ".join(
-            f"{steps:,} updates {min(len(found[rule][steps]) for rule in RULES)}" for steps in found["constant"]
-        ),
-        runs=len(records),
-        minutes=f"{sum(record['seconds'] for record in records) / 60:.0f}",
+# The other groups.
+
+
+def rules_section(evidence: Evidence) -> str:
+    """Every rule at its strengths, on the seeds that all of them have, or on the first."""
+    run = rules_run(MINI)
+    losses = {(one.arm, one.config.seed): evidence.loss(one) for one in all_rules()}
+    arms = candidates(run)
+    names = [arm.name for those in arms.values() for arm in those]
+    seeds = [s for s in {seed for _, seed in losses} if all(losses[name, s] is not None for name in names)] or [0]
+    found = {
+        rule: [[losses[arm.name, seed] for seed in seeds] for arm in those if losses[arm.name, seeds[0]] is not None]
+        for rule, those in arms.items()
+    }
+    rows = []
+    for rule, those in arms.items():
+        for arm in (arm for arm in those if losses[arm.name, seeds[0]] is not None):
+            mean = math.fsum(losses[arm.name, seed] for seed in seeds) / len(seeds)
+            best = min(math.fsum(values) / len(values) for values in found[rule])
+            rows.append([rule, arm.name.removeprefix(f"{rule}, "), _bold(mean, best)])
+    # The best of some strengths is not a rule's best.
+    whole = {rule: values for rule, values in found.items() if len(values) == len(arms[rule])}
+    order = sorted(whole, key=lambda rule: _best(whole[rule]))
+    ranked = ", ".join(f"{rule} {_best(whole[rule]):.3f}" for rule in order)
+    judged = claim_table(judge_strengths(whole)) if "constant" in whole else ""
+    claims = judged if len(seeds) > 1 else "One seed: nothing is judged yet."
+    told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. Best of each that has all its strengths, from the lowest loss: {ranked}."
+    return f"{_table(['rule', 'strength', 'loss'], rows, texts=2)}\n\n{told}\n\n{claims}"
+
+
+def _best(losses: Sequence[Sequence[float]]) -> float:
+    values = losses[best_strength(losses)]
+    return math.fsum(values) / len(values)
+
+
+def hard_section(evidence: Evidence) -> str:
+    rows = []
+    by_case: dict[tuple[str, float, int], dict[str, Record]] = {}
+    for one in GROUPS["hard"].runs():
+        record = evidence.of(one)
+        if record is not None:
+            case = (one.arm.split(":")[0], record["lambda"] or BEST, record["seed"])
+            by_case.setdefault(case, {})[record["rule"]] = record
+    for (case, lam, seed), found in by_case.items():
+        values = [_loss(found[rule]) if rule in found else math.nan for rule in (*RULES, "none")]
+        cells = ["-" if math.isnan(value) else f"{value:.3f}" for value in values]
+        gap = values[1] - values[0]
+        epochs = max(record["epochs"] for record in found.values())
+        rows.append([case, f"{lam:g}", str(seed), f"{epochs:.1f}", *cells, "-" if math.isnan(gap) else f"{gap:+.3f}"])
+    headings = ["case", "lambda", "seed", "epochs", "constant", "scaled", "no decay", "scaled minus constant"]
+    return _table(headings, rows, texts=1)
+
+
+def table_section(evidence: Evidence) -> str:
+    rows = []
+    for name in ("table-128", "table-256", "table-512", "adamw"):
+        arms: dict[str, list[Record]] = {}
+        for one in GROUPS[name].runs():
+            record = evidence.of(one)
+            if record is not None:
+                arms.setdefault(one.arm, []).append(record)
+        for arm, records in arms.items():
+            mean = math.fsum(_loss(record) for record in records) / len(records)
+            norm = math.fsum(record["end_norm"] for record in records) / len(records)
+            first = records[0]
+            rows.append(
+                [str(first["width"]), arm, f"{first['lambda']:.3g}", f"{mean:.3f}", f"{norm:.3f}", str(len(records))]
+            )
+    return _table(["width", "arm", "lambda", "loss", "end norm (RMS)", "seeds"], rows, texts=2)
+
+
+def dynamics_section(evidence: Evidence) -> str:
+    rows = []
+    for one in GROUPS["dynamics"].runs():
+        record = evidence.of(one)
+        if record is None or "samples" not in record:
+            continue
+        columns = dict(zip(record["sampled"], zip(*record["samples"], strict=True), strict=True))
+        history = NormHistory.of(
+            columns["step"], r=columns["weight_rms"], s=columns["update_rms"], phi=columns["decay"],
+            a=columns["alignment_update"],
+        )  # fmt: skip
+        predicted = float(predict_norms(history)[-1])
+        rows.append(
+            [one.arm, f"{max(columns['weight_rms']):.3f}", f"{columns['weight_rms'][-1]:.3f}", f"{predicted:.3f}"]
+            + [f"{_mean(columns[key]):+.4f}" for key in ("alignment_gradient", "alignment_momentum")]
+            + [late_fit(columns, one.arm), f"{_mean(columns['defect']):.3f}"]
+        )
+    headings = ["rule", "highest norm", "end norm", "by the recursion", "cos(W, gradient)", "cos(W, momentum)"]
+    headings += ["late alignment", "orthogonality"]
+    note = (
+        "The recursion starts from the first observed norm alone. Late alignment is a line over the last "
+        f"{LATE:.0%} of the run; the paper, at width 1024, has a = -{SCALED_SLOPE:g} eta under scaled and "
+        f"a = -{CONSTANT_OFFSET:g} - {CONSTANT_SLOPE:g} eta under constant decay, and an orthogonality of {DEFECT:g}."
     )
+    return f"{_table(headings, rows, texts=1)}\n\n{note}"
 
 
-def claims_of(found: Map) -> list[Claim]:
-    horizons = list(found["constant"])
-    seeds = min(len(found[rule][steps]) for rule in RULES for steps in horizons)
-    losses = {rule: [found[rule][steps][:seeds] for steps in horizons] for rule in RULES}
-    return judge_losses(losses, [f"{steps:,} updates" for steps in horizons])
+def late_fit(columns: Mapping[str, Sequence[float]], rule: str) -> str:
+    import numpy as np
+
+    steps, rates, alignment = (np.array(columns[key], dtype=float) for key in ("step", "lr", "alignment_update"))
+    late = steps > steps[-1] * (1 - LATE)
+    fit = fit_alignment(rates[late], alignment[late], offset=rule == "constant")
+    return f"-{fit.a0:.2g} - {fit.k:.3g} eta" if rule == "constant" else f"-{fit.k:.3g} eta"
 
 
-def loss_table(found: Map) -> str:
-    columns = [(rule, steps) for steps in found["constant"] for rule in RULES]
-    means = {column: mean_losses(found[column[0]][column[1]]) for column in columns}
-    lines = [
-        "| lambda | " + " | ".join(f"{rule}, {steps:,} updates" for rule, steps in columns) + " |",
-        "| --- |" + " ---: |" * len(columns),
+def transfer_section(evidence: Evidence) -> str:
+    columns: dict[str, dict[float, float]] = {}
+    for name in ("widths", "horizons"):
+        for one in GROUPS[name].runs():
+            loss, config = evidence.loss(one), one.config
+            if loss is not None:
+                where = f"{config.optimizer.algorithm}, width {config.model.width}, {config.steps:,} updates"
+                columns.setdefault(where, {})[config.optimizer.lr] = loss
+    rows = [
+        [where, *(_bold(losses[rate], min(losses.values())) if rate in losses else "-" for rate in RATES)]
+        for where, losses in columns.items()
     ]
-    for lam in means[columns[0]]:
-        cells = [f"**{m[lam]:.3f}**" if m[lam] == min(m.values()) else f"{m[lam]:.3f}" for m in means.values()]
-        lines.append(f"| {lam:g} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    note = f"One seed. Muon with scaled, AdamW with constant decay, lambda {BEST:g}; muP divides both alike."
+    return f"{_table(['run', *(f'lr {rate:g}' for rate in RATES)], rows, texts=1)}\n\n{note}"
 
 
-def width_table(found: Map) -> str:
-    lines = [f"| updates | octaves of lambda within {GOOD} nats, constant | scaled |", "| --- | ---: | ---: |"]
-    for steps in found["constant"]:
-        widths = [octaves_within(mean_losses(found[rule][steps])) for rule in RULES]
-        lines.append(f"| {steps:,} | {widths[0]:.1f} | {widths[1]:.1f} |")
-    return "\n".join(lines)
+# What `muonsw advise` knows.
+
+
+def measured(evidence: Evidence) -> dict[str, Any]:
+    """The best lambda of each rule at each horizon, for `muonsw.advice`."""
+    found, run = regret_map(evidence), MINI.map_run
+    basis = (
+        f"width {run.model.width}, {run.model.layers} layers, {run.model.experts} experts, Muon at a peak of "
+        f"{run.optimizer.lr:g}, cosine to a tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia"
+    )
+    return {"basis": basis, "good": GOOD, "optima": [one for rule in RULES for one in optima(found, rule)]}
+
+
+# Small things.
+
+
+def _loss(record: Record) -> float:
+    return math.inf if record["final_loss"] is None else float(record["final_loss"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _bold(value: float, best: float) -> str:
+    text = "diverged" if value == math.inf else f"{value:.3f}"
+    return f"**{text}**" if value == best else text
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """A table of Markdown whose first columns are text and whose others are numbers."""
+    rule = ["---"] * texts + ["---:"] * (len(headings) - texts)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows))
 
 
 def claim_table(claims: list[Claim]) -> str:
-    lines = ["| claim, written down before the runs | asked | found | verdict |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| {claim.statement} | {predicted_text(claim)} | {measured_text(claim)} | {claim.verdict} |"
-        for claim in claims
-    ]
-    return "\n".join(lines)
+    rows = [[c.statement, predicted_text(c), measured_text(c), str(c.verdict)] for c in claims]
+    return _table(["claim, written down before the runs", "asked", "found", "verdict"], rows, texts=4)
 
 
 if __name__ == "__main__":

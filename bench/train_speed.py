@@ -1,139 +1,58 @@
-"""Tokens a second of the trainer's own updates on a GPU: micro-batches, clipping, Muon-SW and schedule included.
+"""Tokens a second of the trainer's own updates, with more choices than `muonsw bench` has.
 
     PYTHONPATH=src python bench/train_speed.py --presets w256 w1024
 
-Before timing, the compiled losses are checked against the uncompiled ones. The time is a median over blocks of
-updates, each ended by one synchronisation; inside a block any wait for the device is an error.
+What is timed, and how, is in `muonsw.lab.bench.training`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import tempfile
-import time
-import warnings
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import torch
 
-from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.data.tokenizers import ByteTokenizer
-from muonsw.lab.model import count
-from muonsw.lab.train.graph import WARM_CALLS
-from muonsw.lab.train.presets import preset_run
-from muonsw.lab.train.records import Journal
-from muonsw.lab.train.state import Training, with_fingerprint
+from muonsw.lab.bench.machine import chosen_device, product_rate
+from muonsw.lab.bench.training import Amount, Bench, kernel_table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=["w256", "w1024"])
-    parser.add_argument("--batch", type=int, default=256, help="sequences in an update (the paper's: 256)")
-    parser.add_argument("--micro", type=int, default=32, help="sequences in a micro-batch")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--batch", type=int, help="sequences in an update (the preset's; the paper's is 256)")
+    parser.add_argument("--micro", type=int, help="sequences in a micro-batch")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--graphs", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, help="folder for where the time of an update goes, kernel by kernel")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message="Synchronization debug mode")
-    rows = [measure(name, options) for name in options.presets]
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.batch} sequences an update")
-    print(f"{'preset':8} {'ktok/s':>8} {'ms/update':>10} {'optimizer ms':>13} {'TFLOP/s':>8} {'GiB':>6}")
+    device = chosen_device(options.device)
+    amount = Amount(options.batch, options.micro, options.blocks, options.updates, options.graphs)
+    rate = product_rate(device) / 1e12
+    rows = [measured(name, device, amount, options.profile) for name in options.presets]
+    print(f"\ntorch {torch.__version__}, one large product {rate:.4g} TFLOP/s")
+    print(f"{'preset':8} {'batch':>6} {'micro':>6} {'ktok/s':>8} {'ms/update':>10} {'optimizer ms':>13} {'TFLOP/s':>8}")
     for row in rows:
         print(
-            f"{row['preset']:8} {row['ktok_s']:8.1f} {row['ms']:10.1f} {row['optimizer_ms']:13.1f} "
-            f"{row['tflops']:8.1f} {row['gib']:6.1f}"
+            f"{row['preset']:8} {row['batch']:6} {row['micro']:6} {row['tokens_per_second'] / 1e3:8.1f} "
+            f"{row['ms']:10.1f} {row['optimizer_ms']:13.1f} {row['tflops']:8.3g} ({row['tflops'] / rate:.0%})"
         )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, float | str]:
-    torch._dynamo.reset()
-    training = prepared(name, options)
-    config, vocab = training.config, training.config.model.vocab
-    shape = (options.micro, config.model.sequence + 1)
-    rows = [torch.randint(vocab, shape, device="cuda") for _ in range(config.accumulation)]
-    batches = [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
-    check(training, batches[0])
-    journal = Journal(training, [])
-
-    def update() -> None:
-        lr = training.base_lr()
-        losses, norm = training.update(batches, measured=False)
-        journal.note_update(lr, losses, norm)
-
-    for _ in range(2 if training.replayed_update is None else WARM_CALLS + 2):
-        update()
-    journal.catch_up()
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(options.blocks):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        torch.cuda.set_sync_debug_mode("error")
-        for _ in range(options.updates):
-            update()
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / options.updates)
-        journal.catch_up()
-    seconds = statistics.median(times)
-    rate = config.tokens_per_step / seconds
-    return {
-        "preset": name,
-        "batch": options.batch,
-        "micro": options.micro,
-        "ktok_s": rate / 1e3,
-        "ms": 1e3 * seconds,
-        "optimizer_ms": optimizer_time(training, batches),
-        "tflops": count(config.model).flops_per_token * rate / 1e12,
-        "gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
-
-
-def prepared(name: str, options: argparse.Namespace) -> Training:
-    """A run of the preset; the tokens on disk are not read, only the vocabulary of the model matters."""
-    folder = Path(tempfile.mkdtemp())
-    prepare(islice(MarkovSource(seed=0, mean_length=20_000), 80), ByteTokenizer(), folder, validation_fraction=0.2)
-    config = preset_run(name, str(folder))
-    sizes = {"batch": options.batch, "accumulation": options.batch // options.micro}
-    return Training(
-        with_fingerprint(
-            replace(config, data=replace(config.data, eval_windows=1), device="cuda", graphs=options.graphs, **sizes)
-        )
-    )
-
-
-def check(training: Training, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    inputs, targets = (part[:2] for part in batch)
-    with torch.no_grad(), training.autocast():
-        plain = training.model(inputs, targets)
-    start = time.perf_counter()
-    with training.autocast():
-        compiled = training.forward(*batch)
-        whole = training.model(*batch)
-    compiled.total.backward()
-    training.optimizer.zero_grad(set_to_none=True)
-    torch.testing.assert_close(compiled.cross_entropy, whole.cross_entropy, rtol=2e-3, atol=0)
-    print(f"compiled in {time.perf_counter() - start:.0f} s; loss {float(plain.total):.3f}", flush=True)
-
-
-def optimizer_time(training: Training, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    training.forward_backward(batches[:1])
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        training.optimizer.step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+def measured(name: str, device: torch.device, amount: Amount, profiles: Path | None) -> dict:
+    bench = Bench(name, device, amount)
+    print(f"{name}: compiled in {bench.check():.0f} s", flush=True)
+    row = bench.measure()
+    print(row, flush=True)
+    if profiles:
+        profiles.mkdir(parents=True, exist_ok=True)
+        (profiles / f"{name}.txt").write_text(kernel_table(bench.update))
+    return row
 
 
 if __name__ == "__main__":

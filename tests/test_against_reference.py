@@ -10,8 +10,10 @@ from muonsw import SGDSW, AdamWSW, MuonSW
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5, polar
 from tests.common.problems import cosine, matrices, set_gradients
 
-RULES = ["constant", "scaled", "squared", "independent", "none"]
+RULES = ["constant", "scaled", "squared", "independent", "fixed", "cosine", "log_time", "none"]
+LAMBDA = {"squared": 2.0, "independent": 0.005, "fixed": 0.002}
 PEAK, STEPS = 0.05, 300
+LENGTH = {"total_steps": STEPS}
 SCHEDULE = cosine(PEAK, STEPS)
 
 
@@ -35,12 +37,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 def test_muon_listing_form(rule, dtype):
     """EMA, Nesterov, five Newton-Schulz steps, over a whole cosine."""
     params = matrices((6, 6), (4, 10), (10, 4), (6, 6), dtype=dtype)
-    lam = {"squared": 2.0, "independent": 0.005}.get(rule, 0.3)
+    lam = LAMBDA.get(rule, 0.3)
     references = [
-        ReferenceMuonSW(p.detach(), Decay(rule, lam, PEAK), nesterov=True, heavy_ball=False, orthogonalize=ns5)
+        ReferenceMuonSW(p.detach(), Decay(rule, lam, PEAK, STEPS), nesterov=True, heavy_ball=False, orthogonalize=ns5)
         for p in params
     ]
-    optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype=dtype)
+    optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype=dtype, **LENGTH)
     assert follow(optimizer, params, references) < TOLERANCE[dtype]
 
 
@@ -68,9 +70,9 @@ def test_muon_algorithm_one(form, nesterov, cautious):
 @pytest.mark.parametrize("cautious", [False, True])
 def test_adamw(rule, dtype, cautious):
     params = matrices((7,), (4, 5), (), dtype=dtype)
-    lam = {"squared": 2.0, "independent": 0.005}.get(rule, 0.3)
-    references = [ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK), cautious=cautious) for p in params]
-    optimizer = AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, cautious=cautious)
+    lam = LAMBDA.get(rule, 0.3)
+    references = [ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK, STEPS), cautious=cautious) for p in params]
+    optimizer = AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, cautious=cautious, **LENGTH)
     assert follow(optimizer, params, references) < TOLERANCE[dtype]
 
 
@@ -79,9 +81,9 @@ def test_adamw(rule, dtype, cautious):
 @pytest.mark.parametrize(("momentum", "form", "nesterov"), [(0.0, "heavy_ball", False), (0.9, "ema", True)])
 def test_sgd(rule, dtype, momentum, form, nesterov):
     params = matrices((7,), (4, 5), dtype=dtype)
-    lam = {"squared": 2.0, "independent": 0.005}.get(rule, 0.3)
+    lam = LAMBDA.get(rule, 0.3)
     references = [
-        ReferenceSGDSW(p.detach(), Decay(rule, lam, PEAK), momentum, nesterov, heavy_ball=form == "heavy_ball")
+        ReferenceSGDSW(p.detach(), Decay(rule, lam, PEAK, STEPS), momentum, nesterov, heavy_ball=form == "heavy_ball")
         for p in params
     ]
     optimizer = SGDSW(
@@ -92,6 +94,7 @@ def test_sgd(rule, dtype, momentum, form, nesterov):
         momentum=momentum,
         momentum_form=form,
         nesterov=nesterov,
+        **LENGTH,
     )
     assert follow(optimizer, params, references) < TOLERANCE[dtype]
 
@@ -101,7 +104,7 @@ def test_sgd(rule, dtype, momentum, form, nesterov):
     shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     experts=st.integers(0, 3),
     rule=st.sampled_from(RULES),
-    lam=st.floats(0, 1),
+    lam=st.floats(0, 0.9),
     beta=st.floats(0, 0.99),
     nesterov=st.booleans(),
     form=st.sampled_from(["ema", "heavy_ball"]),
@@ -116,14 +119,14 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
     slices = param.detach().reshape(-1, *shape)
     references = [
         ReferenceMuonSW(
-            W, Decay(rule, lam, PEAK), beta, nesterov, heavy_ball=form == "heavy_ball", orthogonalize=ns5,
+            W, Decay(rule, lam, PEAK, STEPS), beta, nesterov, heavy_ball=form == "heavy_ball", orthogonalize=ns5,
             cautious=cautious,
         )
         for W in slices
     ]  # fmt: skip
     optimizer = MuonSW(
         [param], lr=PEAK, weight_decay=lam, decay=rule, momentum=beta, nesterov=nesterov, momentum_form=form,
-        cautious=cautious, matrix="stack" if experts else None, chunk_bytes=chunk_bytes,
+        cautious=cautious, matrix="stack" if experts else None, chunk_bytes=chunk_bytes, **LENGTH,
     )  # fmt: skip
     for step in range(20):
         optimizer.param_groups[0]["lr"] = SCHEDULE(step * 15)
@@ -137,7 +140,7 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
 
 def mutated(rule, lam, peak, mutation):
     """A reference whose decay is wrong in one way."""
-    decay = Decay(rule, lam, peak)
+    decay = Decay(rule, lam, peak, STEPS)
     match mutation:
         case "dropped":
             decay.lam = 0.0
@@ -145,14 +148,20 @@ def mutated(rule, lam, peak, mutation):
             decay.lam *= 2
         case "another peak":
             decay.eta_max *= 2
+        case "another length":
+            decay.T *= 2
+        case "a step late":
+            decay.t = 1
     return decay
 
 
 MUTATIONS = [
     (rule, mutation)
-    for rule in ("constant", "scaled", "squared", "independent")
-    for mutation in ("dropped", "doubled", "another peak")
-    if mutation != "another peak" or rule in ("scaled", "independent")
+    for rule in ("constant", "scaled", "squared", "independent", "fixed", "cosine", "log_time")
+    for mutation in ("dropped", "doubled", "another peak", "another length", "a step late")
+    if mutation != "another peak" or rule in ("scaled", "independent", "log_time")
+    if mutation != "another length" or rule == "cosine"
+    if mutation != "a step late" or rule == "log_time"
 ]
 
 
@@ -161,18 +170,18 @@ MUTATIONS = [
 def test_wrong_decay_would_be_noticed(algorithm, rule, mutation):
     """The tolerances above are tight enough: each mutation of each rule leaves them by far."""
     params = [nn.Parameter(p.detach() * 10) for p in matrices((4, 6))]
-    lam = {"squared": 2.0, "independent": 0.005}.get(rule, 0.3)
+    lam = LAMBDA.get(rule, 0.3)
     decay = mutated(rule, lam, PEAK, mutation)
     start = params[0].detach()
     reference, optimizer = {
         "muon": lambda: (
             ReferenceMuonSW(start, decay, nesterov=True, heavy_ball=False, orthogonalize=ns5),
-            MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype="float32"),
+            MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype="float32", **LENGTH),
         ),
         "adamw": lambda: (
             ReferenceAdamWSW(start, decay),
-            AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule),
+            AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, **LENGTH),
         ),
-        "sgd": lambda: (ReferenceSGDSW(start, decay), SGDSW(params, lr=PEAK, weight_decay=lam, decay=rule)),
+        "sgd": lambda: (ReferenceSGDSW(start, decay), SGDSW(params, lr=PEAK, weight_decay=lam, decay=rule, **LENGTH)),
     }[algorithm]()
     assert follow(optimizer, params, [reference], steps=100) > 20 * TOLERANCE[torch.float32]

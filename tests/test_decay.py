@@ -8,30 +8,66 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muonsw import DECAY_RULES, convert_weight_decay, decay_factor
+from muonsw.decay import decay_factors
 
-RULES = ["constant", "scaled", "squared", "independent"]
+RULES = ["constant", "scaled", "squared", "independent", "fixed"]
+OF_THE_RUN = ["cosine", "log_time"]
 positive = st.floats(1e-6, 10)
 
 
-@given(lam=positive, peak=positive, fraction=st.floats(1e-3, 1))
-def test_each_rule_is_its_formula(lam, peak, fraction):
+@given(lam=positive, peak=positive, fraction=st.floats(1e-3, 1), step=st.integers(1, 100), gradient=st.floats(1e-6, 10))
+def test_each_rule_is_its_formula(lam, peak, fraction, step, gradient):
     eta = fraction * peak
     expected = {
         "constant": lam * eta,
         "scaled": lam * eta**2 / peak,
         "squared": lam * eta**2,
         "independent": lam * eta / peak,
+        "fixed": lam,
+        "cosine": lam * eta * (1 + math.cos(math.pi * (step - 1) / 100)) / 2,
+        "log_time": lam / step * eta / peak,
+        "gradient_norm": lam * eta / gradient,
         "none": 0.0,
     }
     assert set(expected) == set(DECAY_RULES)
     for rule, phi in expected.items():
-        assert decay_factor(rule, lam, eta, peak) == pytest.approx(phi, rel=1e-12)
+        found = decay_factor(rule, lam, eta, peak, step=step, steps=100, gradient=gradient)
+        assert found == pytest.approx(phi, rel=1e-12, abs=1e-300)
 
 
 def test_rules_work_on_tensors():
-    eta = torch.tensor(0.01, dtype=torch.float64)
-    for rule in RULES:
-        assert float(decay_factor(rule, 0.1, eta, 0.02)) == pytest.approx(decay_factor(rule, 0.1, 0.01, 0.02))
+    eta, step, gradient = (torch.tensor(value, dtype=torch.float64) for value in (0.01, 3.0, 0.5))
+    for rule in DECAY_RULES:
+        on_device = decay_factor(rule, 0.1, eta, 0.02, step=step, steps=10, gradient=gradient)
+        on_host = decay_factor(rule, 0.1, 0.01, 0.02, step=3, steps=10, gradient=0.5)
+        assert float(on_device) == pytest.approx(on_host, rel=1e-6)  # a constant in a tensor is float32
+
+
+def test_cosine_decay_stays_at_zero_after_the_run():
+    for step in (11, 12, 50, torch.tensor(50.0)):
+        phi = decay_factor("cosine", 0.1, 0.01, 0.02, step=step, steps=10)
+        assert float(phi) == pytest.approx(0.0, abs=1e-10)
+
+
+def test_without_learning_rate_or_gradient_nothing_decays():
+    for eta in (0.0, torch.tensor(0.0)):
+        for rule in DECAY_RULES:
+            assert float(decay_factor(rule, 0.1, eta, 0.02, step=3, steps=10, gradient=0.5)) == 0.0
+    for gradient in (0.0, torch.tensor(0.0)):
+        assert float(decay_factor("gradient_norm", 0.1, 0.01, 0.02, gradient=gradient)) == 0.0
+
+
+def test_a_rule_says_what_it_must_know():
+    with pytest.raises(ValueError, match="'log_time' depends on step; pass step="):
+        decay_factor("log_time", 0.1, 0.01, 0.02)
+    with pytest.raises(ValueError, match="'cosine' depends on steps; pass steps="):
+        decay_factor("cosine", 0.1, 0.01, 0.02, step=1)
+    with pytest.raises(ValueError, match="'gradient_norm' depends on gradient"):
+        decay_factor("gradient_norm", 0.1, 0.01, 0.02)
+    with pytest.raises(ValueError, match="gradients of the run, which no schedule tells"):
+        decay_factors("gradient_norm", 0.1, [0.01], 0.02)
+    with pytest.raises(ValueError, match="'log_time' follows the step; pass schedule="):
+        convert_weight_decay(0.1, "constant", "log_time", 0.02)
 
 
 def test_peak_zero_or_unknown_means_no_decay_where_the_peak_divides():
@@ -50,15 +86,15 @@ def test_conversion_keeps_the_decay_at_the_peak(value, peak, rules):
 @given(
     value=positive,
     peak=positive,
-    rules=st.tuples(st.sampled_from(RULES), st.sampled_from(RULES)),
+    rules=st.tuples(st.sampled_from(RULES + OF_THE_RUN), st.sampled_from(RULES + OF_THE_RUN)),
     fractions=st.lists(st.floats(0.01, 1), min_size=1, max_size=30),
 )
 def test_conversion_keeps_the_total_over_a_schedule(value, peak, rules, fractions):
     source, target = rules
     etas = [f * peak for f in fractions]
     converted = convert_weight_decay(value, source, target, peak, schedule=iter(etas))
-    total = sum(decay_factor(source, value, eta, peak) for eta in etas)
-    assert sum(decay_factor(target, converted, eta, peak) for eta in etas) == pytest.approx(total)
+    total = sum(decay_factors(source, value, etas, peak))
+    assert sum(decay_factors(target, converted, etas, peak)) == pytest.approx(total)
 
 
 def test_scaled_applies_about_three_quarters_of_constants_total_under_cosine_to_a_tenth():

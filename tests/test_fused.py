@@ -7,7 +7,7 @@ from muonsw import ALGORITHMS, DECAY_RULES, SGDSW, AdamWSW, Telemetry
 from muonsw.algorithms import Budget
 from muonsw.algorithms.base import FusedUpdate
 from muonsw.work import work_of
-from tests.common.problems import assert_same, matrices, run, set_gradients
+from tests.common.problems import RULE_OPTIONS, assert_same, matrices, run, set_gradients
 
 BUILD = {
     "adamw": lambda p, **o: AdamWSW(p, lr=0.05, **o),
@@ -40,7 +40,7 @@ def plain(monkeypatch):
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("decay", DECAY_RULES)
 def test_every_rule_is_the_same_with_and_without(name, decay, maximize, monkeypatch):
-    options = {"decay": decay, "weight_decay": 0.01, "maximize": maximize}
+    options = {"decay": decay, "weight_decay": 0.01, "maximize": maximize, **RULE_OPTIONS.get(decay, {})}
 
     def trained():
         params = matrices(*SHAPES, dtype=torch.float64)

@@ -216,3 +216,49 @@ def test_a_schedule_of_a_tensor_that_never_comes_near_its_peak_is_told_at_the_ne
     with pytest.warns(PeakLRWarning, match=r"turned down at 0\.01 without coming near its peak 1"):
         optimizer.check()
     assert optimizer.summary().matrices == 1
+
+
+RULES = [
+    {"decay": "fixed", "weight_decay": 0.01},
+    {"decay": "cosine", "total_steps": 20},
+    {"decay": "log_time"},
+    {"decay": "gradient_norm"},
+    {"norm": "target"},
+    {"norm": "hyperball"},
+    {"norm": "target", "target_norm": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", RULES, ids=str)
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_rules_of_the_run_count_inside_a_graph(algorithm, options):
+    """A replayed graph advances counters and averages, and the host never waits for them."""
+
+    def trained(captured):
+        params = on_gpu((64, 64), (32, 96), (4, 32, 48))
+        group = {"params": params, "algorithm": algorithm, "momentum": 0.9, "matrix": "stack"}
+        optimizer = MuonSW([group], lr=0.05, **{"weight_decay": 0.3, **options}, capturable=True)
+        step = optimizer.step
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            feed(params, 0)
+            optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            step = graph.replay
+        for t in range(1, 8):
+            optimizer.param_groups[0]["lr"].fill_(0.05 / (1 + t))
+            feed(params, t)
+            with no_waiting():
+                step()
+        optimizer.check()
+        return params, optimizer
+
+    (captured, optimizer), (eager, other) = trained(True), trained(False)
+    for a, b in zip(captured, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert int(optimizer.param_groups[0]["step_count"]) == int(other.param_groups[0]["step_count"])

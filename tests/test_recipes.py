@@ -73,3 +73,29 @@ def test_reasons_follow_the_numbers():
 def test_wrong_numbers(given, message):
     with pytest.raises(ValueError, match=message):
         recipe(**{"lr": 0.01, "weight_decay": 0.1, "steps": 100, **given})
+
+
+@pytest.mark.parametrize("new_batch", [2**16, 2**18, 2**20])
+def test_another_batch_sees_the_same_data_and_decays_as_much(new_batch):
+    """Without clipping of lambda by fine-tuning; the sums differ by the steps that a schedule is cut into."""
+    given = {"lr": 3e-3, "weight_decay": 0.1, "steps": 8_000, "warmup_steps": 400, "batch": 2**18}
+    same, other = recipe(**given), recipe(**given, new_batch=new_batch)
+    factor = new_batch / 2**18
+    assert other.batch * other.steps == same.batch * same.steps
+    assert other.warmup_steps * other.batch == same.warmup_steps * same.batch
+    assert other.lr == pytest.approx(same.lr * math.sqrt(factor))
+    assert other.decayed == pytest.approx(same.decayed, rel=2e-3)
+    assert other.adamw["lr"] == other.lr
+
+
+def test_a_recipe_says_what_it_does_about_the_batch():
+    given = {"lr": 1e-3, "weight_decay": 0.1, "steps": 1000}
+    assert "batch and steps stay:" in str(recipe(**given))
+    assert "512 an update, 512,000 in all" in str(recipe(**given, batch=512))
+    assert "was not measured here" in str(recipe(**given, batch=512, new_batch=1024))
+    assert "tune the rate again" in str(recipe(**given, batch=512, new_batch=512 * 16))
+    assert "tune the rate again" not in str(recipe(**given, batch=512, new_batch=512 * 8))
+    with pytest.raises(ValueError, match="new_batch needs batch"):
+        recipe(**given, new_batch=512)
+    with pytest.raises(ValueError, match="batch=0"):
+        recipe(**given, batch=0)

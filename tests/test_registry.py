@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import ALGORITHMS, DECAY_RULES, ORTHOGONALIZERS, SHAPE_SCALES, MuonSW
+from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, ORTHOGONALIZERS, SHAPE_SCALES, MuonSW
 from muonsw.decay import DecayRule
+from muonsw.norms import NormRule
 from muonsw.registry import Registry
 
 
 @pytest.fixture(autouse=True)
 def _own_entries(monkeypatch):
-    for table in (ALGORITHMS, DECAY_RULES, ORTHOGONALIZERS, SHAPE_SCALES):
+    for table in (ALGORITHMS, DECAY_RULES, NORM_RULES, ORTHOGONALIZERS, SHAPE_SCALES):
         monkeypatch.setattr(table, "_entries", dict(table._entries))
 
 
@@ -36,8 +37,13 @@ def test_a_users_shape_scale_is_used():
 
 
 def test_a_users_decay_rule_is_used():
-    DECAY_RULES.register("flat", DecayRule(lambda lam, eta, eta_max: lam, uses_peak=False))  # noqa: ARG005
-    assert torch.allclose(stepped(grad=0.0, weight_decay=0.25, decay="flat"), torch.full((4, 4), 0.75))
+    DECAY_RULES.register("flat", DecayRule(lambda lam, at: lam * at.step / 4, uses_step=True))
+    assert torch.allclose(stepped(grad=0.0, weight_decay=1.0, decay="flat"), torch.full((4, 4), 0.75))
+
+
+def test_a_users_norm_rule_is_used():
+    NORM_RULES.register("halve", NormRule(lambda W, update, phi, ball: W / 2 - 0 * (update + phi + ball.R)))
+    assert torch.allclose(stepped(norm="halve"), torch.full((4, 4), 0.5))
 
 
 def test_a_taken_name_needs_replace():

@@ -5,6 +5,7 @@
 is Muon with scaled weight decay for the hidden matrices of a model and AdamW for the rest, in one optimizer.
 """
 
+from muonsw.advice import advise as advise
 from muonsw.algorithms import ALGORITHMS as ALGORITHMS
 from muonsw.clipping import clip_grad_norm_ as clip_grad_norm_
 from muonsw.decay import DECAY_RULES as DECAY_RULES
@@ -13,6 +14,7 @@ from muonsw.decay import decay_factor as decay_factor
 from muonsw.foreign import drive_weight_decay as drive_weight_decay
 from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
 from muonsw.nonfinite import NonFiniteGradientWarning as NonFiniteGradientWarning
+from muonsw.norms import NORM_RULES as NORM_RULES
 from muonsw.options import GroupOptions as GroupOptions
 from muonsw.orthogonalize import ORTHOGONALIZERS as ORTHOGONALIZERS
 from muonsw.peak import PeakLRError as PeakLRError
@@ -29,6 +31,7 @@ from muonsw.version import __version__ as __version__
 __all__ = [
     "ALGORITHMS",
     "DECAY_RULES",
+    "NORM_RULES",
     "ORTHOGONALIZERS",
     "SGDSW",
     "SHAPE_SCALES",
@@ -41,6 +44,7 @@ __all__ = [
     "PeakLRWarning",
     "Telemetry",
     "__version__",
+    "advise",
     "clip_grad_norm_",
     "convert_weight_decay",
     "decay_factor",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.loading import translate as translate_torch
@@ -177,7 +178,7 @@ def _refuse_mismatch(optimizer: Optimizer, theirs: dict[Tensor, Any]) -> None:
 
 def _refuse_unknown_peak(groups: list[Group]) -> None:
     for group in groups:
-        needs = DECAY_RULES[group["decay"]].uses_peak and float(group["weight_decay"])
+        needs = DECAY_RULES[group["decay"]].uses_peak and norms.uses_decay(group)
         if needs and group["peak_lr"] is None and scheduler_record(group) is None:
             raise ValueError(
                 f"no scheduler has left its peak in the adopted groups, and their rate is now {float(group['lr']):g}; "

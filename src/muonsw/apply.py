@@ -1,4 +1,4 @@
-"""The one place where weights change: `W <- (1 - phi) W - eta * scale * direction`."""
+"""The one place where weights change: `W <- (1 - phi) W - eta * scale * direction`, or as a norm rule says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from muonsw import kernels
+from muonsw import kernels, norms
 from muonsw.algorithms.base import FusedUpdate, Group, Part, Update, are_large, kernel_weights, rounding_key, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 
@@ -44,6 +44,9 @@ def apply_update(group: Group, update: Update | FusedUpdate, coefficients: Coeff
         update.take(coefficients)
         return
     weights = views(update.parts, [part.item.param for part in update.parts])
+    if norms.acting(group) is not None:
+        _apply_norm_rule(group, update, weights, coefficients)
+        return
     if kernels.available(weights[0].device) and _apply_in_one_pass(group, update, weights, coefficients):
         return
     move = coefficients.eta * update.scale
@@ -98,15 +101,43 @@ def _apply_rounded(
 
     A thousand bfloat16 decays of 1e-3, each rounded to nearest, would leave the weight where it was.
     """
-    kahan = group["rounding"] == "kahan"
-    wide = weight.float()
-    if kahan:
-        wide = wide + part.state("compensation").float()
+    wide = _wide(group, part, weight)
     shrink_and_move([wide], [direction.float()], move, coefficients.phi, group["cautious"])
-    rounded = wide.to(weight.dtype) if kahan else stochastic_round(wide, weight.dtype, rounding_seed(group, part))
-    if coefficients.ok is not None:
-        rounded = torch.where(coefficients.ok, rounded, weight)
-    if kahan:
+    _store(group, part, weight, wide, coefficients.ok)
+
+
+@_disable_dynamo  # for the same reason
+def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], coefficients: Coefficients) -> None:
+    """Move weights whose norm is not free; each part holds whole ones."""
+    rule = norms.acting(group)
+    assert rule is not None
+    if isinstance(coefficients.eta, float) and coefficients.eta == 0:
+        return  # whatever the rule, up to rounding
+    move = coefficients.eta * update.scale
+    for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
+        wide = _wide(group, part, weight)
+        moved = rule.moved(wide, move * direction.to(wide.dtype), coefficients.phi, norms.ball_of(group, part))
+        _store(group, part, weight, moved, coefficients.ok)
+
+
+def _wide(group: Group, part: Part, weight: Tensor) -> Tensor:
+    """A weight in the precision in which it is changed, with what rounding has kept from it so far."""
+    if weight.dtype not in LOW_PRECISION:
+        return weight
+    wide = weight.float()
+    return wide + part.state("compensation").float() if group["rounding"] == "kahan" else wide
+
+
+def _store(group: Group, part: Part, weight: Tensor, wide: Tensor, ok: Tensor | None) -> None:
+    """Round a weight into its place, unless `ok` is false."""
+    rounding = group["rounding"] if weight.dtype in LOW_PRECISION else "nearest"
+    if rounding == "stochastic":
+        rounded = stochastic_round(wide, weight.dtype, rounding_seed(group, part))
+    else:
+        rounded = wide.to(weight.dtype)
+    if ok is not None:
+        rounded = torch.where(ok, rounded, weight)
+    if rounding == "kahan":
         part.state("compensation").copy_(wide - rounded.float())
     weight.copy_(rounded)
 

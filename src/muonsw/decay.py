@@ -1,83 +1,200 @@
 """Decay rules: the fraction `phi` of a weight that one step takes away, `W <- (1 - phi) W - ...`.
 
-With lambda the weight decay, eta the learning rate of the step and eta_max its peak:
+With lambda the weight decay, eta the learning rate of the step, eta_max its peak, t the step from 1, T the length of
+the run and g the root of the mean squared gradient, averaged over steps:
 
-| rule          | phi                    | who means it                                                  |
-|---------------|------------------------|---------------------------------------------------------------|
-| `constant`    | lambda eta             | `torch.optim.AdamW`, `torch.optim.Muon` and most codebases    |
-| `scaled`      | lambda eta^2 / eta_max | this library's default; Defazio's AdamC                       |
-| `squared`     | lambda eta^2           | modded-nanogpt and others, lambda then carries the 1/eta_max  |
-| `independent` | lambda eta / eta_max   | the decay schedule of the original decoupled-decay paper      |
-| `none`        | 0                      | embeddings, norms, biases                                     |
+| rule            | phi                                     | who means it                                             |
+|-----------------|-----------------------------------------|----------------------------------------------------------|
+| `constant`      | lambda eta                              | `torch.optim.AdamW`, `torch.optim.Muon`, most codebases  |
+| `scaled`        | lambda eta^2 / eta_max                  | this library's default; Defazio's AdamC                  |
+| `squared`       | lambda eta^2                            | modded-nanogpt and others; lambda carries the 1/eta_max  |
+| `independent`   | lambda eta / eta_max                    | the schedule of the original decoupled-decay paper       |
+| `fixed`         | lambda                                  | what other libraries call independent                    |
+| `cosine`        | lambda eta (1 + cos(pi (t - 1)/T)) / 2  | nanochat                                                 |
+| `log_time`      | (lambda / t) eta / eta_max              | ADANA, with lambda near 4; wants a warmup                |
+| `gradient_norm` | lambda eta / g                          | Xie et al.'s scheduled weight decay (SWD)                |
+| `none`          | 0                                       | embeddings, norms, biases                                |
+
+What a step does about the norm itself, instead of shrinking it, is a norm rule: `muonsw.norms`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from muonsw.peak import PEAK_TOLERANCE
 from muonsw.registry import Registry
 
+Number = float | Tensor
+
+
+class Moment(NamedTuple):
+    """Where a run is: everything that a decay may depend on beside lambda.
+
+    Attributes:
+        eta: the learning rate of the step.
+        eta_max: its peak.
+        step: t, the number of the step, from 1.
+        steps: T, the length of the run.
+        gradient: g, the root of the mean squared gradient.
+    """
+
+    eta: Number
+    eta_max: float = 0.0
+    step: Number = 1
+    steps: int = 1
+    gradient: Number = 1.0
+
 
 class DecayRule(NamedTuple):
-    """How lambda, eta and eta_max make phi; linear in lambda."""
+    """How lambda and the moment make phi, linear in lambda; and what of the moment must be known."""
 
-    phi: Callable[[float | Tensor, float | Tensor, float], float | Tensor]
-    uses_peak: bool
+    phi: Callable[[Number, Moment], Number]
+    uses_peak: bool = False
+    uses_step: bool = False
+    uses_length: bool = False
+    uses_gradient: bool = False
 
 
-def constant(lam: float | Tensor, eta: float | Tensor, eta_max: float) -> float | Tensor:  # noqa: ARG001
+def constant(lam: Number, at: Moment) -> Number:
     """Phi = lambda eta."""
-    return lam * eta
+    return lam * at.eta
 
 
-def scaled(lam: float | Tensor, eta: float | Tensor, eta_max: float) -> float | Tensor:
+def scaled(lam: Number, at: Moment) -> Number:
     """Phi = lambda eta^2 / eta_max."""
-    return lam * eta * (eta / eta_max)
+    return lam * at.eta * (at.eta / at.eta_max)
 
 
-def squared(lam: float | Tensor, eta: float | Tensor, eta_max: float) -> float | Tensor:  # noqa: ARG001
+def squared(lam: Number, at: Moment) -> Number:
     """Phi = lambda eta^2."""
-    return lam * eta * eta
+    return lam * at.eta * at.eta
 
 
-def independent(lam: float | Tensor, eta: float | Tensor, eta_max: float) -> float | Tensor:
+def independent(lam: Number, at: Moment) -> Number:
     """Phi = lambda eta / eta_max."""
-    return lam * (eta / eta_max)
+    return lam * (at.eta / at.eta_max)
 
 
-def none(lam: float | Tensor, eta: float | Tensor, eta_max: float) -> float | Tensor:  # noqa: ARG001
+def fixed(lam: Number, at: Moment) -> Number:
+    """Phi = lambda, and 0 where the learning rate is: such a step changes nothing."""
+    if isinstance(at.eta, Tensor):
+        return torch.where(at.eta > 0, lam, 0.0)
+    return lam if at.eta > 0 else 0.0
+
+
+def cosine(lam: Number, at: Moment) -> Number:
+    """Phi = lambda eta (1 + cos(pi (t - 1)/T)) / 2, and 0 beyond T."""
+    if isinstance(at.step, Tensor):
+        done = ((at.step - 1) / at.steps).clamp(max=1.0)
+        return lam * at.eta * ((1 + torch.cos(math.pi * done)) / 2)
+    return lam * at.eta * ((1 + math.cos(math.pi * min((at.step - 1) / at.steps, 1.0))) / 2)
+
+
+def log_time(lam: Number, at: Moment) -> Number:
+    """Phi = (lambda / t) eta / eta_max: each doubling of t takes the same share of the weight."""
+    return lam / at.step * (at.eta / at.eta_max)
+
+
+def gradient_norm(lam: Number, at: Moment) -> Number:
+    """Phi = lambda eta / g; without any gradient so far, 0."""
+    if isinstance(at.gradient, Tensor):
+        return torch.where(at.gradient > 0, lam * at.eta / at.gradient, 0.0)
+    return lam * at.eta / at.gradient if at.gradient else 0.0
+
+
+def none(lam: Number, at: Moment) -> Number:  # noqa: ARG001
     """Phi = 0."""
     return 0.0
 
 
 DECAY_RULES: Registry[DecayRule] = Registry("decay rule")
-DECAY_RULES.register("constant", DecayRule(constant, uses_peak=False))
+DECAY_RULES.register("constant", DecayRule(constant))
 DECAY_RULES.register("scaled", DecayRule(scaled, uses_peak=True))
-DECAY_RULES.register("squared", DecayRule(squared, uses_peak=False))
+DECAY_RULES.register("squared", DecayRule(squared))
 DECAY_RULES.register("independent", DecayRule(independent, uses_peak=True))
-DECAY_RULES.register("none", DecayRule(none, uses_peak=False))
+DECAY_RULES.register("fixed", DecayRule(fixed))
+DECAY_RULES.register("cosine", DecayRule(cosine, uses_step=True, uses_length=True))
+DECAY_RULES.register("log_time", DecayRule(log_time, uses_peak=True, uses_step=True))
+DECAY_RULES.register("gradient_norm", DecayRule(gradient_norm, uses_gradient=True))
+DECAY_RULES.register("none", DecayRule(none))
 
 
-def decay_factor(rule: str, lam: float | Tensor, eta: float | Tensor, eta_max: float | None) -> float | Tensor:
+def decays(group: dict[str, Any]) -> bool:
+    """Whether a param group asks for decay; a lambda in a tensor may be anything."""
+    lam = group["weight_decay"]
+    return isinstance(lam, Tensor) or lam != 0
+
+
+def decay_factor(
+    rule: str,
+    lam: Number,
+    eta: Number,
+    eta_max: float | None,
+    *,
+    step: Number | None = None,
+    steps: int | None = None,
+    gradient: Number | None = None,
+) -> Number:
     """The fraction of a weight that a step at learning rate `eta` takes away.
 
     A peak that is zero or not known yet (no step with a learning rate above zero has been taken) means
     no decay for the rules that divide by it.
+
+    Args:
+        rule: a name from `DECAY_RULES`.
+        lam: lambda.
+        eta: the learning rate of the step.
+        eta_max: its peak.
+        step: the number of the step, from 1, for rules that use it.
+        steps: the length of the run, likewise.
+        gradient: the root of the mean squared gradient, likewise.
 
     Examples:
         >>> decay_factor("constant", 0.1, 0.01, 0.02)
         0.001
         >>> decay_factor("scaled", 0.1, 0.01, 0.02)
         0.0005
+        >>> decay_factor("cosine", 0.1, 0.01, 0.02, step=501, steps=1000)
+        0.0005
     """
     entry = DECAY_RULES[rule]
     if entry.uses_peak and not eta_max:
         return 0.0
-    return entry.phi(lam, eta, eta_max or 0.0)
+    for asked, value, word in (
+        (entry.uses_step, step, "step"),
+        (entry.uses_length, steps, "steps"),
+        (entry.uses_gradient, gradient, "gradient"),
+    ):
+        if asked and value is None:
+            raise ValueError(f"decay rule {rule!r} depends on {word}; pass {word}=")
+    moment = Moment(
+        eta,
+        eta_max or 0.0,
+        1 if step is None else step,
+        1 if steps is None else steps,
+        1.0 if gradient is None else gradient,
+    )
+    return entry.phi(lam, moment)
+
+
+def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) -> list[float]:
+    """The factor of every step of a run, given the learning rate of each.
+
+    Examples:
+        >>> decay_factors("scaled", 0.1, [0.02, 0.01], eta_max=0.02)
+        [0.002, 0.0005]
+    """
+    rates = list(etas)
+    if DECAY_RULES[rule].uses_gradient:
+        raise ValueError(f"decay rule {rule!r} depends on the gradients of the run, which no schedule tells")
+    known: dict[str, Any] = {"steps": len(rates)}
+    return [float(decay_factor(rule, lam, eta, eta_max, step=t, **known)) for t, eta in enumerate(rates, start=1)]
 
 
 def convert_weight_decay(
@@ -90,7 +207,7 @@ def convert_weight_decay(
     """Translate a weight decay from one rule's convention into another's.
 
     By default both rules take the same fraction of a weight at the peak. With a `schedule`, the learning
-    rate of every step, both take the same total `sum(phi_t)` over it.
+    rate of every step, both take the same total `sum(phi_t)` over it; rules that follow the step have no other way.
 
     Args:
         value: lambda in the convention of `from_rule`.
@@ -118,6 +235,9 @@ def convert_weight_decay(
     highest = max(etas, default=0.0)
     if highest > peak_lr * (1 + PEAK_TOLERANCE):
         raise ValueError(f"the schedule reaches {highest:g}, above peak_lr={peak_lr:g}; pass its true peak")
+    for rule in (from_rule, to_rule):
+        if schedule is None and DECAY_RULES[rule].uses_step:
+            raise ValueError(f"decay rule {rule!r} follows the step; pass schedule=, the learning rate of every step")
     given, wanted = _decay_per_lambda(from_rule, etas, peak_lr), _decay_per_lambda(to_rule, etas, peak_lr)
     if value * given == 0:
         return 0.0
@@ -127,4 +247,4 @@ def convert_weight_decay(
 
 
 def _decay_per_lambda(rule: str, etas: list[float], eta_max: float) -> float:
-    return float(sum(decay_factor(rule, 1.0, eta, eta_max) for eta in etas))
+    return float(sum(decay_factors(rule, 1.0, etas, eta_max)))

@@ -25,7 +25,11 @@ _COUPLED = (
 
 
 def drive_weight_decay(
-    optimizer: Optimizer, decay: str = "scaled", *, peak_lr: float | str | None = None
+    optimizer: Optimizer,
+    decay: str = "scaled",
+    *,
+    peak_lr: float | str | None = None,
+    total_steps: int | None = None,
 ) -> DecayDriver:
     """Make a decoupled optimizer of another library follow a decay rule.
 
@@ -37,8 +41,9 @@ def drive_weight_decay(
     Args:
         optimizer: one whose decay is decoupled: torch's AdamW and Muon, timm's and dion's optimizers. One that
             Accelerate has wrapped is unwrapped.
-        decay: a name from `DECAY_RULES`.
+        decay: a name from `DECAY_RULES`; not one that follows the gradients, which other optimizers do not tell.
         peak_lr: the highest learning rate of the run, None to find it, or "running_max".
+        total_steps: the length of the run in updates, for rules that end with it.
 
     Returns:
         A handle; its `remove()` stops driving and gives the groups their own `weight_decay` back.
@@ -52,22 +57,29 @@ def drive_weight_decay(
         >>> optimizer.param_groups[0]["weight_decay"]
         0.25
     """
-    DECAY_RULES[decay]
+    if DECAY_RULES[decay].uses_gradient:
+        raise ValueError(f"decay={decay!r} follows the gradients, which {type(optimizer).__name__} keeps to itself")
+    length = validate_option("total_steps", total_steps)
+    if DECAY_RULES[decay].uses_length and length is None:
+        raise ValueError(f"decay={decay!r} ends with the run; pass total_steps=<updates of the whole run>")
     optimizer = unwrap_optimizer(optimizer)
     setting = validate_option("peak_lr", peak_lr)
     for group in optimizer.param_groups:
         _refuse_coupled(optimizer, group)
         _adopt_group(group, decay, setting)
-    return DecayDriver(optimizer, decay, setting)
+    return DecayDriver(optimizer, decay, setting, length)
 
 
 class DecayDriver:
     """Sets the `weight_decay` of an optimizer's groups before each of its steps."""
 
-    def __init__(self, optimizer: Optimizer, decay: str, peak_lr: float | str | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, decay: str, peak_lr: float | str | None, total_steps: int | None = None
+    ) -> None:
         self.optimizer = optimizer
         self.decay = decay
         self.peak_lr = peak_lr
+        self.total_steps = total_steps
         self._told = False
         self._before_load: list[dict[str, Any]] = []
         self._handles = (
@@ -107,10 +119,14 @@ class DecayDriver:
             if DECAY_RULES[self.decay].uses_peak and lam:
                 peak.check_lr(group, label)
                 self._tell_if_never_reached(group, label)
-            phi = float(decay_factor(self.decay, lam, eta, group["resolved_peak_lr"]))
+            step = group["step_count"] + 1
+            top, length = group["resolved_peak_lr"], self.total_steps
+            phi = float(decay_factor(self.decay, lam, eta, top, step=step, steps=length))
             if phi > 1:
                 raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
             group["weight_decay"] = phi / eta if eta else 0.0
+        for group in optimizer.param_groups:
+            group["step_count"] += 1
 
     def _tell_if_never_reached(self, group: dict[str, Any], label: str) -> None:
         message = peak.never_reached(group, label)
@@ -120,7 +136,7 @@ class DecayDriver:
 
 
 # What driving keeps in a group, beside its lambda.
-_KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr")
+_KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr", "step_count")
 
 
 def _adopt_group(group: dict[str, Any], decay: str, peak_lr: float | str | None) -> None:
@@ -131,6 +147,7 @@ def _adopt_group(group: dict[str, Any], decay: str, peak_lr: float | str | None)
     group.setdefault("resolved_peak_lr", None)
     group.setdefault("peak_record", None)
     group.setdefault("highest_lr", None)
+    group.setdefault("step_count", 0)
     group["decay"] = decay
 
 

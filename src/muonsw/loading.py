@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonsw import moments
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Group
 from muonsw.distributed.shards import put_like
@@ -20,6 +21,9 @@ from muonsw.state import dtype_of
 StateDict = dict[str, Any]
 
 # Keys of torch's groups that mean nothing here once they have been looked at.
+# What may be held in a tensor of the group that a graph knows.
+_KINDS = ("lr", "step_count", "gradient_average")
+
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
 
@@ -41,7 +45,8 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
                 f"{len(own['params'])}; build it with the same groups"
             )
         own_settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
-        fresh = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None}
+        fresh: Group = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None}
+        fresh |= {"step_count": 0, "gradient_average": None}
         adopted.append({**own_settings, **fresh, **_checked(translate(old))})
         _check_states(saved["state"], adopted[-1], own)
     return {**saved, "param_groups": adopted}
@@ -128,7 +133,7 @@ def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
                 f"needs {', '.join(missing)}; it was saved by another algorithm"
             )
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+            if isinstance(value, Tensor) and key != "radius" and value.dim() and value.shape != param.shape:
                 raise ValueError(
                     f"the saved {key} of {name} has shape {tuple(value.shape)}, but the parameter has "
                     f"{tuple(param.shape)}"
@@ -152,7 +157,7 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
 @contextlib.contextmanager
 def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Adopt a state after the user's hooks before loading, and restore dtypes before those after it."""
-    lrs = [group["lr"] for group in optimizer.param_groups]
+    before_load = [{key: group[key] for key in _KINDS} for group in optimizer.param_groups]
     loaded: list[StateDict] = []
 
     def before(_: torch.optim.Optimizer, saved: StateDict) -> StateDict:
@@ -161,8 +166,10 @@ def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     def after(_: torch.optim.Optimizer) -> None:
         restore_dtypes(loaded[0], optimizer)
-        for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-            group["lr"] = keep_kind(group["lr"], lr)
+        for group, own in zip(optimizer.param_groups, before_load, strict=True):
+            group["lr"] = keep_kind(group["lr"], own["lr"])
+            for key in ("step_count", "gradient_average"):
+                group[key] = moments.loaded(group[key], own[key])
 
     handles = (
         optimizer.register_load_state_dict_pre_hook(before),

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from muonsw import adopting, loading, peak
+from muonsw import adopting, loading, moments, norms, peak
 from muonsw.algorithms import ALGORITHMS, Budget, Item
 from muonsw.apply import Coefficients, Observer, apply_update
-from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw.decay import DECAY_RULES, decay_factor, decays
 from muonsw.distributed import Ranks, exchanged_updates, redistributed_updates
 from muonsw.nonfinite import POLICIES, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.notices import Notices
@@ -153,7 +153,11 @@ class ScaledDecayOptimizer(Optimizer):
         In the middle of a run, a group whose learning rate is the current one of another group gets its peak as well.
         """
         group = self._complete(dict(param_group))
-        peak.join_in_mid_run(group, self.param_groups, f"param group {len(self.param_groups)}")
+        label = f"param group {len(self.param_groups)}"
+        moments.require_length(group, label)
+        norms.refuse(group, label)
+        peak.join_in_mid_run(group, self.param_groups, label)
+        moments.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
         try:
             for name, param in zip(_names(group, len(self.param_groups) - 1), group["params"], strict=True):
@@ -246,9 +250,13 @@ class ScaledDecayOptimizer(Optimizer):
         if ok is False:
             self._notices.skip_on_host(items)
             self._last_was_skipped = True
+            moments.count_steps(self.param_groups)
             return
         flag = ok if isinstance(ok, Tensor) else None
-        coefficients = [self._coefficients(batch, flag) for batch in work]
+        averages = moments.averages(work, flag)
+        coefficients = [self._coefficients(batch, flag, averages.get(batch.number)) for batch in work]
+        moments.count_steps(self.param_groups)
+        moments.keep(averages.values())
         if agreed is not None:
             self._update_spread(work, coefficients)
             return
@@ -260,6 +268,8 @@ class ScaledDecayOptimizer(Optimizer):
         apply = apply_update if self._observer is None else self._observer.apply
         self._ranks.settle_owners(self.param_groups)
         met: list[tuple[Met, Coefficients]] = []
+        for batch in work:
+            norms.refuse_spread(batch.group, batch.items)
         for batch, factors in zip(work, coefficients, strict=True):
             here, meeting, other = self._ranks.sort(batch.group, batch.items)
             if here:
@@ -284,11 +294,18 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _step_group(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
         self._begin(group, items, coefficients)
-        budget = Budget(self._chunk_bytes(items[0].param.device), coefficients.ok, coefficients.on_host)
+        budget = self._budget(group, items, coefficients)
         apply = apply_update if self._observer is None else self._observer.apply
         for update in ALGORITHMS[group["algorithm"]].updates(group, items, budget):
-            apply(group, update, coefficients)
+            apply(group, norms.prepared(group, update), coefficients)
             del update  # its directions need not outlive it
+
+    def _budget(self, group: Group, items: list[Item], coefficients: Coefficients) -> Budget:
+        """How an algorithm may work; where a norm rule acts it cuts no weight and leaves the last word to the rule."""
+        chunk_bytes, plain = self._chunk_bytes(items[0].param.device), norms.acting(group) is not None
+        if plain and ALGORITHMS[group["algorithm"]].whole is None:
+            chunk_bytes = max(chunk_bytes, *(item.param.numel() * item.param.element_size() for item in items))
+        return Budget(chunk_bytes, coefficients.ok, coefficients.on_host, plain)
 
     def _begin(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
         """Create the state that is missing, let go of what other ranks keep, and count the step."""
@@ -332,6 +349,9 @@ class ScaledDecayOptimizer(Optimizer):
             if param is not None and param.requires_grad and not self._has(param):
                 self._notices.unfrozen(name)
         for number, group in enumerate(self.param_groups):
+            moments.require_length(group, self._label(number))
+            norms.refuse(group, self._label(number))
+            moments.place(group, self._label(number))
             if isinstance(group["lr"], Tensor):
                 self._prepare_tensor_lr(number, group)
             else:
@@ -359,12 +379,12 @@ class ScaledDecayOptimizer(Optimizer):
         elif _decay_needs_peak(group):
             peak.resolve_before_capture(group, self._label(number))
 
-    def _coefficients(self, batch: Batch, ok: Tensor | None) -> Coefficients:
+    def _coefficients(self, batch: Batch, ok: Tensor | None, average: moments.Average | None) -> Coefficients:
         """Learning rate and decay of a batch; with a tensor learning rate nothing is read back from the device."""
         group, device = batch.group, batch.device
         eta, lam, top = group["lr"], group["weight_decay"], peak.eta_max(group)
         eta, lam = (x.to(device, non_blocking=True).reshape(()) if isinstance(x, Tensor) else x for x in (eta, lam))
-        phi = decay_factor(group["decay"], lam, eta, top)
+        phi = _phi(group, lam, eta, top, moments.step_of(group, device), average.root if average else 0.0)
         if isinstance(phi, Tensor):
             needs_peak = isinstance(eta, Tensor) and _decay_needs_peak(group)
             self._notices.record_rate(batch.number, group, eta, phi, needs_peak)
@@ -451,7 +471,7 @@ class ScaledDecayOptimizer(Optimizer):
         batches = [(params, lr) for stepped, params, lr in self._last if stepped is group]
         moved = [] if self._last_was_skipped else [param for params, _ in batches for param in params]
         lr = float(batches[0][1] if batches else group["lr"])
-        top = peak.eta_max(group) if _decay_needs_peak(group) else None
+        top, norm = peak.eta_max(group) if _decay_needs_peak(group) else None, norms.acting(group)
         return GroupSummary(
             group=number,
             role=group["role"],
@@ -459,11 +479,20 @@ class ScaledDecayOptimizer(Optimizer):
             parameters=sum(param.numel() for param in moved),
             matrices=sum(ALGORITHMS[group["algorithm"]].matrices(group, param) for param in moved),
             lr=lr,
-            rule=group["decay"],
-            decay=float(decay_factor(group["decay"], float(group["weight_decay"]), lr, peak.eta_max(group))),
+            rule=group["decay"] if norm is None or norm.decays else "none",
+            norm=norms.FREE if norm is None else group["norm"],
+            decay=float(self._last_phi(group, lr)),
             peak_lr=top,
             highest_lr=group["highest_lr"],
         )
+
+    def _last_phi(self, group: Group, lr: float) -> float | Tensor:
+        """The decay of the last step, from what it has left in the group."""
+        average = group["gradient_average"]
+        known = isinstance(average, Tensor) and float(average[1]) > 0
+        root = float((average[0] / average[1]).sqrt()) if known else 0.0
+        count = max(1, int(group["step_count"]))
+        return _phi(group, float(group["weight_decay"]), lr, peak.eta_max(group), count, root)
 
     def gather_state(self) -> None:
         """Bring the momenta that other ranks keep (`momentum_on_owner`) to this one; every rank must call it.
@@ -579,5 +608,19 @@ def _capturing(tensor: Tensor) -> bool:
 
 
 def _decay_needs_peak(group: Group) -> bool:
-    lam = group["weight_decay"]
-    return DECAY_RULES[group["decay"]].uses_peak and (isinstance(lam, Tensor) or lam != 0)
+    return DECAY_RULES[group["decay"]].uses_peak and norms.uses_decay(group)
+
+
+def _phi(
+    group: Group,
+    lam: float | Tensor,
+    eta: float | Tensor,
+    top: float | None,
+    step: float | Tensor,
+    gradient: float | Tensor | None,
+) -> float | Tensor:
+    """The decay factor of a group; one without decay is not asked how long its run is."""
+    rule, norm = DECAY_RULES[group["decay"]], norms.acting(group)
+    if (norm is not None and not norm.decays) or ((rule.uses_length or rule.uses_gradient) and not decays(group)):
+        return 0.0
+    return decay_factor(group["decay"], lam, eta, top, step=step, steps=group["total_steps"], gradient=gradient)

@@ -16,6 +16,7 @@ from muonsw.algorithms.momentum import FORMS
 from muonsw.algorithms.muon import FLATTEN, STACK
 from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES
+from muonsw.norms import FREE, NORM_RULES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, dtype_name
@@ -31,7 +32,15 @@ class GroupOptions(TypedDict, total=False):
 
     Attributes:
         decay: the decay rule: "scaled" (lambda lr^2/peak, the default), "constant" (lambda lr), "squared"
-            (lambda lr^2), "independent" (lambda lr/peak) or "none".
+            (lambda lr^2), "independent" (lambda lr/peak), "fixed" (lambda), "cosine" (lambda lr, falling to nothing
+            at `total_steps`), "log_time" (lambda/t lr/peak), "gradient_norm" (lambda lr over the size of gradients) or
+            "none".
+        total_steps: updates of the whole run, for rules that end with it.
+        norm: what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its
+            target instead of zero) or "hyperball" (it stays, nothing decays, and `lr` is the size of an update over
+            that of the weight).
+        target_norm: the root mean square of the entries that a norm rule aims at; None is what each weight has at the
+            first step.
         cautious: decay only the entries that the update does not move outward.
         peak_lr: the highest learning rate of the run. None finds it from what the scheduler wrote into the group,
             or from `lr`; "running_max" takes the highest so far. A step above the peak is an error.
@@ -49,6 +58,9 @@ class GroupOptions(TypedDict, total=False):
     """
 
     decay: str
+    total_steps: int | None
+    norm: str
+    target_norm: float | None
     cautious: bool
     peak_lr: float | str | None
     peak: str
@@ -65,6 +77,9 @@ COMMON: Group = {
     "lr": 1e-3,
     "weight_decay": 0.1,
     "decay": "scaled",
+    "total_steps": None,
+    "norm": FREE,
+    "target_norm": None,
     "cautious": False,
     "peak_lr": None,
     "peak": "group",
@@ -78,7 +93,14 @@ COMMON: Group = {
 }
 
 # Kept by the optimizer itself in each group; not for the user to set, and saved with the rest.
-BOOKKEEPING: Group = {"resolved_peak_lr": None, "peak_record": None, "constructor_lr": None, "highest_lr": None}
+BOOKKEEPING: Group = {
+    "resolved_peak_lr": None,
+    "peak_record": None,
+    "constructor_lr": None,
+    "highest_lr": None,
+    "step_count": 0,
+    "gradient_average": None,
+}
 
 # How torch's optimizers are asked to compute; frameworks put these into every group. Equal shapes are always batched
 # here, so they are kept and change nothing.
@@ -252,6 +274,16 @@ def _split_sizes(value: Any) -> tuple[int, ...] | None:
     return tuple(_whole(1)(size) for size in value)
 
 
+def _total_steps(value: Any) -> int | None:
+    return None if value is None else int(_whole(1)(value))
+
+
+def _target_norm(value: Any) -> float | None:
+    if value == 0:
+        raise ValueError("a norm of zero is what decay aims at; leave norm='free'")
+    return None if value is None else float(_number(0.0)(value))
+
+
 def _heads(value: Any) -> int | None:
     return None if value is None else int(_whole(1)(value))
 
@@ -267,6 +299,9 @@ CHECKS: dict[str, Check] = {
     "lr": _number_or_tensor,
     "weight_decay": _number_or_tensor,
     "decay": _known(DECAY_RULES),
+    "total_steps": _total_steps,
+    "norm": _known(NORM_RULES),
+    "target_norm": _target_norm,
     "cautious": _flag,
     "peak_lr": _peak_lr,
     "peak": _one_of("group", "base"),

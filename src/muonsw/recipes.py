@@ -15,6 +15,8 @@ IDLE = 0.3
 FORGOTTEN = 0.05
 # Decay should be slow against momentum (beta 0.95): a fifth of 1 - beta for each step.
 FASTEST = 0.2 * (1 - 0.95)
+# Rules for another batch are extrapolations: beyond this factor the rate should be tuned again.
+FURTHEST = 8.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Recipe:
         decayed: the share of a weight that decay alone takes over the run.
         adamw: options of what stays with AdamW.
         reasons: one sentence for each decision.
+        steps: updates of the run.
+        warmup_steps: updates of its warmup.
+        batch: what an update sees, in the units of the recipe that was given; None if it did not say.
     """
 
     lr: float
@@ -36,6 +41,9 @@ class Recipe:
     decayed: float
     adamw: dict[str, Any]
     reasons: tuple[str, ...]
+    steps: int
+    warmup_steps: int = 0
+    batch: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,17 +61,21 @@ def recipe(
     weight_decay: float,
     steps: int,
     *,
+    batch: int | None = None,
+    new_batch: int | None = None,
     warmup_steps: int = 0,
     final_fraction: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
     finetuning: bool = False,
 ) -> Recipe:
-    """Turn an AdamW recipe into a Muon-SW one for the same model, data, batch and schedule.
+    """Turn an AdamW recipe into a Muon-SW one for the same model, data and schedule.
 
     Args:
         lr: AdamW's peak learning rate.
         weight_decay: AdamW's lambda, as torch means it.
         steps: updates of the run.
+        batch: what an update of the recipe sees, in tokens or samples.
+        new_batch: what an update shall see instead, over the same data in all; None keeps the batch.
         warmup_steps: updates of linear warmup.
         final_fraction: where the cosine ends, as a fraction of the peak.
         betas: AdamW's, for the parameters that stay with it.
@@ -75,24 +87,61 @@ def recipe(
         (0.003, 0.1, 0.136)
         >>> round(recipe(lr=1e-4, weight_decay=0.1, steps=50_000, finetuning=True).decayed, 3)
         0.05
+        >>> four = recipe(lr=3e-3, weight_decay=0.1, steps=10_000, batch=2**18, new_batch=2**20)
+        >>> four.lr, four.weight_decay, four.steps
+        (0.006, 0.2, 2500)
     """
     _check(lr, weight_decay, steps)
+    factor = _batch_factor(batch, new_batch)
+    lr, weight_decay = lr * math.sqrt(factor), weight_decay * math.sqrt(factor)
+    steps, warmup_steps = max(1, round(steps / factor)), round(warmup_steps / factor)
     settings: dict[str, Any] = {"warmup_steps": warmup_steps, "final_fraction": final_fraction}
     rates = [lr * warmup_cosine(step, total_steps=steps, **settings) for step in range(steps)]
     per_lambda = sum(float(decay_factor("scaled", 1.0, rate, lr)) for rate in rates)
     equal_total = convert_weight_decay(weight_decay, "constant", "scaled", lr, schedule=rates)
     lam, why = _decay(lr, weight_decay, per_lambda, finetuning)
     reasons = (
+        *_of_the_batch(lr, weight_decay, steps, batch, factor),
         f"lr stays {lr:g}: the shape scale gives Muon's updates the RMS that AdamW's typically have, 0.2 lr, so the "
         f"rate carries over; Muon often stands a higher one, so try twice and four times it",
         *why,
         f"lambda {equal_total:.3g} would take as much over the whole run as constant decay with {weight_decay:g} did; "
         f"the best lambda of each rule is found by trying, not by a rule",
         "embeddings, heads, norms and biases stay with AdamW at the same rate and its betas, without decay",
-        "batch and steps stay: nothing here was measured for a change of either",
     )
     decayed = 1 - math.exp(-lam * per_lambda)
-    return Recipe(lr, lam, equal_total, decayed, {"lr": lr, "betas": tuple(betas)}, reasons)
+    adamw = {"lr": lr, "betas": tuple(betas)}
+    return Recipe(lr, lam, equal_total, decayed, adamw, reasons, steps, warmup_steps, new_batch or batch)
+
+
+def _batch_factor(batch: Any, new_batch: Any) -> float:
+    """By how much the batch grows."""
+    for name, value in (("batch", batch), ("new_batch", new_batch)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}: must be a whole number of at least 1, in tokens or samples")
+    if new_batch is None:
+        return 1.0
+    if batch is None:
+        raise ValueError("new_batch needs batch=...: what an update of the AdamW recipe saw, in the same units")
+    return float(new_batch / batch)
+
+
+def _of_the_batch(lr: float, weight_decay: float, steps: int, batch: int | None, factor: float) -> list[str]:
+    """What became of batch and steps; AdamW's recipe is carried over to another batch first."""
+    if factor == 1.0:
+        seen = "" if batch is None else f" at {batch:,} an update, {batch * steps:,} in all"
+        return [
+            f"batch and steps stay{seen}: the noise in a gradient is the same, and so is what momentum averages away"
+        ]
+    said = [
+        f"{factor:g} times the batch and {steps:,} steps see the same data. AdamW's recipe for it is lr {lr:.3g} and "
+        f"lambda {weight_decay:.3g} first: both times the square root of {factor:g}, the rate because updates of a "
+        f"fixed size average less noise, lambda so that decay takes as much over the run",
+        "that rule is AdamW's; how far it holds for Muon, which is said to stand larger batches, was not measured here",
+    ]
+    if not 1 / FURTHEST <= factor <= FURTHEST:
+        said.append(f"{factor:g} times is further than such rules are trusted: tune the rate again")
+    return said
 
 
 def _decay(lr: float, weight_decay: float, per_lambda: float, finetuning: bool) -> tuple[float, list[str]]:

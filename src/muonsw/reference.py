@@ -1,10 +1,11 @@
-"""Slow float64 optimizers that follow the paper line by line, one matrix at a time.
+"""Slow float64 optimizers that follow the paper line by line, one matrix at a time, and other rules beside its own.
 
 The fast path is tested against these. They share no code with it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,11 +34,27 @@ def ns5(M: Tensor) -> Tensor:
 
 @dataclass
 class Decay:
-    """The fraction phi_t of each rule, as the paper writes it."""
+    """The fraction phi_t of each rule, as the paper writes it, and what becomes of the norm.
+
+    `T` is the length of the run, `R` the norm of the weight that a norm rule keeps or aims at, by default the first.
+    """
 
     rule: str = "scaled"
     lam: float = 0.1
     eta_max: float = 1.0
+    T: int = 1
+    norm: str = "free"
+    R: float | None = None
+    beta2: float = 0.95
+    t: int = field(default=0, init=False)
+    v: float = field(default=0.0, init=False)
+
+    def observe(self, W: Tensor, G: Tensor) -> None:
+        """Begin a step: count it, average the squared gradient, and remember the first norm."""
+        self.t += 1
+        self.v = self.beta2 * self.v + (1 - self.beta2) * float((G**2).mean())
+        if self.R is None:
+            self.R = math.sqrt((W**2).sum())
 
     def phi(self, eta: float) -> float:
         """The fraction of the weight taken away at learning rate `eta`."""
@@ -50,6 +67,15 @@ class Decay:
                 return self.lam * eta**2
             case "independent":
                 return self.lam * eta / self.eta_max
+            case "fixed":
+                return self.lam
+            case "cosine":
+                return self.lam * eta * (1 + math.cos(math.pi * (self.t - 1) / self.T)) / 2
+            case "log_time":
+                return self.lam / self.t * eta / self.eta_max
+            case "gradient_norm":
+                v_hat = self.v / (1 - self.beta2**self.t)
+                return self.lam * eta / math.sqrt(v_hat)
             case "none":
                 return 0.0
         raise ValueError(f"unknown decay rule {self.rule!r}")
@@ -58,6 +84,16 @@ class Decay:
         """(1 - phi) W; cautious decay spares entries that the step moves away from zero."""
         mask = (W * direction >= 0).double() if cautious else torch.ones_like(W)
         return W - self.phi(eta) * mask * W
+
+    def move(self, W: Tensor, U: Tensor, eta: float, eta_hat: float, cautious: bool) -> Tensor:
+        """The next weight from this one and a direction, at the learning rate before and after the shape scale."""
+        R = self.R or 0.0
+        if self.norm == "target":
+            return W - self.phi(eta) * (1 - R / math.sqrt((W**2).sum())) * W - eta_hat * U
+        if self.norm == "hyperball":
+            V = W - eta * R * U / math.sqrt((U**2).sum())
+            return R * V / math.sqrt((V**2).sum())
+        return self.shrink(W, U, eta, cautious) - eta_hat * U
 
 
 @dataclass
@@ -91,7 +127,8 @@ class ReferenceMuonSW:
         O = self.orthogonalize(ahead)  # noqa: E741
         m, n = reversed(self.W.shape) if self.in_out else self.W.shape
         eta_hat = eta * self.stretch(m, n)
-        self.W = self.decay.shrink(self.W, O, eta, self.cautious) - eta_hat * O
+        self.decay.observe(self.W, G)
+        self.W = self.decay.move(self.W, O, eta, eta_hat, self.cautious)
 
 
 @dataclass
@@ -122,7 +159,8 @@ class ReferenceAdamWSW:
         m_hat = self.m / (1 - b1**self.t)
         v_hat = self.v / (1 - b2**self.t)
         U = m_hat / (v_hat.sqrt() + self.eps)
-        self.W = self.decay.shrink(self.W, U, eta, self.cautious) - eta * U
+        self.decay.observe(self.W, G)
+        self.W = self.decay.move(self.W, U, eta, eta, self.cautious)
 
 
 @dataclass
@@ -147,4 +185,5 @@ class ReferenceSGDSW:
         gain = 1.0 if self.heavy_ball else 1 - self.beta
         self.M = self.beta * self.M + gain * G
         U = gain * G + self.beta * self.M if self.nesterov else self.M
-        self.W = self.decay.shrink(self.W, U, eta, self.cautious) - eta * U
+        self.decay.observe(self.W, G)
+        self.W = self.decay.move(self.W, U, eta, eta, self.cautious)

@@ -1,6 +1,7 @@
 """The state of a parameter: which tensors it has, in which dtype, and how they begin.
 
 Keys are torch's own (`momentum_buffer`, `exp_avg`, `exp_avg_sq`, `step`), so that states of torch's optimizers load.
+Honest rounding adds `compensation`, a norm rule `radius`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from muonsw import norms
 from muonsw.algorithms import ALGORITHMS, Item
 from muonsw.algorithms.base import Group
 from muonsw.precision import LOW_PRECISION, state_dtype
@@ -21,13 +23,15 @@ _ROUNDING_KEYS = {"stochastic": ("step",), "kahan": ("compensation",), "nearest"
 def state_keys(group: Group, param: Tensor) -> tuple[str, ...]:
     """Every key that a parameter's state has once it has been stepped."""
     rounding = _ROUNDING_KEYS[group["rounding"]] if param.dtype in LOW_PRECISION else ()
-    return (*ALGORITHMS[group["algorithm"]].state_keys(group), *rounding)
+    return (*ALGORITHMS[group["algorithm"]].state_keys(group), *rounding, *norms.state_keys(group))
 
 
 def dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
     """The dtype in which a tensor of the state is kept."""
     if key == "step":
         return torch.float32
+    if key == "radius":
+        return norms.wide_dtype(param)
     return param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
 
 
@@ -40,10 +44,13 @@ def ensure_state(group: Group, items: Iterable[Item], leave_out: tuple[str, ...]
             keys[dtype] = state_keys(group, item.param)
         for key in keys[dtype]:
             if key not in item.state and key not in leave_out:
-                item.state[key] = _fresh(key, group, item.param)
+                item.state[key] = _fresh(key, group, item)
 
 
-def _fresh(key: str, group: Group, param: Tensor) -> Tensor:
+def _fresh(key: str, group: Group, item: Item) -> Tensor:
+    param = item.param
+    if key == "radius":
+        return norms.initial_radius(group, item.name, param)
     dtype = dtype_of(key, group, param)
     if key == "step":
         return torch.zeros((), dtype=dtype, device=param.device)

@@ -20,6 +20,7 @@ class GroupSummary:
         matrices: how many matrices it orthogonalized.
         lr: the learning rate of the step.
         rule: the decay rule.
+        norm: the norm rule, "free" where decay acts as it is.
         decay: phi, the fraction of each weight that the step took away.
         peak_lr: the peak that the decay was divided by, None where the rule needs none or it is not known yet.
         highest_lr: the highest learning rate so far.
@@ -32,6 +33,7 @@ class GroupSummary:
     matrices: int
     lr: float
     rule: str
+    norm: str
     decay: float
     peak_lr: float | None
     highest_lr: float | None
@@ -82,7 +84,7 @@ class Summary:
                 f"{g.parameters:,}",
                 str(g.matrices),
                 f"{g.lr:.4g}",
-                g.rule,
+                g.rule if g.norm == "free" else g.norm if g.rule == "none" else f"{g.rule}, {g.norm}",
                 f"{g.decay:.4g}",
                 "-" if g.peak_lr is None else f"{g.peak_lr:.4g}",
             )

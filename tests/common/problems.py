@@ -8,6 +8,34 @@ from muonsw import SGDSW, AdamWSW, MuonSW
 OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
 
 
+# What some decay rules must be told besides lambda, for runs of at most a thousand steps.
+RULE_OPTIONS = {"cosine": {"total_steps": 1000}}
+
+
+def phi_of(rule, lam, lr, peak, step, mean_squares):
+    """The decay of one step by its formula; `mean_squares` are those of the gradients so far, beta2 is 0.95."""
+    import math
+
+    average = sum(0.05 * 0.95**age * square for age, square in enumerate(reversed(mean_squares)))
+    root = (average / (1 - 0.95 ** len(mean_squares))) ** 0.5
+    return {
+        "constant": lam * lr,
+        "scaled": lam * lr**2 / peak,
+        "squared": lam * lr**2,
+        "independent": lam * lr / peak,
+        "fixed": lam,
+        "cosine": lam * lr * (1 + math.cos(math.pi * (step - 1) / 1000)) / 2,
+        "log_time": lam / step * lr / peak,
+        "gradient_norm": lam * lr / root,
+        "none": 0.0,
+    }[rule]
+
+
+def mean_square(params):
+    """The mean squared gradient over all entries of all parameters."""
+    return sum(float(p.grad.double().square().sum()) for p in params) / sum(p.numel() for p in params)
+
+
 def matrices(*shapes, dtype=torch.float32, seed=0):
     """Parameters of the given shapes with entries of size 0.1."""
     generator = torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonsw import DECAY_RULES, MuonSW
 from muonsw.distributed.agreement import Agreed
+from tests.common.problems import RULE_OPTIONS
 from tests.distributed.problems import (
     GROUPS,
     PEAK,
@@ -58,7 +59,7 @@ def test_a_mesh_of_two_axes_gives_the_same_steps(pool, axes):
 
 
 OPTIONS = {
-    **{f"decay={rule}": {"decay": rule} for rule in DECAY_RULES},
+    **{f"decay={rule}": {"decay": rule, **RULE_OPTIONS.get(rule, {})} for rule in DECAY_RULES},
     "cautious": {"cautious": True},
     "plain momentum": {"nesterov": False},
     "heavy ball": {"momentum_form": "heavy_ball"},
@@ -88,6 +89,22 @@ def test_every_option_means_the_same_on_three_ranks(pool):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_means_the_same_everywhere(pool, options, axis, ranks):
     assert max(pool.run(sharded, [ranks], [axis], **options)) < CLOSE
+
+
+def with_a_norm_rule():
+    mesh = mesh_of(3)
+    if mesh is None:
+        return "refused"
+    optimizer = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, norm="hyperball")
+    try:
+        take_step(optimizer, 0, give_spread)
+    except ValueError as error:
+        return "refused" if "needs whole weights on every rank" in str(error) else str(error)
+    return "taken"
+
+
+def test_a_norm_rule_is_refused_on_every_rank(pool):
+    assert set(pool.run(with_a_norm_rule)) == {"refused"}
 
 
 def test_parameters_without_gradients_stay_where_they_are(pool):

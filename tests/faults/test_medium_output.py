@@ -11,8 +11,8 @@ from rich.console import Console
 
 from muonsw.lab.cli import main
 from muonsw.lab.data.shards import RECORD
-from muonsw.lab.diagnose.diagnosis import diagnose
-from muonsw.lab.diagnose.terminal import print_diagnosis
+from muonsw.lab.diagnose.diagnosis import diagnose, print_diagnosis
+from muonsw.lab.errors import USAGE
 from muonsw.lab.runs import load_run
 from muonsw.lab.train import __main__ as entry
 from muonsw.lab.train.loop import train
@@ -115,4 +115,16 @@ def test_no_command_passes_control_characters_on(hostile_run, tmp_path, monkeypa
     main(words)
     printed = "".join(capsys.readouterr())
     assert "52;c;" in printed, "the test shows nothing if the name is not printed"
+    assert not any(character in printed for character in "\x1b\x07\x9d")
+
+
+@pytest.mark.parametrize(
+    "words", [(CLIPBOARD,), ("data", CLIPBOARD), ("train", f"--{CLIPBOARD}"), ("compare", "--seeds", CLIPBOARD)]
+)
+def test_a_usage_error_repeats_no_control_characters(capsys, words):
+    with pytest.raises(SystemExit) as stopped:
+        main(list(words))
+    printed = "".join(capsys.readouterr())
+    assert stopped.value.code == USAGE
+    assert "52;c;" in printed, "the test shows nothing if the word is not printed"
     assert not any(character in printed for character in "\x1b\x07\x9d")

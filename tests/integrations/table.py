@@ -9,16 +9,33 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "frameworks.md"
 BETWEEN = re.compile(r"(?<=<!-- works -->\n).*?(?=<!-- end -->)", re.DOTALL)
-FRAMEWORKS = ("Trainer", "Accelerate", "Lightning", "timm", "PEFT LoRA", "TRL SFTTrainer")
+FRAMEWORKS = (
+    "Trainer",
+    "Accelerate",
+    "Lightning",
+    "timm",
+    "PEFT LoRA",
+    "TRL SFTTrainer",
+    "torchtitan",
+    "DeepSpeed stage 0",
+)
 CAPABILITIES = (
     "one process",
     "two processes (DDP)",
+    "FSDP2",
+    "torch.compile",
     "resume",
     "bf16",
     "accumulation",
     "clipping",
     "telemetry",
 )
+# Why a test cannot show it here.
+REASONS = {
+    ("timm", "FSDP2"): "not in timm",
+    ("torchtitan", "torch.compile"): "needs Triton",
+    ("DeepSpeed stage 0", "FSDP2"): "has ZeRO instead",
+}
 
 
 class Results:
@@ -38,7 +55,10 @@ class Results:
         assert not unknown, f"not in the table: {unknown}"
         rows = ["| | " + " | ".join(CAPABILITIES) + " |", "| --- |" + " --- |" * len(CAPABILITIES)]
         for framework in FRAMEWORKS:
-            cells = ("tested" if self.passed.get((framework, what)) else "" for what in CAPABILITIES)
+            cells = (
+                "tested" if self.passed.get((framework, what)) else REASONS.get((framework, what), "")
+                for what in CAPABILITIES
+            )
             rows.append(f"| {framework} | " + " | ".join(cells) + " |")
         return "\n" + "\n".join(rows) + "\n\n"
 

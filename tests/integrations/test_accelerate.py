@@ -45,10 +45,8 @@ def accelerator():
     return Accelerator(cpu=True)
 
 
-@pytest.mark.works("Accelerate", "one process")
-def test_prepared_steps_are_those_of_a_plain_loop(accelerator):
-    run = Run(accelerator)
-    prepared = run.go(0, STEPS)
+def by_hand():
+    """The same steps in a plain loop."""
     set_seed(0)
     model = MODELS["llama"]()
     optimizer = MuonSW.for_model(model, lr=LR, weight_decay=0.1)
@@ -58,8 +56,15 @@ def test_prepared_steps_are_those_of_a_plain_loop(accelerator):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    for name, param in model.named_parameters():
-        assert torch.equal(param.detach(), prepared[name]), name
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.works("Accelerate", "one process")
+def test_prepared_steps_are_those_of_a_plain_loop(accelerator):
+    run = Run(accelerator)
+    prepared = run.go(0, STEPS)
+    for name, value in by_hand().items():
+        assert torch.equal(value, prepared[name]), name
     assert {group["resolved_peak_lr"] for group in run.plain.param_groups} == {LR}
 
 
@@ -92,6 +97,24 @@ def test_one_cycle_is_found_without_being_handed_over(accelerator):
     run = Run(accelerator, scheduler=lambda o: OneCycleLR(o, 0.03, STEPS + 1, cycle_momentum=False))
     run.go(0, STEPS)
     assert {group["resolved_peak_lr"] for group in run.plain.param_groups} == {0.03}
+
+
+@pytest.mark.works("Accelerate", "torch.compile")
+def test_a_compiled_model_trains_as_the_plain_one_and_its_state_goes_on(tmp_path):
+    """`prepare` compiles after the optimizer was built; the backend traces and generates no code."""
+    compiled = Accelerator(cpu=True, dynamo_backend="aot_eager")
+    run = Run(compiled)
+    assert isinstance(run.model, torch._dynamo.OptimizedModule)
+    run.go(0, 3)
+    compiled.save_state(str(tmp_path))
+    found = run.go(3, STEPS)
+    for name, value in by_hand().items():
+        torch.testing.assert_close(found[f"_orig_mod.{name}"], value, rtol=1e-3, atol=1e-5)
+    other = Accelerator(cpu=True, dynamo_backend="aot_eager")
+    resumed = Run(other)
+    other.load_state(str(tmp_path))
+    for name, value in resumed.go(3, STEPS).items():
+        assert torch.equal(value, found[name]), name
 
 
 @pytest.mark.works("Accelerate", "telemetry")

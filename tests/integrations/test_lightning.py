@@ -51,7 +51,7 @@ def batches():
 
 def fit(folder, module=None, *, ckpt_path=None, callbacks=(), **options):
     torch.manual_seed(0)
-    module = module or Regression()
+    module = Regression() if module is None else module
     defaults = {
         "max_steps": STEPS,
         "accelerator": "cpu",
@@ -112,6 +112,28 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, scheduler)
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
     assert {group["resolved_peak_lr"] for group in trainer.optimizers[0].param_groups} == {LR}
+
+
+@pytest.mark.works("Lightning", "torch.compile")
+def test_a_compiled_network_trains_and_resumes_as_the_plain_one(tmp_path):
+    """The network inside is compiled: the `log` of a whole module does not trace. The backend generates no code."""
+
+    def compiled():
+        torch.manual_seed(0)
+        module = Regression()
+        for part in ("embed", "hidden", "norm", "head"):
+            setattr(module, part, torch.compile(getattr(module, part), backend="aot_eager"))
+        return module
+
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    _, whole = fit(tmp_path, compiled(), callbacks=[saver])
+    _, plain = fit(tmp_path)
+    for name, value in weights(plain).items():
+        traced = weights(whole)[name.replace(".", "._orig_mod.")]
+        torch.testing.assert_close(traced, value, rtol=1e-5, atol=1e-6)
+    _, resumed = fit(tmp_path, compiled(), ckpt_path=str(next(tmp_path.glob("step=4*.ckpt"))))
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(resumed)[name]), name
 
 
 @pytest.mark.works("Lightning", "bf16")

@@ -1,5 +1,6 @@
 """Hugging Face's Trainer, for real: tiny models, every setting that touches the optimizer."""
 
+import json
 import logging
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine
 
 from muonsw import AdamWSW, MuonSW
 from muonsw.integrations.transformers import ModelFactory, TelemetryCallback, for_model
-from muonsw.telemetry import MlflowSink
+from muonsw.telemetry import MlflowSink, WandbSink
 from tests.integrations.models import MODELS, Tokens
 
 STEPS = 6
@@ -141,6 +142,22 @@ def test_under_bf16_autocast_weights_and_state_stay_float32(tmp_path):
     assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
     assert optimizer.skipped_steps == 0
     assert {group["highest_lr"] for group in optimizer.param_groups} == {LR}
+
+
+@pytest.mark.works("Trainer", "torch.compile")
+def test_a_compiled_model_is_routed_trained_and_resumed_as_the_plain_one(tmp_path):
+    """The backend traces the model and generates no code, which is what names and parameters depend on."""
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    whole = trainer_of(tmp_path / "whole", save_strategy="steps", save_steps=4, **compiled)
+    whole.train()
+    plain = trainer_of(tmp_path / "plain")
+    plain.train()
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(whole)[name], value, rtol=1e-3, atol=1e-5)
+    assert whole.optimizer.optimizer.routing() == plain.optimizer.optimizer.routing()
+    resumed = trainer_of(tmp_path / "resumed", **compiled)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert_same(weights(whole), weights(resumed))
 
 
 @pytest.mark.works("Trainer", "resume")
@@ -295,6 +312,49 @@ def test_mlflow_keeps_telemetry(tmp_path, monkeypatch):
         trainer.train()
     kept = mlflow.MlflowClient().get_metric_history(run.info.run_id, "telemetry/roles/hidden/weight_rms")
     assert [metric.step for metric in kept] == [1, 2, 4, 6]
+
+
+def offline_records(path):
+    """The records of a W&B run that was kept offline: a LevelDB log of protocol buffers, in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, whole, header, block = path.read_bytes(), 7, b"", 7, 32 * 1024
+    while place + header <= len(data):
+        if block - place % block < header:
+            place += block - place % block
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + header : place + header + size]
+        place += header + size
+        if kind in (1, 4):  # whole, or the last part of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def offline_history(folder):
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    for record in offline_records(path):
+        if record.WhichOneof("record_type") == "history":
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def test_wandb_keeps_telemetry_offline(tmp_path):
+    """Both ways: a sink with whole records, and the Trainer's own reporting."""
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(project="test", dir=tmp_path, mode="offline", settings=wandb.Settings(silent=True)) as run:
+        trainer = trainer_of(tmp_path, report_to=["wandb"])
+        callback = TelemetryCallback(trainer, every=2, sink=WandbSink(run))
+        trainer.add_callback(callback)
+        trainer.train()
+    kept = list(offline_history(tmp_path))
+    by_sink = {row["telemetry/step"]: row for row in kept if "telemetry/roles/hidden/weight_rms" in row}
+    assert list(by_sink) == [1, 2, 4, 6]
+    for record in callback.telemetry.records:
+        found = by_sink[record["step"]]["telemetry/roles/hidden/weight_rms"]
+        assert found == pytest.approx(record["roles"]["hidden"]["weight_rms"])
+    reported = [row for row in kept if "train/telemetry/hidden/weight_rms" in row]
+    assert [row["train/global_step"] for row in reported] == [1, 2, 4, 6]
 
 
 def test_tensorboard_shows_telemetry(tmp_path, monkeypatch):

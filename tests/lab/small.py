@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from muonsw.lab.studies.theory.fixed_rate import FIXED_RATE
-from muonsw.lab.studies.theory.matrix import MATRIX, MATRIX_FIGURE
+from muonsw.lab.studies.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE
 from muonsw.lab.studies.theory.muon import DETERMINISTIC, MUON
 from muonsw.lab.studies.theory.scalar import SCALAR, SCALAR_FIGURE
 from muonsw.lab.studies.theory.sgd import NONCONVEX, STRONGLY_CONVEX

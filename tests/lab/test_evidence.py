@@ -1,21 +1,100 @@
-"""The page of evidence says what the records say."""
+"""The page of evidence says what the records say, and the runs that it rests on can be made."""
 
 import json
 import math
 import runpy
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from muonsw.lab.studies.training.best_rules import candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import carried_regret, judge_losses, octaves_within, regrets
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_is_what_the_records_give():
-    script = runpy.run_path(str(ROOT / "bench" / "evidence.py"))
-    records = [json.loads(line) for line in script["RECORDS"].read_text().splitlines()]
-    assert script["page"](records, script["complete"](records)) == script["PAGE"].read_text()
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(ROOT / "bench"))
+    yield runpy.run_path(str(ROOT / "bench" / "evidence.py"))
+    sys.path.remove(str(ROOT / "bench"))
+
+
+def made(script, planned, loss, norm=0.2):
+    """A record of a run as `gather` writes it."""
+    sampled = ["step", "weight_rms", "update_rms", "decay", "alignment_update", "alignment_gradient"]
+    sampled += ["alignment_momentum", "defect", "lr"]
+    samples = [[100 * t, norm, 0.002, 1e-4, -0.002 * t, 0.01, -0.1, 0.9, 0.001 * t] for t in range(1, 40)]
+    results = {"final_loss": loss, "end_norm": norm, "epochs": 1.0, "seconds": 10.0}
+    return {**script["settings"](planned.config), **results, "sampled": sampled, "samples": samples}
+
+
+def test_the_page_is_what_the_records_give(script):
+    evidence = script["load"]()
+    assert script["page"](evidence) == script["PAGE"].read_text(encoding="utf-8")
+    assert script["measured"](evidence) == json.loads(script["MEASURED"].read_text(encoding="utf-8"))
+
+
+def test_every_record_is_a_planned_run(script):
+    """So that no number on the page comes from settings that nobody can look up."""
+    planned = {
+        script["identity"](script["settings"](run.config)) for g in script["GROUPS"].values() for run in g.runs()
+    }
+    assert set(script["load"]().records) <= planned
+
+
+def test_the_page_grows_with_the_records(script):
+    """Every section shows its runs once they are there, and nothing is missing once all are."""
+    groups = script["GROUPS"]
+    records = []
+    for group in groups.values():
+        for run in group.runs():
+            lam = run.config.optimizer.weight_decay or 0.01
+            records.append(made(script, run, 3.0 + 0.05 * math.log2(lam / 0.1) ** 2 + 0.01 * run.config.seed))
+    page = script["page"](script["Evidence"](records))
+    assert "Not measured yet" not in page
+    assert "So far:" not in page
+    assert "All planned runs were made." in page
+    assert "hyperball" in page
+    assert "3 at 6,400 updates" in page
+    few = script["page"](script["Evidence"]([r for r in records if r["steps"] < 3_000 and r["norm"] == "free"]))
+    assert "Not measured yet: 0 of 2 runs of `dynamics` were made." in few
+    assert "6,400 updates |" not in few
+
+
+def test_a_run_that_diverged_is_shown_as_such(script):
+    evidence = script["load"]()
+    run = script["GROUPS"]["hard"].runs()[0]
+    evidence.records[script["identity"](script["settings"](run.config))] = made(script, run, None)
+    assert "| inf |" in script["page"](evidence)
+
+
+def test_groups_have_no_run_twice_and_fit_the_machine(script):
+    for name, group in script["GROUPS"].items():
+        runs = group.runs()
+        keys = [script["identity"](script["settings"](run.config)) for run in runs]
+        assert len(set(keys)) == len(keys), name
+        assert group.file.endswith("-mini.jsonl")
+
+
+def test_the_clock_begins_no_run_that_would_end_late(script):
+    gather = runpy.run_path(str(ROOT / "bench" / "gather.py"))
+    run = script["GROUPS"]["rules"].runs()[0].config
+    clock = gather["Clock"](start=gather["time"].perf_counter(), seconds=100.0, workers=1)
+    clock.learn(run, 50.0)
+    clock.learn(run, 80.0)  # the quickest counts: the first run of a process compiles
+    assert clock.allows(run)
+    assert not clock.allows(replace(run, steps=3 * run.steps))
+
+
+def test_the_vertex_of_a_parabola_is_found(script):
+    losses = {lam: 2.0 + 0.01 * math.log2(lam / 0.13) ** 2 for lam in (0.025, 0.05, 0.1, 0.2, 0.4)}
+    assert script["vertex"](losses) == pytest.approx(0.13)
+    assert script["vertex"]({0.1: 1.0, 0.2: 2.0}) == 0.1
+    low, high = script["good_range"]({0.05: 2.04, 0.1: 2.0, 0.2: 2.02, 0.4: 3.0})
+    assert (low, high) == (pytest.approx(0.1 * 2**-0.25), pytest.approx(0.1 * 2**0.5))
 
 
 def parabola(best, curvature, floor=2.0):
@@ -42,3 +121,27 @@ def test_claims_tell_a_rule_that_forgives_from_one_that_does_not():
     assert all(claim.holds for claim in claims.values())
     swapped = {"constant": losses["scaled"], "scaled": losses["constant"]}
     assert not any(claim.holds for claim in judge_losses(swapped, ["400 updates", "1600 updates"]))
+
+
+def test_claims_tell_a_rule_that_is_as_good_from_one_that_is_not():
+    found = {"constant": [[3.0, 3.1], [3.2, 3.3]], "same": [[3.5, 3.6], [3.0, 3.1]], "worse": [[3.1, 3.2]]}
+    claims = {claim.id: claim for claim in judge_strengths(found)}
+    assert claims["same-is-as-good"].holds
+    assert claims["worse-is-as-good"].fails
+
+
+def test_rules_have_three_strengths_around_what_corresponds(script):
+    """Fixed and log-time decay take at their middle strength what constant decay takes in all."""
+    run = rules_run(script["MINI"])
+    found = candidates(run)
+    assert {rule: len(arms) for rule, arms in found.items() if len(arms) != 3} == {"none": 1}
+    decay_factors = script["decay_factors"]
+    multiple = script["schedule_multiple"](run)
+    rates = [run.optimizer.lr * multiple(step) for step in range(run.steps)]
+    totals = [
+        math.fsum(decay_factors(rule, found[rule][1].optimizer.weight_decay, rates, run.optimizer.lr))
+        for rule in ("constant", "fixed", "log_time")
+    ]
+    assert totals == [pytest.approx(totals[0], rel=0.01)] * 3
+    assert found["adamc"][0].optimizer.unnormalized == "constant"
+    assert {arm.optimizer.adam_lr for arm in found["hyperball"]} == {run.optimizer.lr}

@@ -19,6 +19,7 @@ LADDER = (
     "data",
     "model",
     "train",
+    "bench",
     "scaling",
     "plan",
     "runs",

@@ -132,7 +132,7 @@ def test_activations_are_about_what_autograd_keeps(width, ff, top_k, monkeypatch
 
 
 def grouped_experts(rows, gate_up, down, ends):
-    return moe.grouped_linear(moe._gated(moe.grouped_linear(rows, gate_up, ends)), down, ends)
+    return moe.grouped_linear(moe.gated(moe.grouped_linear(rows, gate_up, ends)), down, ends)
 
 
 def saved_bytes(model, sequences):

@@ -8,7 +8,7 @@ from rich.console import Console
 from muonsw.lab import progress
 from muonsw.lab.progress import View, showing
 
-NUMBERS = {"update": "12,345/110,000", "loss": "5.2345", "validation": "5.3456", "weight_RMS": "0.1234"}
+NUMBERS = {"update": "12,345/110,000", "loss": "5.2345", "validation": "5.3456", "weight RMS": "0.1234"}
 
 
 def drawn(view, width):
@@ -18,9 +18,9 @@ def drawn(view, width):
 
 
 def view_of(*names):
-    view = View(Console(file=StringIO()), {name: progress.Item(110_000.0) for name in names}, "runs", 2)
+    view = View(Console(file=StringIO()), {name: progress.Activity(110_000.0) for name in names}, "runs", 2)
     for name in names:
-        view.update(name, 12_000, **NUMBERS)
+        view.update(name, 12_000, NUMBERS)
         view.update(name, 12_345)
     return view
 
@@ -53,7 +53,7 @@ def test_a_file_gets_a_line_now_and_then_and_one_for_each_end(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
     console = Console(file=StringIO(), width=80)
     with showing(console, {"a": 10, "b": 10}, workers=2) as view:
-        view.update("a", 1, update="1/10", loss="2.5")
+        view.update("a", 1, {"update": "1/10", "loss": "2.5"})
         view.finish("a", "validation loss 2.4000")
         view.say("a sentence")
     printed = console.file.getvalue().splitlines()
@@ -63,12 +63,12 @@ def test_a_file_gets_a_line_now_and_then_and_one_for_each_end(monkeypatch):
 def test_what_is_left_follows_from_the_pace_and_the_number_at_a_time(monkeypatch):
     now = iter(range(0, 1000, 10))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
-    item = progress.Item(total=100.0)
+    item = progress.Activity(total=100.0)
     item.advance(20.0)  # at 0 s
     item.done = 30.0
     assert item.pace == 1.0  # at 10 s
     monkeypatch.setattr(progress.time, "monotonic", lambda: 20.0)
-    other = progress.Item(total=100.0)
+    other = progress.Activity(total=100.0)
     view = View(Console(file=StringIO()), {"a": item, "b": other}, "runs", workers=2)
     assert view.summary() == "0 of 2 runs complete, about 2:50 left"  # 170 units at 2 s, two at a time
     item.complete = True
@@ -77,8 +77,8 @@ def test_what_is_left_follows_from_the_pace_and_the_number_at_a_time(monkeypatch
 
 
 def test_an_unknown_amount_has_a_bar_and_no_end():
-    view = View(Console(file=StringIO()), {"encoding": progress.Item()}, "", 1)
-    view.update("encoding", 5, documents="1,234")
+    view = View(Console(file=StringIO()), {"encoding": progress.Activity()}, "", 1)
+    view.update("encoding", 5, {"documents": "1,234"})
     text = drawn(view, 80)
     assert "documents 1,234" in text
     assert "left" not in text

@@ -142,8 +142,9 @@ def test_a_sampled_step_holds_a_few_chunks_and_no_copy_of_all_weights(algorithm)
         optimizer.step()
         return torch.cuda.max_memory_allocated() - before
 
-    optimizer.step()  # nothing has a gradient yet: makes no state
+    with pytest.warns(UserWarning, match="found no gradient"):
+        optimizer.step()  # makes no state
     extra()
     unsampled, sampled = extra(), extra()
     assert telemetry.last["step"] == 4
-    assert sampled - unsampled < 6 * chunk  # weights before, copies of four tensors, and a product
+    assert sampled - unsampled < 8 * chunk  # weights before, copies of four tensors, direction and denominators

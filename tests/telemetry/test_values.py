@@ -6,21 +6,11 @@ from torch import nn
 
 from muonsw import ALGORITHMS, DECAY_RULES, MuonSW, Telemetry, drive_weight_decay
 from muonsw.theory.steady_state import next_norm
-from tests.common.problems import matrices, set_gradients
+from tests.common.problems import RULE_OPTIONS, matrices, mean_square, phi_of, set_gradients
 from tests.telemetry.brute import Step, assert_values, defects, directions
 
 LAMBDA = {"squared": 3.0, "independent": 0.02}
 PEAK, LR = 0.05, 0.02
-
-
-def decay_of(rule, lam, lr, peak):
-    return {
-        "constant": lam * lr,
-        "scaled": lam * lr**2 / peak,
-        "squared": lam * lr**2,
-        "independent": lam * lr / peak,
-        "none": 0.0,
-    }[rule]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -34,15 +24,17 @@ def test_values_of_our_optimizers(algorithm, decay, dtype):
         {"params": params[2:], "role": "experts", "matrix": "stack", "weight_decay": 0.0},
     ]
     groups = [{**group, "algorithm": algorithm, "momentum": 0.9} for group in groups]
-    optimizer = MuonSW(groups, lr=PEAK, weight_decay=lam, decay=decay, ns_dtype=dtype)
-    telemetry = Telemetry(optimizer, every=2)
+    options = RULE_OPTIONS.get(decay, {})
+    optimizer = MuonSW(groups, lr=PEAK, weight_decay=lam, decay=decay, ns_dtype=dtype, **options)
+    telemetry, squares = Telemetry(optimizer, every=2), []
     for number in range(4):
         for group in optimizer.param_groups:
             group["lr"] = LR if number else PEAK
         set_gradients(params, number)
+        squares.append(mean_square(params[:2]))
         step = Step(optimizer, params)
     record = telemetry.last
-    phi = decay_of(decay, lam, LR, PEAK)
+    phi = phi_of(decay, lam, LR, PEAK, 4, squares)
     phis = [phi, phi, 0.0]
     assert record["step"] == 4
     assert_values(record["all"], {**step.expected(phis), "lr": LR})

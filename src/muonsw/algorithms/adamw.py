@@ -55,7 +55,9 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update 
             views(parts, [part.item.grad for part in parts]),
             *(views(parts, [part.item.state[key] for part in parts]) for key in KEYS),
         )
-        take = _kernel(group, parts, tensors) or (_torch_kernel(group, parts, tensors) if budget.on_host else None)
+        take = None if budget.plain else _kernel(group, parts, tensors)
+        if take is None and budget.on_host and not budget.plain:
+            take = _torch_kernel(group, parts, tensors)
         if take is not None:
             yield FusedUpdate(parts, take, partial(_directions, group, parts, tensors))
         else:

@@ -118,12 +118,14 @@ class Budget(NamedTuple):
 
     `ok` is None where the host has already checked, or a boolean scalar on the device: where it is false, a
     step must leave state and weights exactly as they are. `on_host` says that learning rate and decay are numbers
-    that the host knows, and the learning rate is not zero, as torch's fused kernels want.
+    that the host knows, and the learning rate is not zero, as torch's fused kernels want. `plain` asks for directions
+    and no fused update, because something is to be done with them.
     """
 
     chunk_bytes: int
     ok: Tensor | None = None
     on_host: bool = False
+    plain: bool = False
 
 
 def _no_matrices(group: Group, param: Tensor) -> int:  # noqa: ARG001

@@ -234,6 +234,11 @@ def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:
 
 def matrix_shape(shape: Sequence[int], matrix: str | None) -> tuple[int, int]:
     """(rows, columns) of the matrices in a parameter as they are stored."""
+    if len(shape) < 2:
+        raise ValueError(
+            f"a matrix that Muon was built with has become a vector of {math.prod(shape)} entries: something has "
+            f"flattened the parameters since, as DeepSpeed's ZeRO does. Keep them whole (ZeRO stage 0, DDP, FSDP2)"
+        )
     if matrix == FLATTEN:
         return shape[0], math.prod(shape[1:])
     return shape[-2], shape[-1]

@@ -42,8 +42,8 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update 
         weights = views(parts, [part.item.param for part in parts])
         grads = views(parts, [part.item.grad for part in parts])
         momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts]) if keys else []
-        take = _kernel(group, parts, weights, grads, momenta)
-        if take is None and budget.on_host:
+        take = None if budget.plain else _kernel(group, parts, weights, grads, momenta)
+        if take is None and budget.on_host and not budget.plain:
             take = _torch_kernel(group, weights, grads, momenta)
         if take is not None:
             yield FusedUpdate(parts, take, partial(_directions, group, grads, momenta, budget.ok))

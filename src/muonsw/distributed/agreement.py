@@ -199,7 +199,20 @@ def _describe(member: Member) -> str:
     return f"{name} {tuple(param.shape)} {param.dtype}{spread}{frozen}: {group['algorithm']} in {where}, {settings}"
 
 
-_SETTINGS = ("lr", "weight_decay", "decay", "cautious", "peak", "lr_multiplier", "state_dtype", "rounding", "maximize")
+_SETTINGS = (
+    "lr",
+    "weight_decay",
+    "decay",
+    "total_steps",
+    "norm",
+    "target_norm",
+    "cautious",
+    "peak",
+    "lr_multiplier",
+    "state_dtype",
+    "rounding",
+    "maximize",
+)
 
 
 def _checksum(param: Tensor) -> Tensor:

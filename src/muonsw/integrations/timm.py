@@ -33,6 +33,7 @@ def layer_decay(
     """
     from timm.optim import param_groups_layer_decay
 
+    model = _unwrapped(model)
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
     theirs = param_groups_layer_decay(
         model, weight_decay=weight_decay, no_weight_decay_list=tuple(spared), layer_decay=layer_decay
@@ -43,6 +44,13 @@ def layer_decay(
     built = optimizer(groups, lr=lr, weight_decay=weight_decay)  # type: ignore[call-arg,arg-type]
     built._reasons, built._left_out = routed._reasons, routed._left_out
     return built
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model itself: timm tells depths by names, which compiling and DistributedDataParallel put a word before."""
+    while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), torch.nn.Module):
+        model = inner
+    return model
 
 
 def _by_depth(group: dict[str, Any], scales: dict[int, float], spared: set[str]) -> list[dict[str, Any]]:

@@ -34,16 +34,38 @@ def _kept(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
 def table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Rows of addresses or other whole numbers, one column for each tensor, as int64 on the device."""
     numbers = tuple(chain.from_iterable(rows))
+    if (device, numbers) not in _cache and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _in_graph(numbers, device).view(len(rows), -1)  # not kept: it is filled when this graph is replayed
     return _kept((device, numbers), lambda: _on_device(numbers, device).view(len(rows), -1))
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy without waiting; in a graph under capture, where no copy may start, write number by number."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
+    """Copy without waiting."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cuda":
+        _reserve()
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+# Numbers that graphs copy to the device at each replay, in pinned memory that no one else writes to. Such memory cannot
+# be had while a graph is captured, so some is kept ready; nobody says when a graph is gone, so none is taken back.
+_RESERVED = 2**17
+_ready: list[Tensor] = []
+
+
+def _reserve() -> None:
+    if not _ready or _ready[-1].numel() < _RESERVED // 2:
+        _ready.append(torch.empty(_RESERVED, dtype=torch.int64, pin_memory=True))
+
+
+def _in_graph(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers that a graph under capture will copy; one by one if there is no memory ready for them."""
+    if not _ready or _ready[-1].numel() < len(numbers):
+        return torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
+    room, _ready[-1] = _ready[-1][: len(numbers)], _ready[-1][len(numbers) :]
+    room.copy_(torch.tensor(numbers, dtype=torch.int64))
+    return room.to(device, non_blocking=True)
 
 
 def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:

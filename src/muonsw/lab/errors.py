@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from importlib import import_module
+from typing import Any, ClassVar
 
 OK, FAILED, USAGE, MACHINE = 0, 1, 2, 3
 INTERRUPTED = 130  # by Ctrl-C, before there was anything to save, or at once by a second one
@@ -49,3 +50,21 @@ class Interrupted(Exception):  # noqa: N818 (not a fault: the work was saved and
     def exit_code(self) -> int:
         """128 plus the signal, as shells say it."""
         return 128 + self.signal
+
+
+def needed(name: str, who: str, extra: str) -> Any:
+    """A module of an optional package.
+
+    Args:
+        name: The module.
+        who: Who needs it, with the verb: "FineWeb needs".
+        extra: Which extra of this package installs it.
+
+    Raises:
+        UsageError: If it is not installed, with the command that installs it.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        raise UsageError(f"{who} the package {package}: pip install 'muonsw[{extra}]'") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 TABLE = "main table"
 HEADLINE = "figure 1, width 1024"
@@ -14,21 +15,13 @@ FIGURES = {512: "appendix, figure of width 512", 768: "appendix, figure of width
 
 @dataclass(frozen=True)
 class Row:
-    """What is printed about one width.
+    """What is printed about one width."""
 
-    Attributes:
-        constant: Best validation loss with constant decay.
-        scaled: The same with scaled decay.
-        saved: The share of updates that scaled decay saves until it has the other's best loss.
-        constant_norm: Weight RMS at the end; None where none is printed.
-        scaled_norm: The same with scaled decay.
-    """
-
-    constant: float
-    scaled: float
-    saved: float
-    constant_norm: float | None = None
-    scaled_norm: float | None = None
+    constant: float  # best validation loss with constant decay
+    scaled: float  # the same with scaled decay
+    saved: float  # the share of updates that scaled decay saves until it has the other's best loss
+    constant_norm: float | None = None  # weight RMS at the end; None where none is printed
+    scaled_norm: float | None = None  # the same with scaled decay
 
 
 ROWS: Mapping[int, Row] = {
@@ -83,38 +76,22 @@ OWN = "table of main results"
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What is printed about one pre-training run; None is not printed.
+class PrintedRecipe:
+    """What is printed about one pre-training run; None is not printed."""
 
-    Attributes:
-        title: The model.
-        total: Parameters.
-        active: Parameters that one token uses.
-        tokens: Of the whole run.
-        peak_lr: Highest learning rate, before any factor of a parameter group.
-        final_lr: Learning rate at the end.
-        weight_decay: Lambda of the matrices that Muon moves.
-        tokens_per_active: As printed, rounded.
-        reference: Where in the paper.
-        batch_tokens: Tokens in an update.
-        steps: Updates.
-        preset: The lab's model of this shape.
-        unknown: What the paper does not say, and what is assumed instead.
-    """
-
-    title: str
-    total: float
-    active: float
-    tokens: float
-    peak_lr: float
-    final_lr: float
-    weight_decay: float
-    tokens_per_active: float
-    reference: str
-    batch_tokens: int | None = None
-    steps: int | None = None
-    preset: str | None = None
-    unknown: tuple[str, ...] = ()
+    title: str  # the model
+    total: float  # parameters
+    active: float  # parameters that one token uses
+    tokens: float  # of the whole run
+    peak_lr: float  # highest learning rate, before any factor of a parameter group
+    final_lr: float  # learning rate at the end
+    weight_decay: float  # lambda of the matrices that Muon moves
+    tokens_per_active: float  # as printed, rounded
+    reference: str  # where in the paper
+    batch_tokens: int | None = None  # tokens in an update
+    steps: int | None = None  # updates
+    preset: str | None = None  # the lab's model of this shape
+    unknown: tuple[str, ...] = ()  # what the paper does not say, and what is assumed instead
 
     @property
     def final_fraction(self) -> float:
@@ -136,48 +113,28 @@ _FRONTIER_UNKNOWN = (
 _OWN_UNKNOWN = ("whether eta_max of the divided groups was divided too: both are shown",)
 
 
-def _frontier(title: str, total: float, active: float, tokens: float, peak_lr: float, per_active: float) -> Recipe:
-    """A row of the frontier table; all end on a tenth of the peak with lambda 0.1."""
-    return Recipe(
-        title=title,
-        total=total,
-        active=active,
-        tokens=tokens,
-        peak_lr=peak_lr,
-        final_lr=peak_lr / 10,
-        weight_decay=0.1,
-        tokens_per_active=per_active,
-        reference=FRONTIER,
-        unknown=_FRONTIER_UNKNOWN,
-    )
+def _recipe(
+    title: str, total: float, active: float, tokens: float, peak_lr: float, per_active: float, **more: Any
+) -> PrintedRecipe:
+    """A row of a table of recipes; all end on a tenth of the peak with lambda 0.1."""
+    source = {"reference": FRONTIER, "unknown": _FRONTIER_UNKNOWN}
+    return PrintedRecipe(title, total, active, tokens, peak_lr, peak_lr / 10, 0.1, per_active, **(source | more))
 
 
 def _own(
     width: int, total: float, active: float, steps: int, tokens: float, per_active: float, peak_lr: float
-) -> Recipe:
+) -> PrintedRecipe:
     """One of the paper's own runs."""
-    return Recipe(
-        title=f"the paper's width {width}",
-        total=total,
-        active=active,
-        tokens=tokens,
-        peak_lr=peak_lr,
-        final_lr=peak_lr / 10,
-        weight_decay=0.1,
-        tokens_per_active=per_active,
-        reference=OWN,
-        batch_tokens=PAPER_BATCH_TOKENS,
-        steps=steps,
-        preset=f"w{width}",
-        unknown=_OWN_UNKNOWN,
-    )
+    title, source = f"the paper's width {width}", {"reference": OWN, "unknown": _OWN_UNKNOWN}
+    run = {"batch_tokens": PAPER_BATCH_TOKENS, "steps": steps, "preset": f"w{width}"}
+    return _recipe(title, total, active, tokens, peak_lr, per_active, **source, **run)
 
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
+RECIPES: Mapping[str, PrintedRecipe] = MappingProxyType(
     {
-        "glm-4.5": _frontier("GLM-4.5", 355e9, 32e9, 22e12, 2.5e-4, 700),
-        "kimi-k2": _frontier("Kimi K2", 1e12, 32e9, 15.5e12, 2.0e-4, 480),
-        "deepseek-v4-pro": _frontier("DeepSeek-V4-Pro", 1.6e12, 49e9, 32e12, 2.0e-4, 650),
+        "glm-4.5": _recipe("GLM-4.5", 355e9, 32e9, 22e12, 2.5e-4, 700),
+        "kimi-k2": _recipe("Kimi K2", 1e12, 32e9, 15.5e12, 2.0e-4, 480),
+        "deepseek-v4-pro": _recipe("DeepSeek-V4-Pro", 1.6e12, 49e9, 32e12, 2.0e-4, 650),
         "paper-w256": _own(256, 72.7e6, 30.2e6, 35_000, 18.4e9, 610, 1.0e-2),
         "paper-w512": _own(512, 264.9e6, 95.0e6, 110_000, 57.7e9, 610, 7.0e-3),
         "paper-w768": _own(768, 520.0e6, 180.3e6, 223_000, 116.9e9, 650, 5.6e-3),
@@ -186,7 +143,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str) -> PrintedRecipe:
     """The recipe of that name.
 
     Raises:

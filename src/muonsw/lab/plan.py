@@ -10,7 +10,7 @@ from typing import Any
 from muonsw.decay import decay_factor
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, count, muon_lr_multiplier, preset, scalings
 from muonsw.lab.model.counts import Memory, estimate_memory, orthogonalizer_flops
-from muonsw.lab.paper import PAPER_BATCH_TOKENS, Recipe
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, PrintedRecipe
 from muonsw.lab.scaling import RankPlan, Scenario, plan_ranks
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.schedule import peak_lr_for_horizon
@@ -134,7 +134,7 @@ class RecipePlan:
         groups: With steps: the printed learning rate, and for the paper's own runs every rule of the lab.
     """
 
-    recipe: Recipe
+    recipe: PrintedRecipe
     batch_tokens: int | None
     steps: int | None
     decay_tokens: float
@@ -254,7 +254,7 @@ def plan_on(model: ModelConfig, steps: int, scenario: Scenario, **settings: Any)
 
 
 def plan_recipe(
-    recipe: Recipe, *, batch_tokens: int | None = None, schedule: ScheduleConfig | None = None
+    recipe: PrintedRecipe, *, batch_tokens: int | None = None, schedule: ScheduleConfig | None = None
 ) -> RecipePlan:
     """Compute what decay does under a printed recipe.
 

@@ -27,19 +27,12 @@ WIDEST_BAR, NARROWEST_BAR, NARROWEST_NAME = 30, 6, 8
 
 
 @dataclass
-class Item:
-    """One thing under way.
+class Activity:
+    """One thing under way."""
 
-    Attributes:
-        total: How much there is to do, in any unit that all items of a view share; None is unknown.
-        done: How much of it is done.
-        numbers: What is shown about it, as text under short headings.
-        complete: Whether it has ended.
-    """
-
-    total: float | None = None
+    total: float | None = None  # how much there is to do, in any unit that all of a view share; None is unknown
     done: float = 0.0
-    numbers: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)  # what is shown about it, under short headings
     complete: bool = False
     _begun: float | None = None
     _begun_at: float = 0.0
@@ -68,18 +61,21 @@ class Item:
             return "done"
         return "" if self.pace is None or self.total is None else clock(self.left * self.pace)
 
+    def texts(self) -> list[str]:
+        """Its numbers, each behind its heading."""
+        return [f"{heading} {text}" for heading, text in self.numbers.items() if text]
+
+    def bar(self, width: int) -> ProgressBar:
+        """How much is done, as a bar."""
+        if self.complete:
+            return ProgressBar(total=1.0, completed=1.0, width=width)
+        return ProgressBar(total=self.total, completed=self.done, width=width, pulse=self.total is None)
+
 
 class View:
-    """Items under way and how to show them; `showing` makes one.
+    """What is under way, by name, and how to show it; `showing` makes one."""
 
-    Args:
-        console: Where to draw.
-        items: What is under way, by name.
-        what: What the items are called together, as in "3 of 6 runs complete".
-        workers: How many items run at a time.
-    """
-
-    def __init__(self, console: Console, items: Mapping[str, Item], what: str, workers: int) -> None:
+    def __init__(self, console: Console, items: Mapping[str, Activity], what: str, workers: int) -> None:
         self.console, self.items, self.what = console, dict(items), what
         self.workers = max(1, min(workers, len(self.items)))
         self._shown = time.monotonic()
@@ -89,23 +85,13 @@ class View:
         name: str,
         done: float | None = None,
         numbers: Mapping[str, str] | None = None,
-        /,
         *,
         total: float | None = None,
-        **more: str,
     ) -> None:
-        """Note how far an item is and what its numbers are; those not given stay as they were.
-
-        Args:
-            name: The item.
-            done: In the unit of its total.
-            numbers: Texts by heading.
-            total: Where it was not known before.
-            more: Further texts; an underscore in a heading is shown as a space.
-        """
+        """Note how far something is, in the unit of its total, and what its numbers are; those not given stay."""
         item = self.items[name]
         item.total = item.total if total is None else total
-        item.numbers |= {**(numbers or {}), **{heading.replace("_", " "): text for heading, text in more.items()}}
+        item.numbers |= numbers or {}
         if done is not None:
             item.advance(done)
         if time.monotonic() - self._shown > SECONDS_BETWEEN_LINES:
@@ -113,7 +99,7 @@ class View:
             self.log(self._line())
 
     def finish(self, name: str, said: str = "") -> None:
-        """Note that an item has ended, and what to say about it in a file."""
+        """Note that something has ended, and what to say about it in a file."""
         self.items[name].complete = True
         self.log(f"{name}: {said or 'complete'}")
 
@@ -128,30 +114,27 @@ class View:
 
     def summary(self) -> str:
         """How much of all of it is done, and when the rest will be."""
-        complete = sum(item.complete for item in self.items.values())
-        left = self._seconds_left()
-        rest = "" if left is None else f", about {clock(left)} left"
-        return f"{complete} of {len(self.items)} {self.what} complete{rest}"
+        items = self.items.values()
+        paces = [item.pace for item in items if not item.complete and item.pace is not None]
+        left = sum(item.left for item in items)
+        rest = f", about {clock(left * max(paces) / self.workers)} left" if paces and left else ""
+        return f"{sum(item.complete for item in items)} of {len(items)} {self.what} complete{rest}"
 
-    def _seconds_left(self) -> float | None:
-        paces = [item.pace for item in self.items.values() if not item.complete and item.pace is not None]
-        left = sum(item.left for item in self.items.values())
-        return left * max(paces) / self.workers if paces and left else None
+    def _moving(self) -> dict[str, Activity]:
+        return {harmless(name): item for name, item in self.items.items() if item.numbers and not item.complete}
 
     def _line(self) -> str:
-        running = {name: item for name, item in self.items.items() if item.numbers and not item.complete}
-        parts = [f"{name}: {_numbers(item)}" for name, item in running.items()]
+        parts = [f"{name}: {', '.join(item.texts())}" for name, item in self._moving().items()]
         return "; ".join(parts if len(self.items) == 1 else [self.summary(), *parts])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = {harmless(name): item for name, item in self.items.items()}
-        if len(shown) == 1:
-            ((name, item),) = shown.items()
+        rows = {harmless(name): item for name, item in self.items.items()}
+        if len(rows) == 1:
+            ((name, item),) = rows.items()
             yield _alone(name, item, options.max_width)
             return
-        rows = shown
-        if len(rows) > console.height - 4:  # more than the screen has lines: those that move
-            rows = {name: item for name, item in rows.items() if item.numbers and not item.complete}
+        if len(rows) > console.height - 4:  # more than the screen has lines
+            rows = self._moving()
         if rows:
             yield _table(rows, options.max_width)
         yield Text(self.summary(), style="dim")
@@ -161,23 +144,23 @@ class View:
 def showing(
     console: Console, totals: Mapping[str, float | None], *, what: str = "runs", workers: int = 1
 ) -> Iterator[View]:
-    """Show items under way while the block runs.
+    """Show what is under way while the block runs: bars that move in a terminal, else a line now and then.
 
     Args:
-        console: A terminal shows bars that move; anything else gets a line now and then.
-        totals: How much each item has to do, by name, in one unit for all; None is unknown.
-        what: What the items are called together.
+        console: Where to.
+        totals: How much there is to do, by name, in one unit for all; None is unknown.
+        what: What they are called together, as in "3 of 6 runs complete".
         workers: How many run at a time.
 
     Examples:
         >>> with showing(Console(width=60), {"training": 12}) as view:
         ...     view.say("72,677,632 parameters")
-        ...     view.update("training", 4, update="4/12", loss="2.6051")
+        ...     view.update("training", 4, {"update": "4/12", "loss": "2.6051"})
         ...     view.finish("training", "validation loss 2.6050")
         72,677,632 parameters
         training: validation loss 2.6050
     """
-    view = View(console, {name: Item(total) for name, total in totals.items()}, what, workers)
+    view = View(console, {name: Activity(total) for name, total in totals.items()}, what, workers)
     if not console.is_terminal:
         yield view
         return
@@ -197,21 +180,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _numbers(item: Item) -> str:
-    return ", ".join(f"{heading} {text}" for heading, text in item.numbers.items() if text)
-
-
-def _alone(name: str, item: Item, width: int) -> RenderableType:
-    """One item: its bar, and below it all its numbers, on as many lines as they need."""
+def _alone(name: str, item: Activity, width: int) -> RenderableType:
+    """One activity: its bar, and below it all its numbers, on as many lines as they need."""
     left = item.time_left()
     end = f"{item.done / item.total:.0%}  {left} left" if item.total and left else ""
     room = width - cell_len(name) - cell_len(end) - 2 * GAP
     line = Table.grid(padding=(0, GAP, 0, 0))
-    cells: list[RenderableType] = [Text(name, no_wrap=True)]
-    if room >= NARROWEST_BAR:
-        cells.append(_bar(item, min(room, WIDEST_BAR)))
-    line.add_row(*cells, Text(end, no_wrap=True))
-    return Group(line, *_lines([f"{heading} {text}" for heading, text in item.numbers.items() if text], width))
+    bars = [item.bar(min(room, WIDEST_BAR))] if room >= NARROWEST_BAR else []
+    line.add_row(Text(name, no_wrap=True), *bars, Text(end, no_wrap=True))
+    return Group(line, *_lines(item.texts(), width))
 
 
 def _lines(parts: list[str], width: int) -> Iterator[Text]:
@@ -225,29 +202,22 @@ def _lines(parts: list[str], width: int) -> Iterator[Text]:
     yield Text(line, no_wrap=True)
 
 
-def _table(items: Mapping[str, Item], width: int) -> Table:
-    """Several items, one line each."""
+def _table(items: Mapping[str, Activity], width: int) -> Table:
+    """Several activities, one line each."""
     headings = list(dict.fromkeys(heading for item in items.values() for heading in item.numbers))
     rows = {name: [*(item.numbers.get(key, "") for key in headings), item.time_left()] for name, item in items.items()}
-    titles = [*headings, "left"]
-    widths = [max(map(cell_len, column)) for column in zip(titles, *rows.values(), strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip([*headings, "left"], *rows.values(), strict=True)]
     names = max(map(cell_len, items))
     spare = width - sum(widths) - GAP * len(widths)
-    bar = spare - names - GAP
+    bar = min(spare - names - GAP, WIDEST_BAR)
     table = Table.grid(padding=(0, GAP, 0, 0))
     table.add_column(width=max(min(names, spare), NARROWEST_NAME), no_wrap=True, overflow="ellipsis")
     if bar >= NARROWEST_BAR:
-        table.add_column(width=min(bar, WIDEST_BAR))
+        table.add_column(width=bar)
     for size in widths:
         table.add_column(width=size, justify="right", no_wrap=True)
-    table.add_row("", *([""] if bar >= NARROWEST_BAR else []), *(Text(title, style="dim") for title in titles))
+    blank = [""] if bar >= NARROWEST_BAR else []
+    table.add_row("", *blank, *(Text(title, style="dim") for title in [*headings, "left"]))
     for name, item in items.items():
-        bars = [_bar(item, min(bar, WIDEST_BAR))] if bar >= NARROWEST_BAR else []
-        table.add_row(Text(name), *bars, *map(Text, rows[name]))
+        table.add_row(Text(name), *(item.bar(bar) for _ in blank), *map(Text, rows[name]))
     return table
-
-
-def _bar(item: Item, width: int) -> ProgressBar:
-    if item.complete:
-        return ProgressBar(total=1.0, completed=1.0, width=width)
-    return ProgressBar(total=item.total, completed=item.done, width=width, pulse=item.total is None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
         if key not in known:
             raise ValueError(f"unknown setting {_dotted(where, key)}; known are {', '.join(known)}")
     for name, field in known.items():
-        if name not in data and _is_required(field):
+        if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"setting {_dotted(where, name)} is missing")
     return kind(**{key: _typed(hints[key], value, _dotted(where, key)) for key, value in data.items()})
 
@@ -75,10 +75,6 @@ def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         name = _dotted(where, key)
         flat |= flatten(value, name) if isinstance(value, Mapping) else {name: value}
     return flat
-
-
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _dotted(where: str, key: str) -> str:
@@ -111,10 +107,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     kind = origin if origin is dict else hint
-    if (
-        kind is not Any
-        and isinstance(kind, type)
-        and (not isinstance(value, kind) or (kind is int and isinstance(value, bool)))
-    ):
+    checkable = kind is not Any and isinstance(kind, type)  # since Python 3.11 Any is a class, and has no instances
+    if checkable and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
         raise ValueError(f"{name}={value!r} must be of type {kind.__name__}")
     return value

@@ -36,11 +36,7 @@ _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 @contextmanager
 def reported(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
-    """Turn the system's refusal to write inside the block into an error that names the file and the remedy.
-
-    Raises:
-        MachineError: If writing failed.
-    """
+    """Turn the system's refusal to write inside the block into a `MachineError` that names the file and the remedy."""
     try:
         yield
     except OSError as error:
@@ -70,15 +66,7 @@ def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
     """Make a folder if it is missing, and hold it while the block runs.
 
     The lock is the system's, so a process that is killed leaves none behind; the files that such a one was writing are
-    removed.
-
-    Args:
-        folder: What to hold.
-        busy: What to say if another process holds it.
-        wait: How many seconds to wait for that one.
-
-    Raises:
-        UsageError: If another process holds it, or it cannot be written.
+    removed. What `busy` says is raised where another process holds it for longer than `wait` seconds.
     """
     prepare_folder(folder)
     path = folder / LOCK
@@ -109,9 +97,6 @@ def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROO
     """Replace a file by one with this content; a reader sees the old or the new one, never a part.
 
     Halves of characters, which come from file names that are not UTF-8, are written as their code.
-
-    Raises:
-        MachineError: If it cannot be written; the old file is then still there.
     """
     with replacing(path, remedy=remedy) as file:
         file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
@@ -181,22 +166,17 @@ def read_json(path: Path, *, remedy: str = "check the file, or delete it") -> An
 
 def _bounded_bytes(path: Path) -> bytes:
     """What a file holds; in pieces, since a buffer of the largest size would be taken for the smallest file."""
-    pieces, size = [], 0
+    content = bytearray()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
-            pieces.append(piece)
-            size += len(piece)
-            if size > JSON_BYTES:
+            content += piece
+            if len(content) > JSON_BYTES:
                 raise ValueError(f"it is larger than {JSON_BYTES >> 20} MiB")
-    return b"".join(pieces)
+    return bytes(content)
 
 
 def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        UsageError: As `read_json`, and if the file holds another kind of data.
-    """
+    """The JSON object in a file; any other kind of data is refused like what is not JSON."""
     data = read_json(path, remedy=remedy)
     if not isinstance(data, dict):
         raise UsageError(f"{path} does not hold a JSON object; {remedy}")

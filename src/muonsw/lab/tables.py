@@ -25,73 +25,46 @@ TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell that says more than its text.
-
-    Attributes:
-        text: What it shows.
-        note: A smaller second line; the terminal shows it with `verbose`.
-        tone: `"holds"`, `"fails"` and `"undecided"` have colours.
-        code: Whether it is something to type.
-    """
+    """A cell that says more than its text."""
 
     text: str
-    note: str = ""
-    tone: str = ""
-    code: bool = False
+    note: str = ""  # a smaller second line; the terminal shows it with `verbose`
+    tone: str = ""  # "holds", "fails" and "undecided" have colours
+    code: bool = False  # whether it is something to type
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        title: Its heading.
-        number: Whether it holds numbers, which are set to the right and never broken.
-        digits: Significant digits of floats.
-        rank: How soon it is left out where room is short: the highest first. Columns of rank 0 stay.
-    """
+    """A column of a table."""
 
     title: str
-    number: bool = False
-    digits: int = 5
-    rank: int = 1
+    number: bool = False  # numbers are set to the right and never broken
+    digits: int = 5  # significant ones of floats
+    rank: int = 1  # where room is short, columns of the highest rank are left out first, those of rank 0 never
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table; the first column names the row and is always shown."""
 
-    Attributes:
-        name: Its id on a page: letters, digits, hyphens.
-        title: Its heading.
-        columns: In order; a plain string is a column of text. The first one names the row and is always shown.
-        rows: As many values in each as there are columns; None shows as a dash.
-        note: A sentence below it.
-        folded: Whether it starts closed on a page.
-    """
-
-    name: str
+    name: str  # its id on a page: letters, digits, hyphens
     title: str
-    columns: Sequence[Column | str]
-    rows: Sequence[Sequence[Value | Cell]]
-    note: str = ""
-    folded: bool = False
+    columns: Sequence[Column | str]  # a plain string is a column of text
+    rows: Sequence[Sequence[Value | Cell]]  # None shows as a dash
+    note: str = ""  # a sentence below it
+    folded: bool = False  # whether it starts closed on a page
 
     def headings(self) -> list[Column]:
         """The columns, all in full."""
         return [column if isinstance(column, Column) else Column(column) for column in self.columns]
 
     def cells(self) -> list[list[Cell]]:
-        """The rows, all values as text.
-
-        Raises:
-            ValueError: If a row is not as long as there are columns.
-        """
+        """The rows, all values as text; a row that is not as long as there are columns is an error."""
         columns = self.headings()
         for row in self.rows:
             if len(row) != len(columns):
                 raise ValueError(f"a row has {len(row)} values for {len(columns)} columns: {row!r}")
-        return [[as_cell(value, column) for value, column in zip(row, columns, strict=True)] for row in self.rows]
+        return [[_as_cell(value, column) for value, column in zip(row, columns, strict=True)] for row in self.rows]
 
 
 def show(value: Value, digits: int = 5) -> str:
@@ -145,22 +118,12 @@ def change_text(change: float) -> str:
     return f"{whole:+d} %".replace("-", "\N{MINUS SIGN}") if whole else "0 %"
 
 
-def as_cell(value: Value | Cell, column: Column) -> Cell:
-    """A value as the cell of its column."""
-    return value if isinstance(value, Cell) else Cell(show(value, column.digits))
-
-
 def print_table(console: Console, table: Table, *, verbose: bool = False, hint: str = "--verbose shows them") -> None:
     """Print a table under its title, with its note.
 
-    In a terminal the columns of the lowest rank that fit into its width are shown, and a line below names the others.
-    A file or a pipe has no width: there all columns are printed, as plain text.
-
-    Args:
-        console: Where to.
-        table: What.
-        verbose: Print the columns that do not fit as well, as further tables below, and the notes of cells.
-        hint: How the reader gets at the columns that were left out; empty where there is no way.
+    In a terminal the columns of the lowest rank that fit into its width are shown, and a line below names the others
+    and gives the hint; with `verbose` they are printed as further tables, and so are the notes of cells. A file or a
+    pipe has no width: there all columns are printed, as plain text.
     """
     if not console.is_terminal:
         parts = (table.title, plain_text(table, notes=verbose), table.note)
@@ -176,8 +139,7 @@ def print_table(console: Console, table: Table, *, verbose: bool = False, hint: 
         console.print(Text(table.note, style="dim"))
     if left_out:
         names = ", ".join(table.headings()[place].title for place in left_out)
-        text = f"Not shown at this width: {names}{f' ({hint})' if hint else ''}."
-        console.print(Text(text, style="dim"))
+        console.print(Text(f"Not shown at this width: {names}{f' ({hint})' if hint else ''}.", style="dim"))
 
 
 def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
@@ -213,17 +175,18 @@ def plain_text(table: Table, *, notes: bool = False) -> str:
         scaled   3.1
     """
     columns = table.headings()
-    body = [[_with_note(cell) if notes else cell.text for cell in row] for row in table.cells()]
-    lines = [[column.title for column in columns], *body] if any(column.title for column in columns) else body
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))] if lines else []
-    aligned = (
-        "  ".join(
-            text.rjust(width) if column.number else text.ljust(width)
-            for text, width, column in zip(line, widths, columns, strict=True)
-        )
-        for line in lines
-    )
+    lines = [[_with_note(cell) if notes else cell.text for cell in row] for row in table.cells()]
+    if any(column.title for column in columns):
+        lines.insert(0, [column.title for column in columns])
+    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+    sides = [str.rjust if column.number else str.ljust for column in columns]
+    triples = (zip(sides, line, widths, strict=True) for line in lines)
+    aligned = ("  ".join(side(text, width) for side, text, width in each) for each in triples)
     return "\n".join(line.rstrip() for line in aligned)
+
+
+def _as_cell(value: Value | Cell, column: Column) -> Cell:
+    return value if isinstance(value, Cell) else Cell(show(value, column.digits))
 
 
 def _harmless(table: Table) -> Table:
@@ -253,20 +216,15 @@ def _least(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: in
 def _draw(console: Console, table: Table, places: Sequence[int], *, title: str = "", notes: bool = False) -> None:
     """Print the chosen columns: numbers as wide as they are, text in the room that is left."""
     columns, cells = table.headings(), table.cells()
-    drawn = RichTable(
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-        show_header=any(columns[place].title for place in places),
-    )
+    named = any(columns[place].title for place in places)
+    drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, show_header=named)
     for place in places:
         column, least = columns[place], _least(columns, cells, place)
-        heading = Text("\n".join(textwrap.wrap(column.title, least)) if column.number else column.title)
         if column.number:
+            heading = Text("\n".join(textwrap.wrap(column.title, least)))
             drawn.add_column(heading, justify="right", no_wrap=True, width=least)
         else:
-            drawn.add_column(heading, overflow="fold", min_width=least)
+            drawn.add_column(Text(column.title), overflow="fold", min_width=least)
     for row in cells:
         drawn.add_row(*(_rich(row[place], notes=notes) for place in places))
     console.print()

@@ -106,6 +106,12 @@ def _takes_adamw(entry: Routed, algorithm: str, pattern: Group) -> bool:
     return final == ADAMW and not (algorithm == ADAMW and entry.role in MATRIX_ROLES)
 
 
+def patterns_within(model: nn.Module, patterns: dict[str, Group]) -> dict[str, Group]:
+    """Those patterns that match something here; of one stage of a pipeline not all of them need to."""
+    routed = list(classify(model))
+    return {key: options for key, options in patterns.items() if any(_matches(key, entry) for entry in routed)}
+
+
 def _first_match(patterns: dict[str, Group], entry: Routed) -> str | None:
     return next((pattern for pattern in patterns if _matches(pattern, entry)), None)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw import norms
 from muonsw.algorithms import ALGORITHMS, Item
 from muonsw.algorithms.base import WHOLE, FusedUpdate, Group, Part, Update
 from muonsw.algorithms.muon import STACK, matrix_shape
@@ -155,10 +156,12 @@ class OurOptimizerObserver:
 
     def _pieces(self, group: Group, bundle: Bundle, scale: float, coefficients: Coefficients) -> list[Piece]:
         side, with_momentum = 0, _momentum_key(bundle.parts[0]) is not None
-        if group["algorithm"] == "muon":
+        rule = norms.acting(group)
+        if group["algorithm"] == "muon" and (rule is None or rule.update is None):
             side = min(self._matrix(group, bundle.parts[0])[1:])
         follows = change_follows(group, bundle.parts[0].item.param)
-        factors = (side, with_momentum, coefficients.eta, scale, coefficients.phi, follows)
+        phi = coefficients.phi if rule is None else None  # a norm rule takes another share of every weight
+        factors = (side, with_momentum, coefficients.eta, scale, phi, follows)
         return [
             Piece(part.item.parameter, block.first, block.rows, block.area, *factors)
             for part, block in zip(bundle.parts, bundle.blocks, strict=True)
@@ -250,7 +253,7 @@ def _place_in_stack(starts: Sequence[int], shape: Sequence[int], axes: int) -> i
 
 def change_follows(group: Group, weight: Tensor) -> bool:
     """Whether the stored change equals `-(phi W + lr scale direction)` up to rounding, and need not be measured."""
-    return weight.dtype not in LOW_PRECISION and not group["cautious"]
+    return weight.dtype not in LOW_PRECISION and not group["cautious"] and norms.acting(group) is None
 
 
 def _momentum_key(part: Part) -> str | None:

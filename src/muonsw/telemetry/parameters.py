@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muonsw import peak
+from muonsw import norms, peak
 from muonsw.algorithms.base import Group
 from muonsw.algorithms.muon import FLATTEN, STACK, split_axis, split_sizes
 from muonsw.decay import DECAY_RULES
@@ -99,6 +99,8 @@ def _settings(group: Group) -> tuple[float, float | None, bool]:
     lam = group.get("base_weight_decay", group.get("weight_decay", 0.0))
     decayed = _number(lam) != 0
     divides = decayed and "resolved_peak_lr" in group and DECAY_RULES[group["decay"]].uses_peak
+    rule = norms.acting({"norm": norms.FREE, **group})
+    divides = divides and (rule is None or rule.decays)
     top = peak.eta_max({"peak": "group", **group}) if divides else None
     return _number(group.get("lr", float("nan"))), top, decayed
 

@@ -43,6 +43,7 @@ from muonsw.theory.steady_state import steady_state_norm as steady_state_norm
 from muonsw.theory.tracking import NormHistory as NormHistory
 from muonsw.theory.tracking import Tracking as Tracking
 from muonsw.theory.tracking import alignment_memory as alignment_memory
+from muonsw.theory.tracking import norms_with_memory as norms_with_memory
 from muonsw.theory.tracking import predict_norms as predict_norms
 from muonsw.theory.tracking import relaxation_times as relaxation_times
 from muonsw.theory.tracking import steady_state_norm_with_memory as steady_state_norm_with_memory

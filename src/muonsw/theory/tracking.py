@@ -5,7 +5,8 @@ the update's size `s_n`, its decay factor `phi_n` and its alignment `a_n`. Signs
 `muonsw.theory.steady_state`. The alignment is the measured one, so whatever momentum does to it is inside.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -265,6 +266,38 @@ def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> flo
     require("phi > 0", phi > 0.0, phi=phi)
     require("memory >= 0", memory >= 0.0, memory=memory)
     return float(s * (memory / (2.0 * phi)) ** 0.5)
+
+
+def norms_with_memory(
+    start: float, *, s: Sequence[float], phi: Sequence[float], memory: float, stride: float = 1.0
+) -> list[float]:
+    """The norm before each step of a run that has not begun, and after the last, by the recursion.
+
+    The alignment is a guess that follows the norm, `a = -(memory - 1) s/(2 r)`, but never beyond -1. Each s and phi
+    stands for `stride` steps, over which the recursion of the square is summed in closed form.
+
+    Hypotheses: start > 0, s >= 0, 0 <= phi <= 1, memory >= 1, stride >= 1.
+
+    Examples:
+        >>> [round(r, 6) for r in norms_with_memory(1.0, s=[0.0] * 2, phi=[0.1] * 2, memory=4.0)]
+        [1.0, 0.9, 0.81]
+        >>> settled = norms_with_memory(1.0, s=[0.25] * 99, phi=[0.01] * 99, memory=1.0)[-1]
+        >>> longer = norms_with_memory(1.0, s=[0.25], phi=[0.01], memory=1.0, stride=99)[-1]
+        >>> abs(settled - longer) < 1e-9
+        True
+    """
+    require("start > 0", start > 0.0, start=start)
+    require("memory >= 1", memory >= 1.0, memory=memory)
+    require("stride >= 1", stride >= 1.0, stride=stride)
+    norms = [start]
+    for size, share in zip(s, phi, strict=True):
+        r, kept = norms[-1], 1.0 - share
+        require("0 <= phi <= 1", 0.0 <= share <= 1.0, phi=share)
+        added = kept * min((memory - 1.0) * size * size, 2.0 * size * r) + size * size
+        rate = 2.0 * math.log1p(-share) if share < 1.0 else -math.inf
+        grown = added * (math.expm1(stride * rate) / math.expm1(rate) if rate else stride)
+        norms.append((math.exp(stride * rate) * r * r + grown) ** 0.5)
+    return norms
 
 
 def _where_defined(history: NormHistory, formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:

@@ -9,11 +9,11 @@ import pytest
 import tyro
 from rich.console import Console
 
-from muonsw.lab.commands.data import DATA_COMMANDS, Data
+from muonsw.lab.commands.data import DATA_COMMANDS, PREPARING, Data, Tally
 from muonsw.lab.data.corpus import Extent
 from muonsw.lab.data.prepare import Group, prepare_default, read_record
-from muonsw.lab.data.progress import watching
 from muonsw.lab.errors import UsageError
+from muonsw.lab.progress import showing
 from tests.lab.data.small import damage
 
 SMALL = ["--source", "synthetic", "--limit-characters", "70000", "--vocab", "300", "--group-characters", "20000"]
@@ -169,7 +169,8 @@ def test_help_names_every_action(capsys):
 def shown(*, terminal, extent):
     """What is drawn while two groups are finished."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
-    with watching(console, extent) as watch:
+    with showing(console, {PREPARING: None}) as view:
+        watch = Tally(view, extent)
         watch.begun("tokenizer")
         watch.begun("documents")
         watch.finished(Group("a", 3, {}, {}, bytes=2_000_000))

@@ -16,7 +16,7 @@ ROWS = [{"text": text, "id": str(number), "url": "none"} for number, text in enu
 
 
 def zstd(data: bytes) -> bytes:
-    return pytest.importorskip("zstandard").compress(data)
+    return pytest.importorskip("pyarrow").compress(data, codec="zstd", asbytes=True)
 
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
@@ -111,15 +111,11 @@ def test_a_compressed_parquet_is_of_no_known_kind(tmp_path):
         text_documents([tmp_path / "a.parquet.gz"])
 
 
-@pytest.mark.parametrize(
-    ("name", "modules"),
-    [("a.parquet", ["pyarrow", "pyarrow.parquet"]), ("a.txt.zst", ["zstandard", "compression", "compression.zstd"])],
-)
-def test_a_missing_package_is_said_before_any_document(tmp_path, monkeypatch, name, modules):
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt.zst"])
+def test_a_missing_package_is_said_before_any_document(tmp_path, monkeypatch, name):
     (tmp_path / name).write_bytes(b"")
-    for module in modules:
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=rf"package {modules[0]}: pip install 'muonsw\[data\]'"):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UsageError, match=r"package pyarrow: pip install 'muonsw\[data\]'"):
         text_documents([tmp_path / name])
 
 

@@ -85,7 +85,7 @@ def test_a_tokenizer_of_another_kind_is_not_made_up(tmp_path):
     class Other:
         """Bytes by another name, as someone else's class."""
 
-        vocab_size, padded_vocab_size, end_of_document, identity = 257, 320, 256, "ab" * 32
+        vocab_size, end_of_document, identity = 257, 256, "ab" * 32
         encode_batch = ByteTokenizer().encode_batch
 
     prepare(CORPUS, Other(), tmp_path, validation_fraction=0.0)

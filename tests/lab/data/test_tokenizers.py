@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonsw.lab.data import tokenizers as module
-from muonsw.lab.data.tokenizers import END_TEXT, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
+from muonsw.lab.data.tokenizers import END_TEXT, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer, padded_vocab
 from muonsw.lab.errors import UsageError
 
 CORPUS = ["the quick brown fox jumps over the lazy dog. " * 20, "def the_function(there): return there\n" * 20]
@@ -79,8 +79,8 @@ def test_lone_surrogates_and_broken_bytes_become_replacement_characters(tokenize
 
 def test_sizes_fit_each_other(tokenizer):
     assert tokenizer.end_of_document == tokenizer.vocab_size - 1
-    assert tokenizer.padded_vocab_size % 64 == 0
-    assert 0 <= tokenizer.padded_vocab_size - tokenizer.vocab_size < 64
+    assert padded_vocab(tokenizer.vocab_size) % 64 == 0
+    assert 0 <= padded_vocab(tokenizer.vocab_size) - tokenizer.vocab_size < 64
     for bad in (-1, tokenizer.vocab_size):
         with pytest.raises(ValueError, match=f"token {bad} is outside the vocabulary of {tokenizer.vocab_size}"):
             tokenizer.decode([1, bad])
@@ -161,10 +161,8 @@ def test_a_failed_download_says_what_to_do(monkeypatch):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(module, "import_module", missing)
+    for name in ("tokenizers", "tiktoken"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"needs the package tokenizers: pip install"):
         BPETokenizer.train(CORPUS, 300)
     with pytest.raises(UsageError, match=r"needs the package tiktoken: pip install"):
@@ -177,7 +175,7 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_the_real_vocabulary_gives_the_known_ids():
     pytest.importorskip("tiktoken")
     tokenizer = GPT2Tokenizer(Path(os.environ["MUONSW_GPT2_FILES"]))
-    assert (tokenizer.vocab_size, tokenizer.padded_vocab_size, tokenizer.end_of_document) == (50_257, 50_304, 50_256)
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (50_257, 50_256)
     assert tokenizer.encode("Hello world").tolist() == [15496, 995]
     assert tokenizer.encode("def f(x):\n    return x").tolist() == [
         4299,

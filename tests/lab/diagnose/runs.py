@@ -53,13 +53,16 @@ def scope_record(row, peak, **changes):
 
 def make_run(
     folder: Path, *, every=20, roles=("experts", "hidden"), layers=0, complete=True, evals=True, losses=None,
-    skipped=0, momentum=0.95, change=None, optimizer=None, peak=None, telemetry=True, **settings,
+    skipped=0, momentum=0.95, change=None, optimizer=None, peak=None, telemetry=True, grad_norm=0.5,
+    clipped=None, **settings,
 ):  # fmt: skip
     """Write a run folder and return it.
 
     Args:
         change: Called with role (None for the pool) and record; returns the record as it is written.
         losses: Training losses, one for each update, of which every tenth is written; a falling curve unless given.
+        grad_norm: Norm of the gradients before clipping, in the trainer's records; None leaves it out.
+        clipped: Share of clipped updates, in telemetry's; None leaves it out.
         peak: What decay says it divides by; the schedule's peak unless given.
         settings: For `simulate`.
     """
@@ -88,9 +91,11 @@ def make_run(
             lines.append(
                 {"kind": "telemetry", "step": step, "all": pooled, "decayed": pooled, "roles": by_role,
                  "layers": by_layer, "parameters": {}, "skipped": skipped}
+                | ({} if clipped is None else {"clipped": clipped})
             )  # fmt: skip
         if (step - 1) % 10 == 0:
-            lines.append({"kind": "train", "step": step, "loss": loss, "lr": row["lr"]})
+            norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+            lines.append({"kind": "train", "step": step, "loss": loss, "lr": row["lr"], **norm})
         if evals and step % max(steps // 20, 1) == 0:
             lines.append({"kind": "eval", "step": step, "loss": loss})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

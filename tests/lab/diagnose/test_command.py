@@ -10,9 +10,8 @@ from rich.console import Console
 
 from muonsw.lab.commands.diagnose import Diagnose
 from muonsw.lab.diagnose import diagnose, figures
-from muonsw.lab.diagnose.diagnosis import as_data
+from muonsw.lab.diagnose.diagnosis import as_data, print_diagnosis
 from muonsw.lab.diagnose.figures import FIGURES, draw, legend
-from muonsw.lab.diagnose.terminal import print_diagnosis
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.theme import LIGHT, arm_styles
 from muonsw.lab.runs import load_run
@@ -215,3 +214,19 @@ def test_a_zero_start_and_a_single_sample_are_harmless(tmp_path):
     single = load_run(make_run(tmp_path / "single", every=1000, **{k: v for k, v in FEW.items() if k != "every"}))
     assert as_data(diagnose(single))["samples"] == 1
     assert Diagnose(runs=(run.path, single.path), out=tmp_path / "out").run() == 0
+
+
+@pytest.mark.parametrize("foreign", ["diagnose.json", "tracking.svg"])
+def test_a_diagnosis_takes_the_place_of_nothing_that_it_did_not_write(written, tmp_path, foreign):
+    (tmp_path / foreign).write_text('{"mine": 1}')
+    with pytest.raises(UsageError, match=rf"{foreign} was not written by muonsw: delete it"):
+        Diagnose(runs=(written / "scaled",), out=tmp_path).run()
+    assert [path.name for path in tmp_path.iterdir()] == [foreign]
+    assert (tmp_path / foreign).read_text() == '{"mine": 1}'
+
+
+@pytest.mark.usefixtures("one_figure")
+def test_a_diagnosis_takes_the_place_of_an_earlier_one(written):
+    before = (written / "out" / "diagnose.json").read_bytes()
+    assert Diagnose(runs=(written / "constant", written / "scaled"), out=written / "out").run() == 0
+    assert (written / "out" / "diagnose.json").read_bytes() == before

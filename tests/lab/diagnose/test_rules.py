@@ -50,6 +50,7 @@ FIRES = {
     "defect": {"change": with_values(defect=0.5)},
     "rounding": {"change": times("applied_rms", 0.8)},
     "radial-gradient": {"change": with_values(alignment_gradient=-0.1)},
+    "clipping": {"grad_norm": 3.0, "optimizer": {"clip": 1.0}},
 }
 SILENT = {
     "unfinished": SCALED,
@@ -68,6 +69,7 @@ SILENT = {
     "defect": {"change": with_values(defect=0.9)},
     "rounding": {"change": times("applied_rms", 1.02)},
     "radial-gradient": SCALED,
+    "clipping": {"grad_norm": 0.9, "optimizer": {"clip": 1.0}},
 }
 
 
@@ -185,6 +187,24 @@ def test_a_defect_names_its_likely_cause(tmp_path, defect, word):
     finding = CHECKS["defect"](make_history(tmp_path / "run", steps=400, change=with_values(defect=defect)))
     assert finding is not None
     assert word in finding.text
+
+
+def test_clipping_costs_what_it_costs_the_algorithm(tmp_path):
+    always = {**LONG, "grad_norm": 3.0}
+    muon = CHECKS["clipping"](make_history(tmp_path / "muon", **always, optimizer={"clip": 1.0}))
+    adamw = {"clip": 1.0, "algorithm": "adamw", "betas": [0.9, 0.95]}
+    other = CHECKS["clipping"](make_history(tmp_path / "adamw", **always, optimizer=adamw))
+    assert (muon.severity, other.severity) == (Severity.NOTE, Severity.WARNING)
+    assert muon.numbers == other.numbers == {"share": 1.0}
+    off = CHECKS["clipping"](make_history(tmp_path / "off", **always, optimizer={"clip": 0.0}))
+    assert off is None
+
+
+@pytest.mark.parametrize(("clipped", "speaks"), [(0.95, True), (0.5, False)])
+def test_clipping_in_somebodys_own_loop_is_what_telemetry_counted(tmp_path, clipped, speaks):
+    finding = CHECKS["clipping"](make_history(tmp_path / "run", **LONG, grad_norm=None, clipped=clipped))
+    assert (finding is not None) == speaks
+    assert finding is None or finding.numbers["share"] == pytest.approx(clipped)
 
 
 def test_a_run_that_never_settles_is_told_from_one_that_stops_following(tmp_path):

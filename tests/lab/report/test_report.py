@@ -15,7 +15,7 @@ from muonsw.lab.claims.table import claims_table
 from muonsw.lab.report.page import page
 from muonsw.lab.report.sections import Chart, Curve, Document, Level
 from muonsw.lab.report.study_figures import draw_convergence
-from muonsw.lab.report.theme import LIGHT, PALETTES, matplotlib_style, plotly_axis, plotly_layout
+from muonsw.lab.report.theme import LIGHT, PALETTES, matplotlib_style, plotly_style
 from muonsw.lab.runs.curves import log_extremes
 from tests.lab.small import SMALL
 
@@ -132,8 +132,8 @@ def test_rules_keep_their_colours_and_both_themes_define_all():
     assert (LIGHT.colour("constant"), LIGHT.colour("scaled")) == ("#0072B2", "#D55E00")
     for palette in PALETTES.values():
         assert matplotlib_style(palette)["figure.facecolor"] == palette.background
-        assert plotly_layout(palette)["paper_bgcolor"] == palette.background
-        assert plotly_axis(palette)["gridcolor"] == palette.grid
+        assert plotly_style(palette)["layout"]["paper_bgcolor"] == palette.background
+        assert plotly_style(palette)["axis"]["gridcolor"] == palette.grid
     with pytest.raises(KeyError):
         LIGHT.colour("unheard of")
 

@@ -16,7 +16,7 @@ from muonsw.lab.report.charts import BEGINNING, Charts, loss_axis
 from muonsw.lab.report.own import require_own, require_own_folder
 from muonsw.lab.report.page import page
 from muonsw.lab.report.report import build_report, summary, write_report
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document
+from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry
 from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import DARK, LIGHT, arm_styles
 from muonsw.lab.runs import load_runs
@@ -230,7 +230,7 @@ def test_rules_fix_hues_and_arms_of_one_rule_differ():
 
 
 def test_arms_of_one_name_share_an_entry(runs):
-    assert Charts(runs).arms == [Arm("constant", "constant", 2), Arm("scaled", "scaled", 2)]
+    assert Charts(runs).arms == [LegendEntry("constant", "constant", 2), LegendEntry("scaled", "scaled", 2)]
 
 
 def test_the_command_writes_and_refuses(runs, tmp_path, capsys):
@@ -291,7 +291,7 @@ def test_the_lines_of_somebodys_own_loop_make_a_report(runs, tmp_path, capsys):
         "weight-norm", "predicted-norm", "alignment", "relative-update", "learning-rate", "decay", "runs",
     ]  # fmt: skip
     assert document.verdict == f"telemetry; final weight RMS: {runs[0].final_norm:#.3g} (constant)."
-    assert document.arms == [Arm("constant", "constant", 1)]
+    assert document.arms == [LegendEntry("constant", "constant", 1)]
 
 
 def test_what_a_report_wrote_may_be_written_again(written):

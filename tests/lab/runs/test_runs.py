@@ -42,7 +42,7 @@ def check_against_text(run, folder):
             expected = seen
             for part in (*path, key):
                 expected = [record[part] for record in expected]
-            same(run.telemetry.column(scope, key), expected)
+            same(run.telemetry.scope(scope)[key], expected)
 
 
 def test_every_number_is_read_as_it_was_written(folder):
@@ -112,7 +112,7 @@ def test_what_has_not_been_written_yet_is_empty(tmp_path):
         assert run.telemetry.scopes() == []
         assert run.telemetry.scope("all").known("weight_rms")[0].size == 0
         with pytest.raises(KeyError, match="weight_rms"):
-            run.telemetry.column("all", "weight_rms")
+            run.telemetry.scope("all")["weight_rms"]
 
 
 ODD = [
@@ -144,10 +144,10 @@ def test_records_that_are_not_alike_keep_their_places(tmp_path):
     same(run.train["z"], [nan, nan, -1, nan, -1])
     same(run.train["list.1.0"], [nan, nan, nan, 2, nan])
     assert "word" not in run.train
-    same(run.columns("note")["deep.a.b"], [4])
-    same(run.telemetry.column("all", "x"), [1.0, 2.0, 3.0])
-    same(run.telemetry.column("role:decayed", "x"), [7.0, nan, nan])
-    same(run.telemetry.column("role:all", "x"), [nan, 8.0, nan])
+    same(run.tables["note"][""]["deep.a.b"], [4])
+    same(run.telemetry.scope("all")["x"], [1.0, 2.0, 3.0])
+    same(run.telemetry.scope("role:decayed")["x"], [7.0, nan, nan])
+    same(run.telemetry.scope("role:all")["x"], [nan, 8.0, nan])
     same(run.telemetry.skipped, [3, 4, 5])
     assert "decayed" not in run.telemetry.scopes()
 

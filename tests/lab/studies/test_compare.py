@@ -1,5 +1,6 @@
 """Comparisons: paired by seed, no bolder than their numbers, and clear about arms that diverged."""
 
+import html
 import json
 import math
 from dataclasses import replace
@@ -102,7 +103,7 @@ def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path)
     assert "'wild' and 'constant' cannot be compared" in report.sentence
     assert "'scaled' and 'constant'" in report.sentence
     assert report.tables[0].rows[2][3].text == "diverged"
-    assert where in (tmp_path / "report.html").read_text().replace("&#x27;", "'")
+    assert where in html.unescape((tmp_path / "report.html").read_text())
     assert [claim.id for claim in claims_of(report)] == ["loss", "norm"]
     assert data["pairs"][1]["mean"] is None
 
@@ -281,6 +282,15 @@ def test_a_wrong_option_is_explained_before_any_training(options, message, tmp_p
     assert main(["compare", "--out", str(tmp_path / "out"), *given, *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "runs").exists()
+
+
+@pytest.mark.parametrize("foreign", ["report.html", "report/notes.txt"])
+def test_a_foreign_report_is_noticed_before_any_training(foreign, tmp_path, capsys):
+    (tmp_path / foreign).parent.mkdir(exist_ok=True)
+    (tmp_path / foreign).write_text("somebody else's")
+    assert main(["compare", "--out", str(tmp_path), "--data", tokens(), "--device", "cpu"]) == 2
+    assert foreign.rpartition("/")[2] in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_command_prints_the_verdict_one_table_and_where_the_files_are(tmp_path, capsys):

@@ -19,10 +19,9 @@ from muonsw.lab.studies.mup import (
     CoordinateSettings,
     activations,
     chain_tokens,
-    experiment_name,
+    judge_flat,
     measure,
     measure_widths,
-    run_flat,
 )
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.scale import match_rms_adamw
@@ -54,10 +53,7 @@ def test_no_claim_fails_and_every_mean_is_where_the_claim_says(name):
 @pytest.mark.parametrize("name", ["muon-adam", "muon-none", "standard"])
 def test_what_drifts_does_not_pass_for_flat(name):
     sizes = {curves.name: torch.tensor(curves.values, dtype=torch.float64) for curves in outcome(name).series}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("muonsw.lab.studies.mup.measure_widths", lambda *_: sizes)
-        judged = run_flat(SMALL[name], Context(torch.Generator()))
-    verdicts = {claim.id: claim for claim in judged.claims}
+    verdicts = {claim.id: claim for claim in judge_flat(SMALL[name], sizes)}
     assert not any(verdicts[f"update-{matrix}"].holds for matrix in MATRICES)
     assert any(verdicts[f"update-{matrix}"].fails for matrix in MATRICES)
 
@@ -107,7 +103,7 @@ def test_sizes_are_those_of_the_forward_pass():
 
 
 def test_every_arm_has_a_name_and_a_look():
-    assert list(ARMS) == list(WIDTH_ARMS) == [experiment_name(experiment.settings) for experiment in EXPERIMENTS]
+    assert list(ARMS) == list(WIDTH_ARMS) == [experiment.settings.name for experiment in EXPERIMENTS]
     assert 0 < TOLERANCE.size < 0.5
 
 

@@ -301,7 +301,7 @@ def test_late_fits_are_compared_in_the_papers_terms(tmp_path):
     found = {claim.id: claim for claim in dynamics.judge_diagnostics({"x": arms}, PAPER)}
     # a = -(memory - 1) s / (2 r): with s = 0.176 eta the slope of the scaled arm is known from its norm.
     run = arms["scaled"][0]
-    norm = run.telemetry.column("decayed", "weight_rms")[-1]
+    norm = run.telemetry.scope("decayed")["weight_rms"][-1]
     assert found["scaled-slope"].measured == pytest.approx(38 * 0.176 / (2 * norm), rel=0.1)
     assert found["defect"].holds
 

@@ -1,12 +1,19 @@
 """A run on a CUDA device: replayed updates are the updates, and a run goes on after a stop. Run by `make test-gpu`."""
 
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
 from muonsw.lab.train.graph import WARM_CALLS
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
+from tests.lab.train.ranks import spread_over, write_config
 from tests.lab.train.small import losses, small_run
+from tests.lab.train.test_torchrun import finished, torchrun
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +67,28 @@ def test_a_run_with_graphs_goes_on_after_a_stop(tmp_path):
     resumed = {(r["kind"], r["step"]): r for r in losses(tmp_path / "stopped")}
     assert resumed.keys() == whole.keys()
     assert resumed["eval", 24]["loss"] == pytest.approx(whole["eval", 24]["loss"], rel=2e-3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("compiling", ["off", "on"])
+def test_one_rank_with_nccl_is_the_plain_run_and_goes_on(strategy, compiling, tmp_path):
+    """Through torchrun, stopped in the middle by a signal; compiled or not, with the collectives of several ranks."""
+    settings = {"steps": 12, "device": "cuda", "compile": compiling, "graphs": "off", "precision": "float32"}
+    chosen = write_config(spread_over(small_run(**settings), strategy=strategy, timeout=300.0))
+    plain, ranks = tmp_path / "plain", tmp_path / "ranks"
+    subprocess.run([sys.executable, "-m", "muonsw.lab.run", chosen, plain], check=True)
+    launcher = torchrun("tests.lab.train.doomed", "slow", chosen, ranks, ranks=1)
+    while not (ranks / "metrics.jsonl").exists() or len(losses(ranks)) < 3:
+        assert launcher.poll() is None, launcher.stdout.read()
+        time.sleep(0.1)
+    launcher.send_signal(signal.SIGTERM)
+    _, said = finished(launcher)
+    assert "updates, saved; run the same command again" in said
+    code, said = finished(torchrun("muonsw.lab.run", chosen, ranks, ranks=1))
+    assert code == 0, said
+    assert "going on after update" in said
+    ours, theirs = ({(one["kind"], one["step"]): one for one in losses(folder)} for folder in (ranks, plain))
+    assert ours.keys() == theirs.keys()
+    for key, record in theirs.items():
+        if "loss" in record:
+            assert ours[key]["loss"] == pytest.approx(record["loss"], rel=2e-3), key

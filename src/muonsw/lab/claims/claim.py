@@ -14,25 +14,15 @@ from muonsw.lab.storage import plain
 
 
 class Criterion(StrEnum):
-    """When a measured value agrees with a predicted one; `tolerance` means something else in each.
+    """When a measured value agrees with a predicted one; `tolerance` means something else in each."""
 
-    Attributes:
-        RELATIVE: It is within `tolerance` times the size of the prediction.
-        ABSOLUTE: It is within `tolerance`.
-        AT_MOST: It is no larger; `tolerance` is the slack, as a share of the bound (absolute where the bound is zero).
-        AT_LEAST: It is no smaller, with the same slack.
-        ABOVE: It is larger by more than `tolerance`: an effect, which is not there if nothing moved.
-        BELOW: It is smaller by more than `tolerance`.
-        COVERED: The interval around the measurement contains the prediction.
-    """
-
-    RELATIVE = "relative"
-    ABSOLUTE = "absolute"
-    AT_MOST = "at most"
-    AT_LEAST = "at least"
-    ABOVE = "above"
-    BELOW = "below"
-    COVERED = "inside the interval"
+    RELATIVE = "relative"  # it is within `tolerance` times the size of the prediction
+    ABSOLUTE = "absolute"  # it is within `tolerance`
+    AT_MOST = "at most"  # it is no larger; `tolerance` is a share of the bound, absolute where the bound is zero
+    AT_LEAST = "at least"  # it is no smaller, with the same slack
+    ABOVE = "above"  # it is larger by more than `tolerance`: an effect, which is not there if nothing moved
+    BELOW = "below"  # it is smaller by more than `tolerance`
+    COVERED = "inside the interval"  # the interval around the measurement contains the prediction
 
 
 class Verdict(StrEnum):
@@ -57,17 +47,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured mean with its interval.
+    """A measured mean with its interval."""
 
-    Attributes:
-        value: The mean.
-        interval: Of the mean; None where there is one sample only.
-        limits: What this sample cannot show.
-    """
-
-    value: float
-    interval: Interval | None = None
-    limits: str = ""
+    value: float  # the mean
+    interval: Interval | None = None  # of the mean; None where there is one sample only
+    limits: str = ""  # what this sample cannot show
 
 
 @dataclass(frozen=True)
@@ -80,33 +64,19 @@ class Stated:
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement with what it predicts, what was measured, and when the two agree.
+    """One statement with what it predicts, what was measured, and when the two agree."""
 
-    Attributes:
-        id: Short name, unique within its experiment.
-        statement: The statement in the project's own words.
-        reference: Where the paper makes it.
-        hypothesis: Under which condition it is made; the run satisfies it.
-        predicted: The value or the bound that theory gives.
-        measured: What the run gave.
-        criterion: How the two are compared.
-        tolerance: By how much they may differ.
-        because: Where the tolerance comes from.
-        interval: Uncertainty of the measurement, for statements about means.
-        limits: What a finite run cannot show of this statement.
-    """
-
-    id: str
-    statement: str
-    reference: str
-    hypothesis: str
-    predicted: float
-    measured: float
-    criterion: Criterion
-    tolerance: float
-    because: str
-    interval: Interval | None = None
-    limits: str = ""
+    id: str  # short name, unique within its experiment
+    statement: str  # in the project's own words
+    reference: str  # where the paper makes it
+    hypothesis: str  # under which condition it is made; the run satisfies it
+    predicted: float  # the value or the bound that theory gives
+    measured: float  # what the run gave
+    criterion: Criterion  # how the two are compared
+    tolerance: float  # by how much they may differ
+    because: str  # where the tolerance comes from
+    interval: Interval | None = None  # uncertainty of the measurement, for statements about means
+    limits: str = ""  # what a finite run cannot show of this statement
 
     @property
     def verdict(self) -> Verdict:
@@ -123,12 +93,30 @@ class Claim:
         ends = (self.measured,) if self.interval is None else (self.measured, self.interval.low, self.interval.high)
         if any(map(math.isnan, (self.predicted, *ends))):
             return Verdict.FAILS
-        low, high = min(ends), max(ends)
         if self.criterion is Criterion.COVERED:
             covered = self.interval is not None and self.predicted in self.interval
             return Verdict.HOLDS if covered else Verdict.FAILS
-        holds, fails = self._effect(low, high) if self._is_effect() else self._agreement(low, high)
+        holds, fails = self._judge(min(ends), max(ends))
         return Verdict.HOLDS if holds else Verdict.FAILS if fails else Verdict.UNDECIDED
+
+    def _judge(self, low: float, high: float) -> tuple[bool, bool]:
+        """Whether all between low and high is as the claim says, and whether none of it is."""
+        slack = self.tolerance * (abs(self.predicted) or 1.0)
+        above, below = low > self.predicted + self.tolerance, high < self.predicted - self.tolerance
+        match self.criterion:
+            case Criterion.ABOVE:
+                return above, below
+            case Criterion.BELOW:
+                return below, above
+            case Criterion.AT_MOST:
+                floor, ceiling = -math.inf, self.predicted + slack
+            case Criterion.AT_LEAST:
+                floor, ceiling = self.predicted - slack, math.inf
+            case _:
+                low, high = low - self.predicted, high - self.predicted
+                ceiling = self.tolerance * (abs(self.predicted) if self.criterion is Criterion.RELATIVE else 1.0)
+                floor = -ceiling
+        return floor <= low and high <= ceiling, high < floor or ceiling < low
 
     @property
     def holds(self) -> bool:
@@ -139,28 +127,6 @@ class Claim:
     def fails(self) -> bool:
         """Whether the verdict is that it fails, which sets the exit code of a command."""
         return self.verdict is Verdict.FAILS
-
-    def _is_effect(self) -> bool:
-        return self.criterion in (Criterion.ABOVE, Criterion.BELOW)
-
-    def _effect(self, low: float, high: float) -> tuple[bool, bool]:
-        """Whether it is on the right side of the bound, or on the wrong one, by more than the tolerance."""
-        above, below = low > self.predicted + self.tolerance, high < self.predicted - self.tolerance
-        return (above, below) if self.criterion is Criterion.ABOVE else (below, above)
-
-    def _agreement(self, low: float, high: float) -> tuple[bool, bool]:
-        """Whether it is inside of what is accepted, or outside."""
-        slack = self.tolerance * (abs(self.predicted) or 1.0)
-        match self.criterion:
-            case Criterion.AT_MOST:
-                floor, ceiling = -math.inf, self.predicted + slack
-            case Criterion.AT_LEAST:
-                floor, ceiling = self.predicted - slack, math.inf
-            case _:
-                low, high = low - self.predicted, high - self.predicted
-                ceiling = self.tolerance * (abs(self.predicted) if self.criterion is Criterion.RELATIVE else 1.0)
-                floor = -ceiling
-        return floor <= low and high <= ceiling, high < floor or ceiling < low
 
     def as_data(self) -> dict[str, Any]:
         """The claim with its verdict as plain data; numbers that JSON does not know become None."""
@@ -207,21 +173,13 @@ covered = partial(make_claim, Criterion.COVERED)
 
 @dataclass(frozen=True)
 class Series:
-    """Curves over steps of several chains that follow one rule.
+    """Curves over steps of several chains that follow one rule."""
 
-    Attributes:
-        name: Which curves these are.
-        rule: `"constant"` or `"scaled"`, which fixes their colour.
-        steps: The steps at which values were kept.
-        values: One list for each chain, as long as `steps`.
-        level: An analytic value to draw as a line, if there is one.
-    """
-
-    name: str
-    rule: str
-    steps: Sequence[float]
-    values: Sequence[Sequence[float]]
-    level: float | None = None
+    name: str  # which curves these are
+    rule: str  # `"constant"` or `"scaled"`, which fixes their colour
+    steps: Sequence[float]  # the steps at which values were kept
+    values: Sequence[Sequence[float]]  # one list for each chain, as long as `steps`
+    level: float | None = None  # an analytic value to draw as a line, if there is one
 
 
 @dataclass(frozen=True)

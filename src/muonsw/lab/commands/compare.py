@@ -15,10 +15,10 @@ from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import cores
-from muonsw.lab.storage import prepare_folder
+from muonsw.lab.report.report import check_target
 from muonsw.lab.studies.arms import Arm, parse_arm
 from muonsw.lab.studies.compare import CompareStudy
-from muonsw.lab.studies.study import Conclusion, conduct
+from muonsw.lab.studies.study import PAGE, Conclusion, conduct
 from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
 from muonsw.lab.tables import Table
 from muonsw.lab.terminal import say
@@ -88,7 +88,7 @@ class Compare:
             tune_lambda=self.tune_lambda,
         )
         workshop = self._workshop(console)
-        prepare_folder(self.out)
+        check_target(self.out / PAGE, images=True)
         paragraph(console, self._plan(study, workshop.workers))
         conclusion = conduct(study, workshop, self.out)
         tables = self._tables(conclusion)

@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
-from muonsw.lab.data.corpus import FINEWEB, Corpus, Source
+from muonsw.lab.data.corpus import FINEWEB, Corpus, Extent, Source
 from muonsw.lab.data.prepare import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
-from muonsw.lab.data.progress import watching
-from muonsw.lab.data.shards import SPLITS, Prepared, read_record, verify_folder
+from muonsw.lab.data.shards import SPLITS, Group, Prepared, read_record, verify_folder
+from muonsw.lab.progress import View, showing
 from muonsw.lab.terminal import say
+
+PREPARING = "preparing"
+STAGES = {"tokenizer": "making the tokenizer", "documents": "encoding"}
+
+
+@dataclass
+class Tally:
+    """Adds up what is prepared and shows it."""
+
+    view: View
+    extent: Extent
+    documents: int = 0
+    bytes: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def begun(self, stage: str) -> None:
+        """A stage begins."""
+        self.started = time.perf_counter()
+        self.view.say(STAGES[stage])
+
+    def finished(self, group: Group) -> None:
+        """A group is done, now or earlier."""
+        self.documents, self.bytes = self.documents + group.documents, self.bytes + group.bytes
+        rate = self.bytes / 1e6 / max(time.perf_counter() - self.started, 1e-9)
+        fraction = self.extent.fraction(self.documents, self.bytes)
+        numbers = {"documents": f"{self.documents:,}", "MB": f"{self.bytes / 1e6:,.1f}", "MB/s": f"{rate:.1f}"}
+        self.view.update(PREPARING, fraction, numbers, total=None if fraction is None else 1.0)
 
 
 @dataclass(frozen=True)
@@ -73,9 +100,10 @@ class Prepare:
     def run(self) -> int:
         """Prepare the folder and say what it holds."""
         console, start, settings = Console(), time.perf_counter(), self.settings()
-        with watching(console, settings.corpus.extent()) as watch:
+        with showing(console, {PREPARING: None}) as view:
+            tally = Tally(view, settings.corpus.extent())
             record = prepare_corpus(
-                self.out, settings, processes=self.processes, finished=watch.finished, begun=watch.begun
+                self.out, settings, processes=self.processes, finished=tally.finished, begun=tally.begun
             )
         say(console, f"{_contents(record)}, in {time.perf_counter() - start:.1f} s; wrote {self.out}")
         return 0

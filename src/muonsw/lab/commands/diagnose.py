@@ -10,13 +10,13 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.diagnose.diagnosis import as_data, diagnose
-from muonsw.lab.diagnose.figures import draw
+from muonsw.lab.diagnose.diagnosis import as_data, diagnose, print_diagnosis
+from muonsw.lab.diagnose.figures import FIGURES, draw
 from muonsw.lab.diagnose.history import LATE
-from muonsw.lab.diagnose.terminal import print_diagnosis
 from muonsw.lab.errors import UsageError
+from muonsw.lab.report.own import require_own, write_own
 from muonsw.lab.runs import Run, load_runs
-from muonsw.lab.storage import prepare_folder, write_atomically
+from muonsw.lab.storage import prepare_folder
 from muonsw.lab.terminal import say
 
 
@@ -59,8 +59,10 @@ class Diagnose:
         diagnoses = [diagnose(run, scope=self.scope, late=self.late) for run in loaded]
         folder = self.out or _folder(self.runs)
         prepare_folder(folder)
+        names = ["diagnose.json", *(f"{name}{suffix}" for name in FIGURES for suffix in (".png", ".svg"))]
+        require_own(folder / name for name in names)
         data = {"version": 1, "scope": self.scope, "late": self.late, "runs": [as_data(one) for one in diagnoses]}
-        write_atomically(folder / "diagnose.json", json.dumps(data, allow_nan=False) + "\n")
+        write_own(folder / "diagnose.json", json.dumps(data, allow_nan=False) + "\n")
         figures = [path for path in draw(diagnoses, folder) if path.suffix == ".png"]
         console = Console()
         print_diagnosis(console, diagnoses, verbose=self.verbose)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
+from muonsw.advice import advise
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
@@ -167,7 +168,26 @@ class Plan:
             print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
         else:
             print_plan(Console(), result)
+            if isinstance(result, RunPlan):
+                say(Console(), self._advice(result))
         return 0
+
+    def _advice(self, result: RunPlan) -> str:
+        """What `muonsw advise` says about matrices at the undivided peak; it needs no model."""
+        try:
+            found = advise(
+                result.steps,
+                result.peak_lr,
+                self.weight_decay,
+                schedule=self.shape,
+                warmup_steps=result.warmup_steps,
+                final_fraction=self.final_fraction,
+                decay_fraction=self.decay_fraction,
+                momentum=self.momentum,
+            )
+        except ValueError as error:
+            return f"{error}."
+        return f"{found.sentences[0]} `muonsw advise` says more."
 
     def planned(self) -> RunPlan | RecipePlan:
         """What the options describe."""

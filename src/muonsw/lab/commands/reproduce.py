@@ -15,11 +15,12 @@ from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import cores
+from muonsw.lab.report.report import check_target
 from muonsw.lab.storage import prepare_folder
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.costs import cost_table
 from muonsw.lab.studies.scales import SCALES, find_data
-from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy, conduct
+from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
 from muonsw.lab.studies.workshop import BySettings, Workshop, gpus_for
 from muonsw.lab.tables import print_table
 from muonsw.lab.terminal import say
@@ -123,7 +124,7 @@ class Reproduce:
             print_cost(console, study, self.tflops or scale.tflops, workers or usual)
             return 0
         folder, device = self.out or Path("out") / f"{study.name}-{scale.name}", self._device()
-        prepare_folder(folder)
+        check_target(folder / PAGE, images=True)
         data = find_data(scale, self.data) if study.planned() else Path()
         places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
         conclusion = conduct(study, self._workshop(console, places, workers, len(study.runs())), folder)

@@ -24,16 +24,7 @@ def paragraph(console: Console, text: str) -> None:
 def print_conclusion(
     console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], *, verbose: bool, more: str = ""
 ) -> None:
-    """Print what came out of a study.
-
-    Args:
-        console: Where to.
-        conclusion: The study.
-        folder: Where its files are.
-        tables: What to show of it.
-        verbose: Whether tables show all their columns.
-        more: What else to say about files.
-    """
+    """Print what came out of a study: these tables of it, and where its files are; `more` is said about files too."""
     say(console, "")
     paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
     for table in tables:

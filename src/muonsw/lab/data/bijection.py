@@ -26,10 +26,6 @@ class Bijection:
     A Feistel network permutes the smallest range(4**h) that holds range(size); an image that falls outside is permuted
     again until it falls inside, which takes fewer than four rounds on average.
 
-    Attributes:
-        size: How many indices there are, at least 1.
-        key: Any integers, for example a seed and an epoch.
-
     Examples:
         >>> shuffle = Bijection(10, (42, 0))
         >>> sorted(shuffle(np.arange(10)).tolist())
@@ -38,8 +34,8 @@ class Bijection:
         True
     """
 
-    size: int
-    key: tuple[int, ...]
+    size: int  # how many indices there are, at least 1
+    key: tuple[int, ...]  # any integers, for example a seed and an epoch
     _half_bits: int = field(init=False, repr=False, compare=False)
     _round_keys: tuple[np.uint64, ...] = field(init=False, repr=False, compare=False)
 

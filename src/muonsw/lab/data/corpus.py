@@ -13,14 +13,13 @@ import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from muonsw.lab.data.formats import KINDS, check_kind, file_documents, is_readable
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.errors import UsageError
+from muonsw.lab.errors import UsageError, needed
 
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 _PLAIN = {".txt", ".md"}
@@ -29,20 +28,29 @@ FINEWEB = "HuggingFaceFW/fineweb"
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
+class Extent(NamedTuple):
+    """How much a corpus has at most; None is unknown. Bytes are those of the texts in UTF-8, or nearly so."""
+
+    documents: int | None = None
+    bytes: int | None = None
+
+    def fraction(self, documents: int, size: int) -> float | None:
+        """How much of it is done, or None if nobody knows.
+
+        Examples:
+            >>> Extent(documents=10).fraction(5, 100), Extent(10, 50).fraction(5, 100), Extent().fraction(5, 100)
+            (0.5, 1.0, None)
+        """
+        parts = [done / whole for done, whole in zip((documents, size), self, strict=True) if whole]
+        return min(max(parts), 1.0) if parts else None
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A source of documents and how much of it.
 
-    Attributes:
-        source: `python` is the running interpreter's standard library, `text` are files, `fineweb` is streamed from the
-            Hugging Face hub, `synthetic` is an endless Markov chain.
-        packages: Add the installed packages to `python`.
-        files: Files, folders or globs of `text`.
-        dataset: The hub's name of `fineweb`, or a local folder of the same format.
-        sample: Which part of `fineweb`.
-        seed: Of `synthetic`.
-        limit_documents: Stop after so many documents.
-        limit_characters: Stop with the document that reaches so many characters.
+    `python` is the running interpreter's standard library, `text` are files, `fineweb` is streamed from the Hugging
+    Face hub, `synthetic` is an endless Markov chain.
 
     Examples:
         >>> corpus = Corpus("synthetic", seed=1, limit_documents=3)
@@ -54,34 +62,35 @@ class Corpus:
     """
 
     source: Source = "python"
-    packages: bool = False
-    files: tuple[str, ...] = ()
-    dataset: str = FINEWEB
-    sample: str = "sample-10BT"
-    seed: int = 0
+    packages: bool = False  # add the installed packages to `python`
+    files: tuple[str, ...] = ()  # files, folders or globs of `text`
+    dataset: str = FINEWEB  # the hub's name of `fineweb`, or a local folder of the same format
+    sample: str = "sample-10BT"  # which part of `fineweb`
+    seed: int = 0  # of `synthetic`
     limit_documents: int | None = None
-    limit_characters: int | None = None
+    limit_characters: int | None = None  # stop with the document that reaches so many
 
     def __post_init__(self) -> None:
         if self.source not in _DOCUMENTS:
             raise UsageError(f"there is no source {self.source!r}: give {', '.join(_DOCUMENTS)}")
         if (self.source == "text") != bool(self.files):
-            raise UsageError(
-                "--source text needs --files (files, folders or quoted globs), and no other source takes them"
-            )
+            given = "--files (files, folders or quoted globs)"
+            raise UsageError(f"--source text needs {given}, and no other source takes them")
         for name, limit in (("documents", self.limit_documents), ("characters", self.limit_characters)):
             if limit is not None and limit < 1:
                 raise UsageError(f"--limit-{name} must be at least 1, got {limit}")
-        if self.source == "synthetic" and self.limit_documents is None and self.limit_characters is None:
+        if self.source == "synthetic" and not self._limited:
             raise UsageError("the synthetic source has no end: give --limit-documents or --limit-characters")
         if self.seed < 0:
             raise UsageError(f"--seed must be at least 0, got {self.seed}")
 
+    @property
+    def _limited(self) -> bool:
+        return self.limit_documents is not None or self.limit_characters is not None
+
     def documents(self) -> Iterator[str]:
         """The documents, from the first one, in an order that does not change."""
-        documents = _DOCUMENTS[self.source](self)
-        if self.limit_documents is not None:
-            documents = islice(documents, self.limit_documents)
+        documents = islice(_DOCUMENTS[self.source](self), self.limit_documents)
         return documents if self.limit_characters is None else up_to(documents, self.limit_characters)
 
     def recorded(self) -> dict[str, Any]:
@@ -97,31 +106,15 @@ class Corpus:
 
     def extent(self) -> Extent:
         """How much there is to read, as far as that is known without reading it."""
-        if self.limit_documents is not None or self.limit_characters is not None:
+        if self._limited:
             return Extent(self.limit_documents, self.limit_characters)
         if self.source == "python":
-            roots = python_roots(packages=self.packages)
-            return Extent(bytes=_size(path for root in roots for path in python_files(root)))
-        files = matching_files(self.files)
-        return Extent(bytes=_size(files)) if files and all(path.suffix in _PLAIN for path in files) else Extent()
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much a corpus has at most; `None` is unknown. Bytes are those of the texts in UTF-8, or nearly so."""
-
-    documents: int | None = None
-    bytes: int | None = None
-
-    def fraction(self, documents: int, size: int) -> float | None:
-        """How much of it is done, or `None` if nobody knows.
-
-        Examples:
-            >>> Extent(documents=10).fraction(5, 100), Extent(10, 50).fraction(5, 100), Extent().fraction(5, 100)
-            (0.5, 1.0, None)
-        """
-        parts = [done / whole for done, whole in ((documents, self.documents), (size, self.bytes)) if whole]
-        return min(max(parts), 1.0) if parts else None
+            files = [path for root in python_roots(packages=self.packages) for path in python_files(root)]
+        else:
+            files = matching_files(self.files)
+            if not files or any(path.suffix not in _PLAIN for path in files):
+                return Extent()
+        return Extent(bytes=sum(path.stat().st_size for path in files))
 
 
 def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
@@ -139,31 +132,11 @@ def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
-def _size(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths)
-
-
 def python_roots(*, packages: bool = False) -> list[Path]:
     """The folders of the running interpreter's standard library and, if asked for, of the installed packages."""
     paths = sysconfig.get_paths()
     roots = [paths["stdlib"], *([paths["purelib"], paths["platlib"]] if packages else [])]
     return list(dict.fromkeys(Path(root).resolve() for root in roots))
-
-
-def source_files(roots: Iterable[Path]) -> Iterator[str]:
-    """The Python files below folders, sorted by path, each content once; what does not decode is left out.
-
-    Raises:
-        UsageError: If a file cannot be read.
-    """
-    seen: set[bytes] = set()
-    for path in (path for root in roots for path in python_files(root)):
-        data = _read(path)
-        digest = hashlib.blake2b(data, digest_size=16).digest()
-        text = None if digest in seen else _decoded(data)
-        seen.add(digest)
-        if text:
-            yield text
 
 
 def python_files(root: Path) -> list[Path]:
@@ -175,11 +148,22 @@ def python_files(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}; make it readable") from error
+def source_files(roots: Iterable[Path]) -> Iterator[str]:
+    """The Python files below folders, sorted by path, each content once; what does not decode is left out.
+
+    Raises:
+        UsageError: If a file cannot be read.
+    """
+    seen: set[bytes] = set()
+    for path in (path for root in roots for path in python_files(root)):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror or error}; make it readable") from error
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        if digest not in seen and (text := _decoded(data)):
+            yield text
+        seen.add(digest)
 
 
 def _decoded(data: bytes) -> str | None:
@@ -192,13 +176,10 @@ def _decoded(data: bytes) -> str | None:
 
 
 def text_documents(patterns: Iterable[str | Path]) -> Iterator[str]:
-    """Documents from files: .txt and .md are one each, .jsonl one for each line's `text`, .parquet one for each row's.
-
-    All but .parquet may be compressed as .gz, .xz or .zst.
+    """Documents from files, in the order of the patterns, sorted within each; `file_documents` says which kinds.
 
     Args:
-        patterns: Files, folders (all files below them that can be read) or globs (`**` goes into folders). Files are
-            read in the order of the patterns, sorted within each, and once even if two patterns name them.
+        patterns: Files, folders (all files below them that can be read) or globs (`**` goes into folders).
 
     Raises:
         UsageError: Before any document if a pattern names no file, a file of another kind, or one that needs a package
@@ -211,7 +192,7 @@ def text_documents(patterns: Iterable[str | Path]) -> Iterator[str]:
 
 
 def matching_files(patterns: Iterable[str | Path]) -> list[Path]:
-    """The files that paths, folders or globs name, in the order in which `text_documents` reads them."""
+    """The files that paths, folders or globs name, each once even if two of them name it."""
     return list(dict.fromkeys(path for pattern in patterns for path in _matching(str(pattern))))
 
 
@@ -228,11 +209,11 @@ def _matching(pattern: str) -> list[Path]:
 
 def _readable_below(folder: Path) -> list[Path]:
     """All files below a folder whose kind can be read, sorted; hidden files and folders are left out."""
-    found = [path for path in folder.rglob("*") if is_readable(path) and path.is_file()]
-    seen = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    found = {path.relative_to(folder): path for path in folder.rglob("*") if is_readable(path) and path.is_file()}
+    seen = {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.parts)}
     if not seen:
         raise UsageError(f"the folder {folder} holds no file that can be read: put {KINDS} into it")
-    return sorted(seen, key=lambda path: path.relative_to(folder).as_posix())
+    return [seen[name] for name in sorted(seen, key=Path.as_posix)]
 
 
 def fineweb_documents(dataset: str | Path = FINEWEB, sample: str = "sample-10BT") -> Iterator[str]:
@@ -246,20 +227,15 @@ def fineweb_documents(dataset: str | Path = FINEWEB, sample: str = "sample-10BT"
     Raises:
         UsageError: If the library is missing, the dataset cannot be reached, or a file of it is damaged.
     """
-    try:
-        library: Any = import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise UsageError("FineWeb needs the package datasets: pip install 'muonsw[data]'") from error
+    library = needed("datasets", "FineWeb needs", "data")
     local = Path(dataset).exists()
-    name = str(dataset) if local else f"{dataset} ({sample})"
     try:
         stream = library.load_dataset(str(dataset), None if local else sample, split="train", streaming=True)
-        for row in stream.select_columns(["text"]):
-            if text := row["text"]:
-                yield text
+        yield from filter(None, (row["text"] for row in stream.select_columns(["text"])))
     except Exception as error:  # the network, the hub, the library and pyarrow each raise their own
         if local:
             _name_damaged(Path(dataset))
+        name = str(dataset) if local else f"{dataset} ({sample})"
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "check the name, the connection and the files; what was prepared is kept"
         raise UsageError(f"the dataset {name} cannot be read: {reason}; {fix}") from error

@@ -12,13 +12,11 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.errors import UsageError, needed
 
-_READ_BYTES = 1 << 16
 _PARQUET_ROWS = 256
 _DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
 
@@ -37,10 +35,8 @@ def check_kind(path: Path) -> None:
     """
     if not is_readable(path):
         raise UsageError(f"{path} is of no known kind: give {KINDS}")
-    if path.suffix == ".zst":
-        _zstd()
-    if path.suffix == ".parquet":
-        _needed("pyarrow.parquet")
+    if path.suffix in (".zst", ".parquet"):
+        _arrow()
 
 
 def is_readable(path: Path) -> bool:
@@ -63,7 +59,7 @@ def file_documents(path: Path) -> Iterator[str]:
         UsageError: At the place where the file turns out to be unreadable, damaged or cut short.
     """
     try:
-        yield from _READERS[_kind(path)](path)
+        yield from filter(None, _READERS[_kind(path)](path))
     except _DAMAGED as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UsageError(f"{path} cannot be read: {reason}; repair it or leave it out") from error
@@ -73,54 +69,8 @@ def _kind(path: Path) -> str:
     return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
 
 
-def _whole(path: Path) -> Iterator[str]:
-    with _opened(path) as file:
-        if text := file.read().decode():
-            yield text
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with _opened(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip() and (text := _text_field(path, number, line)):
-                yield text
-
-
-def _text_field(path: Path, number: int, line: bytes) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{path}, line {number}: not a JSON object with a `text` field") from error
-    if not isinstance(text, str):
-        raise UsageError(f"{path}, line {number}: its `text` field is not a string")
-    return text
-
-
-def _rows(path: Path) -> Iterator[str]:
-    """Row group by row group, a few rows at a time, and the text column alone."""
-    arrow, parquet = _needed("pyarrow"), _needed("pyarrow.parquet")
-    try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            schema = file.schema_arrow
-            if "text" not in schema.names:
-                raise UsageError(f"{path} has no column `text`, only {', '.join(schema.names)}")
-            kind = schema.field("text").type
-            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-                raise UsageError(f"{path}: its column `text` holds {kind}, not strings")
-            for number in range(file.num_row_groups):
-                # One row group at a time: over several, the library keeps all that it has read in memory.
-                for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[number], columns=["text"]):
-                    yield from filter(None, batch.column(0).to_pylist())
-    except arrow.ArrowException as error:
-        raise OSError(str(error)) from error
-
-
-_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
-    ".txt": _whole,
-    ".md": _whole,
-    ".jsonl": _lines,
-    ".parquet": _rows,
-}
+def _arrow(module: str = "pyarrow") -> Any:
+    return needed(module, "files of this kind need", "data")
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -132,68 +82,54 @@ def _opened(path: Path) -> IO[bytes]:
     return file
 
 
-class _ZstdFile(io.RawIOBase):
-    """The content of a .zst; one that was cut short is an error, which the library's own reader takes for the end."""
+def _whole(path: Path) -> Iterator[str]:
+    with _opened(path) as file:
+        yield file.read().decode()
 
-    def __init__(self, path: Path) -> None:
-        self._new_frame, self._error = _zstd()
-        self._frame: Any = None
-        self._pending = b""
-        self._file = path.open("rb")
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._pending:
-            if not (data := self._file.read(_READ_BYTES)):
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a compressed frame")
-                return 0
-            self._pending = b"".join(self._decompressed(data))
-        taken = min(len(buffer), len(self._pending))
-        buffer[:taken], self._pending = self._pending[:taken], self._pending[taken:]
-        return taken
-
-    def _decompressed(self, data: bytes) -> Iterator[bytes]:
-        while data:
-            self._frame = self._frame or self._new_frame()
+def _lines(path: Path) -> Iterator[str]:
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             try:
-                yield self._frame.decompress(data)
-            except self._error as error:
-                raise OSError(str(error)) from error
-            if not self._frame.eof:
-                return
-            data, self._frame = self._frame.unused_data, None
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise UsageError(f"{path}, line {number}: not a JSON object with a `text` field") from error
+            if not isinstance(text, str):
+                raise UsageError(f"{path}, line {number}: its `text` field is not a string")
+            yield text
 
 
-def _zstd() -> tuple[Callable[[], Any], type[Exception]]:
-    """What makes a decompressor of one frame, and what it raises."""
+def _rows(path: Path) -> Iterator[str]:
+    """Row group by row group, a few rows at a time, and the text column alone."""
+    arrow, parquet = _arrow(), _arrow("pyarrow.parquet")
     try:
-        module = import_module("compression.zstd")  # Python 3.14 has it
-    except ModuleNotFoundError:
-        module = _needed("zstandard")
-        return lambda: module.ZstdDecompressor().decompressobj(), module.ZstdError
-    return module.ZstdDecompressor, module.ZstdError
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            schema = file.schema_arrow
+            if "text" not in schema.names:
+                raise UsageError(f"{path} has no column `text`, only {', '.join(schema.names)}")
+            kind = schema.field("text").type
+            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+                raise UsageError(f"{path}: its column `text` holds {kind}, not strings")
+            for number in range(file.num_row_groups):
+                # One row group at a time: over several, the library keeps all that it has read in memory.
+                for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[number], columns=["text"]):
+                    yield from batch.column(0).to_pylist()
+    except arrow.ArrowException as error:
+        raise OSError(str(error)) from error
 
 
+_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
+    ".txt": _whole,
+    ".md": _whole,
+    ".jsonl": _lines,
+    ".parquet": _rows,
+}
+# Arrow reads .zst, because it takes a file that was cut short for an error; the library zstandard takes it for the end.
 _COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".xz": lzma.open,
-    ".zst": lambda path: io.BufferedReader(_ZstdFile(path), _READ_BYTES),
+    ".zst": lambda path: io.BufferedReader(_arrow().input_stream(path, compression="zstd")),
 }
-
-
 KINDS = f"{', '.join(_READERS)} files, all but the last also as {', '.join(_COMPRESSED)}"
-
-
-def _needed(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        raise UsageError(f"files of this kind need the package {package}: pip install 'muonsw[data]'") from error

@@ -28,11 +28,7 @@ class Windows:
     """Windows of `sequence + 1` tokens over shards; none crosses a shard's end.
 
     Neighbouring windows share one token, the last target of one and the first input of the next, so that every token of
-    a shard but the first is a target in at most one window.
-
-    Attributes:
-        count: How many windows there are.
-        dropped: How many tokens at the ends of shards are in no window.
+    a shard but the first is a target in at most one window. `count` is how many there are.
     """
 
     def __init__(self, shards: Sequence[Shard], sequence: int) -> None:
@@ -42,12 +38,10 @@ class Windows:
             raise ValueError("there is no shard to read: prepare the data, or check the path")
         self.shards, self.sequence = tuple(shards), sequence
         counts = np.array([(len(shard.tokens) - 1) // sequence for shard in shards], dtype=np.int64)
-        covered = np.where(counts > 0, counts * sequence + 1, 0)
         self._ends = np.cumsum(counts)
         self.count = int(self._ends[-1])
-        tokens = sum(len(shard.tokens) for shard in shards)
-        self.dropped = tokens - int(covered.sum())
         if self.count == 0:
+            tokens = sum(len(shard.tokens) for shard in shards)
             needs = f"no shard holds one window of {sequence + 1} tokens"
             raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
 
@@ -74,28 +68,27 @@ class TokenLoader:
     """Training batches: every epoch visits every window once, in an order keyed by the seed and the epoch.
 
     Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next.
-
-    Attributes:
-        shards: Open shards of one folder; their order is part of the data order.
-        sequence: Tokens in an input.
-        batch: Sequences in a batch, over all ranks and micro-batches.
-        seed: Decides the order.
-        windows: What is visited.
     """
 
-    shards: Sequence[Shard]
-    sequence: int
-    batch: int
-    seed: int
-    windows: Windows = field(init=False, repr=False, compare=False)
+    shards: Sequence[Shard]  # open shards of one folder; their order is part of the data order
+    sequence: int  # tokens in an input
+    batch: int  # sequences in a batch, over all ranks and micro-batches
+    seed: int  # decides the order
+    limit: int | None = None  # visit only so many windows, the first ones
+    windows: Windows = field(init=False, repr=False, compare=False)  # what is visited
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", Windows(self.shards, self.sequence))
         if self.batch < 1:
             raise ValueError(f"a batch has at least 1 sequence, not {self.batch}")
-        if self.windows.count < self.batch:
-            short = f"the corpus has {self.windows.count} windows of {self.sequence + 1} tokens, fewer than one batch"
+        if self.size < self.batch:
+            short = f"the corpus has {self.size} windows of {self.sequence + 1} tokens, fewer than one batch"
             raise ValueError(f"{short} of {self.batch}: make the batch or the sequence smaller, or add data")
+
+    @property
+    def size(self) -> int:
+        """How many windows an epoch has."""
+        return self.windows.count if self.limit is None else min(self.limit, self.windows.count)
 
     def batch_at(self, step: int) -> Batch:
         """Inputs and targets of a step, counted from 0; int64 of shape (batch, sequence)."""
@@ -116,13 +109,9 @@ class TokenLoader:
         starts = (rows * (ranks * micro + rank) for micro in range(accumulation))
         return (self.windows.gather(self._ids(step, start, start + rows)) for start in starts)
 
-    def batches(self, start: int = 0, stop: int | None = None, *, ahead: int = 2) -> Iterator[Batch]:
-        """`batch_at` of start, start + 1, ..., read in the background up to `ahead` steps early."""
-        return prefetch(self.batch_at, start, stop, ahead=ahead)
-
     def epochs(self, total_steps: int) -> float:
         """How many times a run of so many steps visits the corpus."""
-        return total_steps * self.batch / self.windows.count
+        return total_steps * self.batch / self.size
 
     def _ids(self, step: int, first: int, last: int) -> Indices:
         """The windows in rows first to last of a step's batch."""
@@ -130,7 +119,7 @@ class TokenLoader:
             raise ValueError(f"steps are counted from 0, not {step}")
         # Python's integers have no largest value: step * batch may pass 64 bits though no index within an epoch does.
         samples = range(step * self.batch + first, step * self.batch + last)
-        size, parts = self.windows.count, []
+        size, parts = self.size, []
         for epoch in range(samples[0] // size, samples[-1] // size + 1):
             begin, end = max(samples.start - epoch * size, 0), min(samples.stop - epoch * size, size)
             parts.append(Bijection(size, (self.seed, epoch))(np.arange(begin, end)))
@@ -140,11 +129,7 @@ class TokenLoader:
 class ValidationLoader:
     """The same windows in the same order for every run that is to be compared, whatever its seed or batch.
 
-    Args:
-        shards: Open shards of one folder.
-        sequence: Tokens in an input.
-        batch: Sequences in a batch; the last batch may have fewer.
-        windows: How many windows to read, spread evenly over the shards; `None` reads all.
+    The last batch may have fewer sequences. Of all windows, or so many spread evenly over the shards.
     """
 
     def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, windows: int | None = None) -> None:
@@ -160,6 +145,16 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         for start in range(0, len(self.ids), self.batch):
             yield self.windows.gather(self.ids[start : start + self.batch])
+
+    def parts(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
+        """What one rank reads, and how many rows of each batch count; together all ranks read every window once.
+
+        Every rank has as many batches, since a model that is spread over ranks needs them all for a forward pass; one
+        that has nothing left reads the first window again, and none of its rows count.
+        """
+        for start in range(self.batch * rank, len(self) * self.batch + self.batch * rank, self.batch * ranks):
+            ids = self.ids[start : start + self.batch]
+            yield self.windows.gather(ids if len(ids) else self.ids[:1]), len(ids)
 
 
 def prefetch(read: Callable[[int], T], start: int = 0, stop: int | None = None, *, ahead: int = 2) -> Iterator[T]:

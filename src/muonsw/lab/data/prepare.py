@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -39,9 +39,6 @@ from muonsw.lab.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer, GPT2T
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import Audience, Tell, cores, run_jobs
 
-__all__ = ["RECORD", "DataSettings", "Group", "Prepared", "Split", "TokenizerChoice", "is_validation", "open_split"]
-__all__ += ["prepare", "prepare_corpus", "prepare_default", "read_record"]
-
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
 # Merges learned from more text than this hardly differ, and learning them takes a second.
@@ -62,52 +59,31 @@ _SHARD = re.compile(r"(train|validation)-\d{5}-[0-9a-f]{8}\.tokens")
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Which tokenizer to make.
-
-    Attributes:
-        kind: `bytes`, `bpe` trained on the corpus, or `gpt2`.
-        vocab: Tokens of `bpe`, the end of a document included.
-        gpt2_files: A folder with GPT-2's `vocab.bpe` and `encoder.json`; `None` lets tiktoken download them.
-        training_characters: `bpe` is trained on the first documents that are not held out, up to so many characters.
-    """
+    """Which tokenizer to make; a `bpe` is trained on the first documents that are not held out."""
 
     kind: Kind = "bpe"
-    vocab: int = DEFAULT_VOCAB
-    gpt2_files: Path | None = None
-    training_characters: int = TRAINING_CHARACTERS
+    vocab: int = DEFAULT_VOCAB  # tokens of `bpe`, the end of a document included
+    gpt2_files: Path | None = None  # folder with vocab.bpe and encoder.json; None lets tiktoken download them
+    training_characters: int = TRAINING_CHARACTERS  # of the documents that `bpe` is trained on
 
     def __post_init__(self) -> None:
         if self.kind not in ("bytes", "bpe", "gpt2"):
             raise UsageError(f"there is no tokenizer {self.kind!r}: give bytes, bpe, gpt2")
         if self.kind == "bpe" and (not BYTES < self.vocab < 1 << 31 or self.training_characters < 1):
-            given = f"{self.vocab} and {self.training_characters}"
-            raise UsageError(
-                f"a bpe needs a --vocab above {BYTES} (below 2**31) and characters to train on, got {given}"
-            )
+            needs = f"a --vocab above {BYTES} (below 2**31) and characters to train on"
+            raise UsageError(f"a bpe needs {needs}, got {self.vocab} and {self.training_characters}")
         if self.kind != "gpt2" and self.gpt2_files is not None:
             raise UsageError(f"--gpt2-files go with --tokenizer gpt2, not with {self.kind}")
-
-    def recorded(self) -> dict[str, Any]:
-        """What decides the tokenizer, besides the corpus."""
-        trained = {"vocab": self.vocab, "training_characters": self.training_characters}
-        return {"kind": self.kind, **(trained if self.kind == "bpe" else {})}
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Everything that decides what a folder of prepared data holds.
-
-    Attributes:
-        corpus: Which documents.
-        tokenizer: What encodes them.
-        validation_fraction: The share of documents that is held out; `None` takes what suits the source.
-        group_characters: The size of a shard before encoding; `None` takes what suits the source.
-    """
+    """Everything that decides what a folder of prepared data holds; sizes that are None are those of the source."""
 
     corpus: Corpus = field(default_factory=Corpus)
     tokenizer: TokenizerChoice = field(default_factory=TokenizerChoice)
-    validation_fraction: float | None = None
-    group_characters: int | None = None
+    validation_fraction: float | None = None  # the share of documents that is held out
+    group_characters: int | None = None  # the size of a shard before encoding
 
     def sizes(self) -> dict[str, Any]:
         """The two sizes, as they are recorded.
@@ -126,50 +102,44 @@ class DataSettings:
 
     def recipe(self) -> dict[str, Any]:
         """Corpus and tokenizer, as they are recorded."""
-        return {"corpus": self.corpus.recorded(), "made_with": self.tokenizer.recorded()}
+        choice = self.tokenizer
+        trained = {"vocab": choice.vocab, "training_characters": choice.training_characters}
+        made_with = {"kind": choice.kind, **(trained if choice.kind == "bpe" else {})}
+        return {"corpus": self.corpus.recorded(), "made_with": made_with}
 
 
 def prepare_default(
     folder: Path,
     *,
-    source: Source = "python",
     tokenizer: Kind = "bpe",
     vocab: int = DEFAULT_VOCAB,
     gpt2_files: Path | None = None,
     validation_fraction: float | None = None,
-    limit_characters: int | None = None,
     processes: int | None = None,
     wait: float = 600.0,
-    finished: Callable[[Group], None] = lambda _: None,
     **corpus: Any,
 ) -> Prepared:
     """Data without a command line: prepares the folder once, and only looks at it from then on.
 
     A folder that is complete and has these settings is taken as it is, without reading the documents again. Several
-    processes may ask for the same folder: one prepares it, and the others wait.
-
-    Arguments are fields of `Corpus`, `TokenizerChoice` and `DataSettings`, and those of `prepare_corpus`; `corpus` are
-    further fields of `Corpus`, such as `files` or `seed`. The default needs nothing but this machine and some seconds.
+    processes may ask for the same folder: one prepares it, and the others wait. The default needs nothing but this
+    machine and some seconds; `corpus` are fields of `Corpus`, such as `source` or `files`.
 
     Raises:
         UsageError: As `prepare_corpus`.
     """
     choice = TokenizerChoice(tokenizer, vocab=vocab, gpt2_files=gpt2_files)
-    documents = Corpus(source, limit_characters=limit_characters, **corpus)
-    settings = DataSettings(documents, choice, validation_fraction)
-    if (record := _complete(folder, settings)) is not None:
-        return record
-    return prepare_corpus(folder, settings, processes=processes, wait=wait, finished=finished)
+    settings = DataSettings(Corpus(**corpus), choice, validation_fraction)
+    return _complete(folder, settings) or prepare_corpus(folder, settings, processes=processes, wait=wait)
 
 
 def _complete(folder: Path, settings: DataSettings) -> Prepared | None:
     """The record of a folder that needs no work: same settings, and every shard in its place."""
+    wanted = {**settings.sizes(), **settings.recipe()}
     if not (folder / RECORD).exists():
         return None
     record = read_record(folder)
-    recipe = {name: value for name, value in (record.recipe or {}).items() if name != "trained_on"}
-    theirs = {"validation_fraction": record.validation_fraction, "group_characters": record.group_characters}
-    if not record.complete or recipe != settings.recipe() or theirs != settings.sizes():
+    if not record.complete or not wanted.items() <= record.settings.items():
         return None
     try:
         for split in SPLITS:
@@ -195,7 +165,7 @@ def prepare_corpus(
     Args:
         folder: Made if missing.
         settings: What to put there.
-        processes: How many encode, on one thread each; 1 is this one alone. `None` takes every core: by processes if
+        processes: How many encode, on one thread each; 1 is this one alone. None takes every core: by processes if
             there are many cores and the corpus may be large, else by threads of this one. The result is the same.
         wait: How many seconds to wait for another process that prepares the same folder.
         finished: Called after every group, in the order in which they finish.
@@ -212,7 +182,8 @@ def prepare_corpus(
         earlier_groups(folder, {**sizes, **recipe})
         begun("tokenizer")
         tokenizer, trained_on = _make_tokenizer(folder, settings)
-        record = _record(tokenizer, **sizes, recipe={**recipe, "trained_on": trained_on})
+        recipe |= {"trained_on": trained_on}
+        record = Prepared(tokenizer.identity, tokenizer.vocab_size, **sizes, recipe=recipe)
         number, threads = _workforce(settings.corpus, processes)
         begun("documents")
         documents = settings.corpus.documents()
@@ -230,46 +201,36 @@ def prepare(
     processes: int = 1,
     threads: int = 1,
 ) -> Prepared:
-    """Encode documents into the shards of a folder, each followed by an end of document.
+    """Encode documents, in a fixed order, into the shards of a folder, each followed by an end of document.
 
-    Args:
-        documents: In a fixed order. At most one group of them for each process, and one more, is held in memory.
-        tokenizer: What encodes them; it is stored in the folder.
-        folder: Made if missing; what an earlier run with the same settings finished there is kept.
-        validation_fraction: The share of documents, chosen by a hash of their text, that is never trained on.
-        group_characters: A group ends with the document that reaches so many.
-        finished: Called after every group, also after one that was already there, in the order in which they finish.
-        processes: How many encode; with 1, this one does. The shards are the same for any number.
-        threads: On how many threads this process encodes, when it does.
+    What an earlier run with the same settings finished is kept, and `finished` is called for it, too. A share of the
+    documents, chosen by a hash of their text, is never trained on. At most one group of them for each process, and one
+    more, is held in memory. The shards are the same for any number of processes, and of threads where it is one.
 
     Raises:
         UsageError: If there is no document, the folder holds data with other settings or is being prepared by another
             process, or something cannot be written.
     """
-    if not 0.0 <= validation_fraction < 1.0 or group_characters < 1:
-        given = f"{validation_fraction} and {group_characters}"
-        raise ValueError(f"a validation fraction is in [0, 1) and a group has at least 1 character, not {given}")
     if processes < 1 or threads < 1:
         raise ValueError(f"preparing needs at least 1 process and 1 thread, not {processes} and {threads}")
-    record = _record(tokenizer, validation_fraction=validation_fraction, group_characters=group_characters)
+    record = Prepared(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters)
     with locked(folder):
         return _fill(documents, tokenizer, folder, record, finished=finished, processes=processes, threads=threads)
 
 
-@contextmanager
-def locked(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Make the folder and keep other processes from preparing it; what killed ones left half-written is removed.
-
-    Args:
-        folder: Made if missing.
-        wait: How many seconds another process gets to finish.
-
-    Raises:
-        UsageError: If another process holds it, or it cannot be written.
-    """
+def locked(folder: Path, *, wait: float = 0.0) -> AbstractContextManager[None]:
+    """Make the folder and keep other processes from preparing it, as `storage.locked` does."""
     fix = "wait for it to end, or choose another folder"
-    with storage.locked(folder, f"{folder} is being prepared by another process: {fix}", wait=wait):
-        yield
+    return storage.locked(folder, f"{folder} is being prepared by another process: {fix}", wait=wait)
+
+
+class _Texts(NamedTuple):
+    """The documents of a group, with its number, a hash of them, and their size in UTF-8."""
+
+    number: int
+    texts: Sequence[str]
+    digest: str
+    bytes: int
 
 
 def _fill(
@@ -283,7 +244,7 @@ def _fill(
     threads: int,
 ) -> Prepared:
     """Write every shard that a locked folder lacks, and its record."""
-    earlier = earlier_groups(folder, _settings(record))
+    earlier = earlier_groups(folder, record.settings)
     record = replace(record, tokenizer_description=store(tokenizer, folder))
     if not earlier:
         save_record(folder, record)
@@ -301,7 +262,10 @@ def _fill(
     def keep(_name: str, written: tuple[int, Group]) -> None:
         number, group = written
         done[number] = group
-        save_record(folder, replace(record, groups=_so_far(done, earlier)))
+        # Groups that come later stay on record until the documents say otherwise.
+        known = {**dict(enumerate(earlier)), **done}
+        groups = tuple(known.get(place, _UNFINISHED) for place in range(max(known) + 1))
+        save_record(folder, replace(record, groups=groups))
         finished(group)
 
     several = processes > 1
@@ -313,16 +277,6 @@ def _fill(
     save_record(folder, record)
     _remove_others(folder, record)
     return record
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """The documents of a group, with its number, a hash of them, and their size in UTF-8."""
-
-    number: int
-    texts: Sequence[str]
-    digest: str
-    bytes: int
 
 
 def _encode(
@@ -354,15 +308,8 @@ def grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
         >>> list(grouped(["ab", "c", "defg", "h"], 3))
         [['ab', 'c'], ['defg'], ['h']]
     """
-    group: list[str] = []
-    size = 0
-    for text in documents:
-        group.append(text)
-        size += len(text)
-        if size >= characters:
-            yield group
-            group, size = [], 0
-    if group:
+    rest = iter(documents)
+    while group := list(up_to(rest, characters)):
         yield group
 
 
@@ -380,8 +327,7 @@ def digest_of(texts: Iterable[str]) -> tuple[str, int]:
         (3, False)
     """
     digest, size = hashlib.blake2b(digest_size=16), 0
-    for text in texts:
-        data = _utf8(text)
+    for data in map(_utf8, texts):
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
         size += len(data)
@@ -390,10 +336,6 @@ def digest_of(texts: Iterable[str]) -> tuple[str, int]:
 
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
-
-
-def _record(tokenizer: Tokenizer, **fields: Any) -> Prepared:
-    return Prepared(tokenizer.identity, tokenizer.vocab_size, **fields)
 
 
 def earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
@@ -405,17 +347,12 @@ def earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
     """
     if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()
-    theirs = _settings(record)
+    theirs = record.settings
     changed = {name: value for name, value in settings.items() if name in theirs and theirs[name] != value}
     if changed:
         different = ", ".join(f"{name} {theirs[name]} (now {value})" for name, value in changed.items())
         raise UsageError(f"{folder} holds data with other settings: {different}; choose another folder or delete it")
     return record.groups
-
-
-def _settings(record: Prepared) -> dict[str, Any]:
-    names = ("tokenizer", "vocab_size", "validation_fraction", "group_characters")
-    return {**{name: getattr(record, name) for name in names}, **(record.recipe or {})}
 
 
 def _kept_group(folder: Path, job: _Texts, earlier: tuple[Group, ...], record: Prepared) -> Group | None:
@@ -429,14 +366,6 @@ def _kept_group(folder: Path, job: _Texts, earlier: tuple[Group, ...], record: P
     except ShardError:
         return None
     return group
-
-
-def _so_far(done: dict[int, Group], earlier: tuple[Group, ...]) -> tuple[Group, ...]:
-    """What the record says meanwhile: groups that come later stay on it until the documents say otherwise."""
-    before = dict(enumerate(earlier))
-    return tuple(
-        done.get(number) or before.get(number, _UNFINISHED) for number in range(max(max(done) + 1, len(earlier)))
-    )
 
 
 def _remove_others(folder: Path, record: Prepared) -> None:
@@ -460,12 +389,13 @@ def _make_tokenizer(folder: Path, settings: DataSettings) -> tuple[Tokenizer, st
     if not sample:
         raise UsageError("the source gave no document to train a tokenizer on: check its path")
     digest, _ = digest_of(sample)
-    return _trained_before(folder, settings, digest) or BPETokenizer.train(sample, choice.vocab), digest
+    earlier = _trained_before(folder, {**settings.recipe(), "trained_on": digest})
+    return earlier or BPETokenizer.train(sample, choice.vocab), digest
 
 
-def _trained_before(folder: Path, settings: DataSettings, digest: str) -> Tokenizer | None:
+def _trained_before(folder: Path, recipe: dict[str, Any]) -> Tokenizer | None:
     """The folder's own tokenizer, if it was trained on the same documents for the same vocabulary."""
-    if not (folder / RECORD).exists() or read_record(folder).recipe != {**settings.recipe(), "trained_on": digest}:
+    if not (folder / RECORD).exists() or read_record(folder).recipe != recipe:
         return None
     try:
         return load_tokenizer(folder)

@@ -42,21 +42,13 @@ class ShardError(UsageError):
 
 @dataclass(frozen=True)
 class Group:
-    """A stretch of documents that was encoded together, into one shard for each split.
+    """A stretch of documents that was encoded together, into one shard for each split."""
 
-    Attributes:
-        digest: A hash of the texts; empty while the group is not finished.
-        documents: How many there were.
-        tokens: How many tokens each split got; a split without documents has no shard and no entry.
-        checksums: SHA-256 of each split's shard.
-        bytes: The size of the texts in UTF-8.
-    """
-
-    digest: str
-    documents: int
-    tokens: dict[Split, int]
-    checksums: dict[Split, str]
-    bytes: int = 0
+    digest: str  # a hash of the texts; empty while the group is not finished
+    documents: int  # how many there were
+    tokens: dict[Split, int]  # how many tokens each split got; a split without documents has no shard and no entry
+    checksums: dict[Split, str]  # SHA-256 of each split's shard
+    bytes: int = 0  # the size of the texts in UTF-8
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9a-f]*", self.digest):
@@ -67,31 +59,29 @@ class Group:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a folder of shards holds, and the settings that decided it.
+    """What a folder of shards holds, and the settings that decided it."""
 
-    Attributes:
-        tokenizer: The `identity` of the tokenizer.
-        vocab_size: Every token is below it.
-        validation_fraction: The share of documents that is held out.
-        group_characters: A group ends with the document that reaches so many.
-        groups: In the order of the documents.
-        complete: Whether the last document was reached.
-        tokenizer_description: `{"kind": ..., "files": ...}`, from which `load_tokenizer` rebuilds the tokenizer.
-        recipe: Where the documents and the tokenizer came from, for whoever asks for the same data again.
-    """
-
-    tokenizer: str
-    vocab_size: int
-    validation_fraction: float
-    group_characters: int
-    groups: tuple[Group, ...] = ()
-    complete: bool = False
-    tokenizer_description: dict[str, Any] | None = None
-    recipe: dict[str, Any] | None = None
+    tokenizer: str  # its `identity`
+    vocab_size: int  # every token is below it
+    validation_fraction: float  # the share of documents that is held out
+    group_characters: int  # a group ends with the document that reaches so many
+    groups: tuple[Group, ...] = ()  # in the order of the documents
+    complete: bool = False  # whether the last document was reached
+    tokenizer_description: dict[str, Any] | None = None  # from which `load_tokenizer` rebuilds it
+    recipe: dict[str, Any] | None = None  # where documents and tokenizer came from
 
     def __post_init__(self) -> None:
         if not 1 <= self.vocab_size <= LARGEST_VOCAB:
             raise ValueError(f"a vocabulary has 1 to 2**32 tokens, not {self.vocab_size}")
+        if not 0.0 <= self.validation_fraction < 1.0 or self.group_characters < 1:
+            given = f"{self.validation_fraction} and {self.group_characters}"
+            raise ValueError(f"a validation fraction is in [0, 1) and a group has at least 1 character, not {given}")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same for the same data."""
+        names = ("tokenizer", "vocab_size", "validation_fraction", "group_characters")
+        return {**{name: getattr(self, name) for name in names}, **(self.recipe or {})}
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -107,13 +97,14 @@ class Prepared:
         """How many tokens a split has, ends of documents included."""
         return sum(group.tokens.get(split, 0) for group in self.groups)
 
+    def shards(self, folder: Path, split: Split) -> list[tuple[Path, Group]]:
+        """The files of a split, in order, and what is on record about each."""
+        numbered = ((number, group) for number, group in enumerate(self.groups) if split in group.tokens)
+        return [(shard_path(folder, split, number, group.digest), group) for number, group in numbered]
+
     def paths(self, folder: Path, split: Split) -> list[Path]:
         """The shards of a split, in order; other files of the folder do not count."""
-        return [
-            shard_path(folder, split, number, group.digest)
-            for number, group in enumerate(self.groups)
-            if split in group.tokens
-        ]
+        return [path for path, _ in self.shards(folder, split)]
 
 
 class Shard(NamedTuple):
@@ -125,13 +116,7 @@ class Shard(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What `verify_folder` found out about a file, or about the folder as a whole.
-
-    Attributes:
-        path: The file or the folder.
-        problem: What is wrong, or `None`.
-        tokens: How many good ones it holds.
-    """
+    """What `verify_folder` found: a file or the whole folder, what is wrong if anything, and how many good tokens."""
 
     path: Path
     problem: str | None
@@ -168,12 +153,7 @@ def save_record(folder: Path, record: Prepared) -> None:
 
 
 def write_shard(path: Path, pieces: Iterable[Tokens], record: Prepared) -> tuple[int, str]:
-    """Write tokens so that `path` holds all of them or is not touched, and return how many they are and their SHA-256.
-
-    Args:
-        path: The shard; its folder exists.
-        pieces: One-dimensional integer arrays, of which one at a time is held in memory.
-        record: Says how large the vocabulary is.
+    """Write tokens, in pieces of which one at a time is held in memory; returns how many they are and their SHA-256.
 
     Raises:
         ShardError: If a token is outside the vocabulary.
@@ -199,26 +179,20 @@ def open_split(folder: Path, split: Split) -> list[Shard]:
     Their sizes are compared with the record, and so is every byte where that is quick (up to 64 MiB).
 
     Raises:
-        UsageError: If the folder was not prepared to the end, or the split is empty.
-        ShardError: If a shard is missing, or is not the one on record.
+        UsageError: If the folder was not prepared to the end, the split is empty, or a shard is not as on record.
     """
     record = read_record(folder)
     if not record.complete:
         raise UsageError(f"{folder} is not prepared to the end: run the same `muonsw data prepare` again, it goes on")
-    if not (paths := record.paths(folder, split)):
+    if not (shards := record.shards(folder, split)):
         raise UsageError(f"{folder} has no {split} tokens: prepare more documents, or another validation fraction")
-    _allow_open_files(len(paths))
-    groups = [group for group in record.groups if split in group.tokens]
+    _allow_open_files(len(shards))
     check = record.tokens(split) * record.dtype.itemsize <= CHECKED_BYTES
-    return [open_shard(path, group, split, record, check=check) for path, group in zip(paths, groups, strict=True)]
+    return [open_shard(path, group, split, record, check=check) for path, group in shards]
 
 
 def open_shard(path: Path, group: Group, split: Split, record: Prepared, *, check: bool = False) -> Shard:
-    """Map one shard after comparing its size with the record, and with `check` its content.
-
-    Raises:
-        ShardError: If it is missing, or is not the one on record.
-    """
+    """Map one shard after comparing its size with the record, and with `check` its content."""
     count = group.tokens[split]
     try:
         with path.open("rb") as file:
@@ -237,11 +211,7 @@ def open_shard(path: Path, group: Group, split: Split, record: Prepared, *, chec
 
 
 def check_tokens(shard: Shard) -> None:
-    """Read all tokens of a shard.
-
-    Raises:
-        ShardError: If one is outside the vocabulary, with its place.
-    """
+    """Read all tokens of a shard; one outside the vocabulary is an error with its place."""
     for start in range(0, len(shard.tokens), _READ_BYTES):
         piece = shard.tokens[start : start + _READ_BYTES]
         if int(piece.max()) >= shard.vocab_size:
@@ -251,11 +221,7 @@ def check_tokens(shard: Shard) -> None:
 
 
 def verify_folder(folder: Path) -> Iterator[Checked]:
-    """Check the record, the tokenizer, and every token of every shard, one after the other.
-
-    Raises:
-        UsageError: If the folder has no readable record.
-    """
+    """Check the record, the tokenizer, and every token of every shard, one after the other."""
     record = read_record(folder)
     if not record.complete:
         yield Checked(folder, f"{folder} is not prepared to the end: run the same `muonsw data prepare` again")
@@ -264,26 +230,16 @@ def verify_folder(folder: Path) -> Iterator[Checked]:
     except UsageError as error:
         yield Checked(folder, str(error))
     for split in SPLITS:
-        for number, group in enumerate(record.groups):
-            if split in group.tokens:
-                path = shard_path(folder, split, number, group.digest)
-                yield _verified(path, group, split, record)
-
-
-def _verified(path: Path, group: Group, split: Split, record: Prepared) -> Checked:
-    try:
-        check_tokens(open_shard(path, group, split, record, check=True))
-    except ShardError as error:
-        return Checked(path, str(error))
-    return Checked(path, None, group.tokens[split])
+        for path, group in record.shards(folder, split):
+            try:
+                check_tokens(open_shard(path, group, split, record, check=True))
+                yield Checked(path, None, group.tokens[split])
+            except ShardError as error:
+                yield Checked(path, str(error))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared folder.
-
-    Raises:
-        UsageError: If the folder has no record, or what it holds is not the tokenizer on record.
-    """
+    """The tokenizer of a prepared folder; one that is not on record is refused."""
     record = read_record(folder)
     tokenizer = restore(record.tokenizer_description, folder)
     if tokenizer is None:

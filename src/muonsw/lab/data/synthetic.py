@@ -22,12 +22,6 @@ class MarkovSource:
     With a tokenizer that gives every character one token, the stream of tokens, ends of documents included, is that
     chain, and no model's expected loss is below `entropy_rate()`.
 
-    Attributes:
-        seed: Decides the chain and the documents.
-        alphabet: Different characters.
-        sharpness: 0 makes all transitions equally likely; larger values make the next character more predictable.
-        mean_length: Characters in a document, on average; lengths are geometric.
-
     Examples:
         >>> source = MarkovSource(seed=1, alphabet="ab", sharpness=0.0, mean_length=10.0)
         >>> round(source.entropy_rate(), 4)  # log 2 for a character, and more for when the document ends
@@ -36,10 +30,10 @@ class MarkovSource:
         True
     """
 
-    seed: int
-    alphabet: str = ascii_lowercase[:16]
-    sharpness: float = 2.0
-    mean_length: float = 512.0
+    seed: int  # decides the chain and the documents
+    alphabet: str = ascii_lowercase[:16]  # different characters
+    sharpness: float = 2.0  # 0 makes all transitions equally likely, larger values the next one more predictable
+    mean_length: float = 512.0  # characters in a document, on average; lengths are geometric
     transitions: Matrix = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.storage import parse_json, write_atomically
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
@@ -29,7 +28,6 @@ END_TEXT = "<|endoftext|>"
 BYTES = 256
 # tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304
 VOCAB_MULTIPLE = 64
-_PARALLELISM = "TOKENIZERS_PARALLELISM"
 BPE_FILE = "tokenizer.json"
 GPT2_FILES = ("vocab.bpe", "encoder.json")
 
@@ -45,22 +43,15 @@ def padded_vocab(vocab_size: int) -> int:
 
 
 class Tokenizer(ABC):
-    """What the data and the sampling code know of a tokenizer; the end of a document is its last id.
+    """What the data and the sampling code know of a tokenizer.
 
-    Attributes:
-        vocab_size: Every id, the end of a document included, is below it.
-        identity: 64 hexadecimal digits: equal for two tokenizers exactly if everything that decides their ids is equal.
-        end_of_document: The id that separates documents.
+    Every id is below `vocab_size`, and the last one is the end of a document. `identity`, 64 hexadecimal digits, is
+    equal for two tokenizers exactly if everything that decides their ids is equal.
     """
 
     def __init__(self, vocab_size: int, identity: str) -> None:
         self.vocab_size, self.identity = vocab_size, identity
         self.end_of_document = vocab_size - 1
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The number of rows of an embedding for this vocabulary."""
-        return padded_vocab(self.vocab_size)
 
     @abstractmethod
     def encode(self, text: str) -> TokenIds:
@@ -72,15 +63,14 @@ class Tokenizer(ABC):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
-        return "".join(self._decoded_parts(list(ids)))
-
-    def _decoded_parts(self, ids: list[int]) -> Iterator[str]:
-        bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
-        for is_end, group in groupby(ids, lambda token: token == self.end_of_document):
-            run = [int(token) for token in group]
-            yield END_TEXT * len(run) if is_end else self._decode_text(run)
+        tokens = [int(token) for token in ids]
+        if bad := [token for token in tokens if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"token {bad[0]} is outside the vocabulary of {self.vocab_size}")
+        texts = (
+            END_TEXT * len(list(run)) if is_end else self._decode_text(list(run))
+            for is_end, run in groupby(tokens, lambda token: token == self.end_of_document)
+        )
+        return "".join(texts)
 
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:
@@ -110,24 +100,17 @@ class ByteTokenizer(Tokenizer):
 class BPETokenizer(Tokenizer):
     """A byte-level BPE in the JSON of the `tokenizers` library; any text can be encoded.
 
-    Args:
-        definition: The library's JSON. Its identity is taken from this text, so it does not change with the library.
+    Its identity is taken from that JSON, so it does not change with the library.
     """
 
     def __init__(self, definition: str) -> None:
-        library = _library("tokenizers")
         canonical = json.dumps(parse_json(definition), sort_keys=True)
-        self._definition, self._bpe = definition, library.Tokenizer.from_str(definition)
+        self._definition, self._bpe = definition, _library("tokenizers").Tokenizer.from_str(definition)
         super().__init__(self._bpe.get_vocab_size() + 1, _identity("bpe", canonical))
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab_size: int) -> BPETokenizer:
-        """Learn merges from documents.
-
-        Args:
-            documents: Read once; the library keeps counts of words, not the text.
-            vocab_size: The bytes, the merges and the end of a document. A small corpus may give fewer merges.
-        """
+        """Learn merges from documents, which are read once; a small corpus may give fewer tokens than asked for."""
         if vocab_size <= BYTES:
             raise ValueError(f"a byte-level BPE needs {BYTES} bytes and an end of document, not {vocab_size} tokens")
         library = _library("tokenizers")
@@ -177,15 +160,18 @@ class BPETokenizer(Tokenizer):
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-level BPE through tiktoken: 50,257 ids, padded to 50,304.
 
-    Args:
-        files: A folder with GPT-2's `vocab.bpe` and `encoder.json`; `None` lets tiktoken download (and cache) them.
+    Its `vocab.bpe` and `encoder.json` are in the folder `files`; None lets tiktoken download (and cache) them.
     """
 
     def __init__(self, files: Path | None = None) -> None:
         tiktoken = _library("tiktoken")
         self.files = files
         if files is None:
-            self._bpe = _downloaded(tiktoken)
+            try:
+                self._bpe = tiktoken.get_encoding("gpt2")
+            except Exception as error:  # whatever the network stack raises
+                reason, fix = type(error).__name__, "give a folder with vocab.bpe and encoder.json instead"
+                raise UsageError(f"GPT-2's vocabulary could not be downloaded ({reason}): {fix}") from error
         else:
             ranks = _ranks(files)
             pattern = _library("tiktoken_ext.openai_public").r50k_pat_str
@@ -226,9 +212,13 @@ def store(tokenizer: Tokenizer, folder: Path) -> dict[str, Any] | None:
     if isinstance(tokenizer, BPETokenizer):
         tokenizer.save(folder / BPE_FILE)
         return {"kind": "bpe", "files": [BPE_FILE]}
-    if isinstance(tokenizer, GPT2Tokenizer):
-        return {"kind": "gpt2", "files": _copied(tokenizer.files, folder)}
-    return None
+    if not isinstance(tokenizer, GPT2Tokenizer):
+        return None
+    files = tokenizer.files
+    if files is not None and files.resolve() != folder.resolve():
+        for name in GPT2_FILES:
+            write_atomically(folder / name, (files / name).read_bytes())
+    return {"kind": "gpt2", "files": files and list(GPT2_FILES)}
 
 
 def restore(description: Mapping[str, Any] | None, folder: Path) -> Tokenizer | None:
@@ -245,23 +235,6 @@ def restore(description: Mapping[str, Any] | None, folder: Path) -> Tokenizer | 
         case "gpt2":
             return GPT2Tokenizer(folder if (description or {}).get("files") else None)
     return None
-
-
-def _copied(files: Path | None, folder: Path) -> list[str] | None:
-    if files is None:
-        return None
-    if files.resolve() != folder.resolve():
-        for name in GPT2_FILES:
-            write_atomically(folder / name, (files / name).read_bytes())
-    return list(GPT2_FILES)
-
-
-def _downloaded(tiktoken: Any) -> Any:
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # whatever the network stack raises
-        fix = "give a folder with vocab.bpe and encoder.json instead"
-        raise UsageError(f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}): {fix}") from error
 
 
 def _ranks(files: Path) -> dict[bytes, int]:
@@ -281,24 +254,20 @@ def _ranks(files: Path) -> dict[bytes, int]:
 
 
 def _library(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        raise UsageError(f"this tokenizer needs the package {package}: pip install 'muonsw[lab]'") from error
+    return needed(name, "this tokenizer needs", "lab")
 
 
 @contextmanager
 def _parallelism(wanted: bool) -> Iterator[None]:
     """Let the tokenizers library use its threads or not; it reads this variable at every call."""
-    before = os.environ.get(_PARALLELISM)
-    os.environ[_PARALLELISM] = "true" if wanted else "false"
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if wanted else "false"
     try:
         yield
     finally:
-        del os.environ[_PARALLELISM]
+        del os.environ["TOKENIZERS_PARALLELISM"]
         if before is not None:
-            os.environ[_PARALLELISM] = before
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _identity(*parts: str) -> str:

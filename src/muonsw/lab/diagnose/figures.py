@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from muonsw.lab.diagnose.diagnosis import Diagnosis
 from muonsw.lab.diagnose.history import History
 from muonsw.lab.diagnose.rules import words
 from muonsw.lab.report.charts import loss_axis
-from muonsw.lab.report.sections import Arm, Axis, Band, Chart, Curve, Level, Mark, Sheet
+from muonsw.lab.report.sections import Axis, Band, Chart, Curve, LegendEntry, Level, Mark, Sheet
 from muonsw.lab.report.static import write_sheet
 from muonsw.lab.report.theme import RULE_NAMES
 from muonsw.lab.runs import Points, unique_names
@@ -22,34 +22,27 @@ from muonsw.lab.runs.curves import smooth_curve
 ACROSS = 4  # small panels side by side
 COSINE = Axis("cosine")
 FROM_PEAK = Axis("step, from the peak of the learning rate")
-OBSERVED, TARGET, RECURSION = (
-    ("solid", "observed"),
-    ("dashed", "steady state r*"),
-    ("dotted", "recursion from first norm"),
-)
+OBSERVED, TARGET = ("solid", "observed"), ("dashed", "steady state r*")
+RECURSION, ENDS = ("dotted", "recursion from first norm"), ("mark", "norm no longer follows r*")
 
 
 class Named(NamedTuple):
-    """A diagnosis with the name that it has in every figure."""
+    """A diagnosis with the name that it has in every figure, and the telemetry of its chosen scope."""
 
     name: str
     diagnosis: Diagnosis
-
-    @property
-    def history(self) -> History:
-        """The telemetry of the chosen scope."""
-        return self.diagnosis.history
+    history: History
 
 
 def draw(diagnoses: Sequence[Diagnosis], folder: Path, names: Sequence[str] = ()) -> list[Path]:
     """Draw the figures of these names, or all, as PNG and SVG; one for which nothing was recorded is left out."""
     arms = legend(diagnoses)
-    named = [Named(arm.name, diagnosis) for arm, diagnosis in zip(arms, diagnoses, strict=True)]
+    named = [Named(arm.name, one, one.history) for arm, one in zip(arms, diagnoses, strict=True)]
     sheets = (FIGURES[name](named) for name in names or FIGURES)
     return [path for sheet in sheets if sheet is not None for path in write_sheet(sheet, arms, folder)]
 
 
-def legend(diagnoses: Sequence[Diagnosis]) -> list[Arm]:
+def legend(diagnoses: Sequence[Diagnosis]) -> list[LegendEntry]:
     """Names and colours: the first run of a rule has the rule's colour, further ones have other colours.
 
     Runs are called by their rule where that tells them apart, else by their folder.
@@ -58,48 +51,47 @@ def legend(diagnoses: Sequence[Diagnosis]) -> list[Arm]:
     by_rule = len(set(rules)) == len(rules) and all(rule in RULE_NAMES for rule in rules)
     names = [RULE_NAMES[rule] for rule in rules] if by_rule else unique_names(one.run.name for one in diagnoses)
     hues = [rule if rule not in rules[:place] else f"run {place}" for place, rule in enumerate(rules)]
-    return [Arm(name, hue) for name, hue in zip(names, hues, strict=True)]
+    return [LegendEntry(name, hue) for name, hue in zip(names, hues, strict=True)]
 
 
 def loss_and_norm(named: Sequence[Named]) -> Sheet:
     """Loss and weight norm over steps (the paper's first figure, and those of widths 512 and 768)."""
     evaluated = all(len(one.diagnosis.run.losses[0]) for one in named)
     losses: list[Curve] = []
-    for name, diagnosis in named:
+    for name, diagnosis, _ in named:
         losses += _curves(name, diagnosis.run.losses) if evaluated else _noisy(name, diagnosis.run.training_losses)
     axis = loss_axis(losses, [one.diagnosis.run for one in named])
-    charts = [Chart("loss", "Validation loss" if evaluated else "Training loss", losses, y=axis)]
-    norms = [curve for one in named for curve in _curves(one.name, _column(one.history, "weight_rms"))]
-    charts.append(Chart("norm", f"Weight RMS of {_scope(named)}", norms, y=_from_zero(named, 1.05)))
-    return Sheet("loss-and-norm", "Loss and weight norm", [chart for chart in charts if chart.curves])
+    loss = Chart("loss", "Validation loss" if evaluated else "Training loss", losses, y=axis)
+    norms = _each(named, "weight_rms", _curves)
+    norm = Chart("norm", f"Weight RMS of {_scope(named)}", norms, y=_from_zero([one.history for one in named], 1.05))
+    return Sheet("loss-and-norm", "Loss and weight norm", [chart for chart in (loss, norm) if chart.curves])
 
 
 def alignment_and_prediction(named: Sequence[Named]) -> Sheet | None:
     """Alignment, and observed norm beside the steady state and the recursion (the paper's second figure)."""
     if not _recorded(named, "alignment_update"):
         return None
-    cosines, norms, marks = [], [], []
-    for one in named:
-        history, tracking = one.history, one.history.tracking
-        cosines += _noisy(one.name, _column(history, "alignment_update"))
-        norms += _curves(one.name, _column(history, "weight_rms"))
+    norms, marks = [], []
+    for name, _, history in named:
+        tracking = history.tracking
+        norms += _curves(name, history.points("weight_rms"))
         if tracking is not None and history.norm is not None:
-            steps = history.norm.steps
-            norms += _curves(one.name, (steps, tracking.smooth_target), line="dashed")
-            norms += _curves(one.name, (steps, tracking.predicted), line="dotted", neutral=True)
-            marks += [] if tracking.broke_at is None else [Mark(tracking.broke_at, one.name)]
-    ends = [("mark", "norm no longer follows r*")] if marks else []
+            norms += _curves(name, (history.norm.steps, tracking.smooth_target), line="dashed")
+            norms += _curves(name, (history.norm.steps, tracking.predicted), line="dotted", neutral=True)
+            marks += [] if tracking.broke_at is None else [Mark(tracking.broke_at, name)]
+    cosines = _each(named, "alignment_update", _noisy)
     alignment = Chart("alignment", "Cosine of weight and update", cosines, y=COSINE, levels=[Level(0.0)])
-    title, key = f"Weight RMS of {_scope(named)}", (OBSERVED, TARGET, RECURSION, *ends)
-    norm = Chart("norm", title, norms, y=_from_zero(named, 1.45), marks=marks, key=key)
+    axis, key = _from_zero([one.history for one in named], 1.45), [OBSERVED, TARGET, RECURSION]
+    key += [ENDS] if marks else []
+    norm = Chart("norm", f"Weight RMS of {_scope(named)}", norms, y=axis, marks=marks, key=key)
     return Sheet("alignment-and-prediction", "Alignment, and the norm it predicts", [alignment, norm])
 
 
 def tracking_ratio_and_lag(named: Sequence[Named]) -> Sheet | None:
     """The adiabatic ratio and the lag: whether the norm can follow its target, and whether it does."""
     ratios, lags = [], []
-    for name, diagnosis in named:
-        history, tracking = diagnosis.history, diagnosis.history.tracking
+    for name, _, history in named:
+        tracking = history.tracking
         if tracking is None or history.norm is None:
             continue
         fell = history.peak_at < len(history.steps) - 3
@@ -125,7 +117,7 @@ def orthogonality(named: Sequence[Named]) -> Sheet | None:
     """How far from orthogonal Muon's direction is (the paper's figure on Newton-Schulz)."""
     if not _recorded(named, "defect"):
         return None
-    curves = [curve for one in named for curve in _noisy(one.name, _column(one.history, "defect"))]
+    curves = _each(named, "defect", _noisy)
     values = [y for curve in curves for y in curve.y]
     axis = Axis("‖O‖ / √min(m, n)", limits=(min(0.8, *values) - 0.02, max(1.05, *values) + 0.02))
     chart = Chart("defect", "Mean over matrices", curves, y=axis, levels=[Level(1.0, "orthogonal")])
@@ -137,7 +129,7 @@ def gradient_and_momentum(named: Sequence[Named]) -> Sheet | None:
     keys = {"alignment_gradient": "Weight and gradient", "alignment_momentum": "Weight and momentum"}
     if not _recorded(named, *keys):
         return None
-    curves = {key: [curve for one in named for curve in _noisy(one.name, _column(one.history, key))] for key in keys}
+    curves = {key: _each(named, key, _noisy) for key in keys}
     values = [y for those in curves.values() for curve in those for y in curve.y] + [0.0]
     margin = 0.05 * (max(values) - min(values)) or 0.01
     axis = Axis("cosine", limits=(min(values) - margin, max(values) + margin))
@@ -148,8 +140,8 @@ def gradient_and_momentum(named: Sequence[Named]) -> Sheet | None:
 def late_alignment(named: Sequence[Named]) -> Sheet | None:
     """Late alignment over learning rate with both fits, extended to zero (the paper's figure of the same)."""
     curves, key = [], []
-    for name, diagnosis in named:
-        history, fits = diagnosis.history, diagnosis.fits
+    for name, diagnosis, history in named:
+        fits = diagnosis.fits
         if fits is None:
             continue
         late = (history.steps >= fits.first_step) & np.isfinite(history.column("alignment_update"))
@@ -166,16 +158,9 @@ def late_alignment(named: Sequence[Named]) -> Sheet | None:
             key.append(("dotted", f"{name}: {line}"))
     if not curves:
         return None
-    highest = max(x for curve in curves for x in curve.x)
-    chart = Chart(
-        "late-alignment",
-        f"Cosine of weight and update, {_scope(named)}",
-        curves,
-        x=Axis("learning rate η", limits=(0.0, 1.03 * highest)),
-        y=COSINE,
-        levels=[Level(0.0)],
-        key=key,
-    )
+    axis = Axis("learning rate η", limits=(0.0, 1.03 * max(x for curve in curves for x in curve.x)))
+    title = f"Cosine of weight and update, {_scope(named)}"
+    chart = Chart("late-alignment", title, curves, x=axis, y=COSINE, levels=[Level(0.0)], key=key)
     return Sheet("late-alignment", "Late alignment against the learning rate", [chart], columns=1)
 
 
@@ -185,7 +170,7 @@ def small_multiples(name: str, title: str, kind: str, key: str, named: Sequence[
     if not any(np.isfinite(history.column(key)).any() for _, history in histories):
         return None
     panel = _norm_panel if key == "weight_rms" else _cosine_panel
-    scopes = list(dict.fromkeys(history.scope for _, history in histories))
+    scopes = dict.fromkeys(history.scope for _, history in histories)
     charts = [panel(scope, [pair for pair in histories if pair[1].scope == scope]) for scope in scopes]
     return Sheet(name, title, charts, columns=ACROSS)
 
@@ -193,17 +178,19 @@ def small_multiples(name: str, title: str, kind: str, key: str, named: Sequence[
 def _norm_panel(scope: str, pairs: Sequence[tuple[str, History]]) -> Chart:
     curves: list[Curve] = []
     for name, history in pairs:
-        curves += _curves(name, _column(history, "weight_rms"))
+        curves += _curves(name, history.points("weight_rms"))
         curves += _curves(name, history.smooth_target, line="dashed")
-    highest = max((history.highest("weight_rms") for _, history in pairs), default=0.0)
-    # A target far outside, as during warmup, must not flatten what was observed.
-    axis = Axis("weight RMS", limits=(0.0, 1.4 * highest if highest > 0 else 1.0))
+    axis = _from_zero([history for _, history in pairs], 1.4)
     return Chart(scope, scope.replace(":", " "), curves, y=axis, key=(OBSERVED, TARGET))
 
 
 def _cosine_panel(scope: str, pairs: Sequence[tuple[str, History]]) -> Chart:
-    curves = [curve for name, history in pairs for curve in _noisy(name, _column(history, "alignment_update"))]
+    curves = [curve for name, history in pairs for curve in _noisy(name, history.points("alignment_update"))]
     return Chart(scope, scope.replace(":", " "), curves, y=COSINE, levels=[Level(0.0)])
+
+
+def _each(named: Sequence[Named], key: str, draw: Callable[[str, Points], list[Curve]]) -> list[Curve]:
+    return [curve for one in named for curve in draw(one.name, one.history.points(key))]
 
 
 def _curves(name: str, points: Any, **looks: Any) -> list[Curve]:
@@ -219,20 +206,14 @@ def _noisy(name: str, points: Points) -> list[Curve]:
     return _curves(name, points) + ([] if smooth is None else _curves(name, smooth, middle=True))
 
 
-def _column(history: History, key: str) -> Points:
-    values = history.column(key)
-    known = np.isfinite(values)
-    return history.steps[known], values[known]
-
-
 def _recorded(named: Sequence[Named], *keys: str) -> bool:
     return any(np.isfinite(one.history.column(key)).any() for one in named for key in keys)
 
 
-def _from_zero(named: Sequence[Named], factor: float) -> Axis:
+def _from_zero(histories: Iterable[History], factor: float) -> Axis:
     """An axis for norms that a target far outside, as during warmup, does not stretch."""
-    highest = max((one.history.highest("weight_rms") for one in named), default=1.0)
-    return Axis("weight RMS", limits=(0.0, factor * highest) if highest > 0 else None)
+    highest = max(history.highest("weight_rms") for history in histories)
+    return Axis("weight RMS", limits=(0.0, factor * highest if highest > 0 else 1.0))
 
 
 def _scope(named: Sequence[Named]) -> str:

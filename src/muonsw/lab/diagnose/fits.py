@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -25,25 +26,15 @@ MIN_SPREAD = 1e-3
 
 @dataclass(frozen=True)
 class AlignmentFit:
-    """A line `a = -a0 - k eta`, through the origin if `a0_interval` is None.
+    """A line `a = -a0 - k eta`, through the origin if `a0_interval` is None."""
 
-    Attributes:
-        k: Minus the slope.
-        k_interval: Where it lies.
-        a0: What remains of the outward alignment at learning rate 0.
-        a0_interval: Where it lies; None for a line through the origin.
-        residual: Standard deviation of the samples around the line.
-        samples: How many there are.
-        independent: As how many independent ones they count.
-    """
-
-    k: float
-    k_interval: Interval
-    a0: float
-    a0_interval: Interval | None
-    residual: float
-    samples: int
-    independent: float
+    k: float  # minus the slope
+    k_interval: Interval  # where it lies
+    a0: float  # what remains of the outward alignment at learning rate 0
+    a0_interval: Interval | None  # where it lies; None for a line through the origin
+    residual: float  # standard deviation of the samples around the line
+    samples: int  # how many there are
+    independent: float  # as how many independent ones they count
 
     def at(self, lr: Array) -> Array:
         """The line."""
@@ -52,19 +43,12 @@ class AlignmentFit:
 
 @dataclass(frozen=True)
 class NormLimit:
-    """Where the norm would go with the learning rate to zero, by the fit that belongs to the decay rule.
+    """Where the norm would go with the learning rate to zero, by the fit that belongs to the decay rule."""
 
-    Attributes:
-        value: The limit.
-        interval: That of the fit, carried through the formula.
-        fit: Which fit it rests on, "origin" or "offset".
-        formula: In which `update` is the RMS of an update at learning rate 1.
-    """
-
-    value: float
-    interval: Interval
-    fit: str
-    formula: str
+    value: float  # the limit
+    interval: Interval  # that of the fit, carried through the formula
+    fit: str  # which fit it rests on, "origin" or "offset"
+    formula: str  # in which `update` is the RMS of an update at learning rate 1
 
 
 @dataclass(frozen=True)
@@ -79,10 +63,10 @@ class LateFits:
 
 
 def fit_alignment(lr: Array, alignment: Array, *, offset: bool, confidence: float = CONFIDENCE) -> AlignmentFit:
-    """Least squares of alignment over learning rate.
+    """Least squares of alignment over learning rate, both in the order of their steps.
 
     Args:
-        lr: Learning rates, in the order of their steps.
+        lr: Learning rates.
         alignment: The alignment at each.
         offset: Whether the line may miss the origin.
         confidence: Of the intervals.
@@ -99,28 +83,23 @@ def fit_alignment(lr: Array, alignment: Array, *, offset: bool, confidence: floa
     n = len(lr)
     if n < MIN_SAMPLES:
         raise ValueError(f"a fit needs at least {MIN_SAMPLES} samples, got {n}")
-    if offset and np.ptp(lr) <= MIN_SPREAD * np.abs(lr).mean():
+    if offset and not _varies(lr):
         raise ValueError("the learning rate does not vary over these samples, so slope and offset cannot be told apart")
-    columns = [-lr, -np.ones(n)] if offset else [-lr]
-    design = np.stack(columns, axis=1)
+    design = np.stack([-lr, -np.ones(n)] if offset else [-lr], axis=1)
     inverse = np.linalg.inv(design.T @ design)
     coefficients = inverse @ (design.T @ alignment)
     residuals = alignment - design @ coefficients
     independent = independent_samples(residuals)
-    freedom = max(independent - len(columns), 1.0)
+    freedom = max(independent - len(coefficients), 1.0)
     deviations = np.sqrt(np.diag(inverse) * (residuals @ residuals) / freedom)
     half = student_t_quantile(0.5 + confidence / 2.0, math.floor(freedom)) * deviations
     method = f"{100 * confidence:g}% t, n={n} counted as {independent:.0f}"
-    intervals = [Interval(float(c - h), float(c + h), method) for c, h in zip(coefficients, half, strict=True)]
-    return AlignmentFit(
-        k=float(coefficients[0]),
-        k_interval=intervals[0],
-        a0=float(coefficients[1]) if offset else 0.0,
-        a0_interval=intervals[1] if offset else None,
-        residual=math.sqrt(residuals @ residuals / max(n - len(columns), 1)),
-        samples=n,
-        independent=independent,
-    )
+    (k, k_interval), *rest = [
+        (float(c), Interval(float(c - h), float(c + h), method)) for c, h in zip(coefficients, half, strict=True)
+    ]
+    a0, a0_interval = rest[0] if offset else (0.0, None)
+    residual = math.sqrt(residuals @ residuals / max(n - len(coefficients), 1))
+    return AlignmentFit(k, k_interval, a0, a0_interval, residual, n, independent)
 
 
 def independent_samples(residuals: Array) -> float:
@@ -145,40 +124,35 @@ def late_fits(history: History, share: float = LATE) -> LateFits | None:
     where = history.late(share) & np.isfinite(lr) & np.isfinite(alignment) & (lr > 0)
     if where.sum() < MIN_SAMPLES:
         return None
-    fits = {offset: _try_fit(lr[where], alignment[where], offset) for offset in (False, True)}
-    steps = history.steps[where]
-    limit = norm_limit(history, fits[False], fits[True])
-    return LateFits(int(steps[0]), int(steps[-1]), fits[False], fits[True], limit)
+    steps, lr, alignment = history.steps[where], lr[where], alignment[where]
+    origin = fit_alignment(lr, alignment, offset=False)
+    offset = fit_alignment(lr, alignment, offset=True) if _varies(lr) else None
+    return LateFits(int(steps[0]), int(steps[-1]), origin, offset, norm_limit(history, origin, offset))
 
 
-def norm_limit(history: History, origin: AlignmentFit | None, offset: AlignmentFit | None) -> NormLimit | None:
+def norm_limit(history: History, origin: AlignmentFit, offset: AlignmentFit | None) -> NormLimit | None:
     """The limit that belongs to the run's rule; its interval is that of the fit carried through the formula.
 
     Lambda, the peak and the size of an update at learning rate 1 are taken as measured, and as exact.
     """
-    if not (history.lam > 0 and history.update > 0 and history.peak_lr > 0):
+    lam, update, peak = history.lam, history.update, history.peak_lr
+    if not (lam > 0 and update > 0 and peak > 0):
         return None
-    if history.run.rule in QUADRATIC and origin is not None:
 
-        def scaled(k: float) -> float:
-            return scaled_decay_norm_limit(lam=history.lam, eta_max=history.peak_lr, k=k, update=history.update)
-
-        ends, method = origin.k_interval, origin.k_interval.method
-        text = "update eta_max/(2 lambda) (k + sqrt(k^2 + 2 lambda/eta_max))"
-        return NormLimit(scaled(origin.k), Interval(scaled(ends.low), scaled(ends.high), method), "origin", text)
-    if history.run.rule in LINEAR and offset is not None and offset.a0_interval is not None:
-
-        def constant(a0: float) -> float:
-            return constant_decay_norm_limit(lam=history.lam, a0=max(a0, 0.0), update=history.update)
-
-        ends, method = offset.a0_interval, offset.a0_interval.method
-        text = "update a0 / lambda"
-        return NormLimit(constant(offset.a0), Interval(constant(ends.low), constant(ends.high), method), "offset", text)
-    return None
-
-
-def _try_fit(lr: Array, alignment: Array, offset: bool) -> AlignmentFit | None:
-    try:
-        return fit_alignment(lr, alignment, offset=offset)
-    except ValueError:
+    if history.run.rule in QUADRATIC:
+        fit, formula = "origin", "update eta_max/(2 lambda) (k + sqrt(k^2 + 2 lambda/eta_max))"
+        value, ends = origin.k, origin.k_interval
+        limit = partial(scaled_decay_norm_limit, lam=lam, eta_max=peak, update=update)
+        limits = [limit(k=k) for k in (value, ends.low, ends.high)]
+    elif history.run.rule in LINEAR and offset is not None and offset.a0_interval is not None:
+        fit, formula = "offset", "update a0 / lambda"
+        value, ends = offset.a0, offset.a0_interval
+        limit = partial(constant_decay_norm_limit, lam=lam, update=update)
+        limits = [limit(a0=max(a0, 0.0)) for a0 in (value, ends.low, ends.high)]
+    else:
         return None
+    return NormLimit(limits[0], Interval(limits[1], limits[2], ends.method), fit, formula)
+
+
+def _varies(lr: Array) -> bool:
+    return bool(np.ptp(lr) > MIN_SPREAD * np.abs(lr).mean())

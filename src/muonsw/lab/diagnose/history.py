@@ -10,15 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muonsw.lab.errors import UsageError
-from muonsw.lab.runs import Run
-from muonsw.theory import (
-    HypothesisError,
-    NormHistory,
-    Tracking,
-    steady_state_norm_with_memory,
-    target_norms,
-    track,
-)
+from muonsw.lab.runs import Points, Run, last
+from muonsw.theory import HypothesisError, NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
 from muonsw.theory.sampled import window_in_steps, windowed_line
 
 Array = NDArray[np.float64]
@@ -31,15 +24,15 @@ LINEAR, QUADRATIC = ("constant", "independent"), ("scaled", "squared")
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """The telemetry of one scope of a run.
-
-    Attributes:
-        run: The run.
-        scope: `decayed`, `all`, `role:NAME`, `layer:NUMBER` or `parameter:NAME`.
-    """
+    """The telemetry of one scope of a run: `decayed`, `all`, `role:NAME`, `layer:NUMBER` or `parameter:NAME`."""
 
     run: Run
     scope: str = "decayed"
+
+    @property
+    def name(self) -> str:
+        """Which role, layer or parameter it is."""
+        return self.scope.partition(":")[2]
 
     @cached_property
     def steps(self) -> NDArray[np.int64]:
@@ -50,10 +43,13 @@ class History:
         """One number for each sampled update, not a number where it is missing."""
         return self.run.telemetry.scope(self.scope).get(key, np.full(len(self.steps), np.nan))
 
+    def points(self, key: str) -> Points:
+        """Steps and values of a column where it is known."""
+        return self.run.telemetry.scope(self.scope).known(key)
+
     def last(self, key: str) -> float:
         """The last known value of a column; not a number where there is none."""
-        known = _known(self.column(key))
-        return float(known[-1]) if len(known) else float("nan")
+        return last(self.points(key))
 
     def highest(self, key: str) -> float:
         """The largest known value of a column; not a number where there is none."""
@@ -117,10 +113,8 @@ class History:
     @cached_property
     def relative_update(self) -> Array:
         """Update over weight RMS, as recorded, or from both where that was not."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            computed = self.column("update_rms") / self.column("weight_rms")
         recorded = self.column("relative_update")
-        return np.where(np.isfinite(recorded), recorded, computed)
+        return np.where(np.isfinite(recorded), recorded, ratio(self.column("update_rms"), self.column("weight_rms")))
 
     @cached_property
     def peak_at(self) -> int:
@@ -134,13 +128,6 @@ class History:
         peak = self.highest("lr")
         return self.last("lr") / peak if peak > 0 else float("nan")
 
-    @property
-    def after_peak(self) -> NDArray[np.bool_]:
-        """Samples from the peak of the learning rate on, all of them where it still rises."""
-        places = np.arange(len(self.steps))
-        still_rising = self.peak_at == len(places) - 1
-        return (places >= self.peak_at) | still_rising
-
     def late(self, share: float = LATE) -> NDArray[np.bool_]:
         """Samples in the last share of the steps."""
         if not len(self.steps):
@@ -149,8 +136,11 @@ class History:
         return chosen
 
     def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
-        """The median of the known values, from the peak on unless said otherwise."""
-        known = _known(values[self.after_peak if where is None else where])
+        """The median of the known values: unless said otherwise from the peak on, or all while the rate still rises."""
+        if where is None:
+            still_rising = self.peak_at == len(self.steps) - 1
+            where = (np.arange(len(self.steps)) >= self.peak_at) | still_rising
+        known = _known(values[where])
         return float(np.median(known)) if len(known) else float("nan")
 
     @cached_property
@@ -173,15 +163,13 @@ class History:
     @cached_property
     def memory(self) -> float:
         """How many times its own square an update adds to the squared norm; see `alignment_memory`."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            r, s, a = (self.column(key) for key in ("weight_rms", "update_rms", "alignment_update"))
-            return self.typical(1.0 - 2.0 * a * r / s)
+        r, s, a = (self.column(key) for key in ("weight_rms", "update_rms", "alignment_update"))
+        return self.typical(1.0 - ratio(2.0 * a * r, s))
 
     @cached_property
     def update(self) -> float:
         """RMS of an update at learning rate 1."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return self.typical(self.column("update_rms") / self.column("lr"))
+        return self.typical(ratio(self.column("update_rms"), self.column("lr")))
 
     @cached_property
     def peak_lr(self) -> float:
@@ -193,8 +181,7 @@ class History:
     def lam(self) -> float:
         """Lambda as it acted on these weights: from phi and the learning rate, under the run's rule."""
         lr, phi = self.column("lr"), self.column("decay")
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return self.typical(phi * self.peak_lr / lr**2 if self.run.rule in QUADRATIC else phi / lr)
+        return self.typical(ratio(phi * self.peak_lr, lr**2) if self.run.rule in QUADRATIC else ratio(phi, lr))
 
     def held_norm(self) -> float:
         """Where scaled decay would hold the norm at this lambda and peak; not a number where that is unknown."""
@@ -211,11 +198,10 @@ def open_history(run: Run, scope: str = "decayed") -> History:
         UsageError: If the run recorded none, or not of this scope.
     """
     if not run.telemetry.records:
-        state = "so far" if not run.complete else "at all"
-        raise UsageError(
-            f"{run.path} holds no telemetry {state}, so there is nothing to diagnose; train with --telemetry-every 20, "
-            "or another number above 0"
+        none = (
+            f"{run.path} holds no telemetry {'at all' if run.complete else 'so far'}, so there is nothing to diagnose"
         )
+        raise UsageError(f"{none}; train with --telemetry-every 20, or another number above 0")
     known = run.telemetry.scopes()
     if scope not in known:
         offered = [name for name in known if not name.startswith("parameter:")]
@@ -223,11 +209,16 @@ def open_history(run: Run, scope: str = "decayed") -> History:
     return History(run, scope)
 
 
-def parts(run: Run, kind: str) -> list[History]:
+def parts(run: Run, kind: str) -> tuple[History, ...]:
     """The histories of all roles (`role`) or all layers (`layer`) of a run, layers in order."""
-    names = [scope for scope in run.telemetry.scopes() if scope.startswith(f"{kind}:")]
-    names.sort(key=lambda scope: (int(scope[len(kind) + 1 :]) if scope[len(kind) + 1 :].isdigit() else -1, scope))
-    return [History(run, scope) for scope in names]
+    found = [History(run, scope) for scope in run.telemetry.scopes() if scope.startswith(f"{kind}:")]
+    return tuple(sorted(found, key=lambda one: (int(one.name) if one.name.isdigit() else -1, one.scope)))
+
+
+def ratio(over: Array, under: Array) -> Array:
+    """The quotients, not a number or infinite where the second is zero."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return over / under
 
 
 def _known(values: Array) -> Array:

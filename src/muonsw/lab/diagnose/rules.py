@@ -1,6 +1,7 @@
-"""The rules of `muonsw diagnose`: each is a function from a history to a finding, or to None if nothing is to be said.
+"""The rules of `muonsw diagnose`: each is a function from a history to what is to be said, or None.
 
-A finding is a sentence or two that a reader can act on, with the numbers it rests on. `RULES`, at the end, is the list.
+That is a severity, a sentence or two that a reader can act on, and the numbers they rest on. `RULES` has them in the
+order in which they stand here.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
-from muonsw.lab.diagnose.history import LINEAR, QUADRATIC, Array, History
+from muonsw.lab.diagnose.history import LINEAR, QUADRATIC, History, ratio
 from muonsw.lab.tables import norm_text
+from muonsw.telemetry.findings import NEARLY_ALWAYS
 
 # Samples of telemetry: fewer than the first say nothing at all, fewer than the second are too few for fits and slopes.
 MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
@@ -51,29 +54,65 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a rule found.
+    """One thing that a rule found."""
 
-    Attributes:
-        rule: Name of the rule, as in the guide.
-        severity: How serious it is.
-        scope: Which weights it is about.
-        text: What was found, and what to do.
-        numbers: What the text rests on.
-        also: Further scopes in which the same rule found the same.
+    rule: str  # name of the rule, as in the guide
+    severity: Severity  # how serious it is
+    scope: str  # which weights it is about
+    text: str  # what was found, and what to do
+    numbers: Mapping[str, float] = field(default_factory=dict)  # what the text rests on
+    also: tuple[str, ...] = ()  # further scopes in which the same rule found the same
+
+
+Said = tuple[Severity, str, Mapping[str, float]] | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A question that is put to a history."""
+
+    name: str  # as in the guide and in the findings
+    answer: Callable[[History], Said]  # what is to be said
+    parts: bool = False  # whether it is put to every role as well as to the chosen scope
+    samples: int = 0  # with fewer it is not put at all
+
+    def check(self, history: History) -> Finding | None:
+        """What the rule finds."""
+        said = self.answer(history) if len(history.steps) >= self.samples else None
+        return said and Finding(self.name, said[0], history.scope, *said[1:])
+
+
+RULES: list[Rule] = []
+
+
+def rule(
+    name: str, *, parts: bool = False, samples: int = 0
+) -> Callable[[Callable[[History], Said]], Callable[[History], Said]]:
+    """Put a function on the list of rules."""
+
+    def keep(answer: Callable[[History], Said]) -> Callable[[History], Said]:
+        RULES.append(Rule(name, answer, parts, samples))
+        return answer
+
+    return keep
+
+
+def examine(history: History, parts: Iterable[History] = ()) -> list[Finding]:
+    """Put every rule to a history and its parts; the most serious findings come first, otherwise as they came.
+
+    What holds for the whole is said once, with the parts it also holds for. What holds for parts alone is said of each.
     """
-
-    rule: str
-    severity: Severity
-    scope: str
-    text: str
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
+    known, findings = [part for part in parts if part.scope != history.scope], []
+    for each in RULES:
+        whole = each.check(history)
+        found = [finding for part in known if each.parts and (finding := each.check(part))]
+        findings += [replace(whole, also=tuple(finding.scope for finding in found))] if whole else found
+    return ordered(findings)
 
 
 def ordered(findings: Sequence[Finding]) -> list[Finding]:
     """The most serious first, otherwise as they came."""
-    order = tuple(Severity)
-    return sorted(findings, key=lambda finding: order.index(finding.severity))
+    return sorted(findings, key=lambda finding: tuple(Severity).index(finding.severity))
 
 
 def words(scope: str) -> str:
@@ -88,12 +127,7 @@ def words(scope: str) -> str:
 
 
 def subject(scope: str) -> str:
-    """A scope in words, to begin a sentence with.
-
-    Examples:
-        >>> subject("layer:3")
-        'The weights of layer 3'
-    """
+    """A scope in words, to begin a sentence with."""
     return words(scope)[0].upper() + words(scope)[1:]
 
 
@@ -107,7 +141,8 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
-def unfinished(history: History) -> Finding | None:
+@rule("unfinished")
+def unfinished(history: History) -> Said:
     """The run has not written its result, or its records end before it."""
     step, planned = history.run.steps, history.planned_steps
     if history.run.in_progress:
@@ -117,10 +152,11 @@ def unfinished(history: History) -> Finding | None:
         text = f"The run is complete, and its records end at step {step:,} of {planned:,}: part of its file is lost."
     else:
         return None
-    return Finding("unfinished", Severity.NOTE, history.scope, text, {"step": step, "planned": planned})
+    return Severity.NOTE, text, {"step": step, "planned": planned}
 
 
-def too_few_samples(history: History) -> Finding | None:
+@rule("too-few-samples")
+def too_few_samples(history: History) -> Said:
     """There is too little telemetry for fits and slopes."""
     n = int(history.complete.sum())
     if n >= ENOUGH_SAMPLES:
@@ -130,10 +166,11 @@ def too_few_samples(history: History) -> Finding | None:
         f"some rules cannot say anything. Sample every {max(history.planned_steps // 100, 1)} steps "
         "(--telemetry-every)."
     )
-    return Finding("too-few-samples", Severity.NOTE, history.scope, text, {"samples": n})
+    return Severity.NOTE, text, {"samples": n}
 
 
-def skipped_steps(history: History) -> Finding | None:
+@rule("skipped")
+def skipped_steps(history: History) -> Said:
     """Updates were left out because gradients were not finite."""
     known = history.run.telemetry.skipped
     skipped = int(np.nanmax(known)) if np.isfinite(known).any() else 0
@@ -145,10 +182,11 @@ def skipped_steps(history: History) -> Finding | None:
         f"{skipped:,} of {int(history.steps[-1]):,} updates ({percent(share)}) were skipped because a gradient was not "
         "finite. Look for overflow: loss scale, data, attention logits, learning rate."
     )
-    return Finding("skipped", severity, history.scope, text, {"skipped": skipped, "share": share})
+    return severity, text, {"skipped": skipped, "share": share}
 
 
-def diverging(history: History) -> Finding | None:
+@rule("diverging")
+def diverging(history: History) -> Said:
     """The training loss is not a number, or has given back part of what was learned."""
     recorded, steps = history.run.train.get("loss"), history.run.train.step
     if recorded is None or not len(recorded):
@@ -161,10 +199,12 @@ def diverging(history: History) -> Finding | None:
             f"The training loss is not a number since step {since:,}. Restart from a checkpoint before that step, with "
             "a lower learning rate."
         )
-        return Finding("diverging", Severity.PROBLEM, history.scope, text, {"since": since})
-    steps, (averages, width) = steps[known], _averages(recorded[known])
-    if len(averages) < 2:
+        return Severity.PROBLEM, text, {"since": since}
+    steps, losses = steps[known], recorded[known]
+    width = max(int(AVERAGED * len(losses)), 5)
+    if len(losses) < 2 * width:
         return None
+    averages = np.convolve(losses, np.full(width, 1.0 / width), mode="valid")
     best = int(averages.argmin())
     progress, back = float(averages[0] - averages[best]), float(averages[-1] - averages[best])
     if not back > GIVEN_BACK * max(progress, 1e-12):
@@ -175,18 +215,11 @@ def diverging(history: History) -> Finding | None:
         "diverging. Lower the learning rate, or go back to a checkpoint."
     )
     numbers = {"best": float(averages[best]), "now": float(averages[-1]), "best_step": float(step)}
-    return Finding("diverging", Severity.PROBLEM, history.scope, text, numbers)
+    return Severity.PROBLEM, text, numbers
 
 
-def _averages(loss: Array) -> tuple[Array, int]:
-    """Moving averages of the loss, and how many records each covers."""
-    width = max(int(AVERAGED * len(loss)), 5)
-    if len(loss) < 2 * width:
-        return loss[:0], width
-    return np.convolve(loss, np.full(width, 1.0 / width), mode="valid"), width
-
-
-def collapsing(history: History) -> Finding | None:
+@rule("collapsing", parts=True)
+def collapsing(history: History) -> Said:
     """Decay in proportion to the learning rate takes the norm down with it."""
     fall = _fall(history)
     if history.run.rule not in LINEAR or fall is None or fall.lost < COLLAPSE or fall.lost_late < LATE_LOSS:
@@ -198,11 +231,12 @@ def collapsing(history: History) -> Finding | None:
         f"({norm_text(fall.top)} to {norm_text(fall.end)}), and the learning rate is at {percent(history.lr_left)} of "
         f'its peak: {history.run.rule} decay makes the norm fall with the learning rate.{hope} Try decay="scaled".'
     )
-    numbers = {"lost": fall.lost, "peak_norm": fall.top, "peak_step": float(fall.top_step), "held_norm": held}
-    return Finding("collapsing", Severity.WARNING, history.scope, text, numbers | {"lr_left": history.lr_left})
+    top = {"peak_norm": fall.top, "peak_step": float(fall.top_step)}
+    return Severity.WARNING, text, {"lost": fall.lost, **top, "held_norm": held, "lr_left": history.lr_left}
 
 
-def norm_held(history: History) -> Finding | None:
+@rule("norm-held", parts=True)
+def norm_held(history: History) -> Said:
     """Scaled decay keeps the norm where it is while the learning rate falls."""
     fall = _fall(history)
     if history.run.rule not in QUADRATIC or fall is None or abs(fall.lost_late) > HELD:
@@ -211,28 +245,18 @@ def norm_held(history: History) -> Finding | None:
         f"{subject(history.scope)} keep their norm: {norm_text(fall.halved)} when the learning rate had halved, "
         f"{norm_text(fall.end)} when {percent(history.lr_left)} of it was left. Scaled decay works as intended."
     )
-    numbers = {"change": -fall.lost_late, "lr_left": history.lr_left}
-    return Finding("norm-held", Severity.GOOD, history.scope, text, numbers)
+    return Severity.GOOD, text, {"change": -fall.lost_late, "lr_left": history.lr_left}
 
 
-@dataclass(frozen=True)
-class Fall:
-    """How the norm fell once its start was forgotten: top, value when the learning rate had halved, end."""
+class Fall(NamedTuple):
+    """How the norm fell once its start was forgotten: from its top, and since the learning rate had halved."""
 
     top: float
     top_step: int
     halved: float
     end: float
-
-    @property
-    def lost(self) -> float:
-        """Share lost since the top."""
-        return 1.0 - self.end / self.top
-
-    @property
-    def lost_late(self) -> float:
-        """Share lost since the learning rate halved."""
-        return 1.0 - self.end / self.halved
+    lost: float
+    lost_late: float
 
 
 def _fall(history: History) -> Fall | None:
@@ -243,11 +267,13 @@ def _fall(history: History) -> Fall | None:
     forgotten = np.flatnonzero((history.relaxations_so_far >= RELAXED) & np.isfinite(r))
     if len(halved) < 2 or not len(forgotten) or forgotten[0] > halved[0]:
         return None
-    top = int(forgotten[r[forgotten].argmax()])
-    return Fall(float(r[top]), int(history.steps[top]), float(r[halved[0]]), history.last("weight_rms"))
+    place = int(forgotten[r[forgotten].argmax()])
+    top, middle, end = float(r[place]), float(r[halved[0]]), history.last("weight_rms")
+    return Fall(top, int(history.steps[place]), middle, end, lost=1.0 - end / top, lost_late=1.0 - end / middle)
 
 
-def decay_idle(history: History) -> Finding | None:
+@rule("decay-idle")
+def decay_idle(history: History) -> Said:
     """All decay of the run together changes nothing that matters."""
     total = history.relaxations / 2.0
     if not total < IDLE or _still_rising(history):
@@ -255,16 +281,17 @@ def decay_idle(history: History) -> Finding | None:
     numbers = {"decay_total": total, "kept": float(np.exp(-total))}
     if total == 0.0:
         text = f"{subject(history.scope)} are not decayed: lambda is 0 for them."
-        return Finding("decay-idle", Severity.NOTE, history.scope, text, numbers)
+        return Severity.NOTE, text, numbers
     text = (
         f"Decay has hardly any effect on {words(history.scope)} in a run of this length: the sum of its factors phi is "
         f"{total:.2g}, so decay alone would have kept {percent(numbers['kept'])} of them. Here it does not matter "
         f"which rule is used. For decay to act, raise lambda about {1.0 / total:.0f} times, or train longer."
     )
-    return Finding("decay-idle", Severity.WARNING, history.scope, text, numbers)
+    return Severity.WARNING, text, numbers
 
 
-def partly_relaxed(history: History) -> Finding | None:
+@rule("partly-relaxed")
+def partly_relaxed(history: History) -> Said:
     """The norm still depends on the initial weights."""
     n = history.relaxations
     if not 2.0 * IDLE <= n < RELAXED:
@@ -274,10 +301,11 @@ def partly_relaxed(history: History) -> Finding | None:
         f"times (2*sum(phi)), so {percent(float(np.exp(-n)))} of the initial square is left. Compare it only with runs "
         "of the same number."
     )
-    return Finding("partly-relaxed", Severity.NOTE, history.scope, text, {"relaxations": n})
+    return Severity.NOTE, text, {"relaxations": n}
 
 
-def peak_not_reached(history: History) -> Finding | None:
+@rule("peak-not-reached", parts=True)
+def peak_not_reached(history: History) -> Said:
     """The peak that scaled decay divides by is higher than any learning rate that was used."""
     used, peak = history.highest("lr"), history.highest("peak_lr")
     # With the undivided peak for all groups a divided learning rate stays below it on purpose.
@@ -288,15 +316,15 @@ def peak_not_reached(history: History) -> Finding | None:
         f"{peak:.3g}, the highest learning rate was {used:.3g}. Decay is therefore {percent(used / peak)} of what "
         "lambda says. Set peak_lr to the peak of the schedule."
     )
-    numbers = {"highest_lr": used, "peak_lr": peak}
-    return Finding("peak-not-reached", Severity.WARNING, history.scope, text, numbers)
+    return Severity.WARNING, text, {"highest_lr": used, "peak_lr": peak}
 
 
 def _still_rising(history: History) -> bool:
     return history.peak_at == len(history.steps) - 1 and not history.run.complete
 
 
-def tracking_broke(history: History) -> Finding | None:
+@rule("tracking-broke")
+def tracking_broke(history: History) -> Said:
     """From some step on the steady state no longer says where the norm is."""
     tracking = history.tracking
     if tracking is None or tracking.broke_at is None or int(history.complete.sum()) < MIN_SAMPLES:
@@ -308,16 +336,17 @@ def tracking_broke(history: History) -> Finding | None:
             f"The norm of {words(history.scope)} never came within a fifth of its steady state, and ends {side} it. "
             "Use the recursion to explain this norm, not the steady state."
         )
-        return Finding("tracking-broke", Severity.NOTE, history.scope, text, numbers)
-    text = (
-        f"The norm of {words(history.scope)} follows its steady state until step {tracking.broke_at:,}. After that it "
-        f"stays more than a fifth {side} it, because decay has become too slow to move it: from there on the norm "
-        "reflects the earlier part of the run."
-    )
-    return Finding("tracking-broke", Severity.NOTE, history.scope, text, numbers)
+    else:
+        text = (
+            f"The norm of {words(history.scope)} follows its steady state until step {tracking.broke_at:,}. After that "
+            f"it stays more than a fifth {side} it, because decay has become too slow to move it: from there on the "
+            "norm reflects the earlier part of the run."
+        )
+    return Severity.NOTE, text, numbers
 
 
-def unexplained_norm(history: History) -> Finding | None:
+@rule("unexplained-norm")
+def unexplained_norm(history: History) -> Said:
     """The recorded updates do not add up to the recorded norm."""
     tracking, norm = history.tracking, history.norm
     if tracking is None or norm is None or len(norm) < MIN_SAMPLES:
@@ -332,24 +361,25 @@ def unexplained_norm(history: History) -> Finding | None:
         "weights (a constraint, a cautious mask, rounding, groups with different decay), or there are too few samples: "
         "sample more often."
     )
-    numbers = {"error": float(error[worst]), "step": float(norm.steps[worst])}
-    return Finding("unexplained-norm", Severity.WARNING, history.scope, text, numbers)
+    return Severity.WARNING, text, {"error": float(error[worst]), "step": float(norm.steps[worst])}
 
 
-def large_updates(history: History) -> Finding | None:
+@rule("large-updates", parts=True, samples=MIN_SAMPLES)
+def large_updates(history: History) -> Said:
     """Momentum replaces the weights within its own memory."""
     size, bound = history.typical(history.relative_update), 1.0 - history.momentum
-    if not size > bound or _few(history):
+    if not size > bound:
         return None
     text = (
         f"Updates are {percent(size)} of {words(history.scope)}. From {percent(bound)} on, momentum with coefficient "
         f"{history.momentum:g} replaces the weights within the {1.0 / bound:.0f} steps that it remembers. Lower the "
         "learning rate, or lower lambda if decay has made the weights this small."
     )
-    return Finding("large-updates", Severity.WARNING, history.scope, text, {"relative_update": size, "bound": bound})
+    return Severity.WARNING, text, {"relative_update": size, "bound": bound}
 
 
-def fast_decay(history: History) -> Finding | None:
+@rule("fast-decay")
+def fast_decay(history: History) -> Said:
     """Decay is not slow against momentum, as the theory of the norm assumes."""
     peak, forgetting = history.highest("decay"), 1.0 - history.momentum
     ratio = peak / forgetting
@@ -362,14 +392,15 @@ def fast_decay(history: History) -> Finding | None:
         f"{percent(ratio)} of 1 - beta = {forgetting:.2g}. Norms will differ from those of runs with slower decay; use "
         "a smaller lambda and more steps."
     )
-    return Finding("fast-decay", severity, history.scope, text, {"phi_peak": peak, "ratio": ratio})
+    return severity, text, {"phi_peak": peak, "ratio": ratio}
 
 
-def defect_out_of_range(history: History) -> Finding | None:
+@rule("defect", parts=True, samples=MIN_SAMPLES)
+def defect_out_of_range(history: History) -> Said:
     """Muon's direction is further from orthogonal than its iteration allows."""
     defect = history.typical(history.column("defect"))
     low, high = DEFECT_RANGE
-    if not (defect < low or defect > high) or _few(history):
+    if not (defect < low or defect > high):
         return None
     cause = (
         "many singular values of the momentum are below 1.5e-3 of the largest, so that whole directions hardly move "
@@ -381,16 +412,16 @@ def defect_out_of_range(history: History) -> Finding | None:
         f"Muon's direction for {words(history.scope)} has size {defect:.2f}, where 1 is orthogonal and {low} to {high} "
         f"is normal: {cause}."
     )
-    return Finding("defect", Severity.WARNING, history.scope, text, {"defect": defect})
+    return Severity.WARNING, text, {"defect": defect}
 
 
-def lost_in_rounding(history: History) -> Finding | None:
+@rule("rounding", parts=True, samples=MIN_SAMPLES)
+def lost_in_rounding(history: History) -> Said:
     """The weights moved by something else than was intended."""
     r, s, phi, a = (history.column(key) for key in ("weight_rms", "update_rms", "decay", "alignment_update"))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        intended = np.sqrt((phi * r + a * s) ** 2 + (1.0 - a**2) * s**2)
-        arrived = history.typical(history.column("applied_rms") / intended)
-    if not abs(arrived - 1.0) > ROUNDING or _few(history):
+    intended = np.sqrt((phi * r + a * s) ** 2 + (1.0 - a**2) * s**2)
+    arrived = history.typical(ratio(history.column("applied_rms"), intended))
+    if not abs(arrived - 1.0) > ROUNDING:
         return None
     cause = (
         "the rest is lost in rounding. Keep these weights in float32, or round stochastically"
@@ -398,73 +429,46 @@ def lost_in_rounding(history: History) -> Finding | None:
         else "rounding adds to it. Under stochastic rounding that averages out"
     )
     text = f"{subject(history.scope)} move by {percent(arrived)} of what decay and update intend: {cause}."
-    return Finding("rounding", Severity.WARNING, history.scope, text, {"arrived": arrived})
+    return Severity.WARNING, text, {"arrived": arrived}
 
 
-def radial_gradient(history: History) -> Finding | None:
+@rule("radial-gradient", samples=MIN_SAMPLES)
+def radial_gradient(history: History) -> Said:
     """The loss depends on the size of the weights, not on their direction alone."""
     cosine = history.typical(np.abs(history.column("alignment_gradient")))
-    if not cosine > RADIAL or _few(history):
+    if not cosine > RADIAL:
         return None
     text = (
         f"The gradient of {words(history.scope)} is not orthogonal to them (size of the cosine: {cosine:.2f}). The "
         "loss depends on their norm, as it does where no normalization follows, so the alignment of the update comes "
         "from the loss as well as from momentum."
     )
-    return Finding("radial-gradient", Severity.NOTE, history.scope, text, {"cosine": cosine})
+    return Severity.NOTE, text, {"cosine": cosine}
 
 
-def _few(history: History) -> bool:
-    return len(history.steps) < MIN_SAMPLES
+@rule("clipping")
+def always_clipped(history: History) -> Said:
+    """Gradient clipping acts on nearly every update."""
+    share = _clipped_share(history)
+    if not share > NEARLY_ALWAYS:
+        return None
+    text = (
+        f"Gradient clipping acts on {percent(share)} of the updates. Then it is no guard against outliers: it divides "
+        "every gradient by its norm, so "
+    )
+    if history.setting("algorithm") == "muon":
+        text += "all batches count alike in the momentum. Muon's steps stay the same size. Clip what AdamW trains only."
+        return Severity.NOTE, text, {"share": share}
+    text += "the size of the gradient no longer matters. Raise the limit to a few times the usual norm."
+    return Severity.WARNING, text, {"share": share}
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A question that is put to a history.
-
-    Attributes:
-        name: As in the guide and in the findings.
-        check: The question.
-        parts: Whether it is put to every role as well as to the chosen scope.
-    """
-
-    name: str
-    check: Callable[[History], Finding | None]
-    parts: bool = False
-
-
-RULES = (
-    Rule("unfinished", unfinished),
-    Rule("too-few-samples", too_few_samples),
-    Rule("skipped", skipped_steps),
-    Rule("diverging", diverging),
-    Rule("collapsing", collapsing, parts=True),
-    Rule("norm-held", norm_held, parts=True),
-    Rule("decay-idle", decay_idle),
-    Rule("partly-relaxed", partly_relaxed),
-    Rule("peak-not-reached", peak_not_reached, parts=True),
-    Rule("tracking-broke", tracking_broke),
-    Rule("unexplained-norm", unexplained_norm),
-    Rule("large-updates", large_updates, parts=True),
-    Rule("fast-decay", fast_decay),
-    Rule("defect", defect_out_of_range, parts=True),
-    Rule("rounding", lost_in_rounding, parts=True),
-    Rule("radial-gradient", radial_gradient),
-)
-
-
-def examine(history: History, parts: Iterable[History] = ()) -> list[Finding]:
-    """Put every rule to a history and its parts; the most serious findings come first.
-
-    What holds for the whole is said once, with the parts it also holds for. What holds for parts alone is said of each.
-    """
-    known, findings = list(parts), []
-    for rule in RULES:
-        whole = rule.check(history)
-        within = [part for part in known if part.scope != history.scope] if rule.parts else []
-        found = [finding for part in within if (finding := rule.check(part))]
-        if whole is None:
-            findings += found
-        else:
-            findings.append(replace(whole, also=tuple(finding.scope for finding in found)))
-    return ordered(findings)
+def _clipped_share(history: History) -> float:
+    """By the norms that the trainer recorded, or as telemetry has counted; not a number where neither is known."""
+    limit, norms = history.setting("clip"), history.run.train.get("grad_norm")
+    if limit and norms is not None:
+        clipped = (norms[np.isfinite(norms)] > limit).astype(float)
+    else:
+        counted = history.run.telemetry.scope("").get("clipped", np.full(0, np.nan))
+        clipped = counted[np.isfinite(counted)]
+    return float(clipped.mean()) if len(clipped) >= MIN_SAMPLES else float("nan")

@@ -8,7 +8,7 @@ from muonsw.lab.model.config import PRESETS as PRESETS
 from muonsw.lab.model.config import ModelConfig as ModelConfig
 from muonsw.lab.model.config import MuP as MuP
 from muonsw.lab.model.config import preset as preset
-from muonsw.lab.model.counts import Counts as Counts
+from muonsw.lab.model.counts import ModelSize as ModelSize
 from muonsw.lab.model.counts import count as count
 from muonsw.lab.model.decoder import Decoder as Decoder
 from muonsw.lab.model.decoder import Losses as Losses
@@ -23,10 +23,10 @@ from muonsw.lab.model.loss import cross_entropy as cross_entropy
 __all__ = [
     "MUON_LR_POWERS",
     "PRESETS",
-    "Counts",
     "Decoder",
     "Losses",
     "ModelConfig",
+    "ModelSize",
     "MuP",
     "Scaling",
     "count",

@@ -34,21 +34,13 @@ def _require_finite(settings: object, names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class MuP:
-    """Constants of the maximal update parametrization at its base width (llm-optimizer-benchmark's values).
+    """Constants of the maximal update parametrization at its base width (llm-optimizer-benchmark's values)."""
 
-    Attributes:
-        enabled: Scale with the width; False is the standard parametrization, the base constants at every width.
-        base_width: Width at which the constants below hold as they are.
-        init_std: Standard deviation of every matrix at base width, before the depth factor of residual projections.
-        embedding: The embedding's output is multiplied by it.
-        residual: A residual branch is multiplied by it over the square root of the number of layers.
-    """
-
-    enabled: bool = True
-    base_width: int = 256
-    init_std: float = 0.02
-    embedding: float = 10.0
-    residual: float = 1.4
+    enabled: bool = True  # whether they scale with the width; False is the standard parametrization
+    base_width: int = 256  # width at which the constants below hold as they are
+    init_std: float = 0.02  # standard deviation of every matrix, before the depth factor of residual projections
+    embedding: float = 10.0  # the embedding's output is multiplied by it
+    residual: float = 1.4  # a residual branch is multiplied by it over the square root of the number of layers
 
     def __post_init__(self) -> None:
         _require_whole(self, ("base_width",), prefix="mup.")
@@ -59,43 +51,28 @@ class MuP:
 class ModelConfig:
     """Shape and constants of a decoder.
 
-    Attributes:
-        width: Size of the residual stream.
-        layers: Blocks of attention and experts.
-        head_dim: Size of an attention head; the width is a multiple of it.
-        experts: Experts in each layer; one makes the model dense, without routers.
-        top_k: Experts that each token is sent to.
-        ff: Inner size of an expert; None is 8/3 of the width, rounded up to a multiple of 256.
-        vocab: Tokens, padding included; embedding and head share one matrix.
-        sequence: Longest sequence.
-        rope_theta: Base of the rotary frequencies.
-        norm_eps: Added to the mean square in RMSNorm.
-        balance_coef: Weight of the load-balance loss.
-        z_coef: Weight of the router's z-loss.
-        balance_over: The load is balanced over the "batch" of one forward pass, as in the paper's codebase, or over
-            each "sequence", which does not depend on how a batch is cut into micro-batches.
-        mup: Constants of the parametrization.
-
     Examples:
         >>> config = ModelConfig(width=1024)
         >>> config.heads, config.ff_width
         (16, 2816)
     """
 
-    width: int
-    layers: int = 12
-    head_dim: int = 64
-    experts: int = 8
-    top_k: int = 2
-    ff: int | None = None
-    vocab: int = 50304
-    sequence: int = 2048
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    balance_coef: float = 0.1
-    z_coef: float = 0.01
+    width: int  # size of the residual stream
+    layers: int = 12  # blocks of attention and experts
+    head_dim: int = 64  # size of an attention head; the width is a multiple of it
+    experts: int = 8  # experts in each layer; one makes the model dense, without routers
+    top_k: int = 2  # experts that each token is sent to
+    ff: int | None = None  # inner size of an expert; None is 8/3 of the width, rounded up to a multiple of 256
+    vocab: int = 50304  # tokens, padding included; embedding and head share one matrix
+    sequence: int = 2048  # longest sequence
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    balance_coef: float = 0.1  # weight of the load-balance loss
+    z_coef: float = 0.01  # weight of the router's z-loss
+    # The load is balanced over the "batch" of one forward pass, as in the paper's codebase, or over each "sequence",
+    # which does not depend on how a batch is cut into micro-batches.
     balance_over: str = "batch"
-    mup: MuP = field(default_factory=MuP)
+    mup: MuP = field(default_factory=MuP)  # constants of the parametrization
 
     def __post_init__(self) -> None:
         sizes: tuple[str, ...] = ("width", "layers", "head_dim", "experts", "top_k", "vocab", "sequence")

@@ -12,7 +12,7 @@ import torch
 from muonsw.lab.model.config import ModelConfig
 from muonsw.lab.model.decoder import Decoder
 from muonsw.lab.model.init import role_of
-from muonsw.lab.model.loss import CHUNK_TOKENS
+from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.model.moe import MoE
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -22,18 +22,12 @@ MUON_ROLES = ("hidden", "residual")
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Sizes of a model.
+class ModelSize:
+    """Sizes of a model."""
 
-    Attributes:
-        total: Parameters; the tied matrix counts once.
-        active: Parameters that one token uses: all but the experts it is not sent to.
-        attention_flops: FLOPs a token of causal attention, forward and backward, at the longest sequence.
-    """
-
-    total: int
-    active: int
-    attention_flops: int
+    total: int  # parameters; the tied matrix counts once
+    active: int  # parameters that one token uses: all but the experts it is not sent to
+    attention_flops: int  # FLOPs a token of causal attention, forward and backward, at the longest sequence
 
     @property
     def flops_per_token(self) -> int:
@@ -41,7 +35,7 @@ class Counts:
         return 6 * self.active + self.attention_flops
 
 
-def count(config: ModelConfig) -> Counts:
+def count(config: ModelConfig) -> ModelSize:
     """Count on the meta device, from the modules that would be trained.
 
     Examples:
@@ -59,28 +53,19 @@ def count(config: ModelConfig) -> Counts:
     )
     # Scores and mixing are 2*2*T*D each layer for a full square, half of it causal, three times with the backward.
     attention = 6 * config.layers * config.width * config.sequence
-    return Counts(total, total - resting, attention)
+    return ModelSize(total, total - resting, attention)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device that holds the whole model.
+    """Bytes on one device that holds the whole model."""
 
-    Attributes:
-        weights: float32.
-        gradients: float32.
-        muon_state: One float32 momentum for each entry of hidden and expert matrices.
-        adamw_state: Two float32 averages for every other entry.
-        adamw_only_state: What AdamW for all parameters would keep instead of both.
-        activations: An estimate of what a micro-batch keeps for its backward pass, see `activation_bytes`.
-    """
-
-    weights: int
-    gradients: int
-    muon_state: int
-    adamw_state: int
-    adamw_only_state: int
-    activations: int
+    weights: int  # float32
+    gradients: int  # float32
+    muon_state: int  # one float32 momentum for each entry of hidden and expert matrices
+    adamw_state: int  # two float32 averages for every other entry
+    adamw_only_state: int  # what AdamW for all parameters would keep instead of both
+    activations: int  # an estimate of what a micro-batch keeps for its backward pass, see `activation_bytes`
 
     @property
     def total(self) -> int:
@@ -113,7 +98,7 @@ def activation_bytes(config: ModelConfig, sequences: int) -> int:
 
     A layer keeps 36 bytes a token for each unit of the width (norms and the stream in float32, attention in bfloat16),
     and for each expert of a token 4 for each unit of the width and 8 for each of the expert's; the coefficients count
-    the tensors that autograd saves. The loss holds the float32 logits of one chunk. Fragmentation, temporaries of the
+    the tensors that autograd saves. The loss holds the bfloat16 logits of one chunk. Fragmentation, temporaries of the
     backward pass and what a compiler recomputes are not in it.
 
     Examples:
@@ -122,7 +107,7 @@ def activation_bytes(config: ModelConfig, sequences: int) -> int:
     """
     tokens, width = sequences * config.sequence, config.width
     layer = 36 * width + config.top_k * (4 * width + 8 * config.ff_width)
-    logits = FLOAT32 * min(tokens, CHUNK_TOKENS) * config.vocab
+    logits = BFLOAT16 * min(tokens, chunk_tokens(config.vocab, BFLOAT16)) * config.vocab
     return tokens * (config.layers * layer + 12 * width) + logits
 
 

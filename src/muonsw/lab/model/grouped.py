@@ -14,12 +14,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from muonsw import kernels
 from muonsw.lab.model.layers import product_dtype
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Grouped GEMM kernels want rows that start at multiples of 16 bytes.
 ALIGNMENT_BYTES = 16
+# Their tiles, and how many a GPU works on at once (an H100's or H200's multiprocessors).
+TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132
 
 
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
@@ -37,11 +40,21 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
 
 def choose_product(x_RD: Tensor, weight_EFD: Tensor) -> Product:
     """The fastest product for where and what the tensors are."""
-    if x_RD.is_cuda and x_RD.dtype == torch.bfloat16 and _aligned(weight_EFD) and hasattr(functional, "grouped_mm"):
+    if takes_grouped_gemm(x_RD, x_RD.dtype, weight_EFD):
         return grouped_gemm
     if x_RD.device.type == "cpu" and not torch.compiler.is_compiling():
         return slice_by_slice
     return masked
+
+
+def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -> bool:
+    """Whether there is one kernel for all groups, where tensors like these are cast to this dtype."""
+    return (
+        x_RD.is_cuda
+        and dtype == torch.bfloat16
+        and all(size * dtype.itemsize % ALIGNMENT_BYTES == 0 for w in weights_EFD for size in w.shape[1:])
+        and hasattr(functional, "grouped_mm")
+    )
 
 
 def grouped_gemm(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
@@ -137,13 +150,121 @@ class _ExpertByExpert(torch.autograd.Function):
         return grad_rows, grad_gate_up, grad_down, None
 
 
+def gated(fused: Tensor) -> Tensor:
+    """SwiGLU: the second half of the last axis, let through by the first."""
+    gate, up = fused.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def grouped_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """What `expert_by_expert` computes, for GPUs: all experts in each kernel.
+
+    The weights are cast here, so that their gradients can be float32 whatever the products are.
+    """
+    dtype = product_dtype(rows_RD)
+    return cast("Tensor", cast("Any", _GroupedExperts).apply(rows_RD.to(dtype), gate_up_EFD, down_EDF, ends_E))
+
+
+class _GroupedExperts(torch.autograd.Function):
+    """Keeps the fused projection; its gate is cheaper to apply again than to keep."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+        gate_up, down = gate_up_EFD.to(rows_RD.dtype), down_EDF.to(rows_RD.dtype)
+        fused_RF = grouped_gemm(rows_RD, gate_up, ends_E)
+        ctx.save_for_backward(rows_RD, gate_up, down, fused_RF, ends_E)
+        return grouped_gemm(gate_on_gpu(fused_RF), down, ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, gate_up, down, fused_RF, ends_E = ctx.saved_tensors
+        grad_out = grads[0].contiguous()
+        grad_gated = functional.grouped_mm(grad_out, down, offs=ends_E)
+        grad_fused, gated_RF = gate_backward_on_gpu(grad_gated, fused_RF)
+        grad_rows = functional.grouped_mm(grad_fused, gate_up, offs=ends_E)
+        grad_gate_up = weight_gradient(grad_fused, rows_RD, ends_E)
+        return grad_rows, grad_gate_up, weight_gradient(grad_out, gated_RF, ends_E), None
+
+
+def weight_gradient(grad_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
+    """`grad.T @ x` of each group, (E, F, D), in float32."""
+    outputs, inputs = grad_RF.shape[1], x_RD.shape[1]
+    parts = row_parts(ends_E.shape[0] * -(-outputs // TILE_ROWS) * -(-inputs // TILE_COLUMNS))
+    products = functional.grouped_mm(grad_RF.mT, x_RD, offs=part_ends(ends_E, parts))
+    return products.view(-1, parts, outputs, inputs).sum(dim=1, dtype=torch.float32)
+
+
+def row_parts(tiles: int) -> int:
+    """Into how many parts, added up afterwards, the rows of each group are cut for so many tiles of results.
+
+    The sums over rows are long and the results small: with few tiles, or a few more than fill the GPU once or twice,
+    many multiprocessors would wait for some.
+
+    Examples:
+        >>> row_parts(48), row_parts(96), row_parts(704), row_parts(1408)
+        (2, 4, 2, 1)
+    """
+    best = 1
+    for parts in (2, 4):
+        if _rounds(tiles, parts) < 0.95 * _rounds(tiles, best):
+            best = parts
+    return best
+
+
+def _rounds(tiles: int, parts: int) -> float:
+    return -(-tiles * parts // TILES_AT_ONCE) / parts
+
+
+def part_ends(ends_E: Tensor, parts: int) -> Tensor:
+    """Where the parts of each group end if groups are cut evenly.
+
+    Examples:
+        >>> part_ends(torch.tensor([4, 4, 10], dtype=torch.int32), 2).tolist()
+        [2, 4, 4, 4, 7, 10]
+    """
+    starts_E = functional.pad(ends_E, (1, -1))
+    steps = torch.arange(1, parts + 1, device=ends_E.device)
+    cuts = starts_E[:, None] + (ends_E - starts_E)[:, None] * steps // parts
+    return cuts.flatten().to(torch.int32)
+
+
+@torch.library.custom_op("muonsw::gate", mutates_args=())
+def gate_on_gpu(fused_RF: Tensor) -> Tensor:
+    """`gated` in one kernel."""
+    if not kernels.available(fused_RF.device):
+        return gated(fused_RF)
+    from muonsw.lab.model.kernels import gate
+
+    return gate(fused_RF)
+
+
+@gate_on_gpu.register_fake
+def _(fused_RF: Tensor) -> Tensor:
+    return fused_RF.new_empty(fused_RF.shape[0], fused_RF.shape[1] // 2)
+
+
+@torch.library.custom_op("muonsw::gate_backward", mutates_args=())
+def gate_backward_on_gpu(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the fused projection, and its gated output once more."""
+    if kernels.available(fused_RF.device):
+        from muonsw.lab.model.kernels import gate_backward
+
+        return gate_backward(grad_RF, fused_RF)
+    gate_RF, up_RF = fused_RF.chunk(2, dim=-1)
+    opened = functional.silu(gate_RF)
+    grad_gate = torch.ops.aten.silu_backward(grad_RF * up_RF, gate_RF)
+    return torch.cat([grad_gate, grad_RF * opened], dim=-1), opened * up_RF
+
+
+@gate_backward_on_gpu.register_fake
+def _(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(fused_RF), torch.empty_like(grad_RF)
+
+
 def masked(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """Every expert on all rows with the others' rows zeroed: E times the work, but shapes that depend on no data."""
     row = torch.arange(x_RD.shape[0], device=x_RD.device)
     group = (row[:, None] >= ends_E).sum(dim=1, keepdim=True)
     products = [functional.linear(x_RD * (group == e), matrix) for e, matrix in enumerate(weight_EFD.unbind(0))]
     return torch.stack(products).sum(dim=0)
-
-
-def _aligned(weight_EFD: Tensor) -> bool:
-    return all(size * weight_EFD.element_size() % ALIGNMENT_BYTES == 0 for size in weight_EFD.shape[1:])

@@ -15,17 +15,11 @@ from muonsw.lab.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Scaling:
-    """What muP says about one role at one width.
+    """What muP says about one role at one width."""
 
-    Attributes:
-        std: Standard deviation at initialisation; None where the weights start at one.
-        multiplier: What the output of the layer is multiplied by.
-        lr: What the base learning rate is multiplied by under Adam.
-    """
-
-    std: float | None
-    multiplier: float
-    lr: float
+    std: float | None  # standard deviation at initialisation; None where the weights start at one
+    multiplier: float  # what the output of the layer is multiplied by
+    lr: float  # what the base learning rate is multiplied by under Adam
 
 
 # The first pattern that matches names the role; a parameter that none matches is an error.

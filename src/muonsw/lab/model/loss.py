@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from muonsw import kernels
 from muonsw.lab.model.layers import at_least_float32, product_dtype, without_autocast
 
-# A CPU wants a chunk's logits in its cache; a GPU wants products large enough to fill it.
+# A CPU wants a chunk's logits in its cache; a GPU wants products large enough to fill it, and has room for as much.
 CPU_CHUNK_TOKENS = 256
-CHUNK_TOKENS = 4096
+CHUNK_BYTES = 2**30
 
 
 def cross_entropy(
@@ -29,7 +30,7 @@ def cross_entropy(
         weight_VD: the head.
         targets_N: the right token for each row.
         scale: what the logits are multiplied by.
-        chunk: tokens whose float32 logits are held at once; None is 256 on CPUs and 4096 elsewhere.
+        chunk: tokens whose logits are held at once; None is 256 on CPUs, and as many as fit into a GiB elsewhere.
 
     Examples:
         >>> x, weight, targets = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)
@@ -38,7 +39,8 @@ def cross_entropy(
         True
     """
     if chunk is None:
-        chunk = CPU_CHUNK_TOKENS if x_ND.device.type == "cpu" else CHUNK_TOKENS
+        size = product_dtype(x_ND).itemsize
+        chunk = CPU_CHUNK_TOKENS if x_ND.device.type == "cpu" else chunk_tokens(weight_VD.shape[0], size)
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least one token")
     if x_ND.shape[0] != targets_N.shape[0] or not targets_N.shape[0]:
@@ -46,6 +48,16 @@ def cross_entropy(
     differentiate = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     apply = cast("Any", _ChunkedCrossEntropy).apply
     return cast("Tensor", apply(x_ND, weight_VD, targets_N, scale, chunk, differentiate))
+
+
+def chunk_tokens(vocab: int, size: int) -> int:
+    """How many tokens' logits of `size` bytes each a GPU holds at once: a power of two, as batches mostly are.
+
+    Examples:
+        >>> chunk_tokens(50304, size=2)
+        8192
+    """
+    return 1 << (CHUNK_BYTES // (vocab * size)).bit_length() - 1
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -57,20 +69,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = product_dtype(x_ND)
         with without_autocast(x_ND):
-            rows, head = x_ND.to(dtype), weight_VD.to(dtype)
-            loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=x_ND.device)
-            grad_x = torch.empty_like(rows) if differentiate else None
-            grad_head = torch.zeros_like(head, dtype=loss.dtype) if differentiate else None
-            for start in range(0, rows.shape[0], chunk):
-                part = slice(start, start + chunk)
-                logits, target = at_least_float32(rows[part] @ head.T).mul_(scale), targets_N[part, None]
-                losses, mass, total = _losses(logits, target)
-                loss += losses.sum()
-                if grad_x is not None and grad_head is not None:
-                    grad = _grad_logits(mass, total, target, scale / rows.shape[0]).to(dtype)
-                    grad_x[part] = grad @ head
-                    grad_head += grad.T @ rows[part]
-        if grad_x is not None and grad_head is not None:
+            visit = _visit_on_gpu if x_ND.is_cuda else _visit
+            loss, grad_x, grad_head = visit(x_ND.to(dtype), weight_VD.to(dtype), targets_N, scale, chunk, differentiate)
+        if differentiate:
             ctx.save_for_backward(grad_x.to(x_ND.dtype), grad_head.to(weight_VD.dtype))
         return loss / x_ND.shape[0]
 
@@ -87,6 +88,76 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _visit(
+    x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the losses, and the gradients of their mean; those are empty unless asked for."""
+    dtype, tokens = x_ND.dtype, x_ND.shape[0]
+    loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=x_ND.device)
+    grad_x = torch.empty_like(x_ND if differentiate else x_ND[:0])
+    grad_head = torch.zeros_like(head_VD if differentiate else head_VD[:0], dtype=loss.dtype)
+    for start in range(0, tokens, chunk):
+        part = slice(start, start + chunk)
+        logits, target = at_least_float32(x_ND[part] @ head_VD.T).mul_(scale), targets_N[part, None]
+        losses, mass, total = _losses(logits, target)
+        loss += losses.sum()
+        if differentiate:
+            grad = _grad_logits(mass, total, target, scale / tokens).to(dtype)
+            grad_x[part] = grad @ head_VD
+            grad_head += grad.T @ x_ND[part]
+    return loss, grad_x, grad_head
+
+
+@torch.library.custom_op("muonsw::head_loss", mutates_args=())
+def _visit_on_gpu(
+    x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the softmax as one kernel, on logits in the precision of the product.
+
+    An operator, because a compiler would unroll the chunks and write the masses out in float32.
+    """
+    if not kernels.available(x_ND.device):
+        return _visit(x_ND, head_VD, targets_N, scale, chunk, differentiate)
+    from muonsw.lab.model.kernels import softmax_losses_
+
+    tokens, vocab = x_ND.shape[0], head_VD.shape[0]
+    losses_N = torch.empty(tokens, dtype=torch.float32, device=x_ND.device)
+    grad_x = torch.empty_like(x_ND if differentiate else x_ND[:0])
+    grad_head = torch.empty_like(head_VD if differentiate else head_VD[:0], dtype=torch.float32)
+    room = x_ND.new_empty(min(chunk, tokens), vocab)
+    for start in range(0, tokens, chunk):
+        part = slice(start, start + chunk)
+        rows = x_ND[part]
+        logits = torch.mm(rows, head_VD.T, out=room[: rows.shape[0]])
+        softmax_losses_(logits, targets_N[part], losses_N[part], scale, scale / tokens if differentiate else None)
+        if differentiate:
+            torch.mm(logits, head_VD, out=grad_x[part])
+            _add_product(grad_head, logits.T, rows, first=start == 0)
+    return losses_N.sum(), grad_x, grad_head
+
+
+@_visit_on_gpu.register_fake
+def _(
+    x_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    chunk: int,  # noqa: ARG001
+    differentiate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_head = torch.empty_like(head_VD if differentiate else head_VD[:0], dtype=torch.float32)
+    return grad_head.new_empty(()), torch.empty_like(x_ND if differentiate else x_ND[:0]), grad_head
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Add the product of two matrices of low precision to a float32 one, which holds nothing yet at first."""
+    product = a @ b if a.dtype == total.dtype else torch.mm(a, b, out_dtype=total.dtype)
+    if first:
+        total.copy_(product)
+    else:
+        total.add_(product)
 
 
 def _losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:

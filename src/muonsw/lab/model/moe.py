@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from muonsw import kernels
 from muonsw.lab.model.config import ModelConfig
-from muonsw.lab.model.grouped import expert_by_expert, grouped_linear
+from muonsw.lab.model.grouped import expert_by_expert, gated, grouped_experts, grouped_linear, takes_grouped_gemm
 from muonsw.lab.model.init import scalings
 from muonsw.lab.model.layers import Linear, at_least_float32, product_dtype, without_autocast
 
@@ -45,18 +47,20 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.ff_width, config.width))
         self.down = nn.Parameter(torch.empty(config.experts, config.width, config.ff_width))
         self.router_multiplier = scalings(config)["router"].multiplier
+        # Averages over ranks that each see a part of the batch; set by whoever trains on several.
+        self.over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
         """Route the tokens, run their experts, and add up what comes back."""
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = self.router_logits(x_ND)
-        kept_NK, chosen_NK = logits_NE.topk(self.config.top_k, dim=-1)
-        routes = plan_routes(chosen_NK, self.config.experts)
+        kept_NK, chosen_NK, routes = choose(logits_NE, self.config.top_k)
         rows_RD = _dispatch(x_ND.to(product_dtype(x_ND)), routes, self.config.top_k)
         rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
         out_ND = _combine(rows_RD, routes, kept_NK.softmax(dim=-1))
         groups = x_BTD.shape[0] if self.config.balance_over == "sequence" else 1
-        balance = balance_loss(logits_NE, chosen_NK, groups=groups)
+        over_ranks = self.over_ranks if torch.is_grad_enabled() else None
+        balance = balance_loss(logits_NE, chosen_NK, groups=groups, over_ranks=over_ranks)
         load_E = torch.diff(routes.ends, prepend=routes.ends.new_zeros(1)) / chosen_NK.numel()
         return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z_loss(logits_NE), load_E)
 
@@ -78,7 +82,7 @@ class DenseFeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
         """Down projection of the gated up projection."""
         zero = torch.zeros((), device=x_BTD.device, dtype=torch.promote_types(x_BTD.dtype, torch.float32))
-        out_BTD = functional.linear(_gated(functional.linear(x_BTD, self.gate_up)), self.down)
+        out_BTD = functional.linear(gated(functional.linear(x_BTD, self.gate_up)), self.down)
         return FeedForwardOutput(out_BTD, zero, zero, torch.ones_like(zero)[None])
 
 
@@ -86,19 +90,20 @@ def swiglu_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_
     """Each group of rows through its own expert."""
     if rows_RD.device.type == "cpu" and not torch.compiler.is_compiling():
         return expert_by_expert(rows_RD, gate_up_EFD, down_EDF, ends_E)
-    return grouped_linear(_gated(grouped_linear(rows_RD, gate_up_EFD, ends_E)), down_EDF, ends_E)
+    if takes_grouped_gemm(rows_RD, product_dtype(rows_RD), gate_up_EFD, down_EDF):
+        return grouped_experts(rows_RD, gate_up_EFD, down_EDF, ends_E)
+    return grouped_linear(gated(grouped_linear(rows_RD, gate_up_EFD, ends_E)), down_EDF, ends_E)
 
 
-def _gated(fused: Tensor) -> Tensor:
-    gate, up = fused.chunk(2, dim=-1)
-    return functional.silu(gate) * up
-
-
-def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1) -> Tensor:
+def balance_loss(
+    logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1, over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Load-balance loss `E * mean_e(f_e * P_e)`, averaged over equal groups of tokens.
 
     f is the share of tokens that selected the expert (a token counts once for each of its experts), P the mean
-    probability that the router gives it; at balance the loss is K/E.
+    probability that the router gives it; at balance the loss is K/E. Where each rank has a part of the tokens, f is
+    averaged over them; the loss is linear in P, so the mean of the ranks' losses and gradients is then that of all
+    tokens.
 
     Examples:
         >>> logits = torch.zeros(8, 8)
@@ -109,6 +114,7 @@ def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1) -> Te
     experts = logits_NE.shape[1]
     selected_NE = _one_hot(chosen_NK, experts).sum(dim=1).to(logits_NE.dtype)
     share_GE = selected_NE.view(groups, -1, experts).mean(dim=1)
+    share_GE = share_GE if over_ranks is None else over_ranks(share_GE)
     probability_GE = logits_NE.softmax(dim=-1).view(groups, -1, experts).mean(dim=1)
     return experts * (share_GE * probability_GE).mean()
 
@@ -116,6 +122,36 @@ def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1) -> Te
 def z_loss(logits_NE: Tensor) -> Tensor:
     """Mean squared log-partition function of the router, which keeps its logits small."""
     return logits_NE.logsumexp(dim=-1).square().mean()
+
+
+def choose(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Routes]:
+    """The largest logits of each token, the experts they belong to, and the way there."""
+    if not logits_NE.is_cuda:
+        kept_NK, chosen_NK = logits_NE.topk(top_k, dim=-1)
+        return kept_NK, chosen_NK, plan_routes(chosen_NK, logits_NE.shape[1])
+    chosen_NK, *routes = choose_on_gpu(logits_NE.detach(), top_k)
+    # Selected by a mask, whose gradient is one too: that of a gather is a scatter with atomics.
+    kept_NKE = torch.where(_one_hot(chosen_NK, logits_NE.shape[1]), logits_NE.unsqueeze(1), 0.0)
+    return kept_NKE.sum(dim=-1), chosen_NK, Routes(*routes)
+
+
+@torch.library.custom_op("muonsw::choose_experts", mutates_args=())
+def choose_on_gpu(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The experts of each token, largest logit first, and the fields of `Routes`; two kernels instead of a sort."""
+    if kernels.available(logits_NE.device):
+        from muonsw.lab.model.kernels import choose_experts
+
+        return choose_experts(logits_NE.contiguous(), top_k)
+    chosen_NK = logits_NE.topk(top_k, dim=-1).indices
+    return chosen_NK, *plan_routes(chosen_NK, logits_NE.shape[1])
+
+
+@choose_on_gpu.register_fake
+def _(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, experts = logits_NE.shape
+    chosen_NK = logits_NE.new_empty(tokens, top_k, dtype=torch.int64)
+    order, inverse = (chosen_NK.new_empty(tokens * top_k) for _ in range(2))
+    return chosen_NK, order, inverse, chosen_NK.new_empty(experts, dtype=torch.int32)
 
 
 def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:

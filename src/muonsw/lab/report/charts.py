@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve
+from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry
 from muonsw.lab.runs import Points, Run, name_arms, unique_names
 from muonsw.lab.runs.curves import extremes, median_curve, running_mean
 
@@ -14,7 +16,45 @@ TOTAL_POINTS, MOST, LEAST = 240_000, 1500, 100
 PREDICTED_RUNS = 8  # runs whose recursion is replayed step by step
 SMOOTHED = 0.02  # share of the records that one point of a smoothed curve averages
 BEGINNING = 0.1  # share of the updates whose losses may leave the chart at the top
-THINNED = "Thinned by keeping the ends and the extremes of each bin: every point is a value of the run."
+
+
+class Panel(NamedTuple):
+    """A chart of one measure."""
+
+    name: str
+    title: str
+    measure: Callable[[Run], Points]
+    y: Axis
+    note: str
+
+
+def _learning_rates(run: Run) -> Points:
+    logged = run.train.known("lr")
+    return logged if len(logged[0]) else run.recorded("lr")
+
+
+LOSS = Axis("loss")
+PANELS = (
+    Panel("validation-loss", "Validation loss", lambda run: run.losses, LOSS,
+          "Loss on held-out text after so many updates."),
+    Panel("training-loss", "Training loss", lambda run: run.training_losses, LOSS,
+          "Thin: loss of each batch before its update. Thinned by keeping the ends and the extremes of each bin: every "
+          "point is a value of the run. Thick: the median over the runs of an arm, averaged over "
+          f"{100 * SMOOTHED:g}\N{NO-BREAK SPACE}% of the records at a time."),
+    Panel("weight-norm", "Weight norm", lambda run: run.norms, Axis("weight RMS"),
+          "Root mean square over all entries of the weights that decay, before each recorded update."),
+    Panel("predicted-norm", "Predicted and observed norm", lambda run: run.predicted_norms, Axis("weight RMS"),
+          "Solid: observed. Dashed: the norm recursion replayed from the first observed norm alone, with the measured "
+          "update size, decay and alignment."),
+    Panel("alignment", "Alignment", lambda run: run.recorded("alignment_update"), Axis("cosine of weight and update"),
+          "Cosine between the weights that decay and their update, pooled over all entries; negative grows the norm."),
+    Panel("relative-update", "Relative update", lambda run: run.recorded("relative_update"),
+          Axis("update RMS / weight RMS", log=10),
+          "Root mean square of the update over that of the weights that decay."),
+    Panel("learning-rate", "Learning rate", _learning_rates, Axis("η"), "Base learning rate of each update."),
+    Panel("decay", "Decay", lambda run: run.recorded("decay"), Axis("φ", "share per update"),
+          "Share φ by which an update shrinks the weights that decay: W ← (1 \N{MINUS SIGN} φ) W \N{MINUS SIGN} u."),
+)  # fmt: skip
 
 
 class Charts:
@@ -24,117 +64,59 @@ class Charts:
         self.runs = list(runs)
         self.labels = unique_names(run.name for run in self.runs)
         self.arm_of = name_arms(self.runs)
-        self.arms = _arms(self.runs, self.arm_of)
+        first = dict(reversed(list(zip(self.arm_of, self.runs, strict=True))))
+        self.arms = [LegendEntry(arm, first[arm].rule, count) for arm, count in Counter(self.arm_of).items()]
         self._points = int(np.clip(TOTAL_POINTS / (8 * max(1, len(self.runs))), LEAST, MOST))
 
     def all(self) -> list[Chart]:
         """Every chart for which something was recorded."""
-        losses, norms = [self.validation(), self.training()], [self.norm(), self.predicted()]
-        updates = [self.alignment(), self.relative_update(), self.learning_rate(), self.decay()]
-        return [chart for chart in (*losses, *norms, *updates) if chart.curves]
+        return [chart for chart in map(self.chart, PANELS) if chart.curves]
 
-    def validation(self) -> Chart:
-        """Loss on held-out text."""
-        curves = self.curves(lambda run: run.losses)
-        middle = "Thick: the median over the runs of an arm." if any(arm.runs > 1 for arm in self.arms) else ""
-        note = f"Loss on held-out text after so many updates. {middle}".strip()
-        return Chart("validation-loss", "Validation loss", curves, y=loss_axis(curves, self.runs), note=note)
-
-    def training(self) -> Chart:
-        """Loss of each batch."""
-        curves = self.curves(lambda run: run.training_losses, smooth=True)
-        note = (
-            f"Thin: loss of each batch before its update. {THINNED} Thick: the median over the runs of an "
-            f"arm, averaged over {100 * SMOOTHED:g} % of the records at a time."
-        )
-        return Chart("training-loss", "Training loss", curves, y=loss_axis(curves, self.runs), note=note)
-
-    def norm(self) -> Chart:
-        """Size of the weights that decay."""
-        curves = self.curves(lambda run: run.norms)
-        note = "Root mean square over all entries of the weights that decay, before each recorded update."
-        return Chart("weight-norm", "Weight norm", curves, y=Axis("weight RMS"), note=note)
-
-    def predicted(self) -> Chart:
-        """The norm beside what the recursion makes of the measured updates."""
-        curves: list[Curve] = []
-        shown = self._representatives()
-        for place in shown:
-            run, label, arm = self.runs[place], self.labels[place], self.arm_of[place]
-            predicted = run.predicted_norms
-            if len(predicted[0]):
-                curves += [Curve(label, arm, *self._thin(run.norms))]
-                curves += [Curve(label, arm, *self._thin(predicted), line="dashed")]
-        some = (
-            ""
-            if len(shown) == len(self.runs)
-            else f" The first run of each arm, {len(shown)} of {len(self.runs)} runs."
-        )
-        note = (
-            "Solid: observed. Dashed: the norm recursion replayed from the first observed norm alone, with the "
-            f"measured update size, decay and alignment.{some}"
-        )
-        title, key = "Predicted and observed norm", (("solid", "observed"), ("dashed", "predicted"))
-        return Chart("predicted-norm", title, curves, y=Axis("weight RMS"), note=note, key=key)
-
-    def alignment(self) -> Chart:
-        """The cosine that decides whether updates push the norm outward."""
-        curves = self.curves(lambda run: run.recorded("alignment_update"))
-        note = (
-            "Cosine between the weights that decay and their update, pooled over all entries; negative grows the norm."
-        )
-        return Chart("alignment", "Alignment", curves, y=Axis("cosine of weight and update"), note=note)
-
-    def relative_update(self) -> Chart:
-        """How far one update moves the weights."""
-        curves = self.curves(lambda run: run.recorded("relative_update"))
-        note = "Root mean square of the update over that of the weights that decay."
-        axis = Axis("update RMS / weight RMS", log=10)
-        return Chart("relative-update", "Relative update", curves, y=axis, note=note)
-
-    def learning_rate(self) -> Chart:
-        """The schedule as it was run."""
-        curves = self.curves(_learning_rates)
-        note = "Base learning rate of each update."
-        return Chart("learning-rate", "Learning rate", curves, y=Axis("η"), note=note)
-
-    def decay(self) -> Chart:
-        """The factor by which weights were shrunk."""
-        curves = self.curves(lambda run: run.recorded("decay"))
-        note = "Share φ by which an update shrinks the weights that decay: W ← (1 \N{MINUS SIGN} φ) W \N{MINUS SIGN} u."
-        return Chart("decay", "Decay", curves, y=Axis("φ", "share per update"), note=note)
+    def chart(self, panel: Panel) -> Chart:
+        """One panel of all runs; the predicted norm, which takes long, of a few."""
+        if panel.name == "predicted-norm":
+            return self._predicted(panel)
+        curves, note = self.curves(panel.measure, smooth=panel.name == "training-loss"), panel.note
+        if panel.name == "validation-loss" and any(arm.runs > 1 for arm in self.arms):
+            note += " Thick: the median over the runs of an arm."
+        axis = loss_axis(curves, self.runs) if panel.y is LOSS else panel.y
+        return Chart(panel.name, panel.title, curves, y=axis, note=note)
 
     def curves(self, measure: Callable[[Run], Points], *, smooth: bool = False) -> list[Curve]:
         """A curve for each run that has the measure, and a middle for each arm with several.
 
-        Args:
-            measure: Steps and values of a run.
-            smooth: Whether the middle is a running mean, which an arm with a single run then has too.
+        With `smooth` the middle is a running mean, which an arm with a single run then has too.
         """
         measured = [measure(run) for run in self.runs]
-        curves = [
-            Curve(label, arm, *self._thin(points))
-            for label, arm, points in zip(self.labels, self.arm_of, measured, strict=True)
-            if len(points[0])
-        ]
-        for arm in self.arms:
-            parts = [p for p, name in zip(measured, self.arm_of, strict=True) if name == arm.name and len(p[0])]
+        shown = [each for each in zip(self.labels, self.arm_of, measured, strict=True) if len(each[2][0])]
+        curves = [Curve(label, arm, *self._thin(points)) for label, arm, points in shown]
+        for entry in self.arms:
+            parts = [points for _, arm, points in shown if arm == entry.name]
             if len(parts) > 1 or (smooth and parts):
                 steps, middle = median_curve(parts)
-                points = steps, running_mean(middle, SMOOTHED) if smooth else middle
-                curves.append(Curve("median" if len(parts) > 1 else "mean", arm.name, *self._thin(points), middle=True))
+                points = self._thin((steps, running_mean(middle, SMOOTHED) if smooth else middle))
+                curves.append(Curve("median" if len(parts) > 1 else "mean", entry.name, *points, middle=True))
         return curves
+
+    def _predicted(self, panel: Panel) -> Chart:
+        """The norm beside what the recursion makes of the measured updates, for the first runs of the arms."""
+        shown, note, curves = list(range(len(self.runs))), panel.note, []
+        if len(shown) > PREDICTED_RUNS:
+            shown = [self.arm_of.index(arm.name) for arm in self.arms][:PREDICTED_RUNS]
+            note += f" The first run of each arm, {len(shown)} of {len(self.runs)} runs."
+        for place in shown:
+            run, label, arm = self.runs[place], self.labels[place], self.arm_of[place]
+            predicted = panel.measure(run)
+            if len(predicted[0]):
+                curves.append(Curve(label, arm, *self._thin(run.norms)))
+                curves.append(Curve(label, arm, *self._thin(predicted), line="dashed"))
+        key = (("solid", "observed"), ("dashed", "predicted"))
+        return Chart(panel.name, panel.title, curves, y=panel.y, note=note, key=key)
 
     def _thin(self, points: Points) -> tuple[list[float], list[float]]:
         steps, values = points
         kept = extremes(values, self._points)
         return steps[kept].tolist(), values[kept].tolist()
-
-    def _representatives(self) -> list[int]:
-        """Which runs stand for their arms where a figure cannot show all: the first of each."""
-        if len(self.runs) <= PREDICTED_RUNS:
-            return list(range(len(self.runs)))
-        return [self.arm_of.index(arm.name) for arm in self.arms][:PREDICTED_RUNS]
 
 
 def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
@@ -154,14 +136,3 @@ def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
     low, high = min(late), max(late)
     margin = 0.04 * (high - low) or 0.01
     return Axis("loss", unit, limits=(low - margin, high + margin))
-
-
-def _learning_rates(run: Run) -> Points:
-    logged = run.train.known("lr")
-    return logged if len(logged[0]) else run.recorded("lr")
-
-
-def _arms(runs: Sequence[Run], names: Sequence[str]) -> list[Arm]:
-    rules: Mapping[str, str] = {name: run.rule for run, name in reversed(list(zip(runs, names, strict=True)))}
-    counts = {name: list(names).count(name) for name in names}
-    return [Arm(name, rules[name], count) for name, count in counts.items()]

@@ -17,6 +17,7 @@ MARKS = {
     ".htm": PAGE_MARK,
     ".png": f"tEXtSoftware\0{MAKER}",
     ".svg": f"<dc:title>{MAKER}</dc:title>",
+    ".json": '{"version": 1, "scope": ',  # the beginning of a diagnosis
 }
 # Without a date two equal runs give equal files.
 METADATA: dict[str, dict[str, str | None]] = {".png": {"Software": MAKER}, ".svg": {"Date": None, "Creator": MAKER}}
@@ -24,32 +25,20 @@ HEAD_BYTES = 4096
 
 
 def write_own(path: Path, content: str | bytes) -> Path:
-    """Write a page or a figure.
-
-    Raises:
-        UsageError: If somebody else's file is there.
-    """
+    """Write a page, a figure or a diagnosis, unless somebody else's file is there."""
     require_own([path])
     return write_atomically(path, content)
 
 
 def require_own(paths: Iterable[Path]) -> None:
-    """Find out whether files may be written or replaced.
-
-    Raises:
-        UsageError: If one exists that does not carry the mark.
-    """
+    """Refuse to replace a file that does not carry the mark."""
     for path in paths:
         if os.path.lexists(path) and not is_own(path):
             raise UsageError(f"{path} was not written by {MAKER}: delete it, or choose another name")
 
 
 def require_own_folder(folder: Path) -> None:
-    """Find out whether a folder may be filled with figures: it is not there, or holds nothing but such.
-
-    Raises:
-        UsageError: If it holds something else, such as a run.
-    """
+    """Refuse to fill a folder with figures that holds something else, such as a run."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():

@@ -73,7 +73,8 @@
   };
 
   const axis = (title, log) => ({
-    type: log ? "log" : "linear", title: { text: title, standoff: 6, font: { size: 13 } }, automargin: true, exponentformat: "power", nticks: 7,
+    type: log ? "log" : "linear", title: { text: title, standoff: 6, font: { size: 13 } }, automargin: true, exponentformat: "power",
+    nticks: log ? 4 : 7, // more would label every digit between two powers of ten
   });
 
   // Heights and steps that mean something: bands behind the curves, lines above them.

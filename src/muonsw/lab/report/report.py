@@ -5,50 +5,47 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from statistics import median
+from typing import Any, TypedDict, Unpack
 
 from muonsw.lab.claims.table import Claims, any_failed, claims_table
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import Charts
 from muonsw.lab.report.own import require_own, require_own_folder
 from muonsw.lab.report.page import write_page
-from muonsw.lab.report.sections import Arm, Chart, Document, Section
+from muonsw.lab.report.sections import Chart, Document, LegendEntry, Section
 from muonsw.lab.report.static import write_chart
 from muonsw.lab.runs import Run, differences
 from muonsw.lab.settings import flatten
 from muonsw.lab.storage import prepare_folder
-from muonsw.lab.tables import MISSING, Cell, Column, Table, Value, change_text, loss_text, norm_text
+from muonsw.lab.tables import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
 
 OF_ONE_RUN = ("command", "command_line", "argv", "started", "time", "pid", "folder", "cwd")
 MANY = 12  # rows from which a table that few will read starts closed
 
 
+class Content(TypedDict, total=False):
+    """What a report may have besides its runs."""
+
+    verdict: str  # the sentence on top; says how many runs there are and how they ended unless given
+    claims: Claims | None  # by who makes them; those that failed are shown first
+    tables: Sequence[Table]  # shown after the claims, before the charts
+    figures: Sequence[Chart]  # shown before the charts of the runs; their curves name arms as `name_arms` does
+
+
 def write_report(
-    path: str | Path,
-    title: str,
-    runs: Sequence[Run],
-    *,
-    verdict: str = "",
-    claims: Claims | None = None,
-    tables: Sequence[Table] = (),
-    figures: Sequence[Chart] = (),
-    images: bool = True,
+    path: str | Path, title: str, runs: Sequence[Run], *, images: bool = True, **content: Unpack[Content]
 ) -> list[Path]:
-    """Write the page, and its charts into a folder beside it that is named after it.
+    """Write the page, and its charts as PNG and SVG into a folder beside it that is named after it.
 
     Args:
         path: The page, ending in `.html`.
         title: Its heading.
         runs: What is shown; none for a page of claims, tables and charts alone.
-        verdict: The sentence on top; says how many runs there are and how they ended unless given.
-        claims: Claims by who makes them; those that failed are shown first.
-        tables: Shown after the claims, before the charts.
-        figures: Shown before the charts of the runs; their curves name arms as `muonsw.lab.runs.name_arms` does.
         images: Whether PNG and SVG are written too.
+        content: What else there is to show.
 
     Returns:
         What was written, the page first.
@@ -58,40 +55,27 @@ def write_report(
     """
     target = Path(path)
     check_target(target, images=images)
-    document = build_report(title, runs, verdict=verdict, claims=claims, tables=tables, figures=figures)
-    return [write_page(target, document), *(write_images(document, target.with_suffix("")) if images else [])]
+    document = build_report(title, runs, **content)
+    written = [write_page(target, document)]
+    if images:
+        prepare_folder(folder := target.with_suffix(""))
+        charts = [section for section in document.sections if isinstance(section, Chart)]
+        written += [path for chart in charts for path in write_chart(chart, document.arms, folder)]
+    return written
 
 
-def write_images(document: Document, folder: Path) -> list[Path]:
-    """Write every chart of a document as PNG and SVG."""
-    prepare_folder(folder)
-    charts = [section for section in document.sections if isinstance(section, Chart)]
-    return [path for chart in charts for path in write_chart(chart, document.arms, folder)]
-
-
-def build_report(
-    title: str,
-    runs: Sequence[Run],
-    *,
-    verdict: str = "",
-    claims: Claims | None = None,
-    tables: Sequence[Table] = (),
-    figures: Sequence[Chart] = (),
-) -> Document:
+def build_report(title: str, runs: Sequence[Run], **content: Unpack[Content]) -> Document:
     """The same report as data."""
-    charts = Charts(runs)
+    charts, claims, figures = Charts(runs), content.get("claims") or {}, content.get("figures", ())
     sections: list[Section] = [claims_table(claims)] if claims else []
-    sections += [*tables, *figures, *charts.all()]
+    sections += [*content.get("tables", ()), *figures, *charts.all()]
     if runs:
         about = (runs_table(charts), differences_table(charts), commands_table(charts), environment_table(charts))
         sections += [table for table in about if table is not None]
-    return Document(
-        title,
-        sections,
-        verdict=verdict or (summary(charts) if runs else ""),
-        failed=any_failed(claims or {}),
-        arms=[*charts.arms, *_further_arms(charts.arms, figures)],
-    )
+    verdict = content.get("verdict") or (summary(charts) if runs else "")
+    names = dict.fromkeys(curve.arm for chart in figures for curve in chart.curves)
+    further = [LegendEntry(name, name) for name in names if name not in charts.arm_of]
+    return Document(title, sections, verdict, any_failed(claims), [*charts.arms, *further])
 
 
 def check_target(path: Path, *, images: bool) -> None:
@@ -117,7 +101,7 @@ def summary(charts: Charts) -> str:
     running = sum(run.in_progress for run in charts.runs)
     if running:
         text += f", {running} not complete" if count > 1 else ", not complete"
-    losses, norms = (_medians(charts, measure) for measure in (lambda run: run.final_loss, lambda run: run.final_norm))
+    losses, norms = _medians(charts, "final_loss"), _medians(charts, "final_norm")
     what, values, digits = ("validation loss", losses, loss_text) if losses else ("weight RMS", norms, norm_text)
     if not values:
         return f"{text}."
@@ -143,27 +127,20 @@ def runs_table(charts: Charts) -> Table:
         "state",
     )
     rows = [
-        (label, arm, *_outcome(run)) for label, arm, run in zip(charts.labels, charts.arm_of, charts.runs, strict=True)
+        (
+            *(label, arm, loss_text(run.final_loss), loss_text(run.best_loss), run.best_step),
+            *(norm_text(run.final_norm), change_text(run.norm_change), run.steps or None),
+            int(run.tokens) if math.isfinite(run.tokens) else None,
+            round(run.seconds, 1) if math.isfinite(run.seconds) else None,
+            _state(run),
+        )
+        for label, arm, run in zip(charts.labels, charts.arm_of, charts.runs, strict=True)
     ]
     note = (
         "Losses are validation cross-entropy in nats per token. The weight RMS is the last one recorded of the weights "
         "that decay, and its change is against the largest."
     )
     return Table("runs", "Runs", columns, rows, note)
-
-
-def _outcome(run: Run) -> tuple[Value | Cell, ...]:
-    return (
-        loss_text(run.final_loss),
-        loss_text(run.best_loss),
-        run.best_step,
-        norm_text(run.final_norm),
-        change_text(run.norm_change),
-        run.steps or None,
-        int(run.tokens) if math.isfinite(run.tokens) else None,
-        round(run.seconds, 1) if math.isfinite(run.seconds) else None,
-        _state(run),
-    )
 
 
 def _state(run: Run) -> Cell:
@@ -231,17 +208,11 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def _medians(charts: Charts, measure: Callable[[Run], float]) -> dict[str, float]:
+def _medians(charts: Charts, measure: str) -> dict[str, float]:
     """The median over the runs of each arm that has the measure, the smallest first."""
     found: dict[str, list[float]] = {}
     for arm, run in zip(charts.arm_of, charts.runs, strict=True):
-        if math.isfinite(measure(run)):
-            found.setdefault(arm, []).append(measure(run))
-    medians = {arm: float(np.median(values)) for arm, values in found.items()}
+        if math.isfinite(value := getattr(run, measure)):
+            found.setdefault(arm, []).append(value)
+    medians = {arm: median(values) for arm, values in found.items()}
     return dict(sorted(medians.items(), key=lambda item: item[1]))
-
-
-def _further_arms(arms: Sequence[Arm], figures: Sequence[Chart]) -> list[Arm]:
-    known = {arm.name for arm in arms}
-    names = dict.fromkeys(curve.arm for chart in figures for curve in chart.curves)
-    return [Arm(name, name) for name in names if name not in known]

@@ -7,28 +7,20 @@ anything: curves come with the values that are to be shown.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from muonsw.lab.tables import Table
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a chart.
-
-    Attributes:
-        label: What it shows.
-        unit: In what; empty for a number without one.
-        log: The base of a logarithmic axis; 0 for a linear one.
-        limits: The range that is shown first; all of it unless given.
-        ticks: Where it is labelled; chosen by the back end unless given.
-    """
+    """An axis of a chart."""
 
     label: str = ""
     unit: str = ""
-    log: int = 0
-    limits: tuple[float, float] | None = None
-    ticks: Sequence[float] = ()
+    log: int = 0  # the base of a logarithmic axis; 0 for a linear one
+    limits: tuple[float, float] | None = None  # the range that is shown first; all of it unless given
+    ticks: Sequence[float] = ()  # where it is labelled; chosen by the back end unless given
 
     @property
     def title(self) -> str:
@@ -43,25 +35,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve over steps, or points over anything.
+    """A curve over steps, or points over anything."""
 
-    Attributes:
-        label: Which run it is of; shown on hover.
-        arm: The entry of the legend that it belongs to.
-        x: Ascending.
-        y: As many as `x`; gaps where not finite.
-        line: "" for the line of its arm, "dashed" or "dotted" for what is predicted, "none" for points alone.
-        middle: For the middle of an arm's runs, drawn thick; the single ones are then drawn thin.
-        neutral: Drawn in the colour of text, where it lies upon another curve of its arm.
-    """
-
-    label: str
-    arm: str
-    x: Sequence[float]
-    y: Sequence[float]
-    line: str = ""
-    middle: bool = False
-    neutral: bool = False
+    label: str  # which run it is of; shown on hover
+    arm: str  # the entry of the legend that it belongs to
+    x: Sequence[float]  # ascending
+    y: Sequence[float]  # gaps where not finite
+    line: str = ""  # "" for the line of its arm, "dashed" or "dotted" for what is predicted, "none" for points alone
+    middle: bool = False  # the middle of an arm's runs, drawn thick; the single ones are then drawn thin
+    neutral: bool = False  # in the colour of text, where it lies upon another curve of its arm
 
 
 @dataclass(frozen=True)
@@ -90,65 +72,38 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel.
+    """One panel."""
 
-    Attributes:
-        name: Its id on the page and the stem of its files.
-        title: What it shows.
-        curves: In the order in which they are drawn.
-        x: The horizontal axis.
-        y: The vertical axis.
-        note: A caption.
-        points: Whether each value is marked.
-        levels: Horizontal lines.
-        bands: Horizontal bands.
-        marks: Vertical lines.
-        key: What kinds of lines mean, as pairs of "solid", "dashed", "dotted" or "mark" and a word.
-    """
-
-    name: str
+    name: str  # its id on the page and the stem of its files
     title: str
-    curves: Sequence[Curve]
+    curves: Sequence[Curve]  # in the order in which they are drawn
     x: Axis = Axis("step")
     y: Axis = Axis()
     note: str = ""
-    points: bool = False
+    points: bool = False  # whether each value is marked
     levels: Sequence[Level] = ()
     bands: Sequence[Band] = ()
     marks: Sequence[Mark] = ()
-    key: Sequence[tuple[str, str]] = ()
+    key: Sequence[tuple[str, str]] = ()  # what "solid", "dashed" or "dotted" lines and "mark" mean, in words
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Several charts on one picture.
+    """Several charts on one picture, row by row."""
 
-    Attributes:
-        name: The stem of its files.
-        title: Above all of them.
-        charts: Row by row.
-        columns: How many stand side by side.
-    """
-
-    name: str
+    name: str  # the stem of its files
     title: str
     charts: Sequence[Chart]
     columns: int = 2
 
 
 @dataclass(frozen=True)
-class Arm:
-    """An entry of the legend.
-
-    Attributes:
-        name: What it says.
-        rule: The decay rule, which fixes its hue; any other word gets one of the further colours.
-        runs: How many runs it stands for.
-    """
+class LegendEntry:
+    """An arm as the legend shows it."""
 
     name: str
-    rule: str = ""
-    runs: int = 1
+    rule: str = ""  # the decay rule, which fixes its hue; any other word gets one of the further colours
+    runs: int = 1  # how many it stands for
 
 
 Section = Table | Chart
@@ -156,18 +111,10 @@ Section = Table | Chart
 
 @dataclass(frozen=True)
 class Document:
-    """A whole page.
-
-    Attributes:
-        title: Its heading.
-        sections: In order.
-        verdict: The sentence that says what came out, on top.
-        failed: Whether the verdict is that something failed.
-        arms: The legend of its charts.
-    """
+    """A whole page."""
 
     title: str
     sections: Sequence[Section]
-    verdict: str = ""
-    failed: bool = False
-    arms: Sequence[Arm] = field(default=())
+    verdict: str = ""  # the sentence on top that says what came out
+    failed: bool = False  # whether it says that something failed
+    arms: Sequence[LegendEntry] = ()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,14 +19,14 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from muonsw.lab.report.own import METADATA, write_own
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Sheet
+from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Sheet
 from muonsw.lab.report.theme import LIGHT, ArmStyle, Palette, arm_styles, matplotlib_style
 
 DPI = 160
 # Sizes in inches: a panel that stands alone, two beside each other, and one of many; and the room around it.
 PANELS = {1: (6.9, 3.8), 2: (4.6, 3.5)}
-SMALL = (2.6, 1.9)
-LEFT, RIGHT, TOP, BOTTOM, TITLE, LEGEND_LINE = 0.95, 0.2, 0.45, 0.65, 0.5, 0.27
+SMALL = (2.5, 2.1)
+LEFT, LEFT_OF_SMALL, RIGHT, TOP, BOTTOM, TITLE, LEGEND_LINE = 0.95, 0.8, 0.2, 0.45, 0.65, 0.5, 0.27
 LETTER, HANDLE = 0.083, 0.55  # width of a letter and of what stands before an entry of the legend
 FEW = 15  # values of a curve below which each is marked
 # Plotly's words for dashes, and what curves say.
@@ -41,12 +40,12 @@ DASHES: Mapping[str, Any] = {
 }
 
 
-def write_chart(chart: Chart, arms: Sequence[Arm], folder: Path, palette: Palette = LIGHT) -> list[Path]:
+def write_chart(chart: Chart, arms: Sequence[LegendEntry], folder: Path, palette: Palette = LIGHT) -> list[Path]:
     """Draw one chart and write it as PNG and SVG under its name."""
     return write_sheet(Sheet(chart.name, "", [chart], columns=1), arms, folder, palette)
 
 
-def write_sheet(sheet: Sheet, arms: Sequence[Arm], folder: Path, palette: Palette = LIGHT) -> list[Path]:
+def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path, palette: Palette = LIGHT) -> list[Path]:
     """Draw all charts of a sheet on one picture, its legend below them, and write it as PNG and SVG under its name.
 
     Margins are fixed: to find them would take longer than to draw, and charts are many.
@@ -55,9 +54,11 @@ def write_sheet(sheet: Sheet, arms: Sequence[Arm], folder: Path, palette: Palett
     columns = min(sheet.columns, len(sheet.charts))
     rows = math.ceil(len(sheet.charts) / columns)
     width, height = PANELS.get(columns, SMALL) if rows == 1 else SMALL
+    small = (width, height) == SMALL
+    left_room = LEFT_OF_SMALL if small else LEFT
     with matplotlib.rc_context(cast(Any, matplotlib_style(palette))):
         entries = _legend_entries(sheet, styles, palette)
-        wide = columns * (LEFT + width + RIGHT)
+        wide = columns * (left_room + width + RIGHT)
         across = _entries_across(entries, wide)
         below = 0.1 + LEGEND_LINE * math.ceil(len(entries) / across) if entries else 0.1
         above = TITLE if sheet.title else 0.0
@@ -65,16 +66,15 @@ def write_sheet(sheet: Sheet, arms: Sequence[Arm], folder: Path, palette: Palett
         figure = Figure(figsize=(wide, high))
         for place, chart in enumerate(sheet.charts):
             row, column = divmod(place, columns)
-            left, top = column * (LEFT + width + RIGHT) + LEFT, above + row * (TOP + height + BOTTOM) + TOP
+            left, top = column * wide / columns + left_room, above + row * (TOP + height + BOTTOM) + TOP
             axis = figure.add_axes((left / wide, 1.0 - (top + height) / high, width / wide, height / high))
-            _draw_chart(axis, chart, styles, palette, small=(width, height) == SMALL)
+            _draw_chart(axis, chart, styles, palette, small=small)
         if sheet.title:
-            figure.suptitle(
-                _text(sheet.title), x=0.2 / wide, y=1.0 - 0.15 / high, ha="left", va="top", fontsize=15, weight="bold"
-            )
+            corner = {"x": 0.2 / wide, "y": 1.0 - 0.15 / high, "ha": "left", "va": "top"}
+            figure.suptitle(_text(sheet.title), **cast(Any, corner), fontsize=15, weight="bold")
         if entries:
-            corner = (0.2 / wide, 0.05 / high)
-            figure.legend(handles=entries, loc="lower left", bbox_to_anchor=corner, ncols=across, fontsize=10.5)
+            low = (0.2 / wide, 0.05 / high)
+            figure.legend(handles=entries, loc="lower left", bbox_to_anchor=low, ncols=across, fontsize=10.5)
         return save_figure(figure, folder / sheet.name)
 
 
@@ -90,19 +90,17 @@ def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], palett
         colour = styles[mark.arm].colour
         axis.axvline(mark.x, color=colour, linewidth=1.0, alpha=0.8)
         axis.plot(mark.x, 0.96, "v", color=colour, transform=axis.get_xaxis_transform())
-    axis.set_title(_text(chart.title), fontsize=11 if small else 13)
-    axis.set_xlabel(_text(chart.x.title), fontsize=10 if small else 12)
-    axis.set_ylabel(_text(chart.y.title), fontsize=10 if small else 12)
-    axis.tick_params(labelsize=9.5 if small else 11)
+    title, label, tick = (12, 11, 10.5) if small else (13, 12, 11)
+    axis.set_title(_text(chart.title), fontsize=title)
+    axis.set_xlabel(_text(chart.x.title), fontsize=label)
+    axis.set_ylabel(_text(chart.y.title), fontsize=label)
+    axis.tick_params(labelsize=tick)
     axis.margins(x=0.02)
     axis.set_xscale("log", base=chart.x.log) if chart.x.log else axis.set_xscale("linear")
     axis.set_yscale("log", base=chart.y.log) if chart.y.log else axis.set_yscale("linear")
     _label(axis.xaxis, chart.x, most=4 if small else 6)
     _label(axis.yaxis, chart.y, most=5 if small else 7)
-    if chart.x.limits:
-        axis.set_xlim(*chart.x.limits)
-    if chart.y.limits:
-        axis.set_ylim(*chart.y.limits)
+    axis.set(xlim=chart.x.limits, ylim=chart.y.limits)
 
 
 def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, palette: Palette, marked: bool) -> None:
@@ -126,7 +124,8 @@ def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, palette: Pal
             few = len(curve.x) < FEW and not line and not middle
             if line == "none" or few or (marked and is_middle == middle and not line):
                 alpha = min(0.6, 30 / max(len(curve.x), 1) + 0.1) if line == "none" else 1.0
-                axis.plot(curve.x, curve.y, style.marker, color=colour, markersize=4, alpha=alpha, markeredgewidth=0)
+                size = 6 if marked else 4
+                axis.plot(curve.x, curve.y, style.marker, color=colour, markersize=size, alpha=alpha, markeredgewidth=0)
     axis.autoscale_view()
 
 
@@ -153,7 +152,7 @@ def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle], palette: Palet
     marked = any(chart.points for chart in sheet.charts)
     entries = [
         Line2D([], [], color=styles[arm].colour, linestyle=DASHES[styles[arm].dash], label=_text(arm),
-               marker=styles[arm].marker if marked else None, markersize=4)
+               marker=styles[arm].marker if marked else None, markersize=6)
         for arm in used
     ]  # fmt: skip
     entries = entries if len(used) > 1 else []
@@ -198,19 +197,10 @@ def power_of_two(value: float) -> str:
 
 def save_figure(figure: Figure, stem: Path) -> list[Path]:
     """Write a figure as PNG and SVG; two equal figures give equal files."""
-    with _any_letter():
-        return [_write(figure, stem.with_name(f"{stem.name}{suffix}")) for suffix in (".png", ".svg")]
-
-
-def _write(figure: Figure, path: Path) -> Path:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=METADATA[path.suffix])
-    return write_own(path, buffer.getvalue())
-
-
-@contextmanager
-def _any_letter() -> Iterator[None]:
-    """A name may hold letters that the font lacks; they show as boxes."""
+    written = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        yield
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # letters that the font lacks show as boxes
+        for suffix, metadata in METADATA.items():
+            figure.savefig(buffer := io.BytesIO(), format=suffix[1:], dpi=DPI, metadata=metadata)
+            written.append(write_own(stem.with_name(f"{stem.name}{suffix}"), buffer.getvalue()))
+    return written

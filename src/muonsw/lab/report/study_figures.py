@@ -11,7 +11,7 @@ from statistics import median
 from muonsw.lab.claims.claim import Evidence, Series, count_verdicts
 from muonsw.lab.claims.table import any_failed, claims_table
 from muonsw.lab.report.page import write_page
-from muonsw.lab.report.sections import Arm, Axis, Chart, Curve, Document, Level, Sheet
+from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry, Level, Sheet
 from muonsw.lab.report.static import write_sheet
 from muonsw.lab.report.theme import RULE_NAMES
 
@@ -54,7 +54,7 @@ def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
     if not shown:
         return []
     charts = [_convergence_chart(name, series) for name, series in shown.items()]
-    arms = [Arm(name, rule) for rule, name in RULE_NAMES.items()]
+    arms = [LegendEntry(name, rule) for rule, name in RULE_NAMES.items()]
     claims = {name: outcome.claims for name, outcome in outcomes.items()}
     table = claims_table(claims, headings=("predicted", "measured"))
     summary = f"{CONVERGENCE_TITLE}. {count_verdicts([claim for those in claims.values() for claim in those])}"
@@ -91,7 +91,7 @@ def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
         return []
     charts = [_width_chart(size, shown) for size in SIZES]
     charts = [chart for kind in LABELS for chart in _with_equal_axes(charts, kind)]
-    arms = [Arm(label, name) for name, label in WIDTH_ARMS.items()]
+    arms = [LegendEntry(label, name) for name, label in WIDTH_ARMS.items()]
     return write_sheet(Sheet("coordinates", COORDINATES_TITLE, charts, columns=4), arms, folder)
 
 

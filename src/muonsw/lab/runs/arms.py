@@ -27,8 +27,9 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         {'seed': [0, 1]}
     """
     flat = [flatten(config) for config in configs]
-    keys = dict.fromkeys(key for config in flat for key in config)
-    columns = {key: [config.get(key) for config in flat] for key in sorted(keys, key=_importance)}
+    keys = {key for config in flat for key in config}
+    ordered = sorted(keys, key=lambda key: (FIRST.index(key) if key in FIRST else len(FIRST), key))
+    columns = {key: [config.get(key) for config in flat] for key in ordered}
     return {key: values for key, values in columns.items() if len({json.dumps(v, default=str) for v in values}) > 1}
 
 
@@ -37,13 +38,12 @@ def name_arms(runs: Sequence[Run]) -> list[str]:
 
     Runs that differ in their seed alone share a name.
     """
-    distinct = {
-        key: values for key, values in differences([run.config for run in runs]).items() if _varies_between_arms(key)
-    }
-    described = [
-        _describe(run, {key: values[place] for key, values in distinct.items()}) for place, run in enumerate(runs)
+    found = differences([run.config for run in runs])
+    between = {key: values for key, values in found.items() if key.rpartition(".")[2] not in WITHIN_ARM}
+    return [
+        str(run.config.get("arm") or _describe(run, {key: values[place] for key, values in between.items()}))
+        for place, run in enumerate(runs)
     ]
-    return [str(run.config.get("arm") or name) for run, name in zip(runs, described, strict=True)]
 
 
 def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -54,14 +54,6 @@ def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return arms
 
 
-def _varies_between_arms(key: str) -> bool:
-    return key.rpartition(".")[2] not in WITHIN_ARM
-
-
-def _importance(key: str) -> tuple[int, str]:
-    return (FIRST.index(key) if key in FIRST else len(FIRST), key)
-
-
 def _describe(run: Run, values: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in values.items() if key != "optimizer.decay" and value is not None}
     words = [str(run.rule)] if run.rule else []
@@ -70,13 +62,8 @@ def _describe(run: Run, values: Mapping[str, Any]) -> str:
 
 
 def _setting(key: str, value: Any) -> str:
-    if key in SYMBOLS:
-        return f"{SYMBOLS[key]}={_short(value)}"
-    return str(value) if key == "optimizer.algorithm" else f"{key.rpartition('.')[2]}={_short(value)}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if key == "optimizer.algorithm" else f"{SYMBOLS.get(key, key.rpartition('.')[2])}={text}"
 
 
 def unique_names(names: Iterable[str]) -> list[str]:

@@ -62,14 +62,7 @@ def log_extremes(values: Tensor, bins: int) -> tuple[list[int], list[list[float]
     """Keep, in each of `bins` log-spaced bins of steps, the steps where some curve is extreme.
 
     All curves share their steps, so the extremes are those of the smallest and the largest curve; every kept
-    value is a value of the run, never an average.
-
-    Args:
-        values: Shape (curves, steps); columns are counted from 1.
-        bins: How many bins the logarithm of the steps is cut into; at most four steps are kept in each.
-
-    Returns:
-        The kept steps, and for each curve its values there.
+    value is a value of the run, never an average. The shape of `values` is (curves, steps), and steps count from 1.
 
     Examples:
         >>> log_extremes(torch.tensor([[5.0, 4.0, 9.0, 4.0, 1.0]]), bins=1)
@@ -87,11 +80,7 @@ def log_extremes(values: Tensor, bins: int) -> tuple[list[int], list[list[float]
 
 
 def extremes(values: NDArray[np.float64], points: int) -> NDArray[np.int64]:
-    """The places to keep of a curve: its ends, and the smallest and the largest value of each of equally long bins.
-
-    Args:
-        values: The curve; all finite.
-        points: How many places are kept at most; a curve that is no longer stays whole.
+    """So many places at most to keep of a finite curve: its ends, and the extremes of each of equally long bins.
 
     Examples:
         >>> extremes(np.array([5.0, 4.0, 9.0, 4.0, 1.0, 2.0, 3.0]), points=6).tolist()

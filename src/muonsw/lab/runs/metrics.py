@@ -10,6 +10,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +33,11 @@ FREE_CELLS, CELLS_FOR_EACH_VALUE = 1 << 20, 64
 LARGEST_STEP = float(1 << 53)
 POOLED = ("all", "decayed")
 SPLIT = {"roles": "role", "layers": "layer", "parameters": "parameter"}
-Column = NDArray[np.float64]
+Values = NDArray[np.float64]
 Record = dict[str, Any]
 
 
-class Columns(Mapping[str, Column]):
+class Columns(dict[str, Values]):
     """Records of one kind as columns: a key gives an array with one value for each record.
 
     Values that are missing or null are not a number; a list such as `load_entropy` is `load_entropy.0` and so on.
@@ -45,21 +46,7 @@ class Columns(Mapping[str, Column]):
         >>> columns = Columns({"step": np.array([1.0, 2.0]), "loss": np.array([3.5, np.nan])})
         >>> columns.step.tolist(), columns["loss"].tolist(), sorted(columns)
         ([1, 2], [3.5, nan], ['loss', 'step'])
-        >>> columns.get("z") is None
-        True
     """
-
-    def __init__(self, columns: Mapping[str, Column] | None = None):
-        self._columns = columns or {}
-
-    def __getitem__(self, key: str) -> Column:
-        return self._columns[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
 
     @property
     def step(self) -> NDArray[np.int64]:
@@ -69,9 +56,9 @@ class Columns(Mapping[str, Column]):
     @property
     def records(self) -> int:
         """How many records there are."""
-        return len(next(iter(self._columns.values()), ()))
+        return len(next(iter(self.values()), ()))
 
-    def known(self, key: str) -> tuple[NDArray[np.int64], Column]:
+    def known(self, key: str) -> tuple[NDArray[np.int64], Values]:
         """Steps and values of a key where it has finite ones; both empty where it was never recorded."""
         if key not in self or "step" not in self:
             return np.empty(0, np.int64), np.empty(0)
@@ -89,14 +76,13 @@ def read_metrics(path: Path, *, details: bool = True) -> dict[str, dict[str, Col
     Raises:
         ValueError: If another line is not a record, or if the records have hardly a key in common.
     """
-    parts: dict[tuple[str, str], list[_Part]] = {}
+    parts: defaultdict[str, defaultdict[str, list[_Part]]] = defaultdict(lambda: defaultdict(list))
     with _no_garbage_collection():
         for number, records in _blocks(path):
             for kind, places, alike in _alike(records, number):
                 for scope, part in _by_scope(places, alike, details):
-                    parts.setdefault((kind, scope), []).append(part)
-    kinds = dict.fromkeys(kind for kind, _ in parts)
-    return {name: _assemble({scope: part for (kind, scope), part in parts.items() if kind == name}) for name in kinds}
+                    parts[kind][scope].append(part)
+    return {kind: _assemble(scopes) for kind, scopes in parts.items()}
 
 
 def _blocks(path: Path) -> Iterator[tuple[int, list[Record]]]:
@@ -115,11 +101,7 @@ def _blocks(path: Path) -> Iterator[tuple[int, list[Record]]]:
 
 
 def _records(text: bytes, path: Path, first: int) -> list[Record]:
-    """The records of whole lines.
-
-    Raises:
-        ValueError: With the number of the line that is not a JSON object.
-    """
+    """The records of whole lines; an error names the line that is not a JSON object."""
     with suppress(ValueError):
         # One call for all lines is faster than one for each.
         records: list[Record] = loads(b"[" + text.replace(b"\n", b",") + b"]")
@@ -127,13 +109,15 @@ def _records(text: bytes, path: Path, first: int) -> list[Record]:
             return records
     records = []
     for number, line in enumerate(text.split(b"\n"), first):
+        if not line.strip():
+            continue
         try:
-            record = loads(line) if line.strip() else None
+            record = loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is not JSON ({error})") from None
-        if record is not None and not isinstance(record, dict):
+        if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number} is not a JSON object: {line[:60].decode(errors='replace')}")
-        records += [] if record is None else [record]
+        records.append(record)
     return records
 
 
@@ -152,7 +136,7 @@ def _by_scope(places: list[int], alike: list[Record], details: bool) -> Iterator
     """The numbers of records that are alike; of telemetry those of each scope as well."""
     keys = [key for key in alike[0] if key != "kind"]
     scopes = [key for key in keys if key in POOLED or key in SPLIT] if "all" in keys else []
-    yield "", _Part.of(places, alike, [key for key in keys if key not in scopes])
+    yield "", _part(places, alike, [key for key in keys if key not in scopes])
     for name in scopes:
         values = [record[name] for record in alike]
         _require_objects(values, places, name)
@@ -173,19 +157,19 @@ def _require_objects(values: Sequence[Any], places: Sequence[int], name: str) ->
 
 def _parts(places: Sequence[int], values: Sequence[Record]) -> Iterator[_Part]:
     for _, chosen, alike in _alike(values, 0):
-        yield _Part.of([places[place] for place in chosen], alike, list(alike[0]))
+        yield _part([places[place] for place in chosen], alike, list(alike[0]))
 
 
 class _Part(NamedTuple):
     """Columns of some records, and which records they are."""
 
     places: NDArray[np.int64]
-    columns: dict[str, Column]
+    columns: dict[str, Values]
 
-    @classmethod
-    def of(cls, places: Sequence[int], alike: Sequence[Record], keys: Sequence[str]) -> _Part:
-        arrays = (_arrays(key, alike) for key in keys)
-        return cls(np.array(places), {name: array for part in arrays for name, array in part.items()})
+
+def _part(places: Sequence[int], alike: Sequence[Record], keys: Sequence[str]) -> _Part:
+    columns = chain.from_iterable(_arrays(key, alike).items() for key in keys)
+    return _Part(np.array(places), dict(columns))
 
 
 def _assemble(scopes: Mapping[str, Sequence[_Part]]) -> dict[str, Columns]:
@@ -215,7 +199,7 @@ def _require_common_keys(scopes: Iterable[Sequence[_Part]], records: int) -> Non
         raise ValueError(f"{records} records have hardly a key in common: they are not those of one run")
 
 
-def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> dict[str, Column]:
+def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> dict[str, Values]:
     columns = {key: np.full(len(places), np.nan) for part in parts for key in part.columns}
     for part in parts:
         at = np.searchsorted(places, part.places)
@@ -224,7 +208,7 @@ def _union(parts: Sequence[_Part], places: NDArray[np.int64]) -> dict[str, Colum
     return columns
 
 
-def _arrays(key: str, records: Sequence[Record]) -> dict[str, Column]:
+def _arrays(key: str, records: Sequence[Record]) -> dict[str, Values]:
     """The values of one key as one array, or as several where they are lists or objects; text is left out.
 
     Examples:
@@ -253,10 +237,9 @@ def _flatten(key: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, fl
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Records hold no cycles, and there are a great many of them."""
-    was_on = gc.isenabled()
+    resume = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        resume()

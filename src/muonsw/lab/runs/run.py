@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muonsw.lab.errors import UsageError
-from muonsw.lab.runs.metrics import POOLED, Column, Columns, read_metrics
+from muonsw.lab.runs.metrics import POOLED, Columns, Values, read_metrics
 from muonsw.lab.storage import read_object
 from muonsw.theory import HypothesisError
 from muonsw.theory.tracking import NormHistory, predict_norms
 
-Points = tuple[NDArray[np.int64], Column]
+Points = tuple[NDArray[np.int64], Values]
 METRICS = "metrics.jsonl"
 NAN = float("nan")
 SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
@@ -46,11 +46,10 @@ SETTINGS: Mapping[str, Any] = {
 SAME_RATIO, VARIES = 0.01, 1.1
 
 
-class Telemetry:
-    """What the recorder saw, by scope and key.
+class Scopes:
+    """What telemetry recorded, by scope: `all`, `decayed`, `role:NAME`, `layer:NUMBER`, `parameter:NAME`.
 
-    Scopes are `all`, `decayed`, `role:NAME`, `layer:NUMBER` and `parameter:NAME`. Only the first two are read with
-    the run; the others, which may be most of its file, once they are asked for.
+    Only the first two are read with the run; the others, which may be most of its file, once they are asked for.
     """
 
     def __init__(self, pooled: Mapping[str, Columns], details: Callable[[], Mapping[str, Columns]] | None = None):
@@ -67,7 +66,7 @@ class Telemetry:
         return self.scope("").step
 
     @property
-    def skipped(self) -> Column:
+    def skipped(self) -> Values:
         """How many updates had been skipped by then; not a number where that was not recorded."""
         return self.scope("").get("skipped", np.full(self.records, np.nan))
 
@@ -84,57 +83,33 @@ class Telemetry:
         """Everything recorded of a scope, with `step`; without columns where it is not known."""
         return (self._pooled if scope in ("", *POOLED) else self._whole).get(scope, Columns())
 
-    def column(self, scope: str, key: str) -> Column:
-        """One value for each recorded update, not a number where there was none.
-
-        Raises:
-            KeyError: If the scope or the key was never recorded.
-        """
-        if key not in self.scope(scope):
-            raise KeyError(f"telemetry holds no {key!r} of {scope!r}")
-        return self.scope(scope)[key]
-
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, or the JSON lines that `muonsw.Telemetry` wrote in somebody's own training loop, loaded.
-
-    Attributes:
-        name: What the folder or file is called.
-        path: The folder or file.
-        config: The whole configuration; empty for a file.
-        environment: What it ran on; empty where that was not written.
-        result: What was written at the end; None while the run is not complete, and for a file.
-        tables: The records by kind and scope; of telemetry the pooled scopes.
-        details: Reads the telemetry of all scopes.
-    """
+    """A run folder, or the JSON lines that `muonsw.Telemetry` wrote in somebody's own training loop, loaded."""
 
     name: str
     path: Path
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    result: dict[str, Any] | None
-    tables: Mapping[str, Mapping[str, Columns]]
-    details: Callable[[], Mapping[str, Columns]] | None = None
+    config: dict[str, Any]  # empty for a file
+    environment: dict[str, Any]  # empty where it was not written
+    result: dict[str, Any] | None  # what was written at the end; None until then, and for a file
+    tables: Mapping[str, Mapping[str, Columns]]  # the records by kind and scope; of telemetry the pooled scopes
+    details: Callable[[], Mapping[str, Columns]] | None = None  # reads the telemetry of all scopes
 
-    def columns(self, kind: str) -> Columns:
-        """The records of a kind; without columns where there are none."""
-        return self.tables.get(kind, {}).get("", Columns())
-
-    @cached_property
+    @property
     def train(self) -> Columns:
-        """One record for each logged update."""
-        return self.columns("train")
+        """One record for each logged update; without columns where there are none."""
+        return self.tables.get("train", {}).get("", Columns())
 
-    @cached_property
+    @property
     def evals(self) -> Columns:
-        """One record for each evaluation."""
-        return self.columns("eval")
+        """One record for each evaluation; without columns where there are none."""
+        return self.tables.get("eval", {}).get("", Columns())
 
     @cached_property
-    def telemetry(self) -> Telemetry:
-        """What the recorder saw of the weights."""
-        return Telemetry(self.tables.get("telemetry", {}), self.details)
+    def telemetry(self) -> Scopes:
+        """What telemetry recorded of the weights."""
+        return Scopes(self.tables.get("telemetry", {}), self.details)
 
     @property
     def complete(self) -> bool:
@@ -299,11 +274,7 @@ def load_run(path: str | Path) -> Run:
 
 
 def load_runs(paths: Iterable[str | Path]) -> list[Run]:
-    """Load several, in the order given.
-
-    Raises:
-        UsageError: If one of them is not a run, or its files cannot be read.
-    """
+    """Load several, in the order given; one that is not a run is an error before any is read."""
     chosen = [Path(path) for path in paths]
     for path in chosen:
         if not path.is_file():
@@ -314,10 +285,8 @@ def load_runs(paths: Iterable[str | Path]) -> list[Run]:
 def _load_file(path: Path) -> Run:
     tables = _tables(path)
     if not {"telemetry", "train", "eval"} & set(tables):
-        raise UsageError(
-            f"{path} is a file without records of a run; name a folder that `muonsw train` wrote, or the JSON lines "
-            "that a JsonlSink of muonsw.Telemetry wrote"
-        )
+        advice = "name a folder that `muonsw train` wrote, or the JSON lines that a JsonlSink of muonsw.Telemetry wrote"
+        raise UsageError(f"{path} is a file without records of a run; {advice}")
     return Run(path.stem, path, {}, {}, None, tables, partial(_details, path))
 
 
@@ -356,14 +325,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         if isinstance(betas := optimizer.get("betas"), list):
             named["optimizer.betas[0]"] = next(iter(betas), None)
     for name, kind in SETTINGS.items():
-        if not _is(kind, named.get(name)):
-            raise UsageError(f"{path} has {name}={str(named[name])[:60]}; {REMEDIES[path.name]}")
+        value = named.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise UsageError(f"{path} has {name}={str(value)[:60]}; {REMEDIES[path.name]}")
     return config
-
-
-def _is(kind: Any, value: Any) -> bool:
-    """Whether a value is of a kind, or missing."""
-    return value is None or (isinstance(value, kind) and not isinstance(value, bool))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
-from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw import decay
+from muonsw.decay import DECAY_RULES
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import muon_lr_multiplier, scalings
 from muonsw.lab.runs import Run
@@ -16,39 +17,27 @@ from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
 
+CONSTANT, SCALED, GROUP = "constant", "scaled", "scaled, group peak"
 CONTROL_SUFFIX = "same total"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One side of a comparison.
+    """One side of a comparison."""
 
-    Attributes:
-        name: How it is called everywhere.
-        optimizer: All settings of its optimizer.
-    """
-
-    name: str
+    name: str  # how it is called everywhere
     optimizer: OptimizerConfig
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Arms that share everything but their optimizer, seed by seed.
+    """Arms that share everything but their optimizer, seed by seed."""
 
-    Attributes:
-        name: How it is called within its study.
-        base: What the arms share.
-        arms: The first is the baseline of every pair.
-        seeds: Of initial weights and data order, the same for every arm.
-        paired: Whether arms are held against the first one; a sweep has no baseline.
-    """
-
-    name: str
-    base: RunConfig
-    arms: tuple[Arm, ...]
-    seeds: tuple[int, ...]
-    paired: bool = True
+    name: str  # how it is called within its study
+    base: RunConfig  # what the arms share
+    arms: tuple[Arm, ...]  # the first is the baseline of every pair
+    seeds: tuple[int, ...]  # of initial weights and data order, the same for every arm
+    paired: bool = True  # whether arms are held against the first one; a sweep has no baseline
 
     def config(self, arm: Arm, seed: int) -> RunConfig:
         """One run."""
@@ -118,8 +107,8 @@ def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
     """The decay factor phi of every update of a run, for hidden and expert matrices as muP divides their rate."""
     group = optimizer.lr * hidden_multiplier(config, optimizer)
     peak = group if optimizer.peak == "group" else optimizer.lr
-    rule, lam = optimizer.decay, optimizer.weight_decay
-    return [float(decay_factor(rule, lam, group * multiple, peak)) for multiple in _multiples(config)]
+    rates = [group * multiple for multiple in _multiples(config)]
+    return decay.decay_factors(optimizer.decay, optimizer.weight_decay, rates, peak)
 
 
 @lru_cache(maxsize=2)
@@ -151,3 +140,34 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
         raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
     weight_decay = constant.weight_decay * (math.fsum(decay_factors(config, arm.optimizer)) / total)
     return Arm(f"constant, {CONTROL_SUFFIX}", replace(constant, weight_decay=weight_decay))
+
+
+@cache
+def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
+    """Constant decay, scaled decay, and constant decay of the same total.
+
+    Where muP divides the group's learning rate, scaled decay with the group's own peak beside it.
+    """
+    scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
+    arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]
+    if run.model.relative_width != 1.0 and run.optimizer.peak == "base":
+        arms.append(Arm(GROUP, replace(scaled.optimizer, peak="group")))
+    return (*arms, control_arm(run, scaled))
+
+
+def control_arm(run: RunConfig, scaled: Arm) -> Arm:
+    """Constant decay of the scaled arm's total; its peak is the group's, which constant decay does not use."""
+    control = same_total(run, scaled)
+    return replace(control, optimizer=replace(control.optimizer, peak="group"))
+
+
+def own_peak(run: RunConfig) -> OptimizerConfig:
+    """The optimizer with every group's own peak, so that all rules decay alike where the learning rate is highest."""
+    return replace(run.optimizer, peak="group") if run.model.relative_width != 1.0 else run.optimizer
+
+
+def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
+    """A rule at one lambda."""
+    base = own_peak(run)
+    peak = "group" if rule == CONSTANT else base.peak
+    return Arm(rule, replace(base, decay=rule, weight_decay=weight_decay, peak=peak))

@@ -8,26 +8,21 @@ from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
 from muonsw.lab.studies.training.catalogue import TRAINING_STUDIES
 from muonsw.registry import Registry
 
+THEORY = ExperimentStudy(
+    name="theory",
+    title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
+    experiments=theory.EXPERIMENTS,
+    picture=draw_convergence,
+)
+COORDINATES = ExperimentStudy(
+    name="coordinates",
+    title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
+    experiments=mup.EXPERIMENTS,
+    picture=draw_coordinates,
+)
+ALL: tuple[ExperimentStudy | TrainingStudy, ...] = (THEORY, COORDINATES, *TRAINING_STUDIES)
 STUDIES: Registry[ExperimentStudy | TrainingStudy] = Registry("study")
-STUDIES.register(
-    "theory",
-    ExperimentStudy(
-        name="theory",
-        title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
-        experiments=theory.EXPERIMENTS,
-        picture=draw_convergence,
-    ),
-)
-STUDIES.register(
-    "coordinates",
-    ExperimentStudy(
-        name="coordinates",
-        title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
-        experiments=mup.EXPERIMENTS,
-        picture=draw_coordinates,
-    ),
-)
-for _study in TRAINING_STUDIES:
+for _study in ALL:
     STUDIES.register(_study.name, _study)
 
 

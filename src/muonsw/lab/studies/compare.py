@@ -31,7 +31,7 @@ from muonsw.lab.studies.outcome import (
 from muonsw.lab.studies.study import PAGE, Conclusion, Study
 from muonsw.lab.studies.tuning import Tuned, edge_note, sweep_table, tune
 from muonsw.lab.studies.workshop import Workshop
-from muonsw.lab.tables import Table
+from muonsw.lab.tables import Table, change_text, norm_text
 from muonsw.lab.train.config import RunConfig
 
 NAME = "comparison"
@@ -204,7 +204,9 @@ def _same_lambda(one: ArmOutcome, other: ArmOutcome) -> bool:
 def _norms(arms: Sequence[ArmOutcome]) -> str:
     known = [(arm.name, mean(arm.norm), mean(arm.norm_change)) for arm in arms]
     shown = [
-        f"{name!r} ends at {norm:.3f} ({100 * change:+.0f}%)" for name, norm, change in known if math.isfinite(norm)
+        f"{name!r} ends at {norm_text(norm)} ({change_text(change)})"
+        for name, norm, change in known
+        if math.isfinite(norm)
     ]
     return f"Weight RMS, and its change since its largest value: {', '.join(shown)}." if shown else ""
 

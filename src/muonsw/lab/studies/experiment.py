@@ -20,36 +20,22 @@ def silent(fraction: float) -> None:
 
 @dataclass(frozen=True)
 class Context:
-    """What a run is given besides its settings.
+    """What a run is given besides its settings."""
 
-    Attributes:
-        generator: Stated of every random number of the experiment.
-        progress: Told the fraction that is done, now and then.
-    """
-
-    generator: torch.Generator
-    progress: Progress = silent
+    generator: torch.Generator  # source of every random number of the experiment
+    progress: Progress = silent  # told the fraction that is done, now and then
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One block of claims that are checked together.
+    """One block of claims that are checked together."""
 
-    Attributes:
-        name: How it is called within its study.
-        title: One line for lists.
-        hypotheses: What the claims assume; the function checks it and raises `HypothesisError`.
-        settings: A frozen dataclass, the setting that is run by default.
-        function: Runs it, given settings and context.
-        cost: Rough seconds, so that the longest is started first.
-    """
-
-    name: str
-    title: str
-    hypotheses: tuple[str, ...]
-    settings: Any
-    function: Callable[[Any, Context], Evidence]
-    cost: float = 1.0
+    name: str  # how it is called within its study
+    title: str  # one line for lists
+    hypotheses: tuple[str, ...]  # what the claims assume; the function checks it and raises `HypothesisError`
+    settings: Any  # a frozen dataclass, the setting that is run by default
+    function: Callable[[Any, Context], Evidence]  # runs it, given settings and context
+    cost: float = 1.0  # rough seconds, so that the longest is started first
 
     def run(self, seed: int = 0, *, settings: Any = None, progress: Progress = silent) -> Evidence:
         """Run with random numbers that depend on the seed and the name alone, so that order does not matter."""

@@ -7,9 +7,10 @@ rate that the lab knows are half a power apart, so a fit within a quarter of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,21 +29,70 @@ from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
 
 FOLLOWERS = 4
+# What is watched in each layer, by the path of its module.
+WATCHED = {"qkv": "attention.qkv", "out": "attention.out", "attention": "attention", "experts": "moe", "stream": ""}
+
+
+@dataclass(frozen=True)
+class CoordinateSettings:
+    """A parametrization with an optimizer, at several widths and for several seeds."""
+
+    algorithm: str = "adamw"  # "adamw" for all parameters, or "muon" for hidden matrices with AdamW for the rest
+    muon_lr: str = "none"  # how Muon's learning rate follows the width
+    mup: bool = True  # whether muP scales the model; without it the base constants hold at every width
+    widths: tuple[int, ...] = (32, 64, 128, 256)  # ascending
+    seeds: int = 5  # independent repetitions; each draws its own tokens and initial weights
+    steps: int = 6
+    lr: float = 0.005  # base learning rate, constant
+    layers: int = 2
+    head_dim: int = 16
+    experts: int = 4  # in each layer; each token is sent to two
+    ff: int = 2  # inner width of an expert, as a multiple of the width
+    vocab: int = 64
+    sequence: int = 32  # tokens in a sequence
+    batch: int = 8  # sequences
+
+    @property
+    def name(self) -> str:
+        """The experiment that has these settings.
+
+        Examples:
+            >>> CoordinateSettings(algorithm="muon", muon_lr="sqrt").name
+            'muon-sqrt'
+            >>> CoordinateSettings(mup=False).name
+            'standard'
+        """
+        if not self.mup:
+            return "standard"
+        return f"muon-{self.muon_lr}" if self.algorithm == "muon" else "adamw"
+
+    def model(self, width: int) -> ModelConfig:
+        """The decoder at one width; everything but the width and what is proportional to it stays."""
+        return ModelConfig(
+            width=width,
+            layers=self.layers,
+            head_dim=self.head_dim,
+            experts=self.experts,
+            ff=self.ff * width,
+            vocab=self.vocab,
+            sequence=self.sequence,
+            mup=MuP(enabled=self.mup),
+        )
+
+    def optimizer(self) -> OptimizerConfig:
+        """Without decay, which would move every weight by a fraction that does not depend on the width."""
+        return OptimizerConfig(
+            algorithm=self.algorithm, lr=self.lr, weight_decay=0.0, muon_lr=self.muon_lr, ns_dtype="float32"
+        )
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What one forward pass shows.
+    """What one forward pass shows."""
 
-    Attributes:
-        outputs: By coordinate: the stream after each block, what each branch adds to it, and the logits.
-        inputs: By matrix: the rows that it multiplies.
-        ends: By layer: where each expert's rows end.
-    """
-
-    outputs: Mapping[str, Tensor]
-    inputs: Mapping[str, Tensor]
-    ends: Sequence[Tensor]
+    outputs: Mapping[str, Tensor]  # by coordinate: the stream after each block, what its branches add, the logits
+    inputs: Mapping[str, Tensor]  # by matrix: the rows that it multiplies
+    ends: Sequence[Tensor]  # by layer: where each expert's rows end
 
 
 def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generator) -> Tensor:
@@ -58,6 +108,20 @@ def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generat
         choice = torch.randint(FOLLOWERS, (batch,), generator=generator)
         tokens.append(successors_VS[tokens[-1], choice])
     return torch.stack(tokens, dim=1)
+
+
+def measure_widths(setting: CoordinateSettings, context: Context) -> dict[str, Tensor]:
+    """Sizes by name, each (seeds, widths)."""
+    rows: list[dict[str, float]] = []
+    shape = (setting.seeds, len(setting.widths))
+    for _ in range(setting.seeds):
+        tokens = chain_tokens(setting.batch, setting.sequence, setting.vocab, context.generator)
+        seed = int(torch.randint(2**31, (), generator=context.generator))
+        for width in setting.widths:
+            model = Decoder(setting.model(width), seed)
+            rows.append(measure(model, build_optimizer(model, setting.optimizer()), tokens, setting.steps))
+            context.progress(len(rows) / (shape[0] * shape[1]))
+    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64).view(shape) for name in rows[0]}
 
 
 def measure(model: Decoder, optimizer: Optimizer, tokens: Tensor, steps: int) -> dict[str, float]:
@@ -99,78 +163,50 @@ def rms(x: Tensor) -> float:
 @torch.no_grad()
 def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
     """One forward pass, watched."""
-    outputs: dict[str, Tensor] = {}
-    inputs: dict[str, Tensor] = {}
-    ends: list[Tensor] = []
-    with _watched(model, outputs, inputs):
+    seen_in: dict[str, Tensor] = {}
+    seen_out: dict[str, Tensor] = {}
+
+    def watch(name: str, _module: nn.Module, inputs: Any, output: Any) -> None:
+        seen_in[name], seen_out[name] = inputs[0], output if isinstance(output, Tensor) else output.x
+
+    with ExitStack() as hooks:
+        for number, layer in enumerate(model.layers):
+            for name, path in WATCHED.items():
+                hook = partial(watch, f"{name}/{number}")
+                hooks.enter_context(layer.get_submodule(path).register_forward_hook(hook))
         logits = model.logits(tokens_BT)
+    inputs = {key: rows for key, rows in seen_in.items() if key.partition("/")[0] in MATRICES}
+    outputs = {key: value for key, value in seen_out.items() if key.partition("/")[0] in COORDINATES}
+    ends = []
     for number, layer in enumerate(model.layers):
         moe = layer.get_submodule("moe")
         assert isinstance(moe, MoE)
-        _expert_inputs(moe, number, inputs, ends)
+        inputs[f"gate_up/{number}"], inputs[f"down/{number}"], end = _expert_inputs(moe, seen_in[f"experts/{number}"])
+        ends.append(end)
     return Activations({**outputs, "logits": logits}, inputs, ends)
+
+
+def _expert_inputs(moe: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that the two stacks of expert matrices multiply, sorted by expert, and where each expert's end."""
+    x_ND, top_k = x_BTD.flatten(0, 1), moe.config.top_k
+    routes = plan_routes(moe.router_logits(x_ND).topk(top_k, dim=-1).indices, moe.config.experts)
+    rows_RD = x_ND.index_select(0, routes.order // top_k)
+    gate, up = grouped_linear(rows_RD, moe.gate_up, routes.ends).chunk(2, dim=-1)
+    return rows_RD, functional.silu(gate) * up, routes.ends
 
 
 @torch.no_grad()
 def update_sizes(start: Activations, before: Mapping[str, Tensor], model: Decoder) -> dict[str, float]:
     """The size of `(W - W_before) x` for every hidden matrix, with the inputs x of the start."""
-    sizes = {}
-    after = dict(model.named_parameters())
+    sizes, after = {}, dict(model.named_parameters())
     for number, ends in enumerate(start.ends):
-        path = f"layers.{number}"
-        for matrix in ("qkv", "out"):
-            name = f"{path}.attention.{matrix}.weight"
-            sizes[f"update {matrix}/{number}"] = rms(
-                functional.linear(start.inputs[f"{matrix}/{number}"], after[name] - before[name])
-            )
-        for matrix in ("gate_up", "down"):
-            name = f"{path}.moe.{matrix}"
-            rows = grouped_linear(start.inputs[f"{matrix}/{number}"], after[name] - before[name], ends)
-            sizes[f"update {matrix}/{number}"] = rms(rows)
+        for matrix in MATRICES:
+            attention = matrix in ("qkv", "out")
+            name = f"layers.{number}." + (f"attention.{matrix}.weight" if attention else f"moe.{matrix}")
+            rows, change = start.inputs[f"{matrix}/{number}"], after[name] - before[name]
+            moved = functional.linear(rows, change) if attention else grouped_linear(rows, change, ends)
+            sizes[f"update {matrix}/{number}"] = rms(moved)
     return sizes
-
-
-def _expert_inputs(moe: MoE, number: int, inputs: dict[str, Tensor], ends: list[Tensor]) -> None:
-    """The rows that the expert matrices multiply, sorted by expert, from what enters the layer."""
-    x_ND = inputs.pop(f"moe/{number}").flatten(0, 1)
-    top_k = moe.config.top_k
-    routes = plan_routes(moe.router_logits(x_ND).topk(top_k, dim=-1).indices, moe.config.experts)
-    rows_RD = x_ND.index_select(0, routes.order // top_k)
-    gate, up = grouped_linear(rows_RD, moe.gate_up, routes.ends).chunk(2, dim=-1)
-    inputs[f"gate_up/{number}"], inputs[f"down/{number}"] = rows_RD, functional.silu(gate) * up
-    ends.append(routes.ends)
-
-
-@contextmanager
-def _watched(model: Decoder, outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> Iterator[None]:
-    """Keep what passes through the modules of every layer."""
-    handles = []
-    for number, layer in enumerate(model.layers):
-        for name, path in (("stream", ""), ("attention", "attention"), ("experts", "moe")):
-            hook = _keep_output(outputs, f"{name}/{number}")
-            handles.append(layer.get_submodule(path).register_forward_hook(hook))
-        for name, path in (("qkv", "attention.qkv"), ("out", "attention.out"), ("moe", "moe")):
-            hook = _keep_input(inputs, f"{name}/{number}")
-            handles.append(layer.get_submodule(path).register_forward_hook(hook))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _keep_output(kept: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        kept[name] = output if isinstance(output, Tensor) else output.x
-
-    return hook
-
-
-def _keep_input(kept: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(_module: nn.Module, inputs: Any, _output: Any) -> None:
-        kept[name] = inputs[0]
-
-    return hook
 
 
 TOLERANCE = Tolerance(0.25, "the rules that are compared are half a power of the width apart; this is half of that")
@@ -179,6 +215,11 @@ REFERENCE = "appendix on muP for MoE, table of scaling rules"
 
 COORDINATES = ("stream", "attention", "experts", "logits")
 MATRICES = ("qkv", "out", "gate_up", "down")
+KINDS = {
+    "initial": "the initial size of {}",
+    "change": "the size of the change of {}",
+    "update": "what the first update changes in the output of {}",
+}
 WORDS = {
     "stream": "the residual stream after a block",
     "attention": "the output of attention",
@@ -189,183 +230,83 @@ WORDS = {
     "gate_up": "the experts' gate and up projections",
     "down": "the experts' down projection",
 }
+# Two matrices of constant entries give sqrt(width) each; an expert multiplies two projections and adds a third.
+INITIAL_POWERS = {"attention": 1.0, "experts": 1.5}
 
 Sizes = Mapping[str, Tensor]
+Judge = Callable[[CoordinateSettings, Sizes], list[Claim]]
 
 
-@dataclass(frozen=True)
-class CoordinateSettings:
-    """A parametrization with an optimizer, at several widths and for several seeds.
-
-    Attributes:
-        algorithm: "adamw" for all parameters, or "muon" for hidden matrices with AdamW for the rest.
-        muon_lr: How Muon's learning rate follows the width.
-        mup: Whether muP scales the model; without it the base constants hold at every width.
-        widths: Ascending.
-        seeds: Independent repetitions; each draws its own tokens and initial weights.
-        steps: Updates.
-        lr: Base learning rate, constant.
-        layers: Blocks.
-        head_dim: Size of an attention head.
-        experts: In each layer; each token is sent to two.
-        ff: Inner width of an expert, as a multiple of the width.
-        vocab: Tokens.
-        sequence: Tokens in a sequence.
-        batch: Sequences.
-    """
-
-    algorithm: str = "adamw"
-    muon_lr: str = "none"
-    mup: bool = True
-    widths: tuple[int, ...] = (32, 64, 128, 256)
-    seeds: int = 5
-    steps: int = 6
-    lr: float = 0.005
-    layers: int = 2
-    head_dim: int = 16
-    experts: int = 4
-    ff: int = 2
-    vocab: int = 64
-    sequence: int = 32
-    batch: int = 8
-
-    def model(self, width: int) -> ModelConfig:
-        """The decoder at one width; everything but the width and what is proportional to it stays."""
-        return ModelConfig(
-            width=width,
-            layers=self.layers,
-            head_dim=self.head_dim,
-            experts=self.experts,
-            ff=self.ff * width,
-            vocab=self.vocab,
-            sequence=self.sequence,
-            mup=MuP(enabled=self.mup),
-        )
-
-    def optimizer(self) -> OptimizerConfig:
-        """Without decay, which would move every weight by a fraction that does not depend on the width."""
-        return OptimizerConfig(
-            algorithm=self.algorithm, lr=self.lr, weight_decay=0.0, muon_lr=self.muon_lr, ns_dtype="float32"
-        )
-
-
-def measure_widths(setting: CoordinateSettings, context: Context) -> dict[str, Tensor]:
-    """Sizes by name, each (seeds, widths)."""
-    rows: list[dict[str, float]] = []
-    total = setting.seeds * len(setting.widths)
-    for _ in range(setting.seeds):
-        tokens = chain_tokens(setting.batch, setting.sequence, setting.vocab, context.generator)
-        seed = int(torch.randint(2**31, (), generator=context.generator))
-        for width in setting.widths:
-            model = Decoder(setting.model(width), seed)
-            rows.append(measure(model, build_optimizer(model, setting.optimizer()), tokens, setting.steps))
-            context.progress(len(rows) / total)
-    shape = (setting.seeds, len(setting.widths))
-    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64).view(shape) for name in rows[0]}
-
-
-def run_flat(setting: CoordinateSettings, context: Context) -> Evidence:
-    """A parametrization under which nothing should depend on the width."""
+def run(judge: Judge, setting: CoordinateSettings, context: Context) -> Evidence:
+    """Measure all widths, and judge; the series are every size over the widths, one curve for each seed."""
     sizes = measure_widths(setting, context)
+    curves = [Series(name, setting.name, list(setting.widths), values.tolist()) for name, values in sizes.items()]
+    return Evidence(judge(setting, sizes), curves)
+
+
+def judge_flat(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
+    """A parametrization under which nothing should depend on the width."""
     names = [*(f"initial {name}" for name in COORDINATES[:-1]), *(f"change {name}" for name in COORDINATES)]
     names += [f"update {name}" for name in MATRICES]
-    return Evidence([power_claim(setting, sizes, name, 0.0) for name in names], series(setting, sizes))
+    return [power_claim(setting, sizes, name, 0.0) for name in names]
 
 
-def run_adamw(setting: CoordinateSettings, context: Context) -> Evidence:
+def judge_adamw(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
     """AdamW under muP: flat, and flatter the wider.
 
     The sign of a gradient agrees a little with each of the batch's inputs, which adds up as the width; the rest of it
     is noise to them, which adds up as its square root. Where the width is not far above the number of different
     tokens, the noise still counts, and the size falls towards its limit.
     """
-    outcome = run_flat(setting, context)
-    sizes = {curves.name: torch.tensor(curves.values, dtype=torch.float64) for curves in outcome.series}
-    return Evidence([*outcome.claims, approach_claim(setting, sizes, "update qkv")], outcome.series)
+    name = "update qkv"
+    parts = (slice(None, 2), slice(-2, None))
+    narrow, wide = (torch.stack(slopes_of(setting, sizes, name, part)).mean(0).mean() for part in parts)
+    fades = at_most(
+        "update-qkv-fades",
+        f"{describe(name)} depends less on the width the wider the model (ratio of the powers)",
+        source(setting),
+        abs(float(wide / narrow)),
+        1.0,
+        Tolerance(0.0, "a finite-width term fades, a wrong power would not"),
+        limits=LIMITS,
+    )
+    return [*judge_flat(setting, sizes), fades]
 
 
-def run_misscaled(setting: CoordinateSettings, context: Context) -> Evidence:
+def judge_misscaled(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
     """Muon with a learning rate whose power of the width is off by a half: so are its updates."""
-    sizes = measure_widths(setting, context)
     # Spectral norm 0.2*sqrt(width) on inputs of width-independent RMS, times the learning rate.
     power = MUON_LR_POWERS[setting.muon_lr] + 0.5
-    claims = [power_claim(setting, sizes, f"update {name}", power) for name in MATRICES]
-    return Evidence(claims, series(setting, sizes))
+    return [power_claim(setting, sizes, f"update {name}", power) for name in MATRICES]
 
 
-def run_standard(setting: CoordinateSettings, context: Context) -> Evidence:
+def judge_standard(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
     """The standard parametrization: sizes grow with the width before training, and their changes during it."""
-    sizes = measure_widths(setting, context)
-    # Two matrices of constant entries give sqrt(width) each; an expert multiplies two projections and adds a third.
     claims = [power_claim(setting, sizes, f"initial {name}", power) for name, power in INITIAL_POWERS.items()]
-    claims += [drift_claim(setting, sizes, f"change {name}") for name in COORDINATES]
-    return Evidence(claims, series(setting, sizes))
-
-
-INITIAL_POWERS = {"attention": 1.0, "experts": 1.5}
+    return [*claims, *(drift_claim(setting, sizes, f"change {name}") for name in COORDINATES)]
 
 
 def power_claim(setting: CoordinateSettings, sizes: Sizes, name: str, power: float) -> Claim:
     """The size follows this power of the width, in the layer where that is least true."""
     slopes = max(slopes_of(setting, sizes, name), key=lambda slope: abs(float(slope.mean()) - power))
     behaviour = "does not depend on the width" if power == 0.0 else f"goes as width^{power:g}"
-    return within(
-        name.replace(" ", "-"),
-        f"{describe(name)} {behaviour}",
-        source(setting),
-        mean_of(slopes),
-        power,
-        TOLERANCE,
-        limits=LIMITS,
-    )
+    statement, stated = f"{describe(name)} {behaviour}", source(setting)
+    return within(name.replace(" ", "-"), statement, stated, mean_of(slopes), power, TOLERANCE, limits=LIMITS)
 
 
 def drift_claim(setting: CoordinateSettings, sizes: Sizes, name: str) -> Claim:
     """The size grows with the width by more than the tolerance for a flat one, in every layer."""
     slopes = min(slopes_of(setting, sizes, name), key=lambda slope: float(slope.mean()))
-    return at_least(
-        name.replace(" ", "-"),
-        f"{describe(name)} grows with the width",
-        source(setting),
-        mean_of(slopes),
-        TOLERANCE.size,
-        Tolerance(0.0, "more than would still pass for flat"),
-        limits=LIMITS,
-    )
+    statement, more = f"{describe(name)} grows with the width", Tolerance(0.0, "more than would still pass for flat")
+    id, stated = name.replace(" ", "-"), source(setting)
+    return at_least(id, statement, stated, mean_of(slopes), TOLERANCE.size, more, limits=LIMITS)
 
 
-def approach_claim(setting: CoordinateSettings, sizes: Sizes, name: str) -> Claim:
-    """What is left of a dependence on the width fades: it is weaker between the widest than between the narrowest."""
-    narrow, wide = (
-        torch.stack(slopes_of(replace(setting, widths=setting.widths[part]), sizes_at(sizes, part), name)).mean(0)
-        for part in (slice(None, 2), slice(-2, None))
-    )
-    return at_most(
-        f"{name.replace(' ', '-')}-fades",
-        f"{describe(name)} depends less on the width the wider the model (ratio of the powers)",
-        source(setting),
-        abs(float(wide.mean() / narrow.mean())),
-        1.0,
-        Tolerance(0.0, "a finite-width term fades, a wrong power would not"),
-        limits=LIMITS,
-    )
-
-
-def sizes_at(sizes: Sizes, part: slice) -> Sizes:
-    """The sizes at some of the widths."""
-    return {name: values[:, part] for name, values in sizes.items()}
-
-
-def slopes_of(setting: CoordinateSettings, sizes: Sizes, name: str) -> list[Tensor]:
-    """The fitted powers, one tensor (seeds) for each layer that has this size."""
-    widths = torch.tensor(setting.widths, dtype=torch.float64)
-    return [log_log_slope(widths, values) for key, values in sizes.items() if key.partition("/")[0] == name]
-
-
-def series(setting: CoordinateSettings, sizes: Sizes) -> list[Series]:
-    """Every size over the widths, one curve for each seed."""
-    name_of = experiment_name(setting)
-    return [Series(name, name_of, list(setting.widths), values.tolist()) for name, values in sizes.items()]
+def slopes_of(setting: CoordinateSettings, sizes: Sizes, name: str, part: slice = slice(None)) -> list[Tensor]:
+    """The powers fitted over all widths or some, one tensor (seeds) for each layer that has this size."""
+    widths = torch.tensor(setting.widths[part], dtype=torch.float64)
+    those = (values for key, values in sizes.items() if key.partition("/")[0] == name)
+    return [log_log_slope(widths, values[:, part]) for values in those]
 
 
 def describe(name: str) -> str:
@@ -376,11 +317,7 @@ def describe(name: str) -> str:
         "what the first update changes in the output of attention's output projection"
     """
     kind, _, what = name.partition(" ")
-    return {
-        "initial": "the initial size of {}",
-        "change": "the size of the change of {}",
-        "update": "what the first update changes in the output of {}",
-    }[kind].format(WORDS[what])
+    return KINDS[kind].format(WORDS[what])
 
 
 def source(setting: CoordinateSettings) -> Stated:
@@ -393,69 +330,32 @@ def source(setting: CoordinateSettings) -> Stated:
     return Stated(REFERENCE, f"{setting.algorithm} under muP, {rate} for hidden matrices")
 
 
-def experiment_name(setting: CoordinateSettings) -> str:
-    """The experiment that has these settings.
-
-    Examples:
-        >>> experiment_name(CoordinateSettings(algorithm="muon", muon_lr="sqrt"))
-        'muon-sqrt'
-        >>> experiment_name(CoordinateSettings(mup=False))
-        'standard'
-    """
-    if not setting.mup:
-        return "standard"
-    return f"muon-{setting.muon_lr}" if setting.algorithm == "muon" else "adamw"
-
-
-def hypotheses(*more: str) -> tuple[str, ...]:
-    """What every experiment assumes."""
-    return ("depth, heads' size, experts and tokens stay as the width grows", "float32, no decay", *more)
-
-
 def muon(rule: str, seeds: int) -> CoordinateSettings:
     """Muon under muP with one of the rules for its learning rate; it scatters less than AdamW."""
     return CoordinateSettings(algorithm="muon", muon_lr=rule, seeds=seeds)
 
 
+def experiment(settings: CoordinateSettings, title: str, judge: Judge, cost: float) -> Experiment:
+    """An experiment that is named after its settings."""
+    parametrization = "muP" if settings.mup else "standard parametrization"
+    fixed = ("depth, heads' size, experts and tokens stay as the width grows", "float32, no decay")
+    return Experiment(settings.name, title, (*fixed, parametrization), settings, partial(run, judge), cost)
+
+
 EXPERIMENTS: tuple[Experiment, ...] = (
-    Experiment(
-        name="adamw",
-        title="AdamW under muP: nothing depends on the width",
-        hypotheses=hypotheses("muP"),
-        settings=CoordinateSettings(seeds=8),
-        function=run_adamw,
-        cost=18.0,
+    experiment(CoordinateSettings(seeds=8), "AdamW under muP: nothing depends on the width", judge_adamw, 18.0),
+    experiment(muon("sqrt", 4), "Muon under muP with lr/sqrt(width): nothing depends on the width", judge_flat, 15.0),
+    experiment(
+        muon("adam", 3),
+        "Muon under muP with Adam's lr/width, the paper's rule: its updates shrink",
+        judge_misscaled,
+        15.0,
     ),
-    Experiment(
-        name="muon-sqrt",
-        title="Muon under muP with lr/sqrt(width): nothing depends on the width",
-        hypotheses=hypotheses("muP"),
-        settings=muon("sqrt", seeds=4),
-        function=run_flat,
-        cost=15.0,
-    ),
-    Experiment(
-        name="muon-adam",
-        title="Muon under muP with Adam's lr/width, the paper's rule: its updates shrink",
-        hypotheses=hypotheses("muP"),
-        settings=muon("adam", seeds=3),
-        function=run_misscaled,
-        cost=15.0,
-    ),
-    Experiment(
-        name="muon-none",
-        title="Muon under muP with one lr for all widths: its updates grow",
-        hypotheses=hypotheses("muP"),
-        settings=muon("none", seeds=3),
-        function=run_misscaled,
-        cost=15.0,
-    ),
-    Experiment(
-        name="standard",
-        title="AdamW in the standard parametrization: sizes and changes grow",
-        hypotheses=hypotheses("standard parametrization"),
-        settings=CoordinateSettings(mup=False),
-        function=run_standard,
-        cost=8.0,
+    experiment(muon("none", 3), "Muon under muP with one lr for all widths: its updates grow", judge_misscaled, 15.0),
+    experiment(
+        CoordinateSettings(mup=False),
+        "AdamW in the standard parametrization: sizes and changes grow",
+        judge_standard,
+        8.0,
     ),
 )

@@ -9,16 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.claims.claim import Interval
-from muonsw.lab.claims.statistics import interval_of
+from muonsw.lab.claims.claim import Interval, Measured
+from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
-from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.tables import Cell, Column, Table, Value, change_text
 from muonsw.lab.train.config import RunConfig
 from muonsw.theory import relaxation_number
 
 Measure = Callable[[Run], float]
+
+
+def seed_of(run: Run) -> int:
+    """The seed of a run."""
+    return int(run.config["seed"])
 
 
 def diverged_at(run: Run) -> int | None:
@@ -42,83 +47,66 @@ def lowest_loss(run: Run) -> float:
     return run.best_loss if diverged_at(run) is None else math.nan
 
 
+def swept_loss(run: Run) -> float:
+    """The last validation loss for a sweep, where a run without one is infinitely bad."""
+    loss = last_loss(run)
+    return math.inf if math.isnan(loss) else loss
+
+
 def log_end_norm(run: Run) -> float:
     """The logarithm of the last norm, so that differences are ratios; not a number where none was recorded."""
     return math.log(run.final_norm) if run.final_norm > 0 else math.nan
 
 
-def by_seed(runs: Sequence[Run]) -> dict[int, Run]:
-    """The runs that did not diverge, by seed."""
-    return {int(run.config["seed"]): run for run in completed(runs)}
+def over_runs(runs: Sequence[Run], measure: Measure) -> Measured:
+    """The mean of a measure over the seeds of an arm, with its interval."""
+    return over_seeds([measure(run) for run in runs])
+
+
+def both_completed(one: Sequence[Run], other: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
+    """By seed, the runs of two arms, on the seeds that both completed."""
+    theirs = {seed_of(run): run for run in completed(other)}
+    return {seed_of(run): (run, theirs[seed_of(run)]) for run in completed(one) if seed_of(run) in theirs}
 
 
 def paired(one: Sequence[Run], other: Sequence[Run], measure: Measure) -> list[float]:
     """A measure of one arm minus that of the other, on the seeds that both completed."""
-    ours, theirs = by_seed(one), by_seed(other)
-    return [measure(ours[seed]) - measure(theirs[seed]) for seed in ours if seed in theirs]
+    return [measure(ours) - measure(theirs) for ours, theirs in both_completed(one, other).values()]
 
 
 @dataclass(frozen=True)
 class ArmOutcome:
-    """One arm over its seeds; runs that diverged have no other values.
-
-    Attributes:
-        name: The arm.
-        rule: Its decay rule.
-        weight_decay: Its lambda.
-        seeds: Of the runs that were completed, in the order of the values below.
-        final: Last validation loss of each run.
-        best: Lowest validation loss of each run.
-        norm: Weight RMS of the decayed matrices at the end of each run.
-        norm_change: The same relative to its largest value, minus one.
-        relative_update: Update over weight RMS, at the peak of the learning rate.
-        relaxation: N = 2 sum phi, how many relaxation times the run lasts.
-        total_decay: Sum of phi.
-        phi_peak: Decay of one update at the peak.
-        memory_ratio: phi_peak over 1 - beta; well under one where decay is slow beside momentum.
-        diverged: By seed, the update at which a run diverged.
-    """
+    """One arm over its seeds; runs that diverged have no other values."""
 
     name: str
     rule: str
     weight_decay: float
-    seeds: tuple[int, ...]
-    final: tuple[float, ...]
-    best: tuple[float, ...]
-    norm: tuple[float, ...]
-    norm_change: tuple[float, ...]
-    relative_update: tuple[float, ...]
-    relaxation: float
-    total_decay: float
-    phi_peak: float
-    memory_ratio: float
-    diverged: Mapping[int, int]
+    seeds: tuple[int, ...]  # of the runs that were completed, in the order of the values below
+    final: tuple[float, ...]  # last validation loss of each run
+    best: tuple[float, ...]  # lowest validation loss of each run
+    norm: tuple[float, ...]  # weight RMS of the decayed matrices at the end of each run
+    norm_change: tuple[float, ...]  # the same relative to its largest value, minus one
+    relative_update: tuple[float, ...]  # update over weight RMS, at the peak of the learning rate
+    relaxation: float  # N = 2 sum phi, how many relaxation times the run lasts
+    total_decay: float  # sum of phi
+    phi_peak: float  # decay of one update at the peak
+    memory_ratio: float  # phi_peak over 1 - beta; well under one where decay is slow beside momentum
+    diverged: Mapping[int, int]  # by seed, the update at which a run diverged
 
 
 @dataclass(frozen=True)
 class PairOutcome:
-    """One arm against the baseline, seed by seed.
-
-    Attributes:
-        baseline: The arm that is compared with.
-        arm: The arm.
-        seeds: Those that both completed, in the order of the values below.
-        differences: Final loss of the arm minus the baseline's; negative where the arm is better.
-        mean: Their mean; not a number where there is none.
-        interval: Of their mean; None with fewer than two seeds.
-        steps_to_match: The update at which the arm reaches the baseline's best loss, over the update at which the
-            baseline did; None where it never does.
-        match_interval: Of the mean of those; None where one is missing or with fewer than two seeds.
-    """
+    """One arm against the baseline, seed by seed."""
 
     baseline: str
     arm: str
-    seeds: tuple[int, ...]
-    differences: tuple[float, ...]
-    mean: float
-    interval: Interval | None
-    steps_to_match: tuple[float | None, ...]
-    match_interval: Interval | None
+    seeds: tuple[int, ...]  # those that both completed, in the order of the values below
+    differences: tuple[float, ...]  # final loss of the arm minus the baseline's; negative where the arm is better
+    mean: float  # their mean; not a number where there is none
+    interval: Interval | None  # of their mean; None with fewer than two seeds
+    # The update at which the arm reaches the baseline's best loss, over the update at which the baseline did.
+    steps_to_match: tuple[float | None, ...]  # None where it never does
+    match_interval: Interval | None  # of the mean of those; None where one is missing or with fewer than two seeds
 
     @property
     def mean_match(self) -> float | None:
@@ -157,7 +145,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         name=config.arm,
         rule=config.optimizer.decay,
         weight_decay=config.optimizer.weight_decay,
-        seeds=tuple(int(run.config["seed"]) for run in ended),
+        seeds=tuple(map(seed_of, ended)),
         final=tuple(map(last_loss, ended)),
         best=tuple(map(lowest_loss, ended)),
         norm=tuple(float(scope["weight_rms"][-1]) if scope.records else math.nan for scope in norms),
@@ -167,7 +155,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         total_decay=math.fsum(phis),
         phi_peak=max(phis),
         memory_ratio=max(phis) / (1.0 - beta),
-        diverged={int(run.config["seed"]): step for run in runs if (step := diverged_at(run)) is not None},
+        diverged=divergence_steps(runs),
     )
 
 
@@ -180,15 +168,14 @@ def _relative_update_at_peak(run: Run) -> float:
 
 def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
     """An arm against the baseline, on the seeds that both completed."""
-    ours, theirs = by_seed(arm), by_seed(baseline)
-    seeds = tuple(seed for seed in theirs if seed in ours)
-    differences = tuple(last_loss(ours[seed]) - last_loss(theirs[seed]) for seed in seeds)
-    matches = tuple(steps_to_match(theirs[seed], ours[seed]) for seed in seeds)
+    both = both_completed(baseline, arm)
+    differences = tuple(last_loss(ours) - last_loss(theirs) for theirs, ours in both.values())
+    matches = tuple(steps_to_match(theirs, ours) for theirs, ours in both.values())
     known = [match for match in matches if match is not None]
     return PairOutcome(
         baseline=str(baseline[0].config["arm"]),
         arm=str(arm[0].config["arm"]),
-        seeds=seeds,
+        seeds=tuple(both),
         differences=differences,
         mean=mean(differences),
         interval=interval_of(differences),
@@ -231,19 +218,19 @@ def first_crossing(steps: Any, losses: Any, level: float) -> float | None:
     return None
 
 
-def divergences(results: Results) -> list[str]:
-    """Every run that diverged, in words.
+def divergence_steps(runs: Sequence[Run]) -> dict[int, int]:
+    """By seed, the update at which a run diverged."""
+    return {seed_of(run): step for run in runs if (step := diverged_at(run)) is not None}
 
-    An arm that diverged with several seeds is one entry.
-    """
-    found = []
-    for name, arms in results.items():
-        for arm, runs in arms.items():
-            where = {int(run.config["seed"]): step for run in runs if (step := diverged_at(run)) is not None}
-            if where:
-                called = f"{name}: {arm}" if len(results) > 1 else arm
-                found.append(f"{called!r} diverged {describe_divergence(where)}")
-    return found
+
+def divergences(results: Results) -> list[str]:
+    """Every arm with runs that diverged, in words."""
+    return [
+        f"{(f'{name}: {arm}' if len(results) > 1 else arm)!r} diverged {describe_divergence(where)}"
+        for name, arms in results.items()
+        for arm, runs in arms.items()
+        if (where := divergence_steps(runs))
+    ]
 
 
 def describe_divergence(where: Mapping[int, int]) -> str:
@@ -291,7 +278,7 @@ def _arm_row(arm: ArmOutcome) -> tuple[Value | Cell, ...]:
         final,
         with_interval(arm.best),
         with_interval(arm.norm, digits=3),
-        f"{100 * change:+.0f} %" if math.isfinite(change) else None,
+        change_text(change),
         None if math.isnan(update) else update,
         arm.relaxation,
         arm.total_decay,
@@ -329,6 +316,14 @@ def _pair_row(pair: PairOutcome) -> tuple[Value, ...]:
         ", ".join(f"{value:+.4f}" for value in pair.differences) or None,
         matches if pair.seeds else None,
     )
+
+
+def loss_cell(losses: Mapping[float, float], setting: float) -> Cell | None:
+    """The loss of one setting in the column of a sweep, whose lowest one stands out; None where it was not tried."""
+    if setting not in losses:
+        return None
+    text = f"{losses[setting]:.4f}" if math.isfinite(losses[setting]) else "diverged"
+    return Cell(text, tone="holds" if losses[setting] == min(losses.values()) else "")
 
 
 def with_interval(values: Sequence[float], digits: int = 4) -> str | None:

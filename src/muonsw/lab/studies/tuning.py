@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from muonsw.lab.studies.arms import Arm, Comparison, Runs, with_lambda
-from muonsw.lab.studies.outcome import last_loss
-from muonsw.lab.tables import Cell, Column, Table
+from muonsw.lab.studies.outcome import loss_cell, swept_loss
+from muonsw.lab.tables import Column, Table
 from muonsw.lab.train.config import RunConfig
 
 SEARCH = "search"
@@ -18,17 +17,11 @@ MOST_EXTENSIONS = 3
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a search over lambda found for one arm.
+    """What a search over lambda found for one arm."""
 
-    Attributes:
-        name: The arm as it was given.
-        arm: The arm at its best lambda.
-        losses: Final loss by lambda; infinite where a run diverged.
-    """
-
-    name: str
-    arm: Arm
-    losses: Mapping[float, float]
+    name: str  # the arm as it was given
+    arm: Arm  # the arm at its best lambda
+    losses: Mapping[float, float]  # final loss by lambda; infinite where a run diverged
 
     @property
     def best(self) -> float:
@@ -49,10 +42,7 @@ def grid(arm: Arm, factors: Sequence[float]) -> list[Arm]:
 
 def best_of(arm: Arm, candidates: Sequence[Arm], runs: Runs, name: str = "{arm}, best lambda={best:g}") -> Tuned:
     """The candidate with the lowest final loss, under a name that says so."""
-    losses = {}
-    for candidate in candidates:
-        loss = last_loss(runs[candidate.name][0])
-        losses[candidate.optimizer.weight_decay] = math.inf if math.isnan(loss) else loss
+    losses = {one.optimizer.weight_decay: swept_loss(runs[one.name][0]) for one in candidates}
     best = min(losses, key=losses.__getitem__)
     return Tuned(arm.name, with_lambda(arm, name.format(arm=arm.name, best=best), best), losses)
 
@@ -101,7 +91,7 @@ def sweep_table(found: Sequence[Tuned]) -> Table:
     """Final loss by lambda and arm."""
     lambdas = sorted({lam for tuned in found for lam in tuned.losses})
     columns = [Column("lambda"), *(Column(tuned.name, number=True) for tuned in found)]
-    rows = [(f"{lam:g}", *(_cell(tuned, lam) for tuned in found)) for lam in lambdas]
+    rows = [(f"{lam:g}", *(loss_cell(tuned.losses, lam) for tuned in found)) for lam in lambdas]
     note = "Final validation loss on one seed that is used for nothing else; the best of each column stands out."
     return Table("sweep", "Search over lambda", columns, rows, " ".join(filter(None, (note, edge_note(found)))))
 
@@ -112,11 +102,3 @@ def edge_note(found: Sequence[Tuned]) -> str:
     if not edges:
         return ""
     return f"The best lambda of {edges} is at the edge of what was tried; a better one may lie beyond."
-
-
-def _cell(tuned: Tuned, lam: float) -> Cell | None:
-    loss = tuned.losses.get(lam)
-    if loss is None:
-        return None
-    text = f"{loss:.4f}" if math.isfinite(loss) else "diverged"
-    return Cell(text, tone="holds" if lam == tuned.best else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.progress import watching
+from muonsw.lab.train.world import joined, known_to_all, speaker
 
 __all__ = ["main", "read_config_file", "run"]
 
@@ -28,22 +30,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(read_config_file(Path(given[0])), Path(given[1]))
     except (UsageError, Interrupted) as error:
-        print(f"muonsw: {harmless(error)}", file=sys.stderr)
+        report(error)
         return error.exit_code
     except KeyboardInterrupt:  # before there was anything to save, or the second one
         print("muonsw: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
+def report(error: Exception) -> None:
+    """Say how it ended; what all ranks know is said by rank 0 alone."""
+    other = speaker()
+    if other is None or not known_to_all(error):
+        print(f"muonsw: {other or ''}{harmless(error)}", file=sys.stderr)
+
+
 def run(config: RunConfig, folder: Path) -> int:
-    """Train with progress on the terminal, and report how it ended."""
+    """Train, on all ranks that were started, with progress on the terminal of the first; and report how it ended."""
     console = Console()
     try:
-        with watching(console) as watch:
-            result = train(config, folder, watch)
+        with joined() as world, watching(console) if world.leads else nullcontext() as watch:
+            result = train(config, folder, watch, world)
     except Diverged as error:
-        print(f"muonsw: {harmless(error)}", file=sys.stderr)
+        report(error)
         return FAILED
+    if not world.leads:
+        return OK
     best = f"best {result['best_loss']:.4f} after {result['best_step']:,}"
     ended = f"validation loss {result['final_loss']:.4f} after {result['steps']:,} updates ({best})"
     if skipped := result["skipped"]:

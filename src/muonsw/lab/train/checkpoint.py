@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-00000500`. It is written under another name, flushed to disk and renamed; its
 `state.json` holds the checksums of the tensor files and one of itself, so that a flipped bit is found. Optimizer state
-is stored under the names of the parameters.
+is stored under the names of the parameters. Several ranks write a file each (`pieces.py`); `load` puts them together,
+so that both forms are read alike, and `save` of what was loaded is the conversion into the form of one process.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -23,16 +24,30 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from muonsw.distributed.shards import is_spread, spread_like
 from muonsw.lab.errors import UsageError
 from muonsw.lab.storage import numbered, plain, read_object, reported, sync
+from muonsw.lab.train.pieces import Reader, own_box
 
 STATE = "state.json"
 PREFIX = "step-"
+ROOM = "make room on the disk; earlier checkpoints are intact"
 Tensors = dict[str, Tensor]
 
 
 class CheckpointError(Exception):
     """A checkpoint that cannot be used, with its name and the reason."""
+
+
+class Resumable(Protocol):
+    """A run that can go on from a checkpoint."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Its model, spread over ranks as it will be trained."""
+
+    def load(self, saved: Checkpoint) -> None:
+        """Go on from it."""
 
 
 @dataclass(frozen=True)
@@ -56,44 +71,106 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     Raises:
         UsageError: If it cannot be written, for example because the disk is full.
     """
-    final = folder / f"{PREFIX}{checkpoint.step:08d}"
+    final = final_name(folder, checkpoint.step)
     beside = folder / f".{final.name}.{os.getpid()}"
-    with reported(final, "make room on the disk; earlier checkpoints are intact"):
+    with reported(final, ROOM):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir()
-            checksums = {name: _write_part(beside, name, tensors) for name, tensors in checkpoint.tensors.items()}
-            content = plain({"step": checkpoint.step, "checksums": checksums, "state": checkpoint.state})
-            (beside / STATE).write_text(json.dumps({**content, "checksum": _digest(content)}), encoding="utf-8")
-            sync(beside / STATE)
-            sync(beside)
-            remove(final)  # a damaged one, if any: a good one of this step would have been resumed from
-            beside.rename(final)
-            sync(folder)
+            checksums = {name: write_part(beside, name, tensors) for name, tensors in checkpoint.tensors.items()}
+            place(beside, final, {"step": checkpoint.step, "checksums": checksums, "state": checkpoint.state})
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     return final
 
 
+def final_name(folder: Path, step: int) -> Path:
+    """The name of a checkpoint."""
+    return folder / f"{PREFIX}{step:08d}"
+
+
+def place(beside: Path, final: Path, state: Mapping[str, Any]) -> None:
+    """Add the JSON half to a folder of tensor files that are on disk, and give it the checkpoint's name."""
+    content = plain(state)
+    (beside / STATE).write_text(json.dumps({**content, "checksum": _digest(content)}), encoding="utf-8")
+    sync(beside / STATE)
+    sync(beside)
+    remove(final)  # a damaged one, if any: a good one of this step would have been resumed from
+    beside.rename(final)
+    sync(final.parent)
+
+
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint and check every byte of it.
+    """Read a checkpoint, of one process or of several ranks, and check every byte of it.
 
     Raises:
         CheckpointError: If a part is missing, unreadable or altered.
     """
     content = read_state(path)
+    if "index" in content:
+        check_files(path, content["checksums"], content["checksums"])
+        return read_pieces(path, content, {})
     tensors = {}
     for name, checksum in content["checksums"].items():
-        file = path / f"{name}.safetensors"
-        try:
-            with file.open("rb") as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != checksum:
-                    raise CheckpointError(f"{file} does not match its checksum")
+        with _readable(path / f"{name}.safetensors") as file:
+            _check(file, checksum)
             tensors[name] = read_tensors(file)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     return Checkpoint(content["step"], tensors, content["state"])
+
+
+def check_files(path: Path, names: Iterable[str], checksums: Mapping[str, str]) -> None:
+    """Compare files of a checkpoint with their checksums.
+
+    Raises:
+        CheckpointError: If one is missing, unreadable or altered.
+    """
+    for name in names:
+        with _readable(path / f"{name}.safetensors") as file:
+            _check(file, checksums[name])
+
+
+def read_pieces(path: Path, content: Mapping[str, Any], like: Mapping[str, Tensor]) -> Checkpoint:
+    """The tensors of a checkpoint whose files have been checked, in the form of the parameters that they are for.
+
+    Args:
+        path: The checkpoint, of one process or of several ranks.
+        content: Its JSON half.
+        like: Parameters by name. Of one that is spread over ranks, and of its state, only this rank's shard is read.
+
+    Raises:
+        CheckpointError: If the files do not belong together.
+    """
+    index, ranks = content.get("index") or {}, content.get("ranks", 1)
+    tensors: dict[str, Tensors] = {"model": {}, "optimizer": {}, "random": {}}
+    try:
+        for part, found in tensors.items():
+            with Reader(path, part, index.get(part), ranks) as reader:
+                for name in reader.names():
+                    found[name] = _read_like(reader, name, like.get(name.partition("//")[0]))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is not one of ours: {error}") from error
+    return Checkpoint(content["step"], tensors, content["state"])
+
+
+def _read_like(reader: Reader, name: str, param: Tensor | None) -> Tensor:
+    if param is None or not is_spread(param) or reader.shape(name) != tuple(param.shape):
+        return reader.read(name)
+    return spread_like(param.detach(), reader.read(name, own_box(param)).to(param.device))
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[Path]:
+    try:
+        yield file
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _check(file: Path, checksum: str) -> None:
+    with file.open("rb") as opened:
+        if hashlib.file_digest(opened, "sha256").hexdigest() != checksum:
+            raise CheckpointError(f"{file} does not match its checksum")
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -150,11 +227,13 @@ class Shelf:
         folder: Where they are.
         keep: How many to keep besides the best.
         note: Is told what was put aside or could not be deleted.
+        check: Reads a checkpoint that another process wrote, and raises `CheckpointError` if it is not whole.
     """
 
     folder: Path
     keep: int
     note: Callable[[str], None] = lambda _text: None
+    check: Callable[[Path], object] = load
     _whole: set[Path] = field(default_factory=set)
 
     def save(self, checkpoint: Checkpoint) -> None:
@@ -163,12 +242,38 @@ class Shelf:
         Raises:
             UsageError: If it cannot be written.
         """
-        self._whole.add(save(self.folder, checkpoint))
+        self.wrote(save(self.folder, checkpoint))
+
+    def look(self) -> None:
+        """Name a checkpoint that is on disk by now; here it was when `save` returned."""
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is on its way to the disk; here there is none."""
+
+    def newest(self) -> Path | None:
+        """What has the name of the newest checkpoint, whether or not it is whole."""
+        return next(newest_first(self.folder), None)
+
+    def load_into(self, training: Resumable, path: Path) -> None:
+        """Let a run go on from a checkpoint.
+
+        Raises:
+            CheckpointError: If it is damaged or not of such a run.
+        """
+        training.load(load(path))
+
+    def wrote(self, new: Path) -> None:
+        """Count a new checkpoint, then delete older ones."""
+        self._whole.add(new)
         whole = [path for path in newest_first(self.folder) if self._is_whole(path)]
         best = best_saved(whole)
         for path in whole[self.keep :]:
             if step_of(path) != best:
                 self._delete(path)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Delete what killed processes left behind: checkpoints half written or half deleted."""
         for path in self.folder.glob(f".{PREFIX}*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -183,7 +288,7 @@ class Shelf:
         """Whether a checkpoint can be loaded; it is read for this once, and not at all if this process wrote it."""
         if path not in self._whole:
             try:
-                load(path)
+                self.check(path)
             except CheckpointError as error:
                 self.put_aside(path, error)
                 return False
@@ -198,14 +303,21 @@ class Shelf:
 
 
 def remove(path: Path) -> None:
-    """Delete what has a checkpoint's name; of a link the link alone, whatever it points to."""
+    """Delete what has a checkpoint's name; of a link the link alone, whatever it points to.
+
+    A folder loses its name first: killed half-way, this would leave half a checkpoint.
+    """
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
-        shutil.rmtree(path)
+        doomed = path.with_name(f".{path.name}.deleted")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
 
 
-def _write_part(folder: Path, name: str, tensors: Tensors) -> str:
+def write_part(folder: Path, name: str, tensors: Tensors) -> str:
+    """Write a file of tensors to disk, and return its checksum."""
     path = folder / f"{name}.safetensors"
     write_tensors(path, tensors)
     sync(path)

@@ -11,6 +11,7 @@ from typing import Any
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.settings import as_data, from_data
+from muonsw.norms import FREE, NORM_RULES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import AUTO, DTYPES
 from muonsw.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
@@ -27,13 +28,18 @@ class DataConfig:
         path: A folder that `muonsw data prepare` filled.
         fingerprint: A hash of all its tokens; None takes the folder's, and a run writes it down and insists on it.
         eval_windows: Validation windows, the same for every run; None reads all.
+        train_windows: Train on so many windows alone, the first ones, as if there were no more text; None takes all.
     """
 
     path: str
     fingerprint: str | None = None
     eval_windows: int | None = 256
+    train_windows: int | None = None
 
     def __post_init__(self) -> None:
+        _require(
+            self.train_windows is None or self.train_windows >= 1, "train_windows", self.train_windows, "at least 1"
+        )
         _require(self.eval_windows is None or self.eval_windows >= 1, "eval_windows", self.eval_windows, "at least 1")
 
 
@@ -46,6 +52,10 @@ class OptimizerConfig:
         lr: Peak learning rate before muP multiplies it.
         weight_decay: Lambda of hidden and expert matrices; embedding and norms have none.
         decay: Decay rule.
+        unnormalized: Decay rule of the matrices whose output enters no normalization (queries, keys, values, gates and
+            up projections); empty is the same as `decay`. With "constant" here, "scaled" is AdamC's own form.
+        norm: Norm rule of what decays.
+        target_norm: RMS of the weights that the norm rule aims at; None is each matrix's own at the start.
         momentum: Muon's beta.
         nesterov: Whether Muon looks ahead along its momentum.
         betas: AdamW's averages.
@@ -63,6 +73,9 @@ class OptimizerConfig:
     lr: float = 0.02
     weight_decay: float = 0.1
     decay: str = "scaled"
+    unnormalized: str = ""
+    norm: str = FREE
+    target_norm: float | None = None
     momentum: float = 0.95
     nesterov: bool = True
     betas: tuple[float, float] = (0.9, 0.95)
@@ -78,13 +91,15 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require_one_of("optimizer.algorithm", self.algorithm, ("muon", "adamw"))
         _require_one_of("optimizer.decay", self.decay, tuple(DECAY_RULES))
+        _require_one_of("optimizer.unnormalized", self.unnormalized, ("", *DECAY_RULES))
+        _require_one_of("optimizer.norm", self.norm, tuple(NORM_RULES))
         _require_one_of("optimizer.orthogonalizer", self.orthogonalizer, tuple(ORTHOGONALIZERS))
         _require_one_of("optimizer.muon_lr", self.muon_lr, tuple(MUON_LR_POWERS))
         _require_one_of("optimizer.peak", self.peak, ("group", "base"))
         _require_one_of("optimizer.router", self.router, ("adamw", "muon"))
         _require_one_of("optimizer.qkv", self.qkv, ("split", "fused"))
         _require_one_of("optimizer.ns_dtype", self.ns_dtype, (AUTO, *DTYPES))
-        for name in ("lr", "weight_decay", "clip", "adam_lr"):
+        for name in ("lr", "weight_decay", "clip", "adam_lr", "target_norm"):
             value = 0.0 if getattr(self, name) is None else getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
         _require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "at least 0 and below 1")
@@ -132,6 +147,34 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks that torchrun starts share the work; one process alone does not look at it.
+
+    A run may go on with other settings, and on another number of ranks: sums change in their last digits, nothing else.
+
+    Attributes:
+        strategy: "ddp" keeps the model on every rank and divides Muon's matrices among them; "fsdp" divides weights,
+            gradients and optimizer state as well.
+        experts: Under "fsdp", experts are cut along their "stack", so that each rank holds whole ones and Muon sends
+            nothing for them; or along the "rows" of each, which gives every rank a part where ranks outnumber experts.
+        replicas: Copies of the model under "fsdp", each divided over `ranks / replicas` ranks that follow each other;
+            with as many as there are machines, weights travel within a machine only.
+        timeout: Seconds without progress after which a rank ends itself, because another one is lost.
+    """
+
+    strategy: str = "ddp"
+    experts: str = "stack"
+    replicas: int = 1
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        _require_one_of("parallel.strategy", self.strategy, ("ddp", "fsdp"))
+        _require_one_of("parallel.experts", self.experts, ("stack", "rows"))
+        _require(self.replicas >= 1, "parallel.replicas", self.replicas, "at least 1")
+        _require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "finite and positive")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run.
 
@@ -152,6 +195,7 @@ class RunConfig:
         telemetry_every: Updates between telemetry samples; 0 takes none.
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
+        weights: Dtype of the parameters: "float32", or "bfloat16" with stochastic rounding and no float32 copy.
         compile: "on", "off", or "auto" for compiling on a GPU.
         graphs: "on", "off", or "auto" for replaying small updates on a GPU as CUDA graphs.
         threads: CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed.
@@ -159,6 +203,7 @@ class RunConfig:
         skipped: Stop when so many updates in a row are skipped because their gradients are not finite.
         tensorboard: Also write TensorBoard events into the run folder.
         wandb: Also log to this Weights & Biases project.
+        parallel: How several ranks share the work.
     """
 
     model: ModelConfig
@@ -177,6 +222,7 @@ class RunConfig:
     telemetry_every: int = 10
     device: str = "auto"
     precision: str = "auto"
+    weights: str = "float32"
     compile: str = "auto"
     graphs: str = "auto"
     threads: int = 0
@@ -184,6 +230,7 @@ class RunConfig:
     skipped: int = 20
     tensorboard: bool = False
     wandb: str = ""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         for name in (
@@ -201,6 +248,7 @@ class RunConfig:
             _require(0 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 0 and below 2**63")
         _require(self.diverged > 0, "diverged", self.diverged, "positive")
         _require_one_of("precision", self.precision, ("auto", "float32", "bfloat16"))
+        _require_one_of("weights", self.weights, ("float32", "bfloat16"))
         _require_one_of("compile", self.compile, ("auto", "on", "off"))
         _require_one_of("graphs", self.graphs, ("auto", "on", "off"))
         if self.batch % self.accumulation:
@@ -215,8 +263,11 @@ class RunConfig:
         return self.batch * self.model.sequence
 
     def as_data(self) -> dict[str, Any]:
-        """The run as JSON data, with the version of this format."""
-        return {"version": VERSION, **as_data(self)}
+        """The run as JSON data, with the version of this format; how ranks share the work only where it is chosen."""
+        data = {"version": VERSION, **as_data(self)}
+        if self.parallel == ParallelConfig():
+            del data["parallel"]
+        return data
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RunConfig:

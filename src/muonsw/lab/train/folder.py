@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from muonsw.lab.processes import environment
 from muonsw.lab.settings import differences
 from muonsw.lab.storage import locked, read_object, write_json
 from muonsw.lab.train import checkpoint
-from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.config import ParallelConfig, RunConfig
 
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
 CHECKPOINTS = "checkpoints"
 
 # Settings that change what is kept or shown, and never a number of the run. Tokens may move: their hash is compared.
-HARMLESS = ("keep", "tensorboard", "wandb", "data.path")
+# How ranks share the work, like their number, changes sums in their last digits alone.
+HARMLESS = ("keep", "tensorboard", "wandb", "data.path", *(f"parallel.{one.name}" for one in fields(ParallelConfig)))
 
 
 @contextmanager
@@ -99,8 +101,9 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     write_json(folder / RESULT, result)
 
 
-def write_environment(folder: Path) -> None:
+def write_environment(folder: Path, **more: Any) -> None:
     """Say on what the run is trained, once it has set its threads."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     threads = torch.get_num_threads()
-    write_json(folder / ENVIRONMENT, {**environment(), "device": device, "threads": threads, "command": sys.argv})
+    content = {**environment(), "device": device, "threads": threads, "command": sys.argv, **more}
+    write_json(folder / ENVIRONMENT, content)

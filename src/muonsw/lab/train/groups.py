@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW
-from muonsw.decay import decay_factor
+from muonsw import AdamWSW, MuonSW, norms
+from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.lab.model import Decoder, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.peak import eta_max
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Options = dict[str, Any]
 
 
-def build_optimizer(model: Decoder, config: OptimizerConfig) -> MuonSW | AdamWSW:
+def build_optimizer(
+    model: Decoder, config: OptimizerConfig, steps: int | None = None, process_group: ProcessGroup | None = None
+) -> MuonSW | AdamWSW:
     """One optimizer for the whole decoder, its learning rates multiplied as muP says.
+
+    Args:
+        model: Already divided over ranks, if it is to be.
+        config: How its weights move and decay.
+        steps: The length of the run, for decay rules that end with it.
+        process_group: Ranks that hold the same whole model, among which Muon's matrices are divided.
 
     Examples:
         >>> from muonsw.lab.model import ModelConfig
@@ -27,6 +38,7 @@ def build_optimizer(model: Decoder, config: OptimizerConfig) -> MuonSW | AdamWSW
         [('embedding', 'adamw', 0.01), ('experts', 'muon', 0.02)]
     """
     shared: Options = {"decay": config.decay, "peak": config.peak, "capturable": _on_accelerator(model)}
+    shared |= {"norm": config.norm, "target_norm": config.target_norm, "total_steps": steps}
     patterns = {name: _options(model, name, config) for name, _ in model.named_parameters()}
     if config.algorithm == "adamw":
         return AdamWSW.for_model(
@@ -42,6 +54,7 @@ def build_optimizer(model: Decoder, config: OptimizerConfig) -> MuonSW | AdamWSW
         ns_dtype=config.ns_dtype,
         adamw={"betas": config.betas},
         patterns=patterns,
+        process_group=process_group,
         **shared,
     )
 
@@ -56,7 +69,9 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer) -> None:
         ValueError: With the learning rate, lambda and what they come to.
     """
     for group in optimizer.param_groups:
-        lr, lam = float(group["initial_lr"]), float(group["weight_decay"])
+        rule, lr, lam = DECAY_RULES[group["decay"]], float(group["initial_lr"]), float(group["weight_decay"])
+        if rule.uses_step or rule.uses_gradient or not norms.uses_decay(group):
+            continue  # how much it takes at the peak depends on when that is; the step itself refuses too much
         phi = decay_factor(group["decay"], lam, lr, eta_max({**group, "resolved_peak_lr": lr}))
         if phi > 1:
             size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {group['decay']!r})"
@@ -67,11 +82,12 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer) -> None:
 def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
     """What the routing by role leaves open for one parameter."""
     role = role_of(name)
+    rule = {"decay": config.unnormalized} if role == "hidden" and config.unnormalized else {}
     if config.algorithm == "adamw":
-        return {"lr_multiplier": scalings(model.config)[role].lr}
+        return {"lr_multiplier": scalings(model.config)[role].lr, **rule}
     if role in ("hidden", "residual"):
         multiplier = muon_lr_multiplier(model.config, config.muon_lr)
-        return {"lr_multiplier": multiplier, **_split(model, name, config)}
+        return {"lr_multiplier": multiplier, **rule, **_split(model, name, config)}
     if role == "router" and config.router == "muon":
         return {"algorithm": "muon", "weight_decay": config.weight_decay}
     return {} if config.adam_lr is None else {"lr": config.adam_lr}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ import torch
 from muonsw import Telemetry
 from muonsw.lab.errors import Diverged, Interrupted, UsageError
 from muonsw.lab.processes import StopRequest, stop_requests, torch_threads
-from muonsw.lab.train import checkpoint
+from muonsw.lab.train.checkpoint import CheckpointError, Shelf
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, claimed, write_environment, write_result
+from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, claimed, write_environment, write_result
+from muonsw.lab.train.parallel import require_division
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sink, wandb_sink
-from muonsw.lab.train.state import Training, resolve_device, with_fingerprint
+from muonsw.lab.train.shared import SharedShelf, check
+from muonsw.lab.train.state import Training, own_device, with_fingerprint
+from muonsw.lab.train.world import World, agreed
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,14 @@ class Watch:
     note: Callable[[str], None] = lambda _text: None
 
 
-def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[str, Any]:
+def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: World | None = None) -> dict[str, Any]:
     """Run to the end, from the newest good checkpoint in the folder if there is one.
+
+    Args:
+        config: The run.
+        folder: Where it is, for all ranks.
+        watch: Who is told what happens; on rank 0.
+        world: The ranks, each of which calls this with the same config.
 
     Returns:
         What `result.json` holds.
@@ -46,58 +55,110 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None) -> dict[s
         Diverged: If the loss explodes; checkpoints are from before.
         Interrupted: If the process was asked to stop; the run was saved.
     """
-    watch = watch or Watch()
-    config = with_fingerprint(config)
-    resolve_device(config.device)  # a device that is not there must leave no trace in the folder
-    with claimed(folder, config), stop_requests() as request, torch_threads(None):
-        training = _usable(config)
-        shelf = checkpoint.Shelf(folder / CHECKPOINTS, config.keep, watch.note)
+    world = world or World()
+    watch = watch if watch and world.leads else Watch()
+    config = world.together(lambda: with_fingerprint(config))
+    # A device that is not there, or a batch that cannot be divided, must leave no trace in the folder.
+    world.together(lambda: own_device(config, world))
+    world.together(lambda: require_division(config, world.size))
+    with _held(folder, config, world), stop_requests() as request, torch_threads(None):
+        training = _usable(config, world)
+        shelf = _shelf(folder, watch, training)
         resume(training, shelf, watch)
-        write_environment(folder)
-        metrics = MetricsFile(
-            folder, after=training.step, log_every=config.log_every, latest=training.latest, note=watch.note
-        )
-        journal = Journal(training, _sinks(metrics, config, folder, watch))
-        watch.started(training)
-        try:
-            _updates(training, journal, metrics, shelf, request)
-        except Diverged as error:
-            saved = next(checkpoint.newest_first(folder / CHECKPOINTS), None)
-            kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
-            raise Diverged(f"{error}; {kept}", error.step) from error
-        finally:
-            metrics.close()
+        journal = Journal(training)
+        with _recording(training, journal, folder, watch) as metrics:
+            watch.started(training)
+            try:
+                _updates(training, journal, metrics, shelf, request)
+            except Diverged as error:
+                shelf.finish()
+                saved = shelf.newest()
+                kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
+                raise Diverged(f"{error}; {kept}", error.step) from error
         result = _result(training)
-        write_result(folder, result)
+        world.leading(lambda: write_result(folder, result))
         return result
 
 
+@contextmanager
+def _held(folder: Path, config: RunConfig, world: World) -> Iterator[None]:
+    """Hold the folder for all ranks, by rank 0."""
+    with ExitStack() as stack:
+        world.leading(lambda: stack.enter_context(claimed(folder, config)))
+        world.together(lambda: _require_shared(folder, world))
+        yield
+
+
+def _require_shared(folder: Path, world: World) -> None:
+    if not (folder / CONFIG).exists():
+        raise UsageError(f"{folder} is not the same on rank {world.rank} as on rank 0: choose one that all ranks share")
+
+
+def _shelf(folder: Path, watch: Watch, training: Training) -> Shelf | SharedShelf:
+    path, keep, world = folder / CHECKPOINTS, training.config.keep, training.world
+    if world.alone:
+        return Shelf(path, keep, watch.note)
+    return SharedShelf(Shelf(path, keep, watch.note, check), world)
+
+
+@contextmanager
+def _recording(training: Training, journal: Journal, folder: Path, watch: Watch) -> Iterator[MetricsFile | None]:
+    """Write records while the block runs, on rank 0."""
+    metrics = training.world.leading(lambda: _open_records(training, journal, folder, watch))
+    try:
+        yield metrics
+    finally:
+        if metrics is not None:
+            metrics.close()
+
+
+def _open_records(training: Training, journal: Journal, folder: Path, watch: Watch) -> MetricsFile:
+    config, world = training.config, training.world
+    write_environment(folder, **({} if world.alone else {"ranks": world.size}))
+    metrics = MetricsFile(
+        folder, after=training.step, log_every=config.log_every, latest=training.latest, note=watch.note
+    )
+    journal.sinks = _sinks(metrics, config, folder, watch)
+    return metrics
+
+
 def _updates(
-    training: Training, journal: Journal, metrics: MetricsFile, shelf: checkpoint.Shelf, request: StopRequest
+    training: Training,
+    journal: Journal,
+    metrics: MetricsFile | None,
+    shelf: Shelf | SharedShelf,
+    request: StopRequest,
 ) -> None:
     """Every update that is left."""
-    config = training.config
+    config, world = training.config, training.world
+    training.settle()
     if training.step == 0:
         evaluate(training, journal)
+    world.watch(config.parallel.timeout)
     with _telemetry(training, journal) as telemetry:
         for batches in training.batches():
+            world.alive(f"update {training.step + 1}")
             lr = training.base_lr()
             losses, norm = training.update(batches, measured=telemetry is not None and telemetry.due)
             if telemetry is not None:
                 telemetry.step = training.step  # a replayed graph calls no hooks
             journal.note_update(lr, losses, norm)
+            shelf.look()
 
             last = training.step == config.steps
             saving = last or training.step % config.checkpoint_every == 0
             if saving or training.step % config.eval_every == 0:
                 evaluate(training, journal)
-            if saving or request.signal is not None:
+            stop = world.largest(request.signal or 0)
+            if saving or stop:
                 save(training, journal, metrics, shelf)
-            if request.signal is not None and not last:
+                if last or stop:
+                    shelf.finish()
+                stop = world.largest(request.signal or 0)  # somebody may have asked meanwhile
+            if stop and not last:
+                shelf.finish()
                 message = f"stopped after {training.step} of {config.steps} updates, saved; "
-                raise Interrupted(
-                    f"{message}run the same command again to go on in {shelf.folder.parent}", request.signal
-                )
+                raise Interrupted(f"{message}run the same command again to go on in {shelf.folder.parent}", stop)
 
 
 def evaluate(training: Training, journal: Journal) -> None:
@@ -108,41 +169,45 @@ def evaluate(training: Training, journal: Journal) -> None:
     journal.restart_clock()
 
 
-def save(training: Training, journal: Journal, metrics: MetricsFile, shelf: checkpoint.Shelf) -> None:
+def save(training: Training, journal: Journal, metrics: MetricsFile | None, shelf: Shelf | SharedShelf) -> None:
     """Write a checkpoint, once everything before it is known to be well and on disk."""
     journal.catch_up()
-    metrics.sync()
+    if metrics is not None:
+        metrics.sync()
     training.seconds += journal.elapsed()
+    training.world.alive(f"saving after update {training.step}")
     shelf.save(training.checkpoint())
     journal.restart_clock()
 
 
-def resume(training: Training, shelf: checkpoint.Shelf, watch: Watch) -> None:
+def resume(training: Training, shelf: Shelf | SharedShelf, watch: Watch) -> None:
     """Load the newest checkpoint that is whole; a damaged one is put aside and the one before it tried."""
     here = torch.get_num_threads()
-    for path in checkpoint.newest_first(shelf.folder):
+    shelf.sweep()
+    while (path := shelf.newest()) is not None:
+        training.world.alive(f"reading {path}")
         try:
-            training.load(checkpoint.load(path))
+            shelf.load_into(training, path)
             watch.note(f"going on after update {training.step}, from {path}")
             if here != (threads := torch.get_num_threads()):
                 watch.note(f"torch uses {threads} CPU threads, as before, and not the {here} it would choose here")
             return
-        except checkpoint.CheckpointError as error:
+        except CheckpointError as error:
             shelf.put_aside(path, error)
 
 
-def _usable(config: RunConfig) -> Training:
+def _usable(config: RunConfig, world: World) -> Training:
     try:
-        return Training(config)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        return Training(config, world)
+    except ValueError as error:  # the same on all ranks, since they have the same settings
+        raise agreed(UsageError(str(error))) from error
 
 
 def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[Telemetry | None]:
     every = training.config.telemetry_every
     if not every:
         return nullcontext(None)
-    return Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write)
+    return Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write)  # on every rank
 
 
 def _sinks(metrics: MetricsFile, config: RunConfig, folder: Path, watch: Watch) -> list[Sink]:

@@ -56,13 +56,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: int = 0) -> RunConfig:
-    """The run of a preset on prepared tokens; a dense variant is trained like its mixture.
-
-    Args:
-        name: A model preset, perhaps with `-dense`.
-        data: A folder that `muonsw data prepare` filled.
-        model: The model instead of the preset's.
-        seed: Of weights and data order.
+    """The run of a preset on prepared tokens, perhaps with another model; a dense variant is trained like its mixture.
 
     Examples:
         >>> preset_run("w256", "tokens").optimizer.lr, preset_run("w1024-dense", "tokens").steps
@@ -76,10 +70,7 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: 
 def run_on(name: str, data: Path | None, *, seed: int = 0) -> RunConfig:
     """The run of a preset on a folder of tokens, with the vocabulary that those have.
 
-    Args:
-        name: A model preset, perhaps with `-dense`.
-        data: Prepared tokens; None prepares the Python standard library with a BPE of the preset's size.
-        seed: Of weights and data order.
+    Without a folder the Python standard library is prepared, with a BPE of the preset's size.
 
     Raises:
         UsageError: If there is no such preset, or no such data.

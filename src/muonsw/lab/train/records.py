@@ -35,11 +35,11 @@ class Journal:
 
     Attributes:
         training: The run.
-        sinks: Who gets the records.
+        sinks: Who gets the records; nobody on ranks that do not lead.
     """
 
     training: Training
-    sinks: Sequence[Sink]
+    sinks: Sequence[Sink] = ()
     _waiting: list[tuple[int, float, Tensor]] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
     _since: float = field(default_factory=time.perf_counter)
@@ -70,7 +70,7 @@ class Journal:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        rows = torch.stack([numbers for _, _, numbers in waiting]).cpu()
+        rows = self.training.world.mean(torch.stack([numbers for _, _, numbers in waiting]).cpu())
         rate = self._tokens_per_second(last=waiting[-1][0])
         for (step, lr, _), row in zip(waiting, rows, strict=True):
             record = self._record(step, lr, row) | {"tokens_per_second": rate}

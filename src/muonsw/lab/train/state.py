@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw.distributed.shards import whole
 from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetch
 from muonsw.lab.data.shards import fingerprint, open_split, read_record
 from muonsw.lab.errors import Diverged, UsageError
@@ -20,6 +22,8 @@ from muonsw.lab.train.checkpoint import Checkpoint, CheckpointError, load_optimi
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.graph import MOST_TOKENS, Captured
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
+from muonsw.lab.train.parallel import spread
+from muonsw.lab.train.world import World
 from muonsw.schedule import lr_scheduler
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
@@ -52,6 +56,7 @@ class Training:
 
     Args:
         config: A config with `data.fingerprint` filled in, as `with_fingerprint` does.
+        world: The ranks that train it together.
 
     Attributes:
         step: Completed updates.
@@ -60,34 +65,54 @@ class Training:
         seconds: How long earlier processes have trained this run.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, world: World | None = None) -> None:
         self.config, self.step = config, 0
+        self.world = world or World()
         self.best: Evaluation | None = None
         self.latest: Evaluation | None = None
         self.seconds = 0.0
         self.guard = LossGuard(config.diverged, config.skipped)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.device = resolve_device(config.device)
-        folder = Path(config.data.path)
-        sequence, micro = config.model.sequence, config.batch // config.accumulation
-        self.loader = TokenLoader(open_split(folder, "train"), sequence, config.batch, config.seed)
-        held_out = open_split(folder, "validation")
-        self.validation = ValidationLoader(held_out, sequence, micro, config.data.eval_windows)
+        self.device = own_device(config, self.world)
+        self.loader, self.validation = self.world.together(self._open_data)
         self.model = Decoder(config.model, seed=config.seed).to(self.device)
+        if config.weights == "bfloat16":
+            for parameter in self.model.parameters():  # buffers stay: rotations need their digits
+                parameter.data = parameter.data.bfloat16()
+        self.placed = spread(self.model, config, self.world, self.device)
         self.forward = self._compiled()
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.replayed_update = Captured(self.plain_update, self.device) if uses_graphs(config) else None
-        self.replayed_score = Captured(self.score, self.device) if uses_graphs(config) else None
+        self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, self.placed.process_group)
+        graphs = self.world.alone and uses_graphs(config)
+        self.replayed_update = Captured(self.plain_update, self.device) if graphs else None
+        self.replayed_score = Captured(self.score, self.device) if graphs else None
         self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
         require_decay_below_one(self.optimizer)
+
+    def _open_data(self) -> tuple[TokenLoader, ValidationLoader]:
+        folder, sequence, config = Path(self.config.data.path), self.config.model.sequence, self.config
+        micro = config.batch // (config.accumulation * self.world.size)
+        shards, limit = open_split(folder, "train"), config.data.train_windows
+        loader = TokenLoader(shards, sequence, config.batch, config.seed, limit)
+        held_out = open_split(folder, "validation")
+        return loader, ValidationLoader(held_out, sequence, micro, config.data.eval_windows)
+
+    def settle(self) -> None:
+        """Take a backward pass for nothing where the first one decides in which order ranks add up gradients.
+
+        Otherwise the first update after each start would differ in its last bits from that of a run that never stopped.
+        """
+        if self.placed.settles:
+            self.forward_backward(self._micro_batches(self.step)[:1])
+            self.optimizer.zero_grad(set_to_none=True)
 
     def batches(self) -> Iterator[list[Batch]]:
         """The micro-batches of each update that is left, on the device, read in the background."""
         return prefetch(self._micro_batches, self.step, self.config.steps)
 
     def _micro_batches(self, step: int) -> list[Batch]:
-        parts = self.loader.micro_batches(step, ranks=1, rank=0, accumulation=self.config.accumulation)
+        ranks, rank = self.world.size, self.world.rank
+        parts = self.loader.micro_batches(step, ranks=ranks, rank=rank, accumulation=self.config.accumulation)
         return [self._to_device(batch) for batch in parts]
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -99,10 +124,11 @@ class Training:
     def forward_backward(self, batches: list[Batch]) -> Losses:
         """Add up the gradients of an update; its losses, means over the micro-batches, stay on the device."""
         parts = []
-        for inputs, targets in batches:
-            with self.autocast():
-                losses: Losses = self.forward(inputs, targets)
-            (losses.total / len(batches)).backward()  # type: ignore[no-untyped-call]
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            with self.placed.backward_pass(last=number == len(batches)):
+                with self.autocast():
+                    losses: Losses = self.forward(inputs, targets)
+                (losses.total / len(batches)).backward()  # type: ignore[no-untyped-call]
             parts.append(losses)
         return Losses(
             *(torch.stack([value.detach() for value in values]).mean(0) for values in zip(*parts, strict=True))
@@ -134,16 +160,18 @@ class Training:
     def clip(self) -> Tensor:
         """Scale the gradients down to the largest norm allowed; returns the norm before, on the device."""
         limit = self.config.optimizer.clip or float("inf")
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """Mean cross-entropy over the validation windows, the same for every run on this data."""
         total, rows = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        for inputs, targets in map(self._to_device, self.validation):
-            total += (self.replayed_score or self.score)([(inputs, targets)]).double() * len(inputs)
-            rows += len(inputs)
-        self.latest = Evaluation(self.step, float(total) / rows)
+        for batch, counted in self.validation.parts(ranks=self.world.size, rank=self.world.rank):
+            self.world.alive(f"evaluation after update {self.step}")
+            total += (self.replayed_score or self.score)([self._to_device(batch)]).double() * counted
+            rows += counted
+        loss, seen = self.world.total(torch.tensor([float(total), float(rows)], dtype=torch.float64)).tolist()
+        self.latest = Evaluation(self.step, loss / seen)
         if self.best is None or math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
@@ -170,9 +198,9 @@ class Training:
 
     def _compiled(self) -> Callable[..., Losses]:
         if not compiles(self.config):
-            return self.model
+            return self.placed.forward
         _forget_other_models(self.config.model)
-        compiled: Callable[..., Losses] = torch.compile(self.model)
+        compiled: Callable[..., Losses] = torch.compile(self.placed.forward)
         return compiled
 
     def checkpoint(self) -> Checkpoint:
@@ -332,6 +360,23 @@ def resolve_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:
         raise UsageError(f"device {name!r} cannot be used here: choose cpu, cuda or auto") from error
     return device
+
+
+def own_device(config: RunConfig, world: World) -> torch.device:
+    """The device of this process: the one that the config names, and of several GPUs the one that is this rank's own.
+
+    Raises:
+        UsageError: If this machine does not have it.
+    """
+    device = resolve_device(config.device)
+    if world.alone or device.type != "cuda":
+        return device
+    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= there:
+        many = f"rank {world.rank} has no GPU of its own: {there} are seen on its machine"
+        raise UsageError(f"{many}; start at most as many processes there, or set device to cpu")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
 
 
 def with_fingerprint(config: RunConfig) -> RunConfig:

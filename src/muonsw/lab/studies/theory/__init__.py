@@ -1,8 +1,7 @@
 """Every proposition, theorem and lemma of the paper's convergence theory, run with the library's optimizers."""
 
 from muonsw.lab.studies.experiment import Experiment
-from muonsw.lab.studies.theory.fixed_rate import FIXED_RATE
-from muonsw.lab.studies.theory.matrix import MATRIX, MATRIX_FIGURE
+from muonsw.lab.studies.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE
 from muonsw.lab.studies.theory.muon import DETERMINISTIC, MUON
 from muonsw.lab.studies.theory.scalar import SCALAR, SCALAR_FIGURE
 from muonsw.lab.studies.theory.sgd import NONCONVEX, STRONGLY_CONVEX

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from muonsw import SGDSW, MuonSW, decay_factor
+from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Progress
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.theory import PowerLaw, check_schedule
+from muonsw.theory import PowerLaw, check_schedule, muon_radius
 from muonsw.theory.hypotheses import require_decay
 
 CONSTANT, SCALED = "constant", "scaled"
+BOTH = (CONSTANT, SCALED)
 # `exact` agrees with the SVD to 2e-10, so a polar factor may be that much longer than 1.
-POLAR_ERROR = 1e-9
+POLAR = Tolerance(1e-9, "the polar factor is exact to 2e-10")
+HOVERING = Tolerance(0.0, "steps of length eta_T make every direction hover by up to 2 eta_T/(1 - beta): an estimate")
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Which decay rule stands behind each of the two names.
-
-    Swapping them is how a test shows that the claims would notice.
-    """
+    """Which decay rule stands behind each of the two names; swapped, the claims must notice."""
 
     constant: str = CONSTANT
     scaled: str = SCALED
@@ -61,10 +62,7 @@ def sgd(groups: Sequence[Mapping[str, Any]], *, peak: float, lam: float) -> SGDS
 def muon(groups: Sequence[Mapping[str, Any]], *, peak: float, lam: float) -> MuonSW:
     """The library's Muon as the theory has it: exact polar factor, heavy ball, no shape scale.
 
-    Args:
-        groups: Each with `params` of shape (chains, m, n), `decay` and `momentum`.
-        peak: The highest learning rate.
-        lam: The weight decay.
+    Each group has `params` of shape (chains, m, n), `decay` and `momentum`.
     """
     require_decay(lam)
     return MuonSW(
@@ -104,20 +102,12 @@ def march(
     progress(end)
 
 
-Function = Callable[[Tensor], Tensor]
-
-
 @dataclass(frozen=True)
 class Objective:
-    """A convex function of `D = W - A` with smoothness 1 and its minimum, zero, at `D = 0`.
+    """A convex function of `D = W - A` with smoothness 1 and its minimum, zero, at `D = 0`."""
 
-    Attributes:
-        loss: Its value for each matrix of a stack.
-        slope: Its gradient.
-    """
-
-    loss: Function
-    slope: Function
+    loss: Callable[[Tensor], Tensor]  # its value for each matrix of a stack
+    slope: Callable[[Tensor], Tensor]
 
 
 QUADRATIC = Objective(loss=lambda D: 0.5 * D.square().sum((-2, -1)), slope=lambda D: D)
@@ -128,98 +118,97 @@ PSEUDO_HUBER = Objective(
 
 @dataclass(frozen=True)
 class Stack:
-    """Chains of matrices that share a rule, a momentum and a target.
+    """Chains of matrices that share a rule, a momentum and a target."""
 
-    Attributes:
-        rule: `"constant"` or `"scaled"`.
-        beta: Momentum.
-        A: The minimizer, (m, n).
-        starts: Shape (chains, m, n).
-        noise: Standard deviation of each entry of a gradient's noise, one for each chain; none if absent.
-        objective: What is minimized.
-    """
-
-    rule: str
+    rule: str  # `"constant"` or `"scaled"`
     beta: float
-    A: Tensor
-    starts: Tensor
-    noise: Tensor | None = None
+    A: Tensor  # the minimizer, (m, n)
+    starts: Tensor  # (chains, m, n)
+    noise: Tensor | None = None  # standard deviation of an entry of the gradient's noise, one for each chain
     objective: Objective = QUADRATIC
 
+    @property
+    def rank(self) -> int:
+        """The number of singular values."""
+        return min(self.A.shape)
 
-Found = TypeVar("Found")
+    def loss(self, W: Tensor) -> Tensor:
+        """The loss of each chain."""
+        return self.objective.loss(W - self.A)
+
+
+class Move(NamedTuple):
+    """One step of a stack; `after` is the live weight, which the next step changes."""
+
+    t: int  # the number of the step
+    eta: float  # its learning rate
+    phi: float  # its decay
+    before: Tensor  # the weights that it started from
+    slope: Tensor  # the gradient there, without noise
+    after: Tensor  # the weights that it led to
+    momentum: Tensor  # the momentum after it
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step that was taken: its number, learning rate and decay, and the momentum after it."""
+class MuonRun:
+    """Muon under `eta0/(1 + t)` towards a target whose largest singular value is `sigma_max` radii `1/lambda`."""
 
-    t: int
-    eta: float
-    phi: float
-    momentum: Tensor
+    lam: float = 0.5
+    eta0: float = 1.8
+    sigma_max: float = 2.0
+    steps: int = 2000
+    chains: int = 4
+    start_std: float = 0.02
+    rules: Rules = TRUE_RULES
+
+    @cached_property
+    def etas(self) -> list[float]:
+        """The learning rates, after a check of every hypothesis that they must satisfy."""
+        etas = robbins_monro(self.steps, self.eta0)
+        check_schedule(etas, lam=self.lam).require()
+        return etas
+
+    def draw(self, chains: int, rows: int, columns: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A target with a spectrum close to Marchenko-Pastur, (m, n), and starts near zero, (chains, m, n)."""
+        A = gaussian((rows, columns), generator)
+        A = A * (self.sigma_max * muon_radius(self.lam) / spectral_norm(A))
+        return A, gaussian((chains, rows, columns), generator, std=self.start_std)
 
 
-class Watcher(Generic[Found]):
-    """Writes the gradients of one stack; a subclass keeps what it sees in `after` and reports it.
-
-    Attributes:
-        stack: The chains.
-        weight: Where they are.
-        slope: The gradient without noise at the latest step.
-    """
-
-    slope: Tensor
-
-    def __init__(self, stack: Stack) -> None:
-        self.stack, self.weight = stack, chain(stack.starts)
-
-    def before(self, generator: torch.Generator) -> None:
-        """Write the gradient of the next step."""
-        self.slope = self.stack.objective.slope(self.weight.detach() - self.stack.A)
-        written = gradient(self.weight).copy_(self.slope)
-        if self.stack.noise is not None:
-            written.add_(gaussian(written.shape, generator) * self.stack.noise[:, None, None])
-
-    def after(self, step: Step) -> None:
-        """Look at the weights after a step."""
-
-    def report(self) -> Found:
-        """What was seen."""
-        raise NotImplementedError
+Key = TypeVar("Key", bound=Hashable)
 
 
 def descend(
-    watchers: Mapping[str, Watcher[Found]], etas: Sequence[float], lam: float, rules: Rules, context: Context
-) -> dict[str, Found]:
-    """Run Muon on the stacks of all watchers as one program, and let each watch every step."""
+    stacks: Mapping[Key, Stack], setting: MuonRun, context: Context, *, part: tuple[float, float] = (0, 1)
+) -> Iterator[dict[Key, Move]]:
+    """Run Muon on all stacks as one program, and show every step of each."""
+    etas, rules, peak = setting.etas, setting.rules, max(setting.etas)
+    weights = {key: chain(stack.starts) for key, stack in stacks.items()}
     groups = [
-        {"params": [watcher.weight], "decay": rules[watcher.stack.rule], "momentum": watcher.stack.beta}
-        for watcher in watchers.values()
+        {"params": [weights[key]], "decay": rules[stack.rule], "momentum": stack.beta} for key, stack in stacks.items()
     ]
-    optimizer = muon(groups, peak=max(etas), lam=lam)
-    for t in march(optimizer, etas, context.progress):
-        for watcher in watchers.values():
-            watcher.before(context.generator)
+    optimizer = muon(groups, peak=peak, lam=setting.lam)
+    for t in march(optimizer, etas, context.progress, part=part):
+        before = {key: weight.detach().clone() for key, weight in weights.items()}
+        slopes = {key: stack.objective.slope(before[key] - stack.A) for key, stack in stacks.items()}
+        for key, stack in stacks.items():
+            written = gradient(weights[key]).copy_(slopes[key])
+            if stack.noise is not None:
+                written.add_(gaussian(written.shape, context.generator) * stack.noise[:, None, None])
         optimizer.step()
-        for watcher in watchers.values():
-            phi = float(decay_factor(rules[watcher.stack.rule], lam, etas[t], max(etas)))
-            watcher.after(Step(t, etas[t], phi, optimizer.state[watcher.weight]["momentum_buffer"]))
-    return {name: watcher.report() for name, watcher in watchers.items()}
+        moves = {}
+        for key, stack in stacks.items():
+            phi = float(decay_factor(rules[stack.rule], setting.lam, etas[t], peak))
+            after, momentum = weights[key].detach(), optimizer.state[weights[key]]["momentum_buffer"]
+            moves[key] = Move(t, etas[t], phi, before[key], slopes[key], after, momentum)
+        yield moves
 
 
-def harmonic(steps: int, *, gamma: float, t0: float) -> list[float]:
-    """The learning rates `gamma / (t + t0)`."""
-    return [gamma / (t + t0) for t in range(steps)]
-
-
-def robbins_monro(steps: int, eta0: float, lam: float) -> list[float]:
-    """The learning rates `eta0 / (1 + t)`, after a check of every hypothesis that they must satisfy."""
-    law = PowerLaw(eta0, 1.0)
+def robbins_monro(steps: int, eta0: float, p: float = 1.0) -> list[float]:
+    """The learning rates `eta0 (1 + t)^-p`, after a check that they add up to infinity and their squares do not."""
+    law = PowerLaw(eta0, p)
     law.require_robbins_monro()
-    etas = [law(t) for t in range(steps)]
-    check_schedule(etas, lam=lam).require()
-    return etas
+    return [law(t) for t in range(steps)]
 
 
 def remaining(etas: Sequence[float], lam: float) -> float:
@@ -228,12 +217,6 @@ def remaining(etas: Sequence[float], lam: float) -> float:
     for eta in etas:
         left *= 1.0 - eta * lam
     return left
-
-
-def target(rows: int, columns: int, sigma_max: float, generator: torch.Generator) -> Tensor:
-    """A Gaussian matrix, whose spectrum is close to Marchenko-Pastur, scaled to a largest singular value."""
-    A = gaussian((rows, columns), generator)
-    return A * (sigma_max / spectral_norm(A))
 
 
 def jitter_loss(r: int, eta: float, beta: float) -> float:
@@ -271,6 +254,11 @@ def farthest(values: Tensor, target: float) -> float:
 def gaussian(shape: Sequence[int], generator: torch.Generator, *, std: float = 1.0) -> Tensor:
     """Independent normal entries in float64."""
     return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def frobenius_norm(matrices: Tensor) -> Tensor:
+    """The root of the sum of squares of each matrix."""
+    return matrices.square().sum((-2, -1)).sqrt()
 
 
 def nuclear_norm(matrices: Tensor) -> Tensor:

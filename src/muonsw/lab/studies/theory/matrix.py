@@ -1,242 +1,179 @@
-"""Muon on the matrix quadratic `1/2 |W - A|_F^2`: the ball that constant decay cannot leave, and the target beyond."""
+"""Muon on the matrix quadratic `1/2 |W - A|_F^2`: the ball that constant decay cannot leave, and the target beyond.
+
+At the end: a claim about constant decay that the ball refutes, and fixed learning rates, where both rules are the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within_share
+from muonsw import theory
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs.curves import log_extremes
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
+    BOTH,
     CONSTANT,
-    POLAR_ERROR,
+    HOVERING,
+    POLAR,
     SCALED,
-    TRUE_RULES,
-    Rules,
+    Key,
+    MuonRun,
     Stack,
-    Step,
-    Watcher,
+    chain,
     descend,
     gaussian,
+    gradient,
     jitter_loss,
     log_spaced,
+    march,
+    muon,
     nuclear_norm,
     remaining,
-    robbins_monro,
+    sgd,
     spectral_norm,
-    target,
+    weighted_mean,
 )
-from muonsw.theory import clip_projection, muon_loss_floor, muon_norm_bounds, muon_radius, muon_separation
+from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.theory.hypotheses import require
 
 HYPOTHESES = ("lambda > 0", "eta lambda <= 1", "sum eta = infinity", "sum eta^2 < infinity")
 TRAPPED = "0 < eta lambda <= 1, sum eta = infinity"
 ROBBINS_MONRO = "sum eta = infinity, sum eta^2 < infinity, iterates bounded"
-POLAR = Tolerance(POLAR_ERROR, "the polar factor is exact to 2e-10")
-HOVERING = Tolerance(0.0, "steps of length eta_T make every direction hover by up to 2 eta_T/(1 - beta): an estimate")
 SVD = Tolerance(1e-12, "rounding of the SVD")
 
 
 @dataclass(frozen=True)
-class MatrixSettings:
-    """Targets of one shape under `eta0/(1 + t)`; singular values are in units of the radius `1/lambda`."""
+class MatrixSettings(MuonRun):
+    """Targets of one shape, inside and outside the ball; singular values are in units of the radius `1/lambda`."""
 
-    rows: int = 8
-    columns: int = 16
     lam: float = 0.1
     eta0: float = 9.0
-    sigma_max: float = 2.0
+    steps: int = 1200
+    rows: int = 8
+    columns: int = 16
     inside_sigma_max: float = 0.8
     outside_start: float = 3.0
     betas: tuple[float, ...] = (0.0, 0.5, 0.95)
-    steps: int = 1200
-    chains: int = 4
-    start_std: float = 0.02
-    rules: Rules = TRUE_RULES
 
 
 @dataclass(frozen=True)
-class MatrixFigureSettings:
+class MatrixFigureSettings(MuonRun):
     """The right panel of the convergence figure."""
 
-    rows: int = 32
-    columns: int = 64
     lam: float = 0.1
     eta0: float = 9.0
-    sigma_max: float = 2.0
-    beta: float = 0.9
     steps: int = 3000
     chains: int = 16
-    start_std: float = 0.02
+    rows: int = 32
+    columns: int = 64
+    beta: float = 0.9
     bins: int = 120
-    rules: Rules = TRUE_RULES
 
 
-@dataclass(frozen=True)
+@dataclass
 class Seen:
-    """What was seen of one stack of chains.
+    """What was seen of one stack of chains."""
 
-    Attributes:
-        losses: After each step, and before the first, (steps + 1, chains).
-        radius_excess: The largest `|W_t|_op / bound_t - 1` over all steps, against `muon_norm_bounds`.
-        separation: The smallest `|W_t - A|_op` over about 50 log-spaced steps.
-    """
-
-    losses: Tensor
-    radius_excess: float
-    separation: float
+    losses: Tensor  # before the first step and after each, (steps + 1, chains)
+    radius_excess: float = -1.0  # of constant decay: the largest `|W_t|_op / bound_t - 1` over all steps
+    separation: float = torch.inf  # the smallest `|W_t - A|_op` over about 50 log-spaced steps
 
 
-class BallWatcher(Watcher[Seen]):
-    """Follows losses, and how near a stack comes to the edge of its ball and to its target."""
-
-    def __init__(self, stack: Stack, etas: Sequence[float], lam: float) -> None:
-        super().__init__(stack)
-        self.bounds = muon_norm_bounds(float(spectral_norm(stack.starts).max()), etas, lam=lam)
-        self.looks = set(log_spaced(len(etas), 50))
-        self.losses = [self._loss()]
-        self.excess, self.separation = -1.0, torch.inf
-
-    def _loss(self) -> Tensor:
-        return self.stack.objective.loss(self.weight.detach() - self.stack.A)
-
-    def after(self, step: Step) -> None:
-        """Look at the weights after a step."""
-        self.losses.append(self._loss())
-        if self.stack.rule == CONSTANT:
-            largest = float(spectral_norm(self.weight.detach()).max())
-            self.excess = max(self.excess, largest / self.bounds[step.t + 1] - 1.0)
-        if step.t + 1 in self.looks:
-            distance = float(spectral_norm(self.weight.detach() - self.stack.A).min())
-            self.separation = min(self.separation, distance)
-
-    def report(self) -> Seen:
-        """What was seen."""
-        return Seen(torch.stack(self.losses), self.excess, self.separation)
-
-
-def watch(
-    stacks: Mapping[str, Stack], etas: Sequence[float], lam: float, rules: Rules, context: Context
-) -> dict[str, Seen]:
-    """Run the stacks together."""
-    watchers = {name: BallWatcher(stack, etas, lam) for name, stack in stacks.items()}
-    return descend(watchers, etas, lam, rules, context)
-
-
-def both_rules(prefix: str, beta: float, A: Tensor, starts: Tensor) -> dict[str, Stack]:
-    """The same starts under constant and under scaled decay."""
-    return {f"{prefix}{rule}": Stack(rule, beta, A, starts) for rule in (CONSTANT, SCALED)}
+def watch(stacks: Mapping[Key, Stack], setting: MuonRun, context: Context) -> dict[Key, Seen]:
+    """Run the stacks together; follow their losses, the edge of their ball, and how near they come to the target."""
+    etas, seen, bounds = setting.etas, dict[Key, Seen](), dict[Key, list[float]]()
+    looks = set(log_spaced(len(etas), 50))
+    for key, stack in stacks.items():
+        seen[key] = Seen(stack.starts.new_empty(len(etas) + 1, len(stack.starts)))
+        seen[key].losses[0] = stack.loss(stack.starts)
+        bounds[key] = theory.muon_norm_bounds(float(spectral_norm(stack.starts).max()), etas, lam=setting.lam)
+    for moves in descend(stacks, setting, context):
+        for key, move in moves.items():
+            stack, one, step = stacks[key], seen[key], move.t + 1
+            one.losses[step] = stack.loss(move.after)
+            if stack.rule == CONSTANT:
+                largest = float(spectral_norm(move.after).max())
+                one.radius_excess = max(one.radius_excess, largest / bounds[key][step] - 1.0)
+            if step in looks:
+                one.separation = min(one.separation, float(spectral_norm(move.after - stack.A).min()))
+    return seen
 
 
 def run_matrix(setting: MatrixSettings, context: Context) -> Evidence:
     """Several momenta, a target inside the radius, and a start outside it, all in one program."""
-    s, etas = setting, robbins_monro(setting.steps, setting.eta0, setting.lam)
-    radius = muon_radius(s.lam)
-    shape = (s.chains, s.rows, s.columns)
-    A = target(s.rows, s.columns, s.sigma_max * radius, context.generator)
+    s, radius = setting, theory.muon_radius(setting.lam)
+    A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
     inside = A * (s.inside_sigma_max / s.sigma_max)
-    starts = gaussian(shape, context.generator, std=s.start_std)
-    far = gaussian(shape, context.generator)
+    far = gaussian(starts.shape, context.generator)
     far = far * (s.outside_start * radius / spectral_norm(far)[:, None, None])
-    stacks = {"outside": Stack(CONSTANT, s.betas[-1], A, far), **both_rules("inside/", s.betas[0], inside, starts)}
+    stacks = {("outside", CONSTANT): Stack(CONSTANT, s.betas[-1], A, far)}
+    stacks |= {("inside", rule): Stack(rule, s.betas[0], inside, starts) for rule in BOTH}
+    stacks |= {(f"{beta:g}", rule): Stack(rule, beta, A, starts) for beta in s.betas for rule in BOTH}
+    seen = watch(stacks, s, context)
+    claims = [radius_claim(seen.values(), "from every start and for every momentum")]
     for beta in s.betas:
-        stacks |= both_rules(f"{beta:g}/", beta, A, starts)
-    seen = watch(stacks, etas, s.lam, s.rules, context)
-    claims = [radius_claim("radius", seen, "from every start and for every momentum")]
-    for beta in s.betas:
-        both = {rule: seen[f"{beta:g}/{rule}"] for rule in (CONSTANT, SCALED)}
-        claims += limit_claims(f"-beta{beta:g}", both, A, etas, s.lam, beta)
-    claims += inside_claims(setting, {rule: seen[f"inside/{rule}"] for rule in (CONSTANT, SCALED)}, etas)
+        claims += limit_claims(f"-beta{beta:g}", {rule: seen[f"{beta:g}", rule] for rule in BOTH}, A, beta, s)
+    claims += [inside_claim(rule, seen["inside", rule], s) for rule in BOTH]
     return Evidence(claims + projection_claims(A, radius, context.generator))
 
 
 def run_matrix_figure(setting: MatrixFigureSettings, context: Context) -> Evidence:
-    """Many starts at one momentum; losses are kept for the right panel."""
-    s, etas = setting, robbins_monro(setting.steps, setting.eta0, setting.lam)
-    A = target(s.rows, s.columns, s.sigma_max * muon_radius(s.lam), context.generator)
-    starts = gaussian((s.chains, s.rows, s.columns), context.generator, std=s.start_std)
-    seen = watch(both_rules("", s.beta, A, starts), etas, s.lam, s.rules, context)
-    claims = [radius_claim("radius", seen, "at every step"), *below_claims(seen[CONSTANT], A, s.lam)]
-    claims += limit_claims("", seen, A, etas, s.lam, s.beta)
+    """Many starts at one momentum; losses are kept for the right panel, thinned to the extremes of bins of steps."""
+    s = setting
+    A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
+    seen = watch({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, context)
+    claims = [radius_claim(seen.values(), "at every step"), *below_claims(seen[CONSTANT], A, s.lam)]
+    claims += limit_claims("", seen, A, s.beta, s)
     initial = float(seen[CONSTANT].losses[0].mean())
-    floor = muon_loss_floor(torch.linalg.svdvals(A), lam=s.lam) / initial
-    return Evidence(claims, [panel_series(rule, seen[rule], initial, floor, s.bins) for rule in seen])
+    levels = {CONSTANT: theory.muon_loss_floor(torch.linalg.svdvals(A), lam=s.lam) / initial}
+    curves = {rule: log_extremes(stack.losses.T / initial, s.bins) for rule, stack in seen.items()}
+    return Evidence(claims, [Series(f"matrix/{rule}", rule, *curves[rule], levels.get(rule)) for rule in curves])
 
 
-def panel_series(rule: str, seen: Seen, initial: float, floor: float, bins: int) -> Series:
-    """Normalized losses over 1 + t, thinned to the extremes of each bin of steps."""
-    steps, values = log_extremes(seen.losses.T / initial, bins)
-    return Series(f"matrix/{rule}", rule, steps, values, floor if rule == CONSTANT else None)
-
-
-def radius_claim(name: str, seen: Mapping[str, Seen], where: str) -> Claim:
+def radius_claim(seen: Iterable[Seen], where: str) -> Claim:
     """The bound of the proof, at every step of every constant-decay chain."""
-    return at_most(
-        name,
-        f"constant decay keeps |W_t|_op under 1/lambda + (|W_0| - 1/lambda)_+ prod(1 - eta lambda), {where}",
-        Stated("Proposition 3.2", TRAPPED),
-        1.0 + max(stack.radius_excess for stack in seen.values()),
-        1.0,
-        POLAR,
-    )
+    bound = "1/lambda + (|W_0| - 1/lambda)_+ prod(1 - eta lambda)"
+    statement, largest = f"constant decay keeps |W_t|_op under {bound}, {where}", max(one.radius_excess for one in seen)
+    return at_most("radius", statement, Stated("Proposition 3.2", TRAPPED), 1.0 + largest, 1.0, POLAR)
 
 
 def below_claims(seen: Seen, A: Tensor, lam: float) -> list[Claim]:
     """Bounds that hold from the first step on, as the starts are inside the ball."""
-    sigmas = torch.linalg.svdvals(A)
+    sigmas, lowest = torch.linalg.svdvals(A), float(seen.losses.min())
+    distance, floor = theory.muon_separation(float(sigmas[0]), lam=lam), theory.muon_loss_floor(sigmas, lam=lam)
+    outside = Stated("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball")
+    started = Stated("Proposition 3.2", f"{TRAPPED}, start inside the ball")
+    apart = "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda"
+    stays = "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2"
     return [
-        at_least(
-            "separation",
-            "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda",
-            Stated("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball"),
-            seen.separation,
-            muon_separation(float(sigmas[0]), lam=lam),
-            POLAR,
-        ),
-        at_least(
-            "floor-from-above",
-            "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2",
-            Stated("Proposition 3.2", f"{TRAPPED}, start inside the ball"),
-            float(seen.losses.min()),
-            muon_loss_floor(sigmas, lam=lam),
-            POLAR,
-        ),
+        at_least("separation", apart, outside, seen.separation, distance, POLAR),
+        at_least("floor-from-above", stays, started, lowest, floor, POLAR),
     ]
 
 
-def limit_claims(
-    suffix: str, seen: Mapping[str, Seen], A: Tensor, etas: Sequence[float], lam: float, beta: float
-) -> list[Claim]:
+def limit_claims(suffix: str, seen: Mapping[str, Seen], A: Tensor, beta: float, setting: MuonRun) -> list[Claim]:
     """Constant decay ends on its floor, scaled decay passes through it."""
-    sigmas = torch.linalg.svdvals(A)
-    floor, excess = muon_loss_floor(sigmas, lam=lam), floor_excess(sigmas, etas, lam)
-    initial = float(seen[SCALED].losses[0].mean())
+    etas, lam, sigmas = setting.etas, setting.lam, torch.linalg.svdvals(A)
+    floor, initial = theory.muon_loss_floor(sigmas, lam=lam), float(seen[SCALED].losses[0].mean())
+    excess, hovering = floor_excess(sigmas, etas, lam), jitter_loss(min(A.shape), etas[-1], beta) / initial
+    constant, scaled = (float(seen[rule].losses[-1].max()) for rule in BOTH)
+    proposition = Stated("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda")
+    corollary = Stated("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO)
+    stops = f"with beta {beta:g} constant decay comes down to its floor (loss over floor, worst chain)"
+    falls = f"with beta {beta:g} scaled decay drives the loss to zero (over the initial one, worst chain)"
+    below = "the proposition bounds the loss from below; that it is met is seen here, on this objective"
+    last = "the corollary promises a subsequence; the finite run shows the loss of its last step"
+    tenth = "a tenth of the excess that prod(1 - eta lambda) still leaves: the starts are not exactly zero"
+    near, met = Tolerance(0.1 * excess / floor, tenth), 1.0 + excess / floor
     return [
-        within_share(
-            f"floor-met{suffix}",
-            f"with beta {beta:g} constant decay comes down to its floor (loss over floor, worst chain)",
-            Stated("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda"),
-            float(seen[CONSTANT].losses[-1].max()) / floor,
-            1.0 + excess / floor,
-            Tolerance(
-                0.1 * excess / floor,
-                "a tenth of the excess that prod(1 - eta lambda) still leaves: the starts are not exactly zero",
-            ),
-            limits="the proposition bounds the loss from below; that it is met is seen here, on this objective",
-        ),
-        at_most(
-            f"scaled-to-zero{suffix}",
-            f"with beta {beta:g} scaled decay drives the loss to zero (over the initial one, worst chain)",
-            Stated("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO),
-            float(seen[SCALED].losses[-1].max()) / initial,
-            jitter_loss(min(A.shape), etas[-1], beta) / initial,
-            HOVERING,
-            limits="the corollary promises a subsequence; the finite run shows the loss of its last step",
-        ),
+        within_share(f"floor-met{suffix}", stops, proposition, constant / floor, met, near, limits=below),
+        at_most(f"scaled-to-zero{suffix}", falls, corollary, scaled / initial, hovering, HOVERING, limits=last),
     ]
 
 
@@ -251,54 +188,33 @@ def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> 
     return float((outside * missing + (outside > 0) * missing**2 / 2.0).sum())
 
 
-def inside_claims(setting: MatrixSettings, seen: Mapping[str, Seen], etas: Sequence[float]) -> list[Claim]:
+def inside_claim(rule: str, seen: Seen, setting: MatrixSettings) -> Claim:
     """A target inside the ball is reached by both rules."""
-    s = setting
-    return [
-        at_most(
-            f"inside-{rule}",
-            f"a target with all singular values under 1/lambda is reached with {rule} decay too",
-            Stated("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda"),
-            float(stack.losses[-1].max() / stack.losses[0].mean()),
-            jitter_loss(min(s.rows, s.columns), etas[-1], s.betas[0]) / float(stack.losses[0].mean()),
-            HOVERING,
-        )
-        for rule, stack in seen.items()
-    ]
+    s, initial = setting, seen.losses[0].mean()
+    reached = f"a target with all singular values under 1/lambda is reached with {rule} decay too"
+    case = Stated("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
+    bound = jitter_loss(min(s.rows, s.columns), s.etas[-1], s.betas[0]) / float(initial)
+    return at_most(f"inside-{rule}", reached, case, float(seen.losses[-1].max() / initial), bound, HOVERING)
 
 
 def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> list[Claim]:
     """Clipping singular values is the projection onto the ball; certified by duality, and by rivals."""
-    P = clip_projection(A, radius)
+    P = theory.clip_projection(A, radius)
     D = A - P
     rivals = gaussian((1000, *A.shape), generator, std=1e-3 * radius) + P
-    rivals = clip_projection(rivals, radius)
+    rivals = theory.clip_projection(rivals, radius)
+    distance, nearest = float(D.square().sum()), float((rivals - A).square().sum((-2, -1)).min())
+    floor = 2.0 * theory.muon_loss_floor(torch.linalg.svdvals(A), lam=1.0 / radius)
+    attained, most = float((D * P).sum()), radius * float(nuclear_norm(D))
     proof = Stated("proof of Proposition 3.2", "rho >= 0")
+    away = "the clipped matrix is sum (sigma_i - rho)_+^2 away from A"
+    optimal = "no matrix of the ball is nearer: max over the ball of <A - P, W> is attained at W = P"
+    farther = "a thousand random matrices of the ball near it are all farther from A"
+    equal = Tolerance(1e-12, "rounding of the SVD; equality certifies the projection")
     return [
-        within_share(
-            "clip-distance",
-            "the clipped matrix is sum (sigma_i - rho)_+^2 away from A",
-            proof,
-            float(D.square().sum()),
-            2.0 * muon_loss_floor(torch.linalg.svdvals(A), lam=1.0 / radius),
-            SVD,
-        ),
-        within_share(
-            "clip-optimal",
-            "no matrix of the ball is nearer: max over the ball of <A - P, W> is attained at W = P",
-            proof,
-            float((D * P).sum()),
-            radius * float(nuclear_norm(D)),
-            Tolerance(1e-12, "rounding of the SVD; equality certifies the projection"),
-        ),
-        at_least(
-            "clip-rivals",
-            "a thousand random matrices of the ball near it are all farther from A",
-            proof,
-            float((rivals - A).square().sum((-2, -1)).min()),
-            float(D.square().sum()),
-            SVD,
-        ),
+        within_share("clip-distance", away, proof, distance, floor, SVD),
+        within_share("clip-optimal", optimal, proof, attained, most, equal),
+        at_least("clip-rivals", farther, proof, nearest, distance, SVD),
     ]
 
 
@@ -317,4 +233,110 @@ MATRIX_FIGURE = Experiment(
     settings=MatrixFigureSettings(),
     function=run_matrix_figure,
     cost=45.0,
+)
+
+
+REMARK = Stated(
+    "remark after Proposition 3.2 (Sato et al., Lemma C.1 and Theorem C.1, as the paper reports them)",
+    "lambda < 1, sigma_max(A) > 1/lambda, eta lambda <= 1, sum eta = infinity",
+)
+
+
+@dataclass(frozen=True)
+class FixedRateSettings(MuonRun):
+    """A fixed learning rate for both optimizers, and a target of twice the radius for the counterexample."""
+
+    rows: int = 8
+    columns: int = 16
+    eta: float = 0.02
+    beta: float = 0.9
+    fixed_steps: int = 500
+
+
+def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
+    """The same chains under both rules at one learning rate, then the counterexample under a decaying one."""
+    s = setting
+    require("lambda < 1", s.lam < 1.0, lam=s.lam)
+    theory.check_schedule([s.eta], a=1.0, lam=s.lam).require()
+    A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
+    full, half = (Stated("end of section 3.3", f"eta = {peak} at every step") for peak in ("eta_max", "eta_max/2"))
+    same = "at a fixed learning rate both rules give the same bits ({}, largest difference)"
+    rescaled = "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)"
+    exact, rounding = Tolerance(0.0, "eta/eta_max is exactly 1"), Tolerance(1e-12, "rounding")
+    sgd_gap = fixed_gap(s, sgd, A, starts, context, peak_factor=1.0, part=(0.0, 0.05))
+    muon_gap = fixed_gap(s, muon, A, starts, context, peak_factor=1.0, part=(0.05, 0.15))
+    rescaled_gap = fixed_gap(s, muon, A, starts, context, peak_factor=2.0, part=(0.15, 0.25))
+    claims = [
+        within("fixed-rate-sgd", same.format("sgd"), full, sgd_gap, 0.0, exact),
+        within("fixed-rate-muon", same.format("muon"), full, muon_gap, 0.0, exact),
+        within("fixed-rate-rescaled", rescaled, half, rescaled_gap, 0.0, rounding),
+    ]
+    return Evidence([*claims, *counterexample(s, A, starts, context)])
+
+
+def fixed_gap(
+    setting: FixedRateSettings,
+    build: Callable[..., ScaledDecayOptimizer],
+    A: Tensor,
+    starts: Tensor,
+    context: Context,
+    *,
+    peak_factor: float,
+    part: tuple[float, float],
+) -> float:
+    """How far the rules are apart after a run at a fixed rate.
+
+    The peak is a multiple of that rate; scaled decay gets as much more lambda.
+    """
+    s = setting
+    weights, lams = {rule: chain(starts) for rule in BOTH}, {CONSTANT: s.lam, SCALED: peak_factor * s.lam}
+    groups = [
+        {"params": [w], "decay": s.rules[rule], "weight_decay": lams[rule], "momentum": s.beta}
+        for rule, w in weights.items()
+    ]
+    optimizer = build(groups, peak=peak_factor * s.eta, lam=s.lam)
+    for _ in march(optimizer, [s.eta] * s.fixed_steps, context.progress, part=part):
+        for w in weights.values():
+            torch.sub(w, A, out=gradient(w))
+        optimizer.step()
+    return float((weights[CONSTANT].detach() - weights[SCALED].detach()).abs().max())
+
+
+def counterexample(setting: FixedRateSettings, A: Tensor, starts: Tensor, context: Context) -> list[Claim]:
+    """Constant decay fills the ball of radius 1/lambda, and its gradient stays: what the refuted claim needs, fails."""
+    s, half, radius = setting, setting.steps // 2, theory.muon_radius(setting.lam)
+    stacks, largest = {rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, 0.0
+    nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
+    for moves in descend(stacks, s, context, part=(0.25, 1.0)):
+        for rule, move in moves.items():
+            nuclear[rule].append(nuclear_norm(move.slope))
+        largest = max(largest, float(spectral_norm(moves[CONSTANT].after).max()))
+    means = {rule: weighted_mean(torch.stack(norms), s.etas, start=half) for rule, norms in nuclear.items()}
+    missing = 2.0 * remaining(s.etas, s.lam) + POLAR.size
+    hover = 2.0 * s.rows / (1.0 - s.beta) * sum(e**2 for e in s.etas[half:]) / sum(s.etas[half:])
+    trapped = float((torch.linalg.svdvals(A) - radius).clamp(min=0.0).sum())
+    theorem = Stated("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity")
+    grows = "|W_t|_op under constant decay grows to 1/lambda; it is not bounded by 1"
+    falls = "so the coefficient 1 - lambda |W_t|_op, which a descent argument needs positive, falls to zero"
+    stays = "the eta-weighted nuclear norm of the gradient stays at sum (sigma_i(A) - 1/lambda)_+ or more"
+    vanishes = "on the same problem scaled decay brings it down to the size of a step"
+    radius_left = Tolerance(missing, "prod(1 - eta lambda) of the radius is still missing, up to the start")
+    left = Tolerance(missing, "prod(1 - eta lambda) is still missing, up to the start")
+    inside = Tolerance(POLAR.size, "inside the ball |A - W|_* cannot be less")
+    estimate = Tolerance(0.0, "each of r directions hovers by up to 2 eta/(1 - beta): an estimate")
+    return [
+        within_share("refuted-norm-bound", grows, REMARK, largest, radius, radius_left),
+        within("refuted-descent", falls, REMARK, 1.0 - s.lam * largest, 0.0, left),
+        at_least("refuted-stationarity", stays, REMARK, float(means[CONSTANT].min()), trapped, inside),
+        at_most("scaled-stationarity", vanishes, theorem, float(means[SCALED].max()), hover, estimate),
+    ]
+
+
+FIXED_RATE = Experiment(
+    name="fixed-rate",
+    title="a fixed learning rate, where the rules coincide; and the counterexample to Sato et al.",
+    hypotheses=("0 < lambda < 1", "eta <= 1/(1 + lambda)", "eta lambda <= 1", "sum eta = infinity"),
+    settings=FixedRateSettings(),
+    function=run_fixed_rate,
+    cost=6.0,
 )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from muonsw import theory
 from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_most, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
+    BOTH,
     CONSTANT,
     SCALED,
     TRUE_RULES,
@@ -21,18 +23,10 @@ from muonsw.lab.studies.theory.chains import (
     farthest,
     gaussian,
     gradient,
-    harmonic,
     log_spaced,
     march,
+    robbins_monro,
     sgd,
-)
-from muonsw.theory import (
-    PowerLaw,
-    check_schedule,
-    constant_decay_fixed_point,
-    constant_decay_loss_gap,
-    frozen_point,
-    scaled_decay_error,
 )
 
 Number = TypeVar("Number", float, Tensor)
@@ -45,22 +39,24 @@ ROUNDING = Tolerance(1e-11, "rounding: each step adds an ulp of w, and the contr
 
 @dataclass(frozen=True)
 class Quadratic:
-    """The objective `a/2 (w - c)^2`, the decay, and which rule stands behind which name."""
+    """The objective `a/2 (w - c)^2`, the decay, and chains that start near zero."""
 
     a: float = 1.0
     c: float = 1.0
     lam: float = 0.1
     rules: Rules = TRUE_RULES
+    chains: int = 100
+    start_std: float = 0.02
 
     @property
     def fixed_point(self) -> float:
         """Where constant decay settles."""
-        return constant_decay_fixed_point(a=self.a, c=self.c, lam=self.lam)
+        return theory.constant_decay_fixed_point(a=self.a, c=self.c, lam=self.lam)
 
     @property
     def gap(self) -> float:
         """The loss that constant decay settles at."""
-        return constant_decay_loss_gap(a=self.a, c=self.c, lam=self.lam)
+        return theory.constant_decay_loss_gap(a=self.a, c=self.c, lam=self.lam)
 
     def loss(self, w: Tensor) -> Tensor:
         """The objective."""
@@ -68,7 +64,11 @@ class Quadratic:
 
     def frozen(self, w0: Number, etas: Sequence[float]) -> Number:
         """Where constant decay stands after all steps."""
-        return frozen_point(w0, etas, a=self.a, c=self.c, lam=self.lam)
+        return theory.frozen_point(w0, etas, a=self.a, c=self.c, lam=self.lam)
+
+    def starts(self, generator: torch.Generator) -> Tensor:
+        """Where the chains start."""
+        return gaussian((self.chains,), generator, std=self.start_std)
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,6 @@ class ScalarSettings(Quadratic):
     gamma: float = 2.0
     t0: float = 4.0
     steps: int = 30_000
-    chains: int = 100
-    start_std: float = 0.02
     freeze_eta0: float = 0.5
     freeze_exponents: tuple[float, ...] = (1.5, 2.0)
     freeze_steps: int = 5_000
@@ -91,26 +89,27 @@ class ScalarFigureSettings(Quadratic):
 
     eta0: float = 0.9
     steps: int = 100_000
-    chains: int = 100
-    start_std: float = 0.02
     points: int = 150
 
 
 def descend(
-    starts: dict[str, Tensor],
+    starts: Mapping[str, Tensor],
     etas: Sequence[float],
     setting: Quadratic,
     context: Context,
     *,
     part: tuple[float, float] = (0.0, 1.0),
-    keep: Sequence[int] = (),
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Run all chains of both rules; return where they end and where they were after the steps in `keep`."""
+    keep: Collection[int] = (),
+) -> dict[str, Tensor]:
+    """Run all chains under each rule; return where they are after the steps in `keep` and after the last.
+
+    The shape is (chains, kept steps).
+    """
     weights = {name: chain(start) for name, start in starts.items()}
     groups = [{"params": [w], "decay": setting.rules[name]} for name, w in weights.items()]
     optimizer = sgd(groups, peak=max(etas), lam=setting.lam)
-    wanted = set(keep)
-    kept = {name: [start.clone()] if 0 in wanted else list[Tensor]() for name, start in starts.items()}
+    wanted = {*keep, len(etas)}
+    kept = {name: [start] if 0 in wanted else [] for name, start in starts.items()}
     for t in march(optimizer, etas, context.progress, part=part):
         for w in weights.values():
             torch.sub(w, setting.c, out=gradient(w)).mul_(setting.a)
@@ -118,136 +117,89 @@ def descend(
         if t + 1 in wanted:
             for name, w in weights.items():
                 kept[name].append(w.detach().clone())
-    ends = {name: w.detach() for name, w in weights.items()}
-    return ends, {name: torch.stack(seen, 1) for name, seen in kept.items() if seen}
+    return {name: torch.stack(seen, 1) for name, seen in kept.items()}
 
 
 def run_scalar(setting: ScalarSettings, context: Context) -> Evidence:
     """Both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
     s = setting
-    etas = harmonic(s.steps, gamma=s.gamma, t0=s.t0)
-    check_schedule(etas, a=s.a, lam=s.lam).require()
-    starts = gaussian((s.chains,), context.generator, std=s.start_std)
-    error = scaled_decay_error(s.steps, a=s.a, c=s.c, lam=s.lam, gamma=s.gamma, t0=s.t0)
-    ends, _ = descend({CONSTANT: starts, SCALED: starts}, etas, s, context, part=(0.0, 0.9))
+    etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
+    theory.check_schedule(etas, a=s.a, lam=s.lam).require()
+    starts = s.starts(context.generator)
+    error = theory.scaled_decay_error(s.steps, a=s.a, c=s.c, lam=s.lam, gamma=s.gamma, t0=s.t0)
+    seen = descend(dict.fromkeys(BOTH, starts), etas, s, context, part=(0.0, 0.9))
+    ends = {rule: w[:, -1] for rule, w in seen.items()}
+    settled, gap = farthest(ends[CONSTANT], s.fixed_point), farthest(s.loss(ends[CONSTANT]), s.gap)
+    left = farthest(s.c - ends[SCALED], error)
+    corollary = Stated("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1")
+    settles = "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c"
+    costs = "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum"
+    arrives = "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))"
+    limits = "a finite run shows the rate at which the error falls, not its limit"
+    start = Tolerance(1e-6, "the start is forgotten like (t0/T)^(gamma (a + lambda)), 3e-9 here")
+    squared = "an error of 1e-6 in w counts (a + lambda)/lambda times in w - c and twice in its square"
+    doubled = Tolerance(2e-6 * (s.a + s.lam) / s.lam, squared)
+    leading = Tolerance(0.01, "terms of relative order t0/T, and the start, forgotten like (t0/T)^(a gamma - 1)")
     claims = [
-        within_share(
-            "constant-fixed-point",
-            "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c",
-            PROPOSITION,
-            farthest(ends[CONSTANT], s.fixed_point),
-            s.fixed_point,
-            Tolerance(1e-6, "the start is forgotten like (t0/T)^(gamma (a + lambda)), 3e-9 here"),
-        ),
-        within_share(
-            "constant-loss-gap",
-            "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum",
-            PROPOSITION,
-            farthest(s.loss(ends[CONSTANT]), s.gap),
-            s.gap,
-            Tolerance(
-                2e-6 * (s.a + s.lam) / s.lam,
-                "an error of 1e-6 in w counts (a + lambda)/lambda times in w - c and twice in its square",
-            ),
-        ),
-        within_share(
-            "scaled-error",
-            "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))",
-            Stated("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1"),
-            farthest(s.c - ends[SCALED], error),
-            error,
-            Tolerance(0.01, "terms of relative order t0/T, and the start, forgotten like (t0/T)^(a gamma - 1)"),
-            limits="a finite run shows the rate at which the error falls, not its limit",
-        ),
+        within_share("constant-fixed-point", settles, PROPOSITION, settled, s.fixed_point, start),
+        within_share("constant-loss-gap", costs, PROPOSITION, gap, s.gap, doubled),
+        within_share("scaled-error", arrives, corollary, left, error, leading, limits=limits),
     ]
-    return Evidence(claims + freeze(setting, starts, context))
-
-
-def freeze(setting: ScalarSettings, starts: Tensor, context: Context) -> list[Claim]:
-    """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of all steps is finite, so w stops on its way."""
-    s, claims = setting, []
     share = 0.1 / len(s.freeze_exponents)
     for number, p in enumerate(s.freeze_exponents):
-        law = PowerLaw(s.freeze_eta0, p)
-        etas = [law(t) for t in range(s.freeze_steps)]
-        left = s.frozen(s.fixed_point + 1.0, etas) - s.fixed_point
-        tuned = starts.new_tensor([s.fixed_point + (s.c - s.fixed_point) / left])
-        begin = torch.cat([starts, tuned])
-        part = (0.9 + number * share, 0.9 + (number + 1) * share)
-        end = descend({CONSTANT: begin}, etas, s, context, part=part)[0][CONSTANT]
-        expected = s.frozen(begin, etas)
-        worst = int((end - expected)[:-1].abs().argmax())
-        claims += [
-            within_share(
-                f"freeze-p{p:g}",
-                f"with eta ~ t^-{p:g} the iterate freezes at wbar + (w0 - wbar) prod(1 - eta (a + lambda))",
-                Stated(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)"),
-                float(end[worst]),
-                float(expected[worst]),
-                ROUNDING,
-            ),
-            within_share(
-                f"tuned-start-p{p:g}",
-                "one finely tuned start lands on the minimizer all the same",
-                Stated(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))"),
-                float(end[-1]),
-                s.c,
-                ROUNDING,
-            ),
-        ]
-    return claims
+        claims += freeze_claims(s, p, starts, context, part=(0.9 + number * share, 0.9 + (number + 1) * share))
+    return Evidence(claims)
+
+
+def freeze_claims(
+    setting: ScalarSettings, p: float, starts: Tensor, context: Context, *, part: tuple[float, float]
+) -> list[Claim]:
+    """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of all steps is finite, so w stops on its way."""
+    s, law = setting, theory.PowerLaw(setting.freeze_eta0, p)
+    etas = [law(t) for t in range(s.freeze_steps)]
+    left = s.frozen(s.fixed_point + 1.0, etas) - s.fixed_point
+    tuned = starts.new_tensor([s.fixed_point + (s.c - s.fixed_point) / left])
+    begin = torch.cat([starts, tuned])
+    end = descend({CONSTANT: begin}, etas, s, context, part=part)[CONSTANT][:, -1]
+    expected = s.frozen(begin, etas)
+    worst = int((end - expected)[:-1].abs().argmax())
+    finite = Stated(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)")
+    lucky = Stated(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))")
+    freezes = f"with eta ~ t^-{p:g} the iterate freezes at wbar + (w0 - wbar) prod(1 - eta (a + lambda))"
+    lands = "one finely tuned start lands on the minimizer all the same"
+    return [
+        within_share(f"freeze-p{p:g}", freezes, finite, float(end[worst]), float(expected[worst]), ROUNDING),
+        within_share(f"tuned-start-p{p:g}", lands, lucky, float(end[-1]), s.c, ROUNDING),
+    ]
 
 
 def run_scalar_figure(setting: ScalarFigureSettings, context: Context) -> Evidence:
     """The schedule of the figure, whose constant-decay chains flatten at the gap while the others fall on."""
-    s = setting
-    law = PowerLaw(s.eta0, 1.0)
-    law.require_robbins_monro()
-    etas = [law(t) for t in range(s.steps)]
-    check_schedule(etas, a=s.a, lam=s.lam).require()
-    starts = gaussian((s.chains,), context.generator, std=s.start_std)
+    s, etas = setting, robbins_monro(setting.steps, setting.eta0)
+    theory.check_schedule(etas, a=s.a, lam=s.lam).require()
+    starts = s.starts(context.generator)
     steps = [0, *log_spaced(s.steps, s.points)]
-    _, seen = descend({CONSTANT: starts, SCALED: starts}, etas, s, context, keep=steps)
-    losses = {name: s.loss(w) for name, w in seen.items()}
-    initial = float(s.loss(starts).mean())
-    claims = figure_claims(setting, etas, starts, {name: loss[:, -1] for name, loss in losses.items()}, initial)
-    levels = {CONSTANT: s.gap / initial}
-    series = [
-        Series(f"scalar/{name}", name, [1 + t for t in steps], (loss / initial).tolist(), levels.get(name))
-        for name, loss in losses.items()
+    seen = descend(dict.fromkeys(BOTH, starts), etas, s, context, keep=steps)
+    initial, losses = float(s.loss(starts).mean()), {rule: s.loss(w) for rule, w in seen.items()}
+    gap, bound = s.gap / initial, s.a / 2.0 * error_bound(s, etas, starts) ** 2 / initial
+    flat, lowest = farthest(losses[CONSTANT][:, -1] / initial, gap), float(losses[SCALED][:, -1].max()) / initial
+    forgotten = 2.0 * float((s.frozen(starts, etas) - s.fixed_point).abs().max()) / abs(s.c - s.fixed_point)
+    left = Stated("Figure 2 (left), Proposition 3.1", STOPS)
+    corollary = Stated("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity")
+    flattens = "left panel: constant decay flattens at its loss gap"
+    falls = "left panel: scaled decay drives the loss towards zero"
+    limits = "the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run"
+    start = "what the product of 1 - eta (a + lambda) leaves of the start, counted twice in the square"
+    worst = Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start")
+    claims = [
+        within_share("figure-constant", flattens, left, flat, gap, Tolerance(1.01 * forgotten + 1e-9, start)),
+        at_most("figure-scaled", falls, corollary, lowest, bound, worst, limits=limits),
     ]
-    return Evidence(claims, series)
-
-
-def figure_claims(
-    setting: ScalarFigureSettings, etas: Sequence[float], starts: Tensor, ends: dict[str, Tensor], initial: float
-) -> list[Claim]:
-    """Where the curves of the left panel end."""
-    s = setting
-    left = s.frozen(starts, etas) - s.fixed_point
-    forgotten = 2.0 * float(left.abs().max()) / abs(s.c - s.fixed_point)
-    return [
-        within_share(
-            "figure-constant",
-            "left panel: constant decay flattens at its loss gap",
-            Stated("Figure 2 (left), Proposition 3.1", STOPS),
-            farthest(ends[CONSTANT] / initial, s.gap / initial),
-            s.gap / initial,
-            Tolerance(
-                1.01 * forgotten + 1e-9,
-                "what the product of 1 - eta (a + lambda) leaves of the start, counted twice in the square",
-            ),
-        ),
-        at_most(
-            "figure-scaled",
-            "left panel: scaled decay drives the loss towards zero",
-            Stated("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity"),
-            float(ends[SCALED].max()) / initial,
-            s.a / 2.0 * error_bound(setting, etas, starts) ** 2 / initial,
-            Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start"),
-            limits="the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run",
-        ),
-    ]
+    levels, times = {CONSTANT: gap}, [1 + t for t in steps]
+    curves = {rule: (loss / initial).tolist() for rule, loss in losses.items()}
+    return Evidence(
+        claims, [Series(f"scalar/{rule}", rule, times, values, levels.get(rule)) for rule, values in curves.items()]
+    )
 
 
 def error_bound(setting: ScalarFigureSettings, etas: Sequence[float], starts: Tensor) -> float:

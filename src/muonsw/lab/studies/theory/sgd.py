@@ -11,11 +11,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from muonsw import theory
 from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, below, covered, within, within_share
 from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
+    BOTH,
     CONSTANT,
     SCALED,
     TRUE_RULES,
@@ -24,18 +26,10 @@ from muonsw.lab.studies.theory.chains import (
     farthest,
     gaussian,
     gradient,
-    harmonic,
     log_spaced,
     march,
+    robbins_monro,
     sgd,
-)
-from muonsw.theory import (
-    PowerLaw,
-    check_schedule,
-    first_contracting_step,
-    sa_constant,
-    stationarity_bound,
-    strongly_convex_bound,
 )
 from muonsw.theory.hypotheses import require, require_noise
 
@@ -80,19 +74,12 @@ def ripple_curvature(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stationarity:
-    """What was seen of the chains of one rule.
+    """What was seen of the chains of one rule."""
 
-    Attributes:
-        end: Where they are after the run.
-        squares: The squared gradient at each step, averaged over chains.
-        weighted: For each decade of steps and each chain, the eta-weighted mean of the squared gradient.
-        second_moment: The largest mean of `x^2` over all steps.
-    """
-
-    end: Tensor
-    squares: list[float]
-    weighted: Tensor
-    second_moment: float
+    end: Tensor  # where they are after the run
+    squares: list[float]  # the squared gradient at each step, averaged over chains
+    weighted: Tensor  # for each decade of steps and each chain, the eta-weighted mean of the squared gradient
+    second_moment: float  # the largest mean of `x^2` over all steps
 
 
 def decade_edges(steps: int) -> list[int]:
@@ -110,12 +97,11 @@ def wander(
     setting: NonconvexSettings, etas: Sequence[float], starts: Tensor, context: Context
 ) -> dict[str, Stationarity]:
     """Both rules from the same starts with the same noise."""
-    s = setting
-    weights = {rule: chain(starts) for rule in (CONSTANT, SCALED)}
+    s, edges = setting, decade_edges(setting.steps)
+    weights = {rule: chain(starts) for rule in BOTH}
     optimizer = sgd([{"params": [w], "decay": s.rules[rule]} for rule, w in weights.items()], peak=s.eta0, lam=s.lam)
-    edges = decade_edges(s.steps)
-    sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in weights}
-    squares, moments, decade = {rule: list[float]() for rule in weights}, dict.fromkeys(weights, 0.0), 0
+    sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in BOTH}
+    squares, moments, decade = {rule: list[float]() for rule in BOTH}, dict.fromkeys(BOTH, 0.0), 0
     for t in march(optimizer, etas, context.progress):
         decade += t == edges[decade + 1]
         noise = gaussian(starts.shape, context.generator, std=s.sigma)
@@ -137,82 +123,55 @@ def run_nonconvex(setting: NonconvexSettings, context: Context) -> Evidence:
     """The weighted gradient falls decade by decade under scaled decay, and stops under constant decay."""
     s = setting
     require_noise(s.sigma)
-    law = PowerLaw(s.eta0, s.p)
-    law.require_robbins_monro()
+    etas = robbins_monro(s.steps, s.eta0, s.p)
     require("more than one decade", s.steps > 100, steps=s.steps)
-    etas = [law(t) for t in range(s.steps)]
     starts = s.c + gaussian((s.chains,), context.generator, std=s.start_std)
-    seen = wander(setting, etas, starts, context)
-    start = decade_edges(s.steps)[-2]
-    claims = [*falling_claims(seen[SCALED].weighted), tail_claim(setting, seen, etas[start:])]
-    claims.append(constant_claim(setting, seen[CONSTANT]))
-    return Evidence([*claims, inequality_claim(setting, seen[SCALED], etas, starts)])
-
-
-def falling_claims(weighted: Tensor) -> list[Claim]:
-    """Each decade against the one before, chain by chain, from the second on."""
-    return [
-        below(
-            f"decade-{k}-falls",
-            f"scaled: the eta-weighted squared gradient falls from decade {k - 1} to decade {k} of steps",
-            THEOREM,
-            mean_of(weighted[k] - weighted[k - 1]),
-            0.0,
-            Tolerance(0.0, "the upper end of the interval of the paired difference must be negative"),
-        )
-        for k in range(1, len(weighted))
+    seen = wander(s, etas, starts, context)
+    weighted = seen[SCALED].weighted
+    drops = [mean_of(after - before) for before, after in pairwise(weighted)]
+    falls = "scaled: the eta-weighted squared gradient falls from decade {} to decade {} of steps"
+    negative = Tolerance(0.0, "the upper end of the interval of the paired difference must be negative")
+    falling = [
+        below(f"decade-{k}-falls", falls.format(k - 1, k), THEOREM, drop, 0.0, negative)
+        for k, drop in enumerate(drops, 1)
     ]
+    late = etas[decade_edges(s.steps)[-2] :]
+    return Evidence([*falling, *last_decade_claims(s, seen, late), inequality_claim(s, seen[SCALED], etas, starts)])
 
 
-def tail_claim(setting: NonconvexSettings, seen: dict[str, Stationarity], etas: Sequence[float]) -> Claim:
-    """The last decade of scaled decay against that of constant decay."""
+def last_decade_claims(setting: NonconvexSettings, seen: dict[str, Stationarity], etas: Sequence[float]) -> list[Claim]:
+    """Scaled decay against constant decay, and constant decay against the gradient that balances its decay."""
     s, tail = setting, {rule: stack.weighted[-1] for rule, stack in seen.items()}
     curvature = float(ripple_curvature(seen[SCALED].end - s.c).mean())
     sustained = curvature * s.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
-    return at_most(
-        "tail",
-        "scaled: in the last decade at most a tenth of constant decay's squared gradient is left",
-        THEOREM,
-        mean_of(tail[SCALED]),
-        0.1 * float(tail[CONSTANT].mean()),
-        Tolerance(0.0, "the upper end of the interval must be below"),
-        limits=f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are chains "
-        "that still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, with "
-        "harmonic steps like 1/log T",
+    balance = float((s.lam * seen[CONSTANT].end).square().mean())
+    contrast = Stated("contrast to Theorem 3.1", "sum eta = infinity")
+    tenth = "scaled: in the last decade at most a tenth of constant decay's squared gradient is left"
+    stays = "constant: the squared gradient stays at (lambda x)^2, where it balances the decay"
+    limits = (
+        f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are chains that "
+        "still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, with harmonic "
+        "steps like 1/log T"
     )
-
-
-def constant_claim(setting: NonconvexSettings, seen: Stationarity) -> Claim:
-    """Constant decay's last decade, against the gradient at the point where it balances the decay."""
-    return within_share(
-        "constant-stays",
-        "constant: the squared gradient stays at (lambda x)^2, where it balances the decay",
-        Stated("contrast to Theorem 3.1", "sum eta = infinity"),
-        mean_of(seen.weighted[-1]),
-        float((setting.lam * seen.end).square().mean()),
-        Tolerance(0.05, "what the noise adds at the learning rates of the last decade"),
-    )
+    under = Tolerance(0.0, "the upper end of the interval must be below")
+    noise = Tolerance(0.05, "what the noise adds at the learning rates of the last decade")
+    scaled, constant = mean_of(tail[SCALED]), mean_of(tail[CONSTANT])
+    return [
+        at_most("tail", tenth, THEOREM, scaled, 0.1 * constant.value, under, limits=limits),
+        within_share("constant-stays", stays, contrast, constant, balance, noise),
+    ]
 
 
 def inequality_claim(setting: NonconvexSettings, seen: Stationarity, etas: Sequence[float], starts: Tensor) -> Claim:
     """The summed descent inequality of the proof at finite T."""
     s = setting
-    bound = stationarity_bound(
-        etas,
-        f_gap=float(ripple_loss(starts - s.c).mean()),
-        L=1.0,
-        q=s.lam / s.eta0,
-        sigma=s.sigma,
-        bound=math.sqrt(seen.second_moment),
-    )
-    return at_most(
-        "descent-inequality",
-        "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof",
-        Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded"),
-        math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True)),
-        bound,
-        Tolerance(0.0, "a bound on a mean over chains; the sampling error is far below the distance to it"),
-    )
+    f_gap, size = float(ripple_loss(starts - s.c).mean()), math.sqrt(seen.second_moment)
+    bound = theory.stationarity_bound(etas, f_gap=f_gap, L=1.0, q=s.lam / s.eta0, sigma=s.sigma, bound=size)
+    found = math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True))
+    proof = Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded")
+    under = "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof"
+    because = "a bound on a mean over chains; the sampling error is far below the distance to it"
+    return at_most("descent-inequality", under, proof, found, bound, Tolerance(0.0, because))
 
 
 NONCONVEX = Experiment(
@@ -262,156 +221,113 @@ def run_strongly_convex(setting: StronglyConvexSettings, context: Context) -> Ev
     require("mu*gamma > 1", s.mu * s.gamma > 1.0, mu=s.mu, gamma=s.gamma)
     require("0 < mu <= L", 0.0 < s.mu <= s.L, mu=s.mu, L=s.L)
     require(f"chains are a multiple of {BATCHES}", s.chains % BATCHES == 0, chains=s.chains)
-    etas = harmonic(s.steps, gamma=s.gamma, t0=s.t0)
-    check_schedule(etas, lam=s.lam, mu=s.mu).require()
-    first = first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(etas))
+    etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
+    theory.check_schedule(etas, lam=s.lam, mu=s.mu).require()
+    first = theory.first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(etas))
     steps = sorted({t for t in log_spaced(s.steps, 200) if t > first} | {first})
-    seen = distances(setting, etas, steps, context)
-    decade = [k for k, t in enumerate(steps) if t >= s.steps / 10]
-    shifted = torch.tensor([steps[k] + s.t0 for k in decade], dtype=torch.float64)
-    late = {name: squares[:, decade] for name, squares in seen.items()}
-    claims = [
-        slope_claim(late[SCALED], shifted),
-        noiseless_claim(late[SCALED + NOISELESS], shifted),
-        variance_claim(setting, late[SCALED][:, -1]),
-        bound_claim(setting, seen[SCALED].mean(0), steps),
-        shifted_claim(setting, late[CONSTANT][:, -1]),
-    ]
-    return Evidence(claims + recursion_claims(etas, gamma=s.gamma, t0=s.t0, context=context))
+    seen = distances(s, etas, steps, context)
+    return Evidence([*rate_claims(s, seen, steps), *bound_claims(s, seen, steps), *recursion_claims(s, etas, context)])
 
 
 def distances(
     setting: StronglyConvexSettings, etas: Sequence[float], steps: Sequence[int], context: Context
 ) -> dict[str, Tensor]:
-    """The squared distance after each of `steps`, averaged within each of 20 batches of chains."""
-    s = setting
+    """The squared distance after each of `steps`, the last being that of the run; averaged in batches of chains."""
+    s, wanted = setting, set(steps)
     begin = torch.zeros(s.chains, s.dimension, dtype=torch.float64)
-    weights = {rule: chain(begin) for rule in (CONSTANT, SCALED)}
-    weights |= {rule + NOISELESS: chain(begin[:1]) for rule in (CONSTANT, SCALED)}
-    groups = [{"params": [w], "decay": s.rules[name.split("/")[0]]} for name, w in weights.items()]
+    weights = {rule: chain(begin) for rule in BOTH} | {rule + NOISELESS: chain(begin[:1]) for rule in BOTH}
+    groups = [{"params": [w], "decay": s.rules[name.removesuffix(NOISELESS)]} for name, w in weights.items()]
     optimizer = sgd(groups, peak=max(etas), lam=s.lam)
-    wanted, kept = set(steps), {name: list[Tensor]() for name in weights}
+    kept = {name: list[Tensor]() for name in weights}
+
+    def look(name: str) -> None:
+        squares = (weights[name].detach() - s.c).square().sum(1)
+        kept[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
+
     for t in march(optimizer, etas, context.progress, part=(0.0, 0.8)):
         noise = gaussian(begin.shape, context.generator, std=s.sigma / s.dimension**0.5)
         for name, w in weights.items():
             if t in wanted:
-                squares = (w.detach() - s.c).square().sum(1)
-                kept[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
+                look(name)
             torch.sub(w, s.c, out=gradient(w)).mul_(s.curvature)
             if not name.endswith(NOISELESS):
                 gradient(w).add_(noise)
         optimizer.step()
-    for name, w in weights.items():
-        squares = (w.detach() - s.c).square().sum(1)
-        kept[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
+    for name in weights:
+        look(name)
     return {name: torch.stack(seen, 1) for name, seen in kept.items()}
 
 
-def slope_claim(late: Tensor, shifted: Tensor) -> Claim:
-    """The rate with noise."""
-    return covered(
-        "rate-with-noise",
-        "scaled: the mean squared distance falls like 1/t (slope in the last decade, log-log)",
-        Stated("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1"),
-        mean_of(log_log_slope(shifted, late), CONFIDENCE),
-        -1.0,
-        Tolerance(0.0, "the interval over batches of chains covers -1; the pull of the decay adds some -0.001"),
-        limits="O(1/t) is an upper bound; that the rate is attained is seen here, where the noise is isotropic",
-    )
+def rate_claims(setting: StronglyConvexSettings, seen: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
+    """How fast the distance falls in the last decade, with noise and without, and the constant in front of 1/t."""
+    s, decade = setting, [k for k, t in enumerate(steps) if t >= setting.steps / 10]
+    shifted = torch.tensor([steps[k] + s.t0 for k in decade], dtype=torch.float64)
+    noisy, noiseless = (seen[name][:, decade] for name in (SCALED, SCALED + NOISELESS))
+    rate, free_rate = log_log_slope(shifted, noisy), float(log_log_slope(shifted, noiseless).mean())
+    variance = float((s.sigma**2 / s.dimension * s.gamma**2 / (2.0 * s.curvature * s.gamma - 1.0)).sum())
+    theorem = Stated("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1")
+    leading = Stated("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1")
+    corollary = Stated("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1")
+    falls = "scaled: the mean squared distance falls like 1/t (slope in the last decade, log-log)"
+    faster = "scaled, without noise: the squared distance falls like 1/t^2"
+    tends = "scaled: t times the mean squared distance tends to sum gamma^2 sigma_i^2/(2 h_i gamma - 1)"
+    limits = "O(1/t) is an upper bound; that the rate is attained is seen here, where the noise is isotropic"
+    pull = Tolerance(0.0, "the interval over batches of chains covers -1; the pull of the decay adds some -0.001")
+    bend = Tolerance(0.02, "the start, forgotten like (t0/t)^(mu gamma - 1), still bends the line by about t0/t")
+    covers = Tolerance(0.0, "the interval over batches of chains covers it")
+    last = mean_of(noisy[:, -1] * (s.steps + s.t0), CONFIDENCE)
+    return [
+        covered("rate-with-noise", falls, theorem, mean_of(rate, CONFIDENCE), -1.0, pull, limits=limits),
+        within("rate-without-noise", faster, corollary, free_rate, -2.0, bend),
+        covered("variance", tends, leading, last, variance, covers),
+    ]
 
 
-def noiseless_claim(late: Tensor, shifted: Tensor) -> Claim:
-    """The rate without noise."""
-    return within(
-        "rate-without-noise",
-        "scaled, without noise: the squared distance falls like 1/t^2",
-        Stated("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1"),
-        float(log_log_slope(shifted, late).mean()),
-        -2.0,
-        Tolerance(0.02, "the start, forgotten like (t0/t)^(mu gamma - 1), still bends the line by about t0/t"),
-    )
-
-
-def variance_claim(setting: StronglyConvexSettings, last: Tensor) -> Claim:
-    """The constant in front of 1/t."""
-    s = setting
-    per_entry = s.sigma**2 / s.dimension
-    return covered(
-        "variance",
-        "scaled: t times the mean squared distance tends to sum gamma^2 sigma_i^2/(2 h_i gamma - 1)",
-        Stated("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1"),
-        mean_of(last * (s.steps + s.t0), CONFIDENCE),
-        float((per_entry * s.gamma**2 / (2.0 * s.curvature * s.gamma - 1.0)).sum()),
-        Tolerance(0.0, "the interval over batches of chains covers it"),
-    )
-
-
-def bound_claim(setting: StronglyConvexSettings, squares: Tensor, steps: Sequence[int]) -> Claim:
-    """The explicit bound of the proof, at every kept step."""
-    s = setting
+def bound_claims(setting: StronglyConvexSettings, seen: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
+    """The explicit bound of the proof, at every kept step; and where constant decay stops."""
+    s, squares = setting, seen[SCALED].mean(0)
     constants = {"gamma": s.gamma, "t0": s.t0, "mu": s.mu, "L": s.L, "q": s.lam * s.t0 / s.gamma, "sigma": s.sigma}
     x_star, u1, t1 = abs(s.c) * s.dimension**0.5, float(squares[0]), steps[0]
-    bounds = [strongly_convex_bound(t, u1=u1, t1=t1, x_star=x_star, **constants) for t in steps]
-    return at_most(
-        "explicit-bound",
-        "scaled: the mean squared distance is under the proof's nu/(t + t0) (largest ratio over steps)",
-        Stated("proof of Theorem 3.2", "from the first step at which K1 eta + K2 eta^3 <= mu"),
-        float((squares / squares.new_tensor(bounds)).max()),
-        1.0,
-        Tolerance(1e-12, "rounding; the two may be equal at the first step"),
-    )
+    bounds = [theory.strongly_convex_bound(t, u1=u1, t1=t1, x_star=x_star, **constants) for t in steps]
+    largest, last = float((squares / squares.new_tensor(bounds)).max()), mean_of(seen[CONSTANT][:, -1], CONFIDENCE)
+    shifted = float((s.lam * s.c / (s.curvature + s.lam)).square().sum())
+    proof = Stated("proof of Theorem 3.2", "from the first step at which K1 eta + K2 eta^3 <= mu")
+    proposition = Stated("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity")
+    under = "scaled: the mean squared distance is under the proof's nu/(t + t0) (largest ratio over steps)"
+    stops = "constant: the mean squared distance stops at sum (lambda c/(h_i + lambda))^2"
+    equal = Tolerance(1e-12, "rounding; the two may be equal at the first step")
+    noise = Tolerance(0.05, "the variance that the noise still sustains at the last step, and sampling")
+    return [
+        at_most("explicit-bound", under, proof, largest, 1.0, equal),
+        within_share("constant-stays", stops, proposition, last, shifted, noise),
+    ]
 
 
-def shifted_claim(setting: StronglyConvexSettings, last: Tensor) -> Claim:
-    """Constant decay stops at the shifted point."""
-    s = setting
-    return within_share(
-        "constant-stays",
-        "constant: the mean squared distance stops at sum (lambda c/(h_i + lambda))^2",
-        Stated("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity"),
-        mean_of(last, CONFIDENCE),
-        float((s.lam * s.c / (s.curvature + s.lam)).square().sum()),
-        Tolerance(0.05, "the variance that the noise still sustains at the last step, and sampling"),
-    )
-
-
-def recursion_claims(etas: Sequence[float], *, gamma: float, t0: float, context: Context) -> list[Claim]:
+def recursion_claims(setting: StronglyConvexSettings, etas: Sequence[float], context: Context) -> list[Claim]:
     """Lemma D.1 with equality: `u <- (1 - alpha eta) u + kappa eta^2`, an SGD step with gradient `alpha u - kappa eta`.
 
     The optimizer's own decay is off; all constants run as one vector.
     """
+    gamma, t0 = setting.gamma, setting.t0
     grid = torch.tensor(list(itertools.product(ALPHAS, KAPPAS, STARTS)), dtype=torch.float64)
     alpha, kappa, start = grid.unbind(1)
-    nu = torch.tensor(
-        [sa_constant(u1=u, t1=0, alpha=a, kappa=k, gamma=gamma, t0=t0) for a, k, u in grid.tolist()],
-        dtype=torch.float64,
-    )
-    u = chain(start)
+    constants = [theory.sa_constant(u1=u, t1=0, alpha=a, kappa=k, gamma=gamma, t0=t0) for a, k, u in grid.tolist()]
+    nu, u = grid.new_tensor(constants), chain(start)
     optimizer = sgd([{"params": [u], "decay": "none"}], peak=max(etas), lam=1.0)
     largest = (start * t0 / nu).max()
     for t in march(optimizer, etas, context.progress, part=(0.8, 1.0)):
         torch.mul(u, alpha, out=gradient(u)).sub_(kappa, alpha=etas[t])
         optimizer.step()
         largest = torch.maximum(largest, (u * (t + 1 + t0) / nu).max())
-    limit = kappa * gamma**2 / (alpha * gamma - 1.0)
+    limit = farthest(u.detach() * (len(etas) + t0) / (kappa * gamma**2 / (alpha * gamma - 1.0)), 1.0)
     lemma = Stated("Lemma D.1", "alpha gamma > 1, alpha eta <= 1")
+    stays = "u <- (1 - alpha eta) u + kappa eta^2 stays under nu/(t + t0), for a grid of constants"
+    tends = "(t + t0) u tends to kappa gamma^2/(alpha gamma - 1), so nu cannot be improved"
+    equal = Tolerance(1e-12, "rounding; nu/(t + t0) is met at the first step where the start dominates")
+    forgotten = Tolerance(0.02, "the start, forgotten like (t0/t)^(alpha gamma - 1), 0.4% at the slowest")
     return [
-        at_most(
-            "recursion-bound",
-            "u <- (1 - alpha eta) u + kappa eta^2 stays under nu/(t + t0), for a grid of constants",
-            lemma,
-            float(largest),
-            1.0,
-            Tolerance(1e-12, "rounding; nu/(t + t0) is met at the first step where the start dominates"),
-        ),
-        within_share(
-            "recursion-constant",
-            "(t + t0) u tends to kappa gamma^2/(alpha gamma - 1), so nu cannot be improved",
-            lemma,
-            farthest(u.detach() * (len(etas) + t0) / limit, 1.0),
-            1.0,
-            Tolerance(0.02, "the start, forgotten like (t0/t)^(alpha gamma - 1), 0.4% at the slowest"),
-        ),
+        at_most("recursion-bound", stays, lemma, float(largest), 1.0, equal),
+        within_share("recursion-constant", tends, lemma, limit, 1.0, forgotten),
     ]
 
 

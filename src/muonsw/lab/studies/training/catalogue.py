@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from muonsw.lab import paper
 from muonsw.lab.studies.study import TrainingStudy
-from muonsw.lab.studies.training import dynamics, recipes, regret, rows, rules, sweeps
+from muonsw.lab.studies.training import best_rules, dynamics, recipes, regret, rows, rules, sweeps
 
 SHORT = "runs are relaxation-matched: lambda is raised so that decay acts within a short run as it does in a long one"
 CPU_BODY = (
@@ -18,6 +19,7 @@ MINI_BODY = (
     "6 layers, 8 experts, muP base width 128, Python source with a BPE of 4,096, 3,500 updates of 32,768 tokens "
     "(16,384 at width 512), lambda times learning rate times updates 35 at every width"
 )
+LOSS_AND_NORM = partial(rows.draw_figures, figures=("loss-and-norm",))
 PAPER_BODY = "Nothing is scaled; one seed, as in the paper"
 
 
@@ -44,7 +46,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.all_rows,
         claims=rows.judge_rows,
         own_tables=rows.control_tables,
-        figures=rows.draw_rows,
+        figures=LOSS_AND_NORM,
     ),
     TrainingStudy(
         name="headline",
@@ -54,7 +56,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.headline_row,
         claims=rows.judge_rows,
         own_tables=rows.control_tables,
-        figures=rows.draw_rows,
+        figures=LOSS_AND_NORM,
     ),
     TrainingStudy(
         name="steady-state",
@@ -63,7 +65,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         scaled=_rows("Width 64", "Width 256", "Width 1024"),
         comparisons=rows.headline_row,
         claims=dynamics.judge_steady_state,
-        figures=dynamics.draw_steady_state,
+        figures=partial(rows.draw_figures, figures=("alignment-and-prediction", "tracking")),
     ),
     TrainingStudy(
         name="diagnostics",
@@ -72,7 +74,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         scaled=_rows("Width 64", "Width 256", "Width 1024"),
         comparisons=rows.headline_row,
         claims=dynamics.judge_diagnostics,
-        figures=dynamics.draw_diagnostics,
+        figures=partial(rows.draw_figures, figures=("orthogonality", "gradient-and-momentum", "late-alignment")),
     ),
     TrainingStudy(
         name="widths",
@@ -82,7 +84,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.other_rows,
         claims=rows.judge_rows,
         own_tables=rows.control_tables,
-        figures=rows.draw_rows,
+        figures=LOSS_AND_NORM,
     ),
     TrainingStudy(
         name="recipes",
@@ -163,6 +165,19 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rules.all_rules,
         claims=rules.judge_rules,
         own_tables=rows.control_tables,
+    ),
+    TrainingStudy(
+        name="best-rules",
+        title="every decay and norm rule at its best of three strengths",
+        reference=best_rules.BEYOND.reference,
+        scaled=_scaled(
+            "Width 64, 420 updates of 1,536 tokens, 28 arms, two seeds; decay acts only where lambda is large.",
+            "Width 128 of 6 layers, 1,600 updates of 16,384 tokens, 28 arms, two seeds.",
+            "Width 256, 10,000 updates, 28 arms, one seed.",
+        ),
+        comparisons=best_rules.best_of_three,
+        claims=best_rules.judge_best_rules,
+        own_tables=best_rules.best_rules_tables,
     ),
     TrainingStudy(
         name="dense-moe",

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim, Measured, Stated, at_least, at_most, below, within, within_share
+from muonsw.lab.claims.claim import Claim, Stated, at_least, at_most, below, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose import diagnose, late_fits, open_history
-from muonsw.lab.diagnose.figures import draw
+from muonsw.lab.diagnose import late_fits, open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import Results, Runs
-from muonsw.lab.studies.outcome import Measure, log_end_norm, paired
+from muonsw.lab.studies.arms import CONSTANT, SCALED, Results, Runs
+from muonsw.lab.studies.outcome import log_end_norm, over_runs, paired
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.rows import CONSTANT, SAME_RUNS, SCALED, larger_norm, subfolder
+from muonsw.lab.studies.training.rows import SAME_RUNS, larger_norm
 
 RULES = (CONSTANT, SCALED)
 RECURSION = Tolerance(0.1, "alignment is sampled every few updates and interpolated between, and the error adds up")
@@ -37,62 +34,37 @@ LATE_FIGURE = Stated("appendix, figure on late alignment", SAME_RUNS)
 def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
     """Negative alignment, the recursion, who holds its norm, and at paper scale where tracking ends."""
     (arms,) = results.values()
-    claims = []
+    predicted, claims = Stated(paper.STEADY, "measured update size, decay and alignment"), []
     for rule in RULES:
+        outward = f"{rule} decay: updates push weights outward (late cosine of weight and update)"
+        follows = f"{rule} decay: end norm that the recursion predicts from the first one, over the observed"
+        cosine = over_runs(arms[rule], lambda run: late(run, "alignment_update"))
         claims += [
-            below(
-                f"{rule}-alignment",
-                f"{rule} decay: updates push weights outward (late cosine of weight and update)",
-                STEADY_FIGURE,
-                over_seeds([late(run, "alignment_update") for run in arms[rule]]),
-                0.0,
-                NEGATIVE,
-            ),
+            below(f"{rule}-alignment", outward, STEADY_FIGURE, cosine, 0.0, NEGATIVE),
             within_share(
-                f"{rule}-recursion",
-                f"{rule} decay: end norm that the recursion predicts from the first one, over the observed",
-                Stated(paper.STEADY, "measured update size, decay and alignment"),
-                over_seeds([recursion_ratio(run) for run in arms[rule]]),
-                1.0,
-                RECURSION,
+                f"{rule}-recursion", follows, predicted, over_runs(arms[rule], recursion_ratio), 1.0, RECURSION
             ),
         ]
-    statement = "the norm ends higher under scaled than under constant decay (logarithm of the ratio)"
-    claims.append(larger_norm("separation", statement, arms[CONSTANT], arms[SCALED], STEADY_FIGURE))
+    larger = "the norm ends higher under scaled than under constant decay (logarithm of the ratio)"
+    claims.append(larger_norm("separation", larger, arms[CONSTANT], arms[SCALED], STEADY_FIGURE))
     return [*claims, *(_printed_steady_state(arms) if scale.printed else [])]
 
 
 def _printed_steady_state(arms: Runs) -> list[Claim]:
-    breaks = [min(map(tracking_end, pair)) for pair in zip(*(arms[rule] for rule in RULES), strict=True)]
-    ratio = [math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)]
     told = paper.ROWS[1024]
     assert told.scaled_norm is not None
     assert told.constant_norm is not None
+    follows = Stated(paper.STEADY, "a norm follows while it is within a fifth of its target")
+    breaks = over_seeds([min(map(tracking_end, pair)) for pair in zip(*(arms[rule] for rule in RULES), strict=True)])
+    ratio = over_seeds([math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)])
+    fall, told_ratio = over_runs(arms[CONSTANT], lambda run: run.norm_change), told.scaled_norm / told.constant_norm
+    boundary = "the update from which the first of the two norms no longer follows its steady state"
+    shrinks = "constant decay: change of the norm since its largest value"
+    apart = "end norm under scaled over that under constant decay"
     return [
-        within_share(
-            "boundary",
-            "the update from which the first of the two norms no longer follows its steady state",
-            Stated(paper.STEADY, "a norm follows while it is within a fifth of its target"),
-            over_seeds(breaks),
-            paper.BOUNDARY,
-            paper.TRACKING,
-        ),
-        within(
-            "fall",
-            "constant decay: change of the norm since its largest value",
-            STEADY_FIGURE,
-            over_seeds([run.norm_change for run in arms[CONSTANT]]),
-            paper.FALL_FROM_PEAK,
-            paper.FALL,
-        ),
-        within_share(
-            "ratio",
-            "end norm under scaled over that under constant decay",
-            STEADY_FIGURE,
-            over_seeds(ratio),
-            told.scaled_norm / told.constant_norm,
-            paper.NORM_RATIO,
-        ),
+        within_share("boundary", boundary, follows, breaks, paper.BOUNDARY, paper.TRACKING),
+        within("fall", shrinks, STEADY_FIGURE, fall, paper.FALL_FROM_PEAK, paper.FALL),
+        within_share("ratio", apart, STEADY_FIGURE, ratio, told_ratio, paper.NORM_RATIO),
     ]
 
 
@@ -101,96 +73,44 @@ def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
     (arms,) = results.values()
     claims: list[Claim] = []
     for rule in RULES:
-
-        def mean(measure: Measure, rule: str = rule) -> Measured:
-            return over_seeds([measure(run) for run in arms[rule]])
-
-        defect = mean(lambda run: typical(run, "defect"))
-        words = f"{rule} decay: normalized size of Muon's direction"
+        size = f"{rule} decay: normalized size of Muon's direction"
+        low, high = f"{size} is not far below that of a rotation", f"{size} stays below one"
+        orthogonal = f"{rule} decay: gradients are nearly orthogonal to weights (size of the cosine)"
+        against = f"{rule} decay: momentum is aligned against the weights"
+        defect = over_runs(arms[rule], lambda run: typical(run, "defect"))
+        gradient = over_runs(arms[rule], lambda run: abs(typical(run, "alignment_gradient")))
+        momentum = over_runs(arms[rule], lambda run: typical(run, "alignment_momentum"))
         claims += [
-            at_least(
-                f"{rule}-defect-low",
-                f"{words} is not far below that of a rotation",
-                DEFECT_FIGURE,
-                defect,
-                DEFECT_LOW,
-                DEFECT_RANGE,
-            ),
-            at_most(
-                f"{rule}-defect-high", f"{words} stays below one", DEFECT_FIGURE, defect, DEFECT_HIGH, DEFECT_RANGE
-            ),
-            at_most(
-                f"{rule}-gradient",
-                f"{rule} decay: gradients are nearly orthogonal to weights (size of the cosine)",
-                GRADIENT_FIGURE,
-                mean(lambda run: abs(typical(run, "alignment_gradient"))),
-                SMALL_COSINE,
-                NEAR_ZERO,
-            ),
-            below(
-                f"{rule}-momentum",
-                f"{rule} decay: momentum is aligned against the weights",
-                GRADIENT_FIGURE,
-                mean(lambda run: typical(run, "alignment_momentum")),
-                0.0,
-                NEGATIVE,
-            ),
+            at_least(f"{rule}-defect-low", low, DEFECT_FIGURE, defect, DEFECT_LOW, DEFECT_RANGE),
+            at_most(f"{rule}-defect-high", high, DEFECT_FIGURE, defect, DEFECT_HIGH, DEFECT_RANGE),
+            at_most(f"{rule}-gradient", orthogonal, GRADIENT_FIGURE, gradient, SMALL_COSINE, NEAR_ZERO),
+            below(f"{rule}-momentum", against, GRADIENT_FIGURE, momentum, 0.0, NEGATIVE),
         ]
     return [*claims, *(_printed_diagnostics(arms) if scale.printed else [_shrinking_offset(arms)])]
 
 
 def _shrinking_offset(arms: Runs) -> Claim:
     """What carries over of the late fits: scaled decay's alignment falls with the learning rate."""
-    return at_most(
-        "late-alignment",
-        "scaled decay: late alignment over its size at the peak of the learning rate",
-        LATE_FIGURE,
-        over_seeds([late(run, "alignment_update") / at_peak(run, "alignment_update") for run in arms[SCALED]]),
-        0.5,
-        HALF,
-        limits="too few late samples for the paper's fits; only that the alignment falls with the learning rate",
-    )
+    shrinks = "scaled decay: late alignment over its size at the peak of the learning rate"
+    limits = "too few late samples for the paper's fits; only that the alignment falls with the learning rate"
+    ratio = over_runs(arms[SCALED], lambda run: late(run, "alignment_update") / at_peak(run, "alignment_update"))
+    return at_most("late-alignment", shrinks, LATE_FIGURE, ratio, 0.5, HALF, limits=limits)
 
 
 def _printed_diagnostics(arms: Runs) -> list[Claim]:
-    late = Stated(
-        LATE_FIGURE.reference,
-        "the last 50 of 376 parts of the run; learning rates are those of the matrices, as muP divides them",
-    )
-
-    def fits(arm: str, which: str, key: str) -> Measured:
-        return over_seeds([_fit(run, which, key) for run in arms[arm]])
-
-    defect = over_seeds([typical(run, "defect") for run in arms[SCALED]])
-    words = "constant decay: {} of the late fit a = -a0 - k eta"
+    parts = "the last 50 of 376 parts of the run; learning rates are those of the matrices, as muP divides them"
+    figure = Stated(LATE_FIGURE.reference, parts)
+    size, slope = "scaled decay: normalized size of Muon's direction", "scaled decay: k of the late fit a = -k eta"
+    line = "constant decay: {} of the late fit a = -a0 - k eta"
+    defect = over_runs(arms[SCALED], lambda run: typical(run, "defect"))
+    k_scaled = over_runs(arms[SCALED], lambda run: _fit(run, "origin", "k"))
+    a0 = over_runs(arms[CONSTANT], lambda run: _fit(run, "offset", "a0"))
+    k = over_runs(arms[CONSTANT], lambda run: _fit(run, "offset", "k"))
     return [
-        within(
-            "defect",
-            "scaled decay: normalized size of Muon's direction",
-            DEFECT_FIGURE,
-            defect,
-            paper.DEFECT,
-            paper.DEFECT_TOLERANCE,
-        ),
-        within_share(
-            "scaled-slope",
-            "scaled decay: k of the late fit a = -k eta",
-            late,
-            fits(SCALED, "origin", "k"),
-            paper.SCALED_SLOPE,
-            paper.FIT,
-        ),
-        within_share(
-            "constant-offset",
-            words.format("a0"),
-            late,
-            fits(CONSTANT, "offset", "a0"),
-            paper.CONSTANT_OFFSET,
-            paper.FIT,
-        ),
-        within_share(
-            "constant-slope", words.format("k"), late, fits(CONSTANT, "offset", "k"), paper.CONSTANT_SLOPE, paper.FIT
-        ),
+        within("defect", size, DEFECT_FIGURE, defect, paper.DEFECT, paper.DEFECT_TOLERANCE),
+        within_share("scaled-slope", slope, figure, k_scaled, paper.SCALED_SLOPE, paper.FIT),
+        within_share("constant-offset", line.format("a0"), figure, a0, paper.CONSTANT_OFFSET, paper.FIT),
+        within_share("constant-slope", line.format("k"), figure, k, paper.CONSTANT_SLOPE, paper.FIT),
     ]
 
 
@@ -233,21 +153,3 @@ def _fit(run: Run, which: str, key: str) -> float:
     fits = late_fits(open_history(run))
     chosen = None if fits is None else getattr(fits, which)
     return math.nan if chosen is None else float(getattr(chosen, key))
-
-
-def draw_steady_state(results: Results, folder: Path) -> list[Path]:
-    """Alignment beside norm, target and recursion, and how well the norm follows."""
-    return _draw(results, folder, ("alignment-and-prediction", "tracking"))
-
-
-def draw_diagnostics(results: Results, folder: Path) -> list[Path]:
-    """Orthogonality, gradient and momentum, late alignment."""
-    return _draw(results, folder, ("orthogonality", "gradient-and-momentum", "late-alignment"))
-
-
-def _draw(results: Results, folder: Path, figures: Sequence[str]) -> list[Path]:
-    return [
-        path
-        for name, arms in results.items()
-        for path in draw([diagnose(arms[rule][0]) for rule in RULES], subfolder(folder, name), figures)
-    ]

@@ -29,29 +29,17 @@ def plans() -> Mapping[str, RecipePlan]:
 
 def judge_recipes(_results: Results, _scale: Scale) -> list[Claim]:
     """The printed columns agree with each other, and what scaled decay would change."""
+    rounded = Tolerance(0.03, "the paper rounds it to two digits")
+    warmup = Tolerance(0.02, "the closed form of a cosine to a tenth has no warmup, which takes up to a thirty-fifth")
     claims = []
     for name, planned in plans().items():
-        recipe = planned.recipe
-        source = Stated(recipe.reference, "the printed recipe")
+        recipe, source = planned.recipe, Stated(planned.recipe.reference, "the printed recipe")
+        tokens = f"{recipe.title}: tokens for each active parameter"
+        share = f"{recipe.title}: total of scaled decay over that of constant decay"
+        each = recipe.tokens / recipe.active
         claims += [
-            within_share(
-                f"{name}-tokens",
-                f"{recipe.title}: tokens for each active parameter",
-                source,
-                recipe.tokens / recipe.active,
-                recipe.tokens_per_active,
-                Tolerance(0.03, "the paper rounds it to two digits"),
-            ),
-            within_share(
-                f"{name}-share",
-                f"{recipe.title}: total of scaled decay over that of constant decay",
-                source,
-                planned.scaled_over_constant,
-                SHARE,
-                Tolerance(
-                    0.02, "the closed form of a cosine to a tenth has no warmup, which takes up to a thirty-fifth"
-                ),
-            ),
+            within_share(f"{name}-tokens", tokens, source, each, recipe.tokens_per_active, rounded),
+            within_share(f"{name}-share", share, source, planned.scaled_over_constant, SHARE, warmup),
         ]
     return claims
 

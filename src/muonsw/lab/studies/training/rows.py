@@ -5,21 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Stated, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import diagnose
-from muonsw.lab.diagnose.figures import draw
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import CONTROL_SUFFIX, Arm, Comparison, Results, Runs, same_total
+from muonsw.lab.studies.arms import (
+    CONSTANT,
+    CONTROL_SUFFIX,
+    GROUP,
+    SCALED,
+    Comparison,
+    Results,
+    Runs,
+    decay_arms,
+)
 from muonsw.lab.studies.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
 from muonsw.lab.studies.outcome import (
     Measure,
     log_end_norm,
     lowest_loss,
+    over_runs,
     pair_outcome,
     paired,
     pairs_table,
@@ -27,32 +35,11 @@ from muonsw.lab.studies.outcome import (
 )
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.tables import Table
-from muonsw.lab.train.config import RunConfig
 
-CONSTANT, SCALED, GROUP = "constant", "scaled", "scaled, group peak"
 CONTROL = f"constant, {CONTROL_SUFFIX}"
 BEYOND = "beyond the paper"
 SMALLER = "a short run with raised lambda: its gain need not be the paper's"
 SAME_RUNS = "the same weights and batches for every arm"
-
-
-@cache
-def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
-    """Constant decay, scaled decay, and constant decay of the same total.
-
-    Where muP divides the group's learning rate, scaled decay with the group's own peak beside it.
-    """
-    scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
-    arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]
-    if run.model.relative_width != 1.0 and run.optimizer.peak == "base":
-        arms.append(Arm(GROUP, replace(scaled.optimizer, peak="group")))
-    return (*arms, control_arm(run, scaled))
-
-
-def control_arm(run: RunConfig, scaled: Arm) -> Arm:
-    """Constant decay of the scaled arm's total; its peak is the group's, which constant decay does not use."""
-    control = same_total(run, scaled)
-    return replace(control, optimizer=replace(control.optimizer, peak="group"))
 
 
 def row(scale: Scale, width: int) -> Comparison:
@@ -97,38 +84,19 @@ def limits_at(scale: Scale) -> str:
 def judge_pair(id: str, where: str, arms: Runs, reference: str, limits: str) -> list[Claim]:
     """Scaled decay ends lower and keeps its weights."""
     constant, scaled = arms[CONSTANT], arms[SCALED]
+    table, figure = Stated(reference, SAME_LAMBDA), Stated(paper.HEADLINE, SAME_LAMBDA)
+    lower = f"{where}: scaled decay ends at a lower validation loss than constant decay"
+    larger = f"{where}: the weights end larger under scaled decay (logarithm of the ratio of their RMS)"
+    keeps = f"{where}: scaled decay keeps more of the largest norm while the learning rate falls"
     return [
-        lower_loss(
-            f"{id}-loss",
-            f"{where}: scaled decay ends at a lower validation loss than constant decay",
-            constant,
-            scaled,
-            source=Stated(reference, SAME_LAMBDA),
-            limits=limits,
-        ),
-        larger_norm(
-            f"{id}-norm",
-            f"{where}: the weights end larger under scaled decay (logarithm of the ratio of their RMS)",
-            constant,
-            scaled,
-            Stated(paper.HEADLINE, SAME_LAMBDA),
-        ),
-        kept_norm(
-            f"{id}-kept",
-            f"{where}: scaled decay keeps more of the largest norm while the learning rate falls",
-            constant,
-            scaled,
-        ),
+        lower_loss(f"{id}-loss", lower, constant, scaled, source=table, limits=limits),
+        larger_norm(f"{id}-norm", larger, constant, scaled, figure),
+        kept_norm(f"{id}-kept", keeps, constant, scaled),
     ]
 
 
 def larger_norm(
-    id: str,
-    statement: str,
-    small: Sequence[Run],
-    large: Sequence[Run],
-    source: Stated,
-    measure: Measure = log_end_norm,
+    id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Stated, measure: Measure = log_end_norm
 ) -> Claim:
     """The weights of one arm end larger than those of another, seed by seed."""
     return above(id, statement, source, over_seeds(paired(large, small, measure)), 0.0, MOVED)
@@ -138,58 +106,38 @@ def judge_group(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
     """The same where decay divides by the group's own peak, so that both rules decay alike at the peak."""
     constant, group = arms[CONSTANT], arms[GROUP]
     source = Stated(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
+    lower = f"{where}: scaled decay by the group's own peak ends at a lower validation loss than constant decay"
+    larger = f"{where}: the weights end larger under scaled decay by the group's own peak (logarithm of the ratio)"
     return [
-        lower_loss(
-            f"{id}-group-loss",
-            f"{where}: scaled decay by the group's own peak ends at a lower validation loss than constant decay",
-            constant,
-            group,
-            source=source,
-            limits=limits,
-        ),
-        larger_norm(
-            f"{id}-group-norm",
-            f"{where}: the weights end larger under scaled decay by the group's own peak (logarithm of the ratio)",
-            constant,
-            group,
-            source,
-        ),
+        lower_loss(f"{id}-group-loss", lower, constant, group, source=source, limits=limits),
+        larger_norm(f"{id}-group-norm", larger, constant, group, source),
     ]
 
 
 def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:
     """What the paper prints about a width: losses, gain, steps saved, end norms."""
-    told, name, table = paper.ROWS[width], f"w{width}", Stated(paper.TABLE, SAME_RUNS)
+    told, name = paper.ROWS[width], f"w{width}"
+    table, figure = Stated(paper.TABLE, SAME_RUNS), Stated(paper.FIGURES.get(width, ""), SAME_RUNS)
+    gain = over_seeds(paired(scaled, constant, lowest_loss))
     matches = (steps_to_match(*pair) for pair in zip(constant, scaled, strict=True))
-    saved = [math.nan if match is None else 1.0 - match for match in matches]
+    saved = over_seeds([math.nan if match is None else 1.0 - match for match in matches])
+    lower = f"width {width}: difference of the best losses, scaled minus constant"
+    sooner = f"width {width}: updates saved until scaled decay has the best loss of constant decay"
+    limits = "compares the middle of one schedule with the end of another"
     claims = [
-        within(
-            f"{name}-gain",
-            f"width {width}: difference of the best losses, scaled minus constant",
-            table,
-            over_seeds(paired(scaled, constant, lowest_loss)),
-            told.scaled - told.constant,
-            paper.GAIN,
-        ),
-        within(
-            f"{name}-saved",
-            f"width {width}: updates saved until scaled decay has the best loss of constant decay",
-            table,
-            over_seeds(saved),
-            told.saved,
-            paper.SAVED,
-            limits="compares the middle of one schedule with the end of another",
-        ),
+        within(f"{name}-gain", lower, table, gain, told.scaled - told.constant, paper.GAIN),
+        within(f"{name}-saved", sooner, table, saved, told.saved, paper.SAVED, limits=limits),
     ]
     arms = {CONSTANT: (constant, told.constant, told.constant_norm), SCALED: (scaled, told.scaled, told.scaled_norm)}
     for arm, (runs, loss, norm) in arms.items():
-        losses = over_seeds([lowest_loss(run) for run in runs])
-        statement = f"width {width}: best validation loss, {arm} decay"
-        claims.append(within(f"{name}-{arm}-loss", statement, table, losses, loss, paper.LOSS))
+        best = f"width {width}: best validation loss, {arm} decay"
+        claims.append(within(f"{name}-{arm}-loss", best, table, over_runs(runs, lowest_loss), loss, paper.LOSS))
         if norm is not None:
-            norms, figure = over_seeds([run.final_norm for run in runs]), Stated(paper.FIGURES[width], SAME_RUNS)
-            statement = f"width {width}: weight RMS at the end, {arm} decay"
-            claims.append(within_share(f"{name}-{arm}-norm", statement, figure, norms, norm, paper.NORM))
+            end, norms = (
+                f"width {width}: weight RMS at the end, {arm} decay",
+                over_runs(runs, lambda run: run.final_norm),
+            )
+            claims.append(within_share(f"{name}-{arm}-norm", end, figure, norms, norm, paper.NORM))
     return claims
 
 
@@ -200,19 +148,13 @@ def control_tables(results: Results, _scale: Scale) -> list[Table]:
     return [replace(table, name="control", title="Scaled decay against constant decay of the same total")]
 
 
-def draw_rows(results: Results, folder: Path) -> list[Path]:
-    """Loss and norm over the updates, one figure for each width, the first seed of the two rules."""
-    return [
-        path
-        for name, arms in results.items()
-        for path in draw(
-            [diagnose(arms[arm][0]) for arm in (CONSTANT, SCALED)], subfolder(folder, name), ("loss-and-norm",)
-        )
-    ]
+def draw_figures(results: Results, folder: Path, *, figures: Sequence[str]) -> list[Path]:
+    """Figures of the two rules, for each comparison the first seed, in a folder of its own."""
+    from muonsw.lab.diagnose.figures import draw  # training the runs needs nothing that draws
 
-
-def subfolder(folder: Path, name: str) -> Path:
-    """A folder for the figures of one comparison."""
-    chosen = folder / "figures" / name.replace(" ", "-").replace(",", "")
-    chosen.mkdir(parents=True, exist_ok=True)
-    return chosen
+    paths = []
+    for name, arms in results.items():
+        chosen = folder / "figures" / name.replace(" ", "-").replace(",", "")
+        chosen.mkdir(parents=True, exist_ok=True)
+        paths += draw([diagnose(arms[rule][0]) for rule in (CONSTANT, SCALED)], chosen, figures)
+    return paths

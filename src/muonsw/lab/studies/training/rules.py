@@ -13,46 +13,42 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs, hidden_multiplier
+from muonsw.lab.studies.arms import (
+    CONSTANT,
+    SCALED,
+    Arm,
+    Comparison,
+    Results,
+    Runs,
+    control_arm,
+    decay_arms,
+    hidden_multiplier,
+    own_peak,
+    rule_arm,
+)
 from muonsw.lab.studies.compare import lower_loss
 from muonsw.lab.studies.outcome import last_loss, paired
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.rows import (
     BEYOND,
-    CONSTANT,
     SAME_RUNS,
-    SCALED,
-    control_arm,
-    decay_arms,
     judge_pair,
     larger_norm,
     limits_at,
 )
 from muonsw.lab.studies.tuning import SEARCH, Tuned, best_of, sweep_table
 from muonsw.lab.tables import Table
-from muonsw.lab.train.config import OptimizerConfig, RunConfig
+from muonsw.lab.train.config import RunConfig
 
 BEST = "best against best"
 SAME = Tolerance(0.01, "the same decay, computed another way: training amplifies its rounding")
 EQUIVALENT = {"squared": SCALED, "independent": CONSTANT}
 
 
-def own_peak(run: RunConfig) -> OptimizerConfig:
-    """The optimizer with every group's own peak, so that all rules decay alike where the learning rate is highest."""
-    return replace(run.optimizer, peak="group") if run.model.relative_width != 1.0 else run.optimizer
-
-
 def lambda_arms(run: RunConfig, rule: str, factors: Sequence[float]) -> list[Arm]:
     """A rule at multiples of the run's lambda."""
     lambdas = [float(f"{run.optimizer.weight_decay * factor:.4g}") for factor in factors]
     return [replace(rule_arm(run, rule, lam), name=f"{rule}, lambda {lam:g}") for lam in lambdas]
-
-
-def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
-    """A rule at one lambda."""
-    base = own_peak(run)
-    peak = "group" if rule == CONSTANT else base.peak
-    return Arm(rule, replace(base, decay=rule, weight_decay=weight_decay, peak=peak))
 
 
 def search(scale: Scale) -> list[Comparison]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from statistics import linear_regression
 
 import numpy as np
 
@@ -14,9 +16,9 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs
-from muonsw.lab.studies.outcome import last_loss
+from muonsw.lab.studies.outcome import loss_cell, seed_of, swept_loss
 from muonsw.lab.studies.scales import Scale, adamw_sweep, at_width
-from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.tables import Column, Table
 from muonsw.lab.train.config import RunConfig
 
 ADAMW = "AdamW for all parameters, constant decay"
@@ -33,11 +35,6 @@ TRANSFER_COST = 0.25
 Losses = Mapping[float, float]
 
 
-def rate_arms(run: RunConfig, rates: Iterable[float]) -> tuple[Arm, ...]:
-    """One arm for each learning rate."""
-    return tuple(Arm(f"lr {rate:g}", replace(run.optimizer, lr=rate)) for rate in rates)
-
-
 def width_sweep(scale: Scale) -> list[Comparison]:
     """The same learning rates at every width."""
     return [_sweep(f"width {width}", at_width(scale.sweep, width), scale) for width in scale.sweep_widths]
@@ -45,25 +42,21 @@ def width_sweep(scale: Scale) -> list[Comparison]:
 
 def horizon_sweep(scale: Scale) -> list[Comparison]:
     """The same learning rates for every number of updates."""
-    return [
-        _sweep(f"{steps} updates", adamw_sweep(scale.sweep, steps, weight_decay=scale.sweep.optimizer.weight_decay),
-               scale)
-        for steps in scale.horizons
-    ]  # fmt: skip
+    lam = scale.sweep.optimizer.weight_decay
+    runs = {f"{steps} updates": adamw_sweep(scale.sweep, steps, weight_decay=lam) for steps in scale.horizons}
+    return [_sweep(name, run, scale) for name, run in runs.items()]
 
 
 def _sweep(name: str, run: RunConfig, scale: Scale) -> Comparison:
-    return Comparison(name, run, rate_arms(run, scale.rates), tuple(range(scale.sweep_seeds)), paired=False)
+    arms = tuple(Arm(f"lr {rate:g}", replace(run.optimizer, lr=rate)) for rate in scale.rates)
+    return Comparison(name, run, arms, tuple(range(scale.sweep_seeds)), paired=False)
 
 
 def losses_by_seed(arms: Runs) -> list[dict[float, float]]:
     """For each seed, final loss by learning rate; a run without one counts as infinitely bad."""
     found: dict[int, dict[float, float]] = {}
-    for runs in arms.values():
-        for run in runs:
-            loss = last_loss(run)
-            rate = float(run.config["optimizer"]["lr"])
-            found.setdefault(int(run.config["seed"]), {})[rate] = math.inf if math.isnan(loss) else loss
+    for run in chain.from_iterable(arms.values()):
+        found.setdefault(seed_of(run), {})[float(run.config["optimizer"]["lr"])] = swept_loss(run)
     return [dict(sorted(found[seed].items())) for seed in sorted(found)]
 
 
@@ -117,32 +110,21 @@ def distance(seeds: Sequence[Losses]) -> float:
 def judge_widths(results: Results, scale: Scale) -> list[Claim]:
     """The best rate is the same at every width, within a step of the grid; taking the narrowest's costs little."""
     sweeps = {name: losses_by_seed(arms) for name, arms in results.items()}
-    claims = [_inside(name, seeds, WIDTH_FIGURE) for name, seeds in sweeps.items()]
     means = {name: mean_losses(seeds) for name, seeds in sweeps.items()}
-    spread = [distance(those) for those in zip(*sweeps.values(), strict=True)]
+    claims = [_inside(name, losses, WIDTH_FIGURE) for name, losses in means.items()]
+    spread = ", ".join(f"{distance(those):.2f}" for those in zip(*sweeps.values(), strict=True))
+    same = "steps of the grid between the best learning rates of the widths"
+    limits = f"from means over seeds; seed by seed it is {spread}"
     claims.append(
-        at_most(
-            "same-rate",
-            "steps of the grid between the best learning rates of the widths",
-            WIDTH_FIGURE,
-            distance(list(means.values())),
-            1.0,
-            ONE_STEP,
-            limits=f"from means over seeds; seed by seed it is {', '.join(f'{value:.2f}' for value in spread)}",
-        )
+        at_most("same-rate", same, WIDTH_FIGURE, distance(list(means.values())), 1.0, ONE_STEP, limits=limits)
     )
     narrow, *wider = means
+    limits = "from means over seeds, of a number that is never negative, so without an interval"
     for name in wider:
+        costs = f"{name}: what the best learning rate of {narrow} costs, over what the worst of the grid costs"
+        share = transfer_cost(means[narrow], means[name])
         claims.append(
-            at_most(
-                f"{_slug(name)}-cost",
-                f"{name}: what the best learning rate of {narrow} costs, over what the worst of the grid costs",
-                WIDTH_FIGURE,
-                transfer_cost(means[narrow], means[name]),
-                TRANSFER_COST,
-                TRANSFER,
-                limits="from means over seeds, of a number that is never negative, so without an interval",
-            )
+            at_most(f"{_slug(name)}-cost", costs, WIDTH_FIGURE, share, TRANSFER_COST, TRANSFER, limits=limits)
         )
     return [*claims, *(_printed_widths(sweeps) if scale.printed else [])]
 
@@ -170,66 +152,36 @@ def mean_losses(seeds: Sequence[Losses]) -> dict[float, float]:
     return {rate: math.fsum(losses[rate] for losses in seeds) / len(seeds) for rate in seeds[0]}
 
 
-def _inside(name: str, seeds: Sequence[Losses], source: Stated) -> Claim:
-    means = mean_losses(seeds)
-    rates, best = list(means), best_rate(means)
-    return at_least(
-        f"{_slug(name)}-inside",
-        f"{name}: steps of the grid from the best learning rate to the nearest edge",
-        source,
-        min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates),
-        0.5,
-        INSIDE,
-        limits="from means over seeds",
-    )
+def _inside(name: str, losses: Losses, source: Stated) -> Claim:
+    rates, best = list(losses), best_rate(losses)
+    inside = f"{name}: steps of the grid from the best learning rate to the nearest edge"
+    steps = min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates)
+    return at_least(f"{_slug(name)}-inside", inside, source, steps, 0.5, INSIDE, limits="from means over seeds")
 
 
 def _printed_widths(sweeps: Mapping[str, Sequence[Losses]]) -> list[Claim]:
     claims = []
     for name, seeds in sweeps.items():
-        told = dict(zip(paper.SWEEP_RATES, paper.SWEEP[int(name.removeprefix("width "))], strict=True))
-        claims.append(
-            at_most(
-                f"{_slug(name)}-transferred",
-                f"{name}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats",
-                WIDTH_FIGURE,
-                over_seeds([losses[paper.TRANSFERRED_RATE] - min(losses.values()) for losses in seeds]),
-                *paper.TRANSFERRED,
-            )
-        )
-        claims += [
-            within(
-                f"{_slug(name)}-lr-{rate:g}",
-                f"{name}: loss after 5,000 updates at learning rate {rate:g}",
-                WIDTH_FIGURE,
-                over_seeds([losses[rate] for losses in seeds]),
-                loss,
-                paper.SWEEP_LOSS,
-            )
-            for rate, loss in told.items()
-        ]
+        costs = f"{name}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats"
+        cost = over_seeds([losses[paper.TRANSFERRED_RATE] - min(losses.values()) for losses in seeds])
+        claims.append(at_most(f"{_slug(name)}-transferred", costs, WIDTH_FIGURE, cost, *paper.TRANSFERRED))
+        for rate, told in zip(paper.SWEEP_RATES, paper.SWEEP[int(name.removeprefix("width "))], strict=True):
+            ends = f"{name}: loss after 5,000 updates at learning rate {rate:g}"
+            loss = over_seeds([losses[rate] for losses in seeds])
+            claims.append(within(f"{_slug(name)}-lr-{rate:g}", ends, WIDTH_FIGURE, loss, told, paper.SWEEP_LOSS))
     return claims
 
 
 def judge_horizons(results: Results, scale: Scale) -> list[Claim]:
     """The best learning rate falls with the horizon as its cube root."""
     sweeps = {name: losses_by_seed(arms) for name, arms in results.items()}
-    claims = [_inside(name, seeds, HORIZON_FIGURE) for name, seeds in sweeps.items()]
-    slopes = [
-        power([best_rate(losses) for losses in those], scale.horizons) for those in zip(*sweeps.values(), strict=True)
-    ]
-    claims.append(
-        within(
-            "cube-root",
-            "power of the horizon that the best learning rate follows",
-            HORIZON_FIGURE,
-            over_seeds(slopes),
-            paper.HORIZON_POWER,
-            resolution(scale),
-            limits="validated by the paper for 5,000 to 20,000 updates only" if not scale.printed else "",
-        )
-    )
-    return claims
+    claims = [_inside(name, mean_losses(seeds), HORIZON_FIGURE) for name, seeds in sweeps.items()]
+    best = [[best_rate(losses) for losses in those] for those in zip(*sweeps.values(), strict=True)]
+    slope = over_seeds([power(rates, scale.horizons) for rates in best])
+    falls = "power of the horizon that the best learning rate follows"
+    limits = "" if scale.printed else "validated by the paper for 5,000 to 20,000 updates only"
+    rule, slack = paper.HORIZON_POWER, resolution(scale)
+    return [*claims, within("cube-root", falls, HORIZON_FIGURE, slope, rule, slack, limits=limits)]
 
 
 def power(rates: Sequence[float], horizons: Sequence[int]) -> float:
@@ -239,11 +191,7 @@ def power(rates: Sequence[float], horizons: Sequence[int]) -> float:
         >>> round(power([0.02, 0.01, 0.005], [1000, 2000, 4000]), 6)
         -1.0
     """
-    x, y = ([math.log(value) for value in values] for values in (horizons, rates))
-    middle, level = math.fsum(x) / len(x), math.fsum(y) / len(y)
-    return math.fsum((a - middle) * (b - level) for a, b in zip(x, y, strict=True)) / math.fsum(
-        (a - middle) ** 2 for a in x
-    )
+    return linear_regression(*([math.log(value) for value in values] for values in (horizons, rates))).slope
 
 
 def resolution(scale: Scale) -> Tolerance:
@@ -262,16 +210,7 @@ def sweep_tables(results: Results, scale: Scale) -> list[Table]:
     """Mean final loss over seeds by learning rate and comparison, the best of each column marked."""
     means = {name: mean_losses(losses_by_seed(arms)) for name, arms in results.items()}
     columns = [Column("learning rate"), *(Column(name, number=True) for name in means)]
-    rows: list[list[Value | Cell]] = []
-    for rate in scale.rates:
-        cells = [
-            Cell(
-                f"{losses[rate]:.4f}" if losses[rate] < math.inf else "diverged",
-                tone="holds" if losses[rate] == min(losses.values()) else "",
-            )
-            for losses in means.values()
-        ]
-        rows.append([f"{rate:g}", *cells])
+    rows = [[f"{rate:g}", *(loss_cell(losses, rate) for losses in means.values())] for rate in scale.rates]
     seeds = "one seed" if scale.sweep_seeds == 1 else f"means over {scale.sweep_seeds} seeds"
     return [Table("sweep", "Final loss by learning rate", columns, rows, f"Validation loss, {seeds}.")]
 

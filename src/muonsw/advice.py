@@ -1,0 +1,383 @@
+"""Advice on weight decay before a run: does it matter, what will norms do under each rule, which lambda to try.
+
+What a run's decay takes in all, the sum of phi, says most of it. Norms come from the recursion of
+`muonsw.theory.norms_with_memory`; lambdas from our own runs, of which `measured.json` holds what `make evidence` found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from importlib import resources
+from typing import Any
+
+from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw.recipes import IDLE
+from muonsw.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
+from muonsw.text import text_table
+from muonsw.theory import NormHistory, norms_with_memory, target_norms
+from muonsw.theory.tracking import LAG, peak_decay_step
+
+SCHEDULES = ("cosine", "wsd", "constant")
+# Root mean square of an update at learning rate 1: Muon's with its usual scale and Newton-Schulz, AdamW's typical one.
+UPDATE = {"muon": 0.2 * 0.88, "adamw": 0.2}
+# How much of the memory that momentum would have among independent gradients was seen: 33 of 39 at beta 0.95.
+REMEMBERED = 33 / 39
+# Longer runs are summed over this many evenly spaced steps.
+MOST_STEPS = 20_000
+# Samples of the norm that the theory of its target looks at.
+SAMPLES = 200
+# The constant decay of the paper's runs in all: lambda 0.1 over 35,000 to 376,000 updates.
+PAPER_TOTALS = "19 to 25"
+WIDTH = 79
+
+
+@dataclass(frozen=True)
+class RuleAdvice:
+    """One decay rule in this run.
+
+    Attributes:
+        rule: its name.
+        total: what decay takes in all at the given lambda, the sum of phi.
+        left: what is left of a weight that nothing else moves, exp(-total).
+        phi_peak: the largest share of a weight that a step takes.
+        highest_norm: the highest RMS of the weights' entries, by the recursion.
+        end_norm: the RMS at the end.
+        follows: whether the norm comes near its steady state at all.
+        weight_decay: the lambda to try.
+        low: the smallest lambda that was nearly as good in our runs, in this run's terms.
+        high: the largest one.
+        own: whether this rule was measured itself; else constant decay's numbers stand for it.
+    """
+
+    rule: str
+    total: float
+    left: float
+    phi_peak: float
+    highest_norm: float
+    end_norm: float
+    follows: bool
+    weight_decay: float
+    low: float
+    high: float
+    own: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to expect of decay in a run; `print` shows it within 80 columns.
+
+    Attributes:
+        steps: updates.
+        peak_lr: the peak learning rate.
+        weight_decay: the lambda that was asked about.
+        verdict: "none", "idle", "mild", "good" or "strong", of the first rule.
+        rules: each rule in this run.
+        sentences: what follows from it.
+        basis: what was measured, and how.
+        limits: where it may not hold.
+    """
+
+    steps: int
+    peak_lr: float
+    weight_decay: float
+    verdict: str
+    rules: tuple[RuleAdvice, ...]
+    sentences: tuple[str, ...]
+    basis: str
+    limits: tuple[str, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [("rule", "takes", "leaves", "top RMS", "end RMS", "try lambda", "good from, to")]
+        rows += [
+            (
+                one.rule,
+                f"{one.total:.3g}",
+                f"{one.left:.0%}",
+                f"{one.highest_norm:.3f}",
+                f"{one.end_norm:.3f}",
+                f"{one.weight_decay:.2g}",
+                f"{one.low:.2g}, {one.high:.2g}",
+            )
+            for one in self.rules
+        ]
+        said = [_wrapped(sentence, "- ") for sentence in self.sentences]
+        known = [_wrapped(f"Measured: {self.basis}", ""), *(_wrapped(limit, "- ") for limit in self.limits)]
+        return "\n".join([text_table(rows), "", *said, "", *known])
+
+
+def advise(
+    steps: int,
+    peak_lr: float,
+    weight_decay: float,
+    *,
+    schedule: str = "cosine",
+    warmup_steps: int | None = None,
+    final_fraction: float = 0.1,
+    decay_fraction: float = 0.2,
+    algorithm: str = "muon",
+    momentum: float | None = None,
+    initial_rms: float = 0.02,
+    rules: Sequence[str] = ("constant", "scaled"),
+) -> Advice:
+    """What decay will do in a run, and which lambda to try.
+
+    Args:
+        steps: updates of the run.
+        peak_lr: the peak learning rate of the matrices that decay.
+        weight_decay: lambda.
+        schedule: "cosine", "wsd" (flat, then falling) or "constant", after a linear warmup.
+        warmup_steps: updates of warmup; None is the paper's rule.
+        final_fraction: what is left of the peak at the end.
+        decay_fraction: the share of the run that falls under "wsd".
+        algorithm: "muon" or "adamw".
+        momentum: beta of Muon, or AdamW's first; None is 0.95 and 0.9.
+        initial_rms: root mean square of the weights' entries at the start.
+        rules: the decay rules to compare, names from `muonsw.DECAY_RULES`; the first gives the verdict.
+
+    Raises:
+        ValueError: if a number makes no sense, or a rule follows the gradients, which nobody knows beforehand.
+
+    Examples:
+        >>> advice = advise(1_600, 0.02, 0.1)
+        >>> advice.verdict, [round(one.total, 2) for one in advice.rules]
+        ('good', [1.74, 1.27])
+        >>> [round(one.end_norm, 2) for one in advice.rules]  # measured: 0.22 and 0.30
+        [0.23, 0.31]
+        >>> advise(100, 0.001, 0.1).verdict
+        'idle'
+    """
+    _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, rules)
+    rates, stride = _rates(steps, peak_lr, schedule, warmup_steps, final_fraction, decay_fraction)
+    beta = {"muon": 0.95, "adamw": 0.9}[algorithm] if momentum is None else momentum
+    memory = max(1.0, REMEMBERED * (1 + beta) / (1 - beta))
+    updates = [UPDATE[algorithm] * rate for rate in rates]
+    found = []
+    for rule in rules:
+        phis = _phis(rule, rates, peak_lr, steps, stride)
+        found.append(_of_rule(rule, weight_decay, phis, updates, memory, initial_rms, stride))
+    verdict = _verdict(found[0], weight_decay)
+    return Advice(
+        steps=steps,
+        peak_lr=peak_lr,
+        weight_decay=weight_decay,
+        verdict=verdict,
+        rules=tuple(found),
+        sentences=tuple(_sentences(verdict, found, weight_decay, 1 - beta)),
+        basis=measured()["basis"],
+        limits=tuple(_limits(steps, algorithm, found)),
+    )
+
+
+@cache
+def measured() -> dict[str, Any]:
+    """What our own runs found about the best lambda of each rule; `docs/evidence.md` shows the same in full."""
+    found: dict[str, Any] = json.loads(resources.files("muonsw").joinpath("measured.json").read_text(encoding="utf-8"))
+    return found
+
+
+def best_totals(rule: str) -> tuple[float, float, float]:
+    """What decay took in all where a rule was best, and at the ends of what was nearly as good: means over horizons.
+
+    The mean is geometric; a rule without measurements of its own has constant decay's.
+    """
+    optima = [one for one in measured()["optima"] if one["rule"] == (rule if _was_measured(rule) else "constant")]
+    best, low, high = (
+        math.exp(math.fsum(math.log(one[key]) for one in optima) / len(optima))
+        for key in ("total", "low_total", "high_total")
+    )
+    return best, low, high
+
+
+def _was_measured(rule: str) -> bool:
+    return any(one["rule"] == rule for one in measured()["optima"])
+
+
+def _rates(
+    steps: int, peak_lr: float, schedule: str, warmup_steps: int | None, final: float, falling: float
+) -> tuple[list[float], float]:
+    """Learning rates of evenly spaced steps, and for how many steps each stands."""
+    warmup = warmup_steps_for_horizon(steps) if warmup_steps is None else warmup_steps
+    shared: dict[str, Any] = {"total_steps": steps, "warmup_steps": warmup}
+    shared["final_fraction"] = 1.0 if schedule == "constant" else final
+    multiple: Callable[[int], float] = partial(warmup_cosine, **shared)
+    if schedule == "wsd":
+        multiple = partial(warmup_stable_decay, decay_fraction=falling, **shared)
+    kept = min(steps, MOST_STEPS)
+    places = (min(steps - 1, (2 * number + 1) * steps // (2 * kept)) for number in range(kept))
+    return [peak_lr * multiple(place) for place in places], steps / kept
+
+
+def _phis(rule: str, rates: Sequence[float], peak_lr: float, steps: int, stride: float) -> list[float]:
+    """The decay of every step for lambda 1."""
+    return [
+        float(decay_factor(rule, 1.0, rate, peak_lr, step=(place + 0.5) * stride + 0.5, steps=steps))
+        for place, rate in enumerate(rates)
+    ]
+
+
+def _of_rule(
+    rule: str,
+    lam: float,
+    per_lambda: Sequence[float],
+    updates: Sequence[float],
+    memory: float,
+    start: float,
+    stride: float,
+) -> RuleAdvice:
+    phis = [lam * phi for phi in per_lambda]
+    if max(phis) > 1:
+        raise ValueError(
+            f"{rule} decay with weight_decay={lam:g} would take {max(phis):g} times the weight in one step; lower it"
+        )
+    norms = norms_with_memory(start, s=updates, phi=phis, memory=memory, stride=stride)
+    in_all = stride * math.fsum(per_lambda)
+    best, low, high = (wanted / in_all if in_all else 0.0 for wanted in best_totals(rule))
+    total = lam * in_all
+    return RuleAdvice(
+        rule=rule,
+        total=total,
+        left=math.exp(-total),
+        phi_peak=max(phis),
+        highest_norm=max(norms),
+        end_norm=norms[-1],
+        follows=total >= 1 and _follows(norms, updates, phis, memory),
+        weight_decay=best,
+        low=low,
+        high=high,
+        own=_was_measured(rule),
+    )
+
+
+def _follows(norms: Sequence[float], updates: Sequence[float], phis: Sequence[float], memory: float) -> bool:
+    """Whether the norm comes within a fifth of its steady state after the peak, as `muonsw.theory.track` means it."""
+    places = range(0, len(phis), max(1, len(phis) // SAMPLES))
+    history = NormHistory.of(
+        list(places),
+        r=[norms[i] for i in places],
+        s=[updates[i] for i in places],
+        phi=[phis[i] for i in places],
+        a=[max(-1.0, -(memory - 1) * updates[i] / (2 * norms[i])) for i in places],
+    )
+    lag = (history.r / target_norms(history)).log().abs()
+    return bool((lag[history.steps >= peak_decay_step(history)] <= LAG).any())
+
+
+def _verdict(first: RuleAdvice, lam: float) -> str:
+    if lam == 0 or first.total == 0:
+        return "none"
+    if first.total < IDLE:
+        return "idle"
+    if lam < first.low:
+        return "mild"
+    return "good" if lam <= first.high else "strong"
+
+
+def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: float) -> list[str]:
+    first = rules[0]
+    words = {
+        "none": "Nothing decays: norms only grow, and no rule can differ from another.",
+        "idle": (
+            f"Decay hardly acts in this run: it takes {1 - first.left:.0%} of a weight in all, so the rule makes no "
+            f"difference that anybody could measure. Lambda {first.weight_decay:.2g} would take as much as the best "
+            f"ones did in our runs."
+        ),
+        "mild": (
+            f"Decay acts, but takes less than what was best in our runs; lambda {first.weight_decay:.2g} would take as "
+            f"much."
+        ),
+        "good": (
+            f"Decay acts, and takes about as much as what was best in our runs: lambda {lam:g} is within the range "
+            f"that cost at most {measured()['good']} nats there."
+        ),
+        "strong": (
+            f"Decay is strong: {first.total / best_totals(first.rule)[0]:.1f} times what was best in our "
+            f"runs. {_costs()}"
+        ),
+    }
+    said = [words[verdict]]
+    if verdict != "none":
+        said += [_norm_sentence(one) for one in rules]
+    fast = [one.rule for one in rules if one.phi_peak > 0.2 * forgets]
+    if fast:
+        said.append(
+            f"At the peak a step takes {first.phi_peak:.2g} of a weight ({', '.join(fast)}), which is not slow against "
+            f"what momentum forgets, {forgets:.2g}; norms will differ from those of longer runs."
+        )
+    return said
+
+
+def _norm_sentence(one: RuleAdvice) -> str:
+    fall = 1 - one.end_norm / one.highest_norm
+    way = (
+        f"falls by {fall:.0%} from its highest to {one.end_norm:.3f}" if fall > 0.02 else f"ends at {one.end_norm:.3f}"
+    )
+    why = "decay and updates come to balance" if one.follows else "the run ends before decay and updates balance"
+    return f"{one.rule}: the RMS of the weights {way}; {why}."
+
+
+def _costs() -> str:
+    """What four times the best lambda cost at the longest horizon where that is known."""
+    known = [one for one in measured()["optima"] if one["at_four_times"] is not None]
+    last = max((one["steps"] for one in known), default=0)
+    costs = [f"{one['at_four_times']:.3f} under {one['rule']} decay" for one in known if one["steps"] == last]
+    return f"Four times the best lambda cost {' and '.join(costs)}, in nats." if costs else ""
+
+
+def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str]:
+    horizons = sorted({one["steps"] for one in measured()["optima"]})
+    limits = [
+        f"The best lambda was measured for {horizons[0]:,} to {horizons[-1]:,} updates. It took about the same in all "
+        f"at each, and the lambda to try is the one that does so here.",
+        f"The paper's runs took {PAPER_TOTALS} in all, far more; nobody has shown the best lambda there.",
+        "Norms assume updates whose alignment with the weights only momentum makes; in our runs of width 128 with up "
+        "to 1,600 updates that gave end norms within a tenth of the measured ones.",
+    ]
+    beyond = max(steps / horizons[-1], horizons[0] / steps)
+    if beyond > 1:
+        limits.insert(
+            1,
+            f"This run is {beyond:.2g} times beyond what was measured: take the lambda to try for one end of a sweep, "
+            f"and your own for the other.",
+        )
+    if algorithm != "muon":
+        limits.append("None of this was measured for AdamW: sums are exact, lambdas and norms are guesses.")
+    unmeasured = [one.rule for one in rules if not one.own]
+    if unmeasured:
+        limits.append(
+            f"Lambdas of {', '.join(unmeasured)} are those that take as much in all as constant decay's best."
+        )
+    return limits
+
+
+def _check(
+    steps: Any, peak_lr: float, lam: float, schedule: str, algorithm: str, initial: float, rules: Sequence[str]
+) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}: must be a whole number of at least 1")
+    for name, value in (("peak_lr", peak_lr), ("initial_rms", initial)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r}: must be a positive number")
+    if not 0 <= lam < math.inf:
+        raise ValueError(f"weight_decay={lam!r}: must be a number of at least 0")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}: must be one of {', '.join(SCHEDULES)}")
+    if algorithm not in UPDATE:
+        raise ValueError(f"algorithm={algorithm!r}: must be one of {', '.join(UPDATE)}")
+    if not rules:
+        raise ValueError("rules: name at least one")
+    for rule in rules:
+        if DECAY_RULES[rule].uses_gradient:
+            raise ValueError(f"decay rule {rule!r} follows the gradients, which nobody knows before the run")
+
+
+def _wrapped(text: str, bullet: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=bullet, subsequent_indent=" " * len(bullet))

@@ -1,0 +1,201 @@
+"""torchtitan: an optimizer container that its configuration can name, and checkpoints that later releases load.
+
+torchtitan saves every option of a param group under a key of its own, and refuses a checkpoint that lacks one of them:
+a release that adds an option could not go on from a checkpoint of the release before. So the options of a group are one
+entry here, a line of JSON, and what it does not say comes from the configuration, as `load_state_dict` does everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer.utils import (
+    get_flat_optim_state_dict,
+    init_optim_state,
+    load_flat_optim_state_dict,
+)
+from torchtitan.tools.logging import logger
+
+from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.routing.groups import patterns_within
+from muonsw.variants import SGDSW, AdamWSW, MuonSW
+
+OPTIMIZERS: dict[str, type[ScaledDecayOptimizer]] = {"MuonSW": MuonSW, "AdamWSW": AdamWSW, "SGDSW": SGDSW}
+
+
+class ScaledDecayOptimizers(OptimizersContainer):
+    """One optimizer of this library for each part of the model, routed by role.
+
+    `for_model` makes its configuration. With `param_groups` in the configuration torchtitan's own patterns decide
+    instead of roles, and `optimizer_name` may be "MuonSW", "AdamWSW" or "SGDSW" beside torchtitan's own names.
+    """
+
+    optimizers: list[torch.optim.Optimizer]
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """What `for_model` takes, as torchtitan's configurations hold it."""
+
+        name: str = "MuonSW"
+        """MuonSW, AdamWSW or SGDSW."""
+
+        lr: float = 1e-3
+        """The peak of the learning rate; torchtitan's schedulers multiply it by at most 1."""
+
+        weight_decay: float = 0.1
+        """Lambda of the decayed groups."""
+
+        patterns: dict[str, dict[str, Any]] = field(default_factory=dict)
+        """Options by parameter name or role, see `MuonSW.for_model`."""
+
+        adamw: dict[str, Any] = field(default_factory=dict)
+        """Options for everything that is routed to AdamW."""
+
+        options: dict[str, Any] = field(default_factory=dict)
+        """Options of the class, such as `decay`."""
+
+    def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
+        if config.param_groups:
+            super().__init__(config, model_parts=model_parts)
+            return
+        self.model_parts = model_parts
+        _refuse_unused_patterns(config, model_parts)
+        self.optimizers = [_routed(config, part) for part in model_parts]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        params = [param for group in groups for param in group["params"]]
+        self._validate_params(params)
+        self._post_init(params)
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+        """The class of that name: one of ours, or one that torchtitan knows."""
+        if name in OPTIMIZERS:
+            return OPTIMIZERS[name]
+        factory: Callable[..., torch.optim.Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
+        return factory
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter name, flat, for distributed checkpoints; asking for it changes nothing."""
+        flat: dict[str, Any] = {}
+        for optimizer in self.optimizers:
+            _make_state(optimizer)
+            found = get_flat_optim_state_dict(optimizer)
+            flat |= _packed(optimizer, found) if isinstance(optimizer, ScaledDecayOptimizer) else found
+        return flat
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, also in an earlier release or for other parts of the model."""
+        for optimizer in self.optimizers:
+            _make_state(optimizer)
+            if isinstance(optimizer, ScaledDecayOptimizer):
+                optimizer.load_state_dict(_unpacked(optimizer, state_dict))
+            else:
+                load_flat_optim_state_dict(optimizer, state_dict)
+
+
+def for_model(
+    lr: float,
+    weight_decay: float = 0.1,
+    *,
+    optimizer: type[ScaledDecayOptimizer] = MuonSW,
+    patterns: dict[str, dict[str, Any]] | None = None,
+    adamw: dict[str, Any] | None = None,
+    **options: Any,
+) -> ScaledDecayOptimizers.Config:
+    """What `optimizer=` of torchtitan's `Trainer.Config` takes: Muon-SW for the whole model.
+
+    A mistake in an option is an error here, where the configuration is made, and not when the model has been built.
+
+    Args:
+        lr: the peak of the learning rate.
+        weight_decay: lambda of the decayed groups.
+        optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
+        patterns: options by parameter name or role, see `MuonSW.for_model`.
+        adamw: options for everything that is routed to AdamW.
+        **options: options of the class, such as `decay`.
+    """
+    probe = torch.nn.Parameter(torch.zeros(1, 1))
+    optimizer([probe], lr=lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg,arg-type]
+    return ScaledDecayOptimizers.Config(
+        name=optimizer.__name__,
+        lr=lr,
+        weight_decay=weight_decay,
+        patterns=patterns or {},
+        adamw=adamw or {},
+        options=options,
+    )
+
+
+def _routed(config: ScaledDecayOptimizers.Config, part: torch.nn.Module) -> ScaledDecayOptimizer:
+    """The optimizer of one part, under the names that torchtitan's checkpoints use."""
+    if config.name not in OPTIMIZERS:
+        raise ValueError(f"optimizer.name={config.name!r}: must be one of {', '.join(OPTIMIZERS)}")
+    optimizer = OPTIMIZERS[config.name].for_model(
+        part,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        patterns=patterns_within(part, config.patterns),
+        adamw=config.adamw,
+        **config.options,
+    )
+    for group in optimizer.param_groups:
+        group["param_names"] = [canonical_fqn(name) for name in group["param_names"]]
+    logger.info(f"Optimizer {config.name}:\n{optimizer.routing()}")
+    return optimizer
+
+
+def _refuse_unused_patterns(config: ScaledDecayOptimizers.Config, parts: list[torch.nn.Module]) -> None:
+    """A pattern that matches nothing is a mistake, unless it may be meant for a pipeline stage of another rank."""
+    used = {pattern for part in parts for pattern in patterns_within(part, config.patterns)}
+    unused = sorted(set(config.patterns) - used)
+    if not unused:
+        return
+    message = f"patterns that match nothing in this rank's part of the model: {', '.join(unused)}"
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        raise ValueError(message)
+    logger.warning(message)
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that a checkpoint is read into, as torchtitan does: by a step at rate 0 with zero gradients.
+
+    That step is not counted, so that the first real one is the first.
+    """
+    fresh = not optimizer.state
+    init_optim_state(optimizer)
+    if fresh and isinstance(optimizer, ScaledDecayOptimizer):
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"].zero_()
+
+
+def _packed(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
+    """A flat state with one entry for all options of a parameter's group."""
+    packed = {key: value for key, value in flat.items() if not key.startswith("param_groups.")}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        line = json.dumps(options, default=float)  # a learning rate may be a tensor
+        packed |= {f"param_groups.{name}.options": line for name in group["param_names"]}
+    return packed
+
+
+def _unpacked(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer in torch's own layout, from a flat one that may hold others' as well."""
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    numbers = count()
+    for group in optimizer.param_groups:
+        names = group["param_names"]
+        own = [next(numbers) for _ in names]
+        for number, name, param in zip(own, names, group["params"], strict=True):
+            state[number] = {key: flat[f"state.{name}.{key}"] for key in optimizer.state[param]}
+        options = json.loads(flat[f"param_groups.{names[0]}.options"])
+        groups.append({**options, "params": own, "param_names": list(names)})
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,103 @@
+"""What is timed on, and how fast it multiplies."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muonsw.lab.errors import UsageError
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device that "auto", "cpu" or "cuda" means here.
+
+    Raises:
+        UsageError: If there is no such device.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device is auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("there is no CUDA device here that torch can use; take --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    """How long one call takes, on the clock on the wall."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """What a figure must name to be worth something: machine, threads, versions and the day."""
+    versions = {}
+    for package in ("torch", "triton", *packages):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "versions": versions,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _processor() -> str:
+    """The name of the processor, which Linux alone writes into a file."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def product_rate(device: torch.device) -> float:
+    """FLOP a second of one large matrix product on random numbers, bfloat16 on a GPU and float32 on a CPU."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    calls = 10 if device.type == "cuda" else 1
+
+    def work() -> None:
+        for _ in range(calls):
+            torch.mm(a, b)
+
+    work()
+    return 2 * size**3 * calls / (1e-3 * statistics.median(milliseconds(work, device) for _ in range(5)))
+
+
+def peak_extra_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+    """Memory that a call takes beyond what it leaves behind; None where nobody counts it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return None
+    before = _resident_bytes("VmRSS")
+    work()
+    return max(0, _resident_bytes("VmHWM") - before)
+
+
+def _resident_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(key)), 0)

@@ -1,0 +1,324 @@
+"""One optimizer step against others': same process, same tensors, one step of each in turn, medians.
+
+Ours holds experts as stacks `(8, out, in)` with fused gate and up projections, as the lab's model does; dion gets
+stacks of single projections, the others get the same matrices as lists, which is all they take. Before anything is
+timed, steps of ours are checked against steps of torch's own optimizers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw.lab.bench.machine import milliseconds, peak_extra_bytes
+from muonsw.lab.errors import UsageError
+
+LR, LAMBDA = 1e-3, 0.1
+WARMING_ROUNDS = 2
+
+
+class WrongStepError(RuntimeError):
+    """Our step is not what torch's optimizer makes of the same gradients, so its time means nothing."""
+
+
+class Matrices(NamedTuple):
+    """A set of matrices: as ours holds them, with group options; as stacks; and as plain 2-D shapes."""
+
+    ours: list[tuple[tuple[int, ...], dict[str, Any]]]
+    stacks: list[tuple[int, ...]]
+    plain: list[tuple[int, ...]]
+
+    def parameters(self) -> int:
+        """How many numbers they hold."""
+        return sum(torch.Size(shape).numel() for shape in self.plain)
+
+
+def moe(width: int, ff: int, layers: int = 12, experts: int = 8) -> Matrices:
+    """The hidden matrices of the paper's mixture-of-experts decoder."""
+    square: list[tuple[int, ...]] = [(width, width)] * (4 * layers)
+    ours: list[tuple[tuple[int, ...], dict[str, Any]]] = [(shape, {}) for shape in square]
+    fused = ((experts, 2 * ff, width), {"matrix": "stack", "split_sizes": (ff, ff)})
+    ours += [fused, ((experts, width, ff), {"matrix": "stack"})] * layers
+    stacks = square + ([(experts, ff, width)] * 2 + [(experts, width, ff)]) * layers
+    plain = square + ([(ff, width)] * (2 * experts) + [(width, ff)] * experts) * layers
+    return Matrices(ours, stacks, plain)
+
+
+def listed(shapes: list[tuple[int, ...]]) -> Matrices:
+    """Matrices that everyone holds in the same way."""
+    return Matrices([(shape, {}) for shape in shapes], list(shapes), shapes)
+
+
+SETS: Mapping[str, Matrices] = MappingProxyType(
+    {
+        "small": listed([(64, 64), (64, 192)] * 100),
+        "square512": listed([(512, 512)] * 8),
+        "wide": listed([(256, 1024)] * 16),
+        "w256": moe(256, 768),
+        "w512": moe(512, 1408),
+        "w768": moe(768, 2048),
+        "w1024": moe(1024, 2816),
+    }
+)
+
+
+class Tensors(NamedTuple):
+    """Where and in which precision a set of matrices is made."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def make(self, shapes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
+        """Parameters with gradients, the same for everyone."""
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def draw(shape: tuple[int, ...]) -> Tensor:
+            return torch.randn(shape, generator=generator, device=self.device)
+
+        params = [nn.Parameter((0.02 * draw(shape)).to(self.dtype)) for shape in shapes]
+        for param in params:
+            param.grad = draw(tuple(param.shape)).to(self.dtype)
+        return params
+
+
+Built = tuple[Optimizer, list[nn.Parameter]]
+Contender = Callable[[Matrices, Tensors], Built]
+
+
+def ours(orthogonalizer: str = "auto", **options: Any) -> Contender:
+    """Muon-SW."""
+
+    def make(matrices: Matrices, tensors: Tensors) -> Built:
+        params = tensors.make([shape for shape, _ in matrices.ours])
+        groups: dict[str, dict[str, Any]] = {}
+        for (_, settings), param in zip(matrices.ours, params, strict=True):
+            groups.setdefault(repr(settings), {**settings, "params": []})["params"].append(param)
+        build = MuonSW(list(groups.values()), lr=LR, weight_decay=LAMBDA, orthogonalizer=orthogonalizer, **options)
+        return build, params
+
+    return make
+
+
+def captured(contender: Contender) -> Contender:
+    """The same step, replayed from a CUDA graph."""
+
+    def make(matrices: Matrices, tensors: Tensors) -> Built:
+        if tensors.device.type != "cuda":
+            raise ValueError("graphs are captured on CUDA devices")
+        optimizer, params = contender(matrices, tensors)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        optimizer.step = graph.replay  # type: ignore[method-assign, assignment]
+        return optimizer, params
+
+    return make
+
+
+def theirs(build: Callable[[list[nn.Parameter]], Any], *, stacked: bool = False) -> Contender:
+    """An optimizer that takes a list of parameters."""
+
+    def make(matrices: Matrices, tensors: Tensors) -> Built:
+        params = tensors.make(matrices.stacks if stacked else matrices.plain)
+        return cast("Optimizer", build(params)), params
+
+    return make
+
+
+def _dion(**options: Any) -> Contender:
+    from dion import Muon
+
+    settings: dict[str, Any] = {"nesterov": True, "adjust_lr": "rms_norm", **options}
+    return theirs(lambda p: Muon(p, lr=LR, weight_decay=LAMBDA, **settings), stacked=True)
+
+
+def _pytorch_optimizer() -> Contender:
+    from pytorch_optimizer import Muon
+
+    return theirs(lambda p: Muon([{"params": p, "use_muon": True}], lr=LR, weight_decay=LAMBDA))
+
+
+def _heavyball() -> Contender:
+    from heavyball import Muon
+
+    return theirs(lambda p: Muon(p, lr=LR, weight_decay=LAMBDA))
+
+
+def _muon_optimizer() -> Contender:
+    from muon import SingleDeviceMuon
+
+    return theirs(lambda p: SingleDeviceMuon(p, lr=LR, weight_decay=LAMBDA))
+
+
+# By the names of their packages; loading one that is not installed fails.
+PEERS: Mapping[str, Callable[[], Contender]] = MappingProxyType(
+    {
+        "dion": _dion,
+        "dion triton": lambda: _dion(use_triton=True),
+        "pytorch-optimizer": _pytorch_optimizer,
+        "heavyball": _heavyball,
+        "muon-optimizer": _muon_optimizer,
+    }
+)
+PACKAGES = ("dion", "pytorch-optimizer", "heavyball", "muon-optimizer")
+
+OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
+    {
+        "muonsw": ours(),
+        "muonsw plain": ours("newton_schulz"),
+        "muonsw unchecked": ours(nonfinite="propagate"),
+        "muonsw captured": captured(ours(capturable=True)),
+        "muonsw gram": ours("gram_newton_schulz"),
+        "torch.optim.Muon": theirs(
+            lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
+        ),
+        "AdamWSW": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA), stacked=True),
+        "AdamWSW unchecked": theirs(
+            lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, nonfinite="propagate"), stacked=True
+        ),
+        "torch AdamW fused": theirs(
+            lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True), stacked=True
+        ),
+        "SGDSW": theirs(lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9), stacked=True),
+        "SGDSW unchecked": theirs(
+            lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, nonfinite="propagate"), stacked=True
+        ),
+        "torch SGD fused": theirs(
+            lambda p: torch.optim.SGD(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, fused=True), stacked=True
+        ),
+    }
+)
+# What is timed unless somebody says otherwise, beside the peers that are installed.
+USUAL = ("muonsw", "torch.optim.Muon", "AdamWSW", "torch AdamW fused", "SGDSW", "torch SGD fused")
+
+
+def contenders(only: Sequence[str] | None = None) -> tuple[dict[str, Contender], list[str]]:
+    """Who is timed, and the names of peers that are not installed.
+
+    Raises:
+        UsageError: If somebody is asked for whom nobody knows.
+    """
+    known = (*OURS_AND_TORCHS, *PEERS)
+    wrong = [name for name in only or () if name not in known]
+    if wrong:
+        raise UsageError(f"nobody here is called {wrong[0]!r}; known are {', '.join(known)}")
+    found = {name: make for name, make in OURS_AND_TORCHS.items() if name in (only or USUAL)}
+    missing = []
+    for name, load in PEERS.items():
+        if only is None or name in only:
+            missing.append(name)
+            with suppress(ImportError):
+                found[name] = load()
+                missing.pop()
+    return found, missing
+
+
+class Pair(NamedTuple):
+    """Two optimizers that must agree, and by how much of their step they may differ."""
+
+    ours: Callable[[list[nn.Parameter]], Optimizer]
+    torchs: Callable[[list[nn.Parameter]], Optimizer]
+    bound: float
+
+
+PAIRS: Mapping[str, Pair] = MappingProxyType(
+    {
+        "muon": Pair(
+            lambda p: MuonSW(p, lr=LR, weight_decay=LAMBDA, decay="constant"),
+            lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw"),
+            0.03,  # theirs multiplies in bfloat16
+        ),
+        "adamw": Pair(
+            lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, decay="constant"),
+            lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True),
+            1e-4,
+        ),
+    }
+)
+CHECKED_SHAPES = [(64, 64), (64, 192), (256, 768), (768, 256), (512, 512), (600, 1000)]
+
+
+def check(device: torch.device, shapes: Sequence[tuple[int, ...]] = CHECKED_SHAPES) -> dict[str, float]:
+    """Largest relative distance between three steps of ours and of torch's, over these shapes.
+
+    Raises:
+        WrongStepError: If it is too large.
+    """
+    distances = {}
+    for name, pair in PAIRS.items():
+        distances[name] = _distance(pair, Tensors(device), shapes)
+        if not distances[name] < pair.bound:
+            raise WrongStepError(f"our {name} step differs from torch's by {distances[name]:.1%}; nothing was timed")
+    return distances
+
+
+def _distance(pair: Pair, tensors: Tensors, shapes: Sequence[tuple[int, ...]]) -> float:
+    mine, other = tensors.make(shapes), tensors.make(shapes)
+    start = [param.detach().clone() for param in mine]
+    for optimizer in (pair.ours(mine), pair.torchs(other)):
+        for _ in range(3):
+            optimizer.step()
+    gaps = [(x - y).norm() / (y - s).norm() for x, y, s in zip(mine, other, start, strict=True)]
+    return float(torch.stack(gaps).detach().max())
+
+
+def measure(
+    matrices: Matrices, tensors: Tensors, rounds: int, chosen: Mapping[str, Contender]
+) -> dict[str, dict[str, Any]]:
+    """Median milliseconds of a step for each contender; one that fails is left out, with its error."""
+    running: dict[str, Callable[[], float]] = {}
+    optimizers: dict[str, Built] = {}
+    results: dict[str, dict[str, Any]] = {}
+    for name, make in chosen.items():
+        try:
+            optimizers[name] = make(matrices, tensors)
+            running[name] = _stepper(*optimizers[name], tensors.device)
+            results[name] = {"first_step_s": 1e-3 * running[name]()}
+        except Exception as error:  # whatever a peer may raise
+            running.pop(name, None)
+            results[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    times: dict[str, list[float]] = {name: [] for name in running}
+    for number in range(WARMING_ROUNDS + rounds):
+        for name, step in running.items():
+            taken = step()
+            if number >= WARMING_ROUNDS:
+                times[name].append(taken)
+    for name, taken_by_one in times.items():
+        optimizer, params = optimizers[name]
+        results[name] |= {
+            "ms": statistics.median(taken_by_one),
+            "ms_min": min(taken_by_one),
+            "extra_bytes": peak_extra_bytes(optimizer.step, tensors.device),
+            "state_bytes_per_parameter": _state_bytes(optimizer) / sum(param.numel() for param in params),
+        }
+    return results
+
+
+def _stepper(optimizer: Optimizer, params: list[nn.Parameter], device: torch.device) -> Callable[[], float]:
+    """A step that is timed; some optimizers take the gradients away, so they are put back before it."""
+    grads = [param.grad for param in params]
+
+    def step() -> float:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        return milliseconds(optimizer.step, device)
+
+    return step
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,86 @@
+"""`muonsw advise`: whether decay matters in a run, what norms will do under each rule, and which lambda to try."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+from rich.console import Console
+from tyro.conf import FlagCreatePairsOff, arg
+
+from muonsw.advice import Advice, advise
+from muonsw.lab.errors import UsageError
+from muonsw.lab.storage import plain
+from muonsw.lab.terminal import say
+
+
+@dataclass(frozen=True)
+class Advise:
+    """Say before a run whether decay matters in it, what norms will do, and which lambda to try.
+
+    Nothing is trained: sums over the schedule, a recursion for the norm, and what our own runs found.
+    """
+
+    steps: Annotated[int, arg(metavar="N")]
+    """Updates of the run."""
+
+    peak_lr: float = 0.02
+    """Peak learning rate of the matrices that decay."""
+
+    weight_decay: float = 0.1
+    """Lambda."""
+
+    schedule: str = "cosine"
+    """The learning rate after warmup: cosine, wsd or constant."""
+
+    final_fraction: float = 0.1
+    """What is left of the peak at the end."""
+
+    decay_fraction: float = 0.2
+    """The share of the run in which the learning rate falls under wsd."""
+
+    warmup_steps: int | None = None
+    """Updates of warmup; the paper's rule unless given."""
+
+    algorithm: str = "muon"
+    """muon or adamw."""
+
+    momentum: float | None = None
+    """Beta of Muon, or the first of AdamW; 0.95 and 0.9 unless given."""
+
+    initial_rms: float = 0.02
+    """Root mean square of the weights' entries at the start."""
+
+    rules: tuple[str, ...] = ("constant", "scaled")
+    """Decay rules to compare; the verdict is about the first."""
+
+    json: FlagCreatePairsOff[bool] = False
+    """Print JSON instead of text."""
+
+    def run(self) -> int:
+        """Compute and print."""
+        try:
+            advice = self._advice()
+        except (ValueError, OverflowError) as error:
+            raise UsageError(str(error)) from error
+        if self.json:
+            print(json.dumps(plain(advice.as_data()), indent=2, allow_nan=False))
+        else:
+            say(Console(), advice)
+        return 0
+
+    def _advice(self) -> Advice:
+        return advise(
+            self.steps,
+            self.peak_lr,
+            self.weight_decay,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+            final_fraction=self.final_fraction,
+            decay_fraction=self.decay_fraction,
+            algorithm=self.algorithm,
+            momentum=self.momentum,
+            initial_rms=self.initial_rms,
+            rules=self.rules,
+        )

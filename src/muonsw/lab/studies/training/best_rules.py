@@ -1,0 +1,153 @@
+"""Every decay and norm rule at its best of three strengths: is anything better than choosing lambda well?
+
+The strength of a rule is its lambda, a factor of two apart around the one that corresponds to the run's; Hyperball has
+none, and its learning rate takes the place. Claims were written down before the runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from muonsw.decay import convert_weight_decay
+from muonsw.lab.claims.claim import Claim, Stated, within
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs, hidden_multiplier
+from muonsw.lab.studies.outcome import last_loss
+from muonsw.lab.studies.scales import Scale
+from muonsw.lab.studies.training.regret import at_horizon
+from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.train.config import OptimizerConfig, RunConfig
+from muonsw.lab.train.state import schedule_multiple
+
+NAME = "best of three"
+FACTORS = (0.5, 1.0, 2.0)
+# The size of gradients is not known beforehand: a factor of four apart, around what short runs showed.
+GRADIENT, GRADIENT_FACTORS = 1e-4, (0.25, 1.0, 4.0)
+# Where Muon's weights end under a well-chosen constant decay, as the root mean square of their entries.
+TARGET = 0.2
+SAME = Tolerance(0.01, "a hundredth of a nat: what two seeds differ by")
+BEYOND = Stated("beyond the paper; claims written down before the runs", "each rule at the best of its strengths")
+
+# By rule: the arms among which its best is chosen.
+Candidates = Mapping[str, Sequence[Arm]]
+
+
+def candidates(run: RunConfig) -> Candidates:
+    """Every rule at its strengths; lambda of the run is taken for a good one of constant decay."""
+    base, lam = replace(run.optimizer, peak="group"), run.optimizer.weight_decay
+    kept = {rule: _lambdas(replace(base, decay=rule), lam) for rule in ("constant", "scaled", "cosine")}
+    totals = {rule: _lambdas(replace(base, decay=rule), _equal_total(run, rule, lam)) for rule in ("fixed", "log_time")}
+    gradient = _lambdas(replace(base, decay="gradient_norm"), lam * GRADIENT, GRADIENT_FACTORS)
+    target = replace(base, decay="constant", norm="target", target_norm=TARGET)
+    found = {
+        **kept,
+        "adamc": _lambdas(replace(base, decay="scaled", unnormalized="constant"), lam),
+        **totals,
+        "gradient_norm": gradient,
+        "target": _lambdas(target, lam),
+        "hyperball": _rates(replace(base, norm="hyperball", adam_lr=base.adam_lr or base.lr)),
+        "none": [replace(base, decay="none", weight_decay=0.0)],
+    }
+    return {rule: [Arm(arm_name(rule, one), one) for one in those] for rule, those in found.items()}
+
+
+def arm_name(rule: str, optimizer: OptimizerConfig) -> str:
+    """A rule with its strength."""
+    if rule == "none":
+        return rule
+    return f"{rule}, lr {optimizer.lr:g}" if rule == "hyperball" else f"{rule}, lambda {optimizer.weight_decay:g}"
+
+
+def _lambdas(base: OptimizerConfig, lam: float, factors: Sequence[float] = FACTORS) -> list[OptimizerConfig]:
+    return [replace(base, weight_decay=float(f"{lam * factor:.3g}")) for factor in factors]
+
+
+def _rates(base: OptimizerConfig) -> list[OptimizerConfig]:
+    return [replace(base, lr=float(f"{base.lr * factor:.3g}")) for factor in FACTORS]
+
+
+def _equal_total(run: RunConfig, rule: str, lam: float) -> float:
+    """The lambda with which a rule takes as much over the run as constant decay."""
+    multiple, peak = schedule_multiple(run), run.optimizer.lr * hidden_multiplier(run, run.optimizer)
+    rates = [peak * multiple(step) for step in range(run.steps)]
+    return convert_weight_decay(lam, "constant", rule, peak, schedule=rates)
+
+
+def best_of_three(scale: Scale) -> list[Comparison]:
+    """All of them at the run of the regret map, at its second horizon."""
+    run = rules_run(scale)
+    arms = tuple(arm for those in candidates(run).values() for arm in those)
+    return [Comparison(NAME, run, arms, tuple(range(scale.sweep_seeds)), paired=False)]
+
+
+def rules_run(scale: Scale) -> RunConfig:
+    """The run that all rules share, with a lambda that suits constant decay."""
+    run = at_horizon(scale.map_run, scale.map_horizons[1])
+    middle = scale.map_lambdas[len(scale.map_lambdas) // 2]
+    return replace(run, optimizer=replace(run.optimizer, weight_decay=middle))
+
+
+def losses_by_rule(arms: Runs, run: RunConfig) -> dict[str, list[list[float]]]:
+    """For each rule and each strength, final loss by seed; a run that diverged counts as infinitely bad."""
+    return {
+        rule: [[_loss(last_loss(one)) for one in arms[arm.name]] for arm in those if arm.name in arms]
+        for rule, those in candidates(run).items()
+    }
+
+
+def _loss(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def best_strength(losses: Sequence[Sequence[float]]) -> int:
+    """The place of the strength with the lowest mean.
+
+    Examples:
+        >>> best_strength([[3.0, 3.2], [3.0, 3.1], [3.3, 3.3]])
+        1
+    """
+    means = [math.fsum(seeds) / len(seeds) for seeds in losses]
+    return means.index(min(means))
+
+
+def judge_best_rules(results: Results, scale: Scale) -> list[Claim]:
+    """No rule at its best differs from constant decay at its own by more than seeds do."""
+    return judge_strengths(losses_by_rule(results[NAME], rules_run(scale)))
+
+
+def judge_strengths(found: Mapping[str, Sequence[Sequence[float]]]) -> list[Claim]:
+    """The same from losses alone: by rule, by strength, by seed."""
+    constant = found["constant"][best_strength(found["constant"])]
+    claims = []
+    for rule, losses in found.items():
+        if rule != "constant" and losses:
+            best = losses[best_strength(losses)]
+            claims.append(
+                within(
+                    f"{rule}-is-as-good",
+                    f"{rule} at its best minus constant decay at its best, in nats",
+                    BEYOND,
+                    over_seeds([a - b for a, b in zip(best, constant, strict=False)]),
+                    0.0,
+                    SAME,
+                    limits="chosen on the seeds that it is judged on: a little too good for rules with more strengths",
+                )
+            )
+    return claims
+
+
+def best_rules_tables(results: Results, scale: Scale) -> list[Table]:
+    """Mean final loss of each rule at each strength, the best marked."""
+    run = rules_run(scale)
+    columns = [Column("rule"), Column("strength"), Column("loss", number=True)]
+    rows: list[list[Value | Cell]] = []
+    for (rule, losses), arms in zip(losses_by_rule(results[NAME], run).items(), candidates(run).values(), strict=True):
+        for place, (arm, seeds) in enumerate(zip(arms, losses, strict=False)):
+            tone = "holds" if place == best_strength(losses) else ""
+            text = f"{math.fsum(seeds) / len(seeds):.4f}"
+            rows.append([rule, arm.name.removeprefix(f"{rule}, "), Cell(text, tone=tone)])
+    note = f"Validation loss, means over {scale.sweep_seeds} seeds; the best strength of each rule is marked."
+    return [Table("best-rules", "Every rule at three strengths", columns, rows, note)]

@@ -1,0 +1,232 @@
+"""Tensors in pieces: which rank writes what of a checkpoint, and any part of a tensor read from the files that hold it.
+
+A checkpoint of several ranks has one file for each rank and part, `model-00001-of-00004.safetensors`. Its index says
+for every tensor its shape and, by rank, where the piece in that rank's file begins. A checkpoint of one process has no
+index: its files hold whole tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load as load_bytes
+from torch import Tensor
+
+from muonsw.distributed.plan import share_by_cost
+from muonsw.distributed.shards import as_spread, is_spread, local, offset
+
+Index = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many numbers are in it."""
+        return math.prod(self.shape)
+
+    def common(self, other: Box) -> Box:
+        """What two parts of a tensor share; empty along an axis where they do not meet."""
+        start = tuple(map(max, self.start, other.start))
+        ends = map(min, self.end, other.end)
+        return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last place along each axis."""
+        return tuple(begin + size for begin, size in zip(self.start, self.shape, strict=True))
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where this part is in another that holds it."""
+        begins = [mine - theirs for mine, theirs in zip(self.start, outer.start, strict=True)]
+        return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True))
+
+
+def file_name(part: str, rank: int, size: int) -> str:
+    """The name of a rank's file, without its ending.
+
+    Examples:
+        >>> file_name("model", 1, 4)
+        'model-00001-of-00004'
+    """
+    return f"{part}-{rank:05d}-of-{size:05d}"
+
+
+def own_box(tensor: Tensor) -> Box:
+    """The part of a tensor that this rank holds."""
+    return Box(offset(tensor), tuple(local(tensor).shape))
+
+
+def own_pieces(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Box]:
+    """What this rank writes: its shard of what is divided, and a share of what every rank holds whole."""
+    whole = [name for name, tensor in tensors.items() if not is_spread(tensor)]
+    owners = dict(zip(whole, share_by_cost([tensors[name].nbytes for name in whole], size), strict=True))
+    boxes = {
+        name: own_box(tensor)
+        for name, tensor in tensors.items()
+        if (owners[name] == rank if name in owners else _is_first_copy(tensor))
+    }
+    return {name: box for name, box in boxes.items() if box.numel}
+
+
+def _is_first_copy(tensor: Tensor) -> bool:
+    """Whether no rank before this one holds the same shard."""
+    spread = as_spread(tensor)
+    places = spread.device_mesh.get_coordinate() or ()
+    return not any(place for place, how in zip(places, spread.placements, strict=True) if how.is_replicate())
+
+
+def merged(shapes: Mapping[str, Sequence[int]], pieces: Iterable[Mapping[str, Box]]) -> Index:
+    """The index of one part of a checkpoint, from what each rank writes of it."""
+    index: Index = {name: {"shape": list(shape), "pieces": {}} for name, shape in shapes.items()}
+    for rank, boxes in enumerate(pieces):
+        for name, box in boxes.items():
+            index[name]["pieces"][str(rank)] = list(box.start)
+    return index
+
+
+def follow_each_other(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes fill a tensor, one after another along one axis, as ranks divide it.
+
+    Examples:
+        >>> follow_each_other((4, 2), [Box((3, 0), (1, 2)), Box((0, 0), (3, 2))])
+        True
+        >>> follow_each_other((4, 2), [Box((1, 0), (3, 2)), Box((0, 0), (3, 2))])
+        False
+    """
+    axis = next((axis for box in boxes for axis, size in enumerate(box.shape) if size != shape[axis]), 0)
+    place = 0
+    for box in sorted(boxes):
+        beside = [size for number, size in enumerate(box.shape) if number != axis]
+        if len(box.start) != len(shape) or beside != [size for number, size in enumerate(shape) if number != axis]:
+            return False
+        if any(begin != (place if number == axis else 0) for number, begin in enumerate(box.start)):
+            return False
+        place += box.shape[axis] if shape else 1
+    return place == (shape[axis] if shape else 1) or 0 in shape
+
+
+class Reader:
+    """Reads parts of tensors from the files of one part of a checkpoint, whatever number of ranks wrote them.
+
+    Args:
+        folder: The checkpoint.
+        part: "model" or "optimizer".
+        index: As `merged` made it; None where one file holds whole tensors.
+        ranks: How many ranks wrote it.
+
+    Raises:
+        OSError: If a file is no file of tensors.
+        KeyError, TypeError, ValueError: If index and files do not belong together.
+    """
+
+    def __init__(self, folder: Path, part: str, index: Index | None, ranks: int) -> None:
+        self.folder, self.part, self.index, self.ranks = folder, part, index, ranks
+        self._stack, self._files = ExitStack(), dict[str, Any]()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """The tensors of this part."""
+        return list(self._file(self.part).keys()) if self.index is None else list(self.index)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
+        if self.index is None:
+            return tuple(self._file(self.part).get_slice(name).get_shape())
+        return tuple(int(size) for size in self.index[name]["shape"])
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A part of a tensor, or all of it."""
+        shape = self.shape(name)
+        wanted = box or Box((0,) * len(shape), shape)
+        pieces = list(self._pieces(name, shape))
+        if not follow_each_other(shape, [piece for _, piece in pieces]):
+            raise ValueError(f"the pieces of {name} do not make a whole")
+        if len(pieces) == 1 and pieces[0][1] == wanted:
+            return self._file(pieces[0][0]).get_tensor(name)  # type: ignore[no-any-return]
+        found = self._nothing(pieces, name).new_empty(wanted.shape)
+        for file, piece in pieces:
+            common = wanted.common(piece)
+            if common.numel:
+                found[common.within(wanted)] = self._file(file).get_slice(name)[common.within(piece)]
+        return found
+
+    def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, Box]]:
+        """Which file holds which part of a tensor; sizes are those of the files, not of the index."""
+        if self.index is None:
+            yield self.part, Box((0,) * len(shape), shape)
+            return
+        for rank, start in self.index[name]["pieces"].items():
+            file = file_name(self.part, int(rank), self.ranks)
+            yield file, Box(tuple(map(int, start)), tuple(self._file(file).get_slice(name).get_shape()))
+
+    def _nothing(self, pieces: Sequence[tuple[str, Box]], name: str) -> Tensor:
+        """No number of a tensor, in the dtype of all of them."""
+        if not pieces:
+            return torch.empty(0)
+        file, piece = pieces[0]
+        none = tuple(slice(0, 0) for _ in piece.shape)
+        return self._file(file).get_slice(name)[none]  # type: ignore[no-any-return]
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            path = self.folder / f"{name}.safetensors"
+            self._files[name] = self._stack.enter_context(_opened(path))
+        return self._files[name]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # the library opens only names in UTF-8
+        return _Loaded(path)
+    return safe_open(path, framework="pt")
+
+
+class _Loaded:
+    """A file whose tensors have all been read, with the methods of one that is open."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = load_bytes(path.read_bytes())
+
+    def __enter__(self) -> _Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors = {}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._tensors[name])
+
+
+class _Slice:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self._tensor[place]

@@ -1,0 +1,34 @@
+"""Run in a process of its own: the code of a page of the guide, with DeepSpeed on the CPU."""
+
+import json
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+from tests.integrations.launching import ROOT
+
+
+def main(stem, folder):
+    warnings.simplefilter("ignore")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.update({**alone, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"})
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None
+    scope = {}
+    page = ROOT / "docs" / "guide" / "frameworks" / f"{stem}.md"
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(code, page.name, "exec"), scope)
+    result = {
+        "stage_0": scope["optimizer"].summary().matrices,
+        "driven": [group["base_weight_decay"] for group in scope["driver"].optimizer.param_groups],
+        "megatron": sorted({group["weight_decay"] for group in scope["ours"].param_groups}),
+        "peaks": sorted({group["resolved_peak_lr"] for group in scope["ours"].param_groups}),
+    }
+    Path(folder, "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

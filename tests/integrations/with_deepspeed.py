@@ -1,0 +1,158 @@
+"""Run in a process of its own: DeepSpeed trains on the CPU with one process; what came out is written as JSON.
+
+DeepSpeed compiles a C++ operator for processes that share memory; there is one process, so it is left out.
+"""
+
+import copy
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+LR, STEPS, LAMBDA = 0.02, 6, 0.1
+SETTINGS = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}  # it would clip by a norm of 1 unasked
+
+
+def model():
+    torch.manual_seed(0)
+    hidden = [nn.Linear(16, 16, bias=False) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(32, 16), *hidden, nn.RMSNorm(16), nn.Linear(16, 32, bias=False))
+
+
+def batch(step):
+    return torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(network, step):
+    tokens = batch(step)
+    return nn.functional.cross_entropy(network(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def halving(step):
+    return 1.0 if step < 2 else 0.5 if step < 4 else 0.25
+
+
+def engine(stage, client=None, network=None, **config):
+    import deepspeed
+
+    network = network or model()
+    made, _, _, _ = deepspeed.initialize(
+        model=network,
+        optimizer=client and client(network),
+        model_parameters=None if client else network.parameters(),
+        config={**SETTINGS, "zero_optimization": {"stage": stage}, **config},
+    )
+    return made
+
+
+def train(made, start, end, before=None):
+    for step in range(start, end):
+        for group in made.basic_optimizer.param_groups:
+            group["lr"] = LR * halving(step)
+        if before is not None:
+            before(made, step)
+        made.backward(loss_of(made, step))
+        made.step()
+    return [param.detach().float().clone() for param in made.module.parameters()]
+
+
+def by_hand(optimizer):
+    network = model()
+    optimizer = optimizer(network)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * halving(step)
+        loss_of(network, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in network.parameters()]
+
+
+def equal(ones, others):
+    return all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+
+
+def off_by(ones, others):
+    return max(float((a - b).abs().max()) for a, b in zip(ones, others, strict=True))
+
+
+def stage_0(folder):
+    """Our optimizer in the engine: the steps of a plain loop, and a checkpoint that goes on with the same bits."""
+    from muonsw import MuonSW
+
+    def ours(network):
+        return MuonSW.for_model(network, lr=LR, weight_decay=LAMBDA)
+
+    made = engine(0, ours)
+    train(made, 0, 3)
+    made.save_checkpoint(folder, tag="three")
+    found = train(made, 3, STEPS)
+    again = engine(0, ours)
+    again.load_checkpoint(folder, tag="three")
+    resumed = train(again, 3, STEPS)
+    peaks = {group["resolved_peak_lr"] for group in again.basic_optimizer.param_groups}
+    matrices = made.basic_optimizer.summary().matrices
+    plain = equal(found, by_hand(ours))
+    return {"plain": plain, "resumed": equal(found, resumed), "peaks": list(peaks), "matrices": matrices}
+
+
+def zero(_):
+    """ZeRO flattens parameters: Muon refuses, AdamW moves every entry on its own and does not mind."""
+    from muonsw import AdamWSW, MuonSW
+
+    refused = []
+    for stage in (1, 2, 3):
+        made = engine(stage, lambda net: MuonSW.for_model(net, lr=LR), zero_allow_untested_optimizer=True)
+        before = [param.detach().clone() for param in made.module.parameters()]
+        try:
+            train(made, 0, 1)
+        except ValueError as error:
+            refused.append("ZeRO" in str(error) and equal(before, made.module.parameters()))
+
+    def adamw(network):
+        return AdamWSW(network.parameters(), lr=LR, weight_decay=LAMBDA)
+
+    allowed = {"zero_allow_untested_optimizer": True}
+    found = [off_by(train(engine(stage, adamw, **allowed), 0, STEPS), by_hand(adamw)) for stage in (1, 2)]
+    return {"refused": refused, "adamw_off_by": max(found)}
+
+
+def own_muon(_):
+    """DeepSpeed's own Muon, driven, against the same with its decay set by hand: lambda lr / peak before each step."""
+    from muonsw import drive_weight_decay
+
+    settings = {"lr": LR, "weight_decay": LAMBDA, "momentum": 0.95, "torch_adam": True}
+    equals, decays = [], []
+    for stage in (0, 1, 2):
+        config = {"optimizer": {"type": "Muon", "params": copy.deepcopy(settings)}}
+        driven = engine(stage, **copy.deepcopy(config))
+        drive_weight_decay(driven.optimizer, "scaled", peak_lr=LR)
+        found = train(driven, 0, STEPS)
+        decays.append([group["weight_decay"] for group in driven.basic_optimizer.param_groups])
+
+        def by_rule(made, step):
+            for group in made.basic_optimizer.param_groups:
+                group["weight_decay"] = LAMBDA * halving(step)
+
+        equals.append(equal(found, train(engine(stage, **copy.deepcopy(config)), 0, STEPS, before=by_rule)))
+    return {"equal": equals, "decays": decays}
+
+
+def main(what, folder):
+    warnings.simplefilter("ignore")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.update({**alone, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"})
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None
+    torch.set_num_threads(1)
+    result = {"stage_0": stage_0, "zero": zero, "own_muon": own_muon}[what](folder)
+    Path(folder, "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

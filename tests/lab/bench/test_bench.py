@@ -1,0 +1,142 @@
+"""Timings are made of checked steps and losses, of everyone who is installed; the numbers themselves are not tested."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw.lab.bench import steps
+from muonsw.lab.bench.machine import chosen_device, product_rate
+from muonsw.lab.bench.training import Amount, Bench
+from muonsw.lab.cli import main
+from muonsw.lab.errors import UsageError
+from muonsw.lab.train.presets import preset_run
+
+CPU = torch.device("cpu")
+TWO = steps.listed([(8, 8), (8, 12)])
+
+
+def test_the_sets_hold_the_same_numbers_for_everyone():
+    for name, matrices in steps.SETS.items():
+        ours = sum(torch.Size(shape).numel() for shape, _ in matrices.ours)
+        stacks = sum(torch.Size(shape).numel() for shape in matrices.stacks)
+        assert ours == stacks == matrices.parameters(), name
+
+
+def test_our_steps_are_torchs():
+    distances = steps.check(CPU, [(16, 16), (16, 24)])
+    assert distances.keys() == {"muon", "adamw"}
+
+
+def test_a_wrong_step_is_not_timed(monkeypatch):
+    pair = steps.PAIRS["adamw"]
+    worse = pair._replace(ours=lambda p: pair.torchs(p[:1]))
+    monkeypatch.setattr(steps, "PAIRS", {"adamw": worse})
+    with pytest.raises(steps.WrongStepError, match="our adamw step differs from torch's by 100"):
+        steps.check(CPU, [(4, 4), (4, 6)])
+
+
+def test_everyone_is_timed_and_a_failure_is_named():
+    def broken(_matrices, _tensors):
+        raise ValueError("it cannot")
+
+    chosen, _ = steps.contenders(["muonsw", "AdamWSW"])
+    rows = steps.measure(TWO, steps.Tensors(CPU), rounds=1, chosen={**chosen, "broken": broken})
+    assert rows.pop("broken") == {"error": "ValueError: it cannot"}
+    for row in rows.values():
+        assert 0 < row["ms_min"] <= row["ms"]
+    assert rows["muonsw"]["state_bytes_per_parameter"] == pytest.approx(4, rel=0.01)
+    assert rows["AdamWSW"]["state_bytes_per_parameter"] == pytest.approx(8, rel=0.1)
+
+
+def test_a_peer_that_takes_gradients_away_gets_them_back():
+    seen = []
+
+    class Taker(torch.optim.SGD):
+        def step(self):
+            params = self.param_groups[0]["params"]
+            seen.append(all(p.grad is not None for p in params))
+            for p in params:
+                p.grad = None
+
+    steps.measure(TWO, steps.Tensors(CPU), rounds=2, chosen={"taker": steps.theirs(lambda p: Taker(p, lr=0.1))})
+    assert all(seen[:-1])
+    assert len(seen) == 2 + steps.WARMING_ROUNDS + 2
+
+
+def test_peers_that_are_missing_are_named(monkeypatch):
+    def absent():
+        raise ModuleNotFoundError("No module named 'absent'")
+
+    present = steps.theirs(lambda p: torch.optim.SGD(p, lr=0.1))
+    monkeypatch.setattr(steps, "PEERS", {"absent": absent, "present": lambda: present})
+    found, missing = steps.contenders()
+    assert missing == ["absent"]
+    assert set(found) == {*steps.USUAL, "present"}
+    with pytest.raises(UsageError, match="nobody here is called 'muonws'; known are muonsw"):
+        steps.contenders(["muonws"])
+
+
+def test_the_same_gradients_for_everyone():
+    a, b = (steps.Tensors(CPU).make(TWO.plain) for _ in range(2))
+    assert all(isinstance(p, nn.Parameter) for p in a)
+    assert all(torch.equal(x.grad, y.grad) and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_an_amount_sets_the_sizes_of_a_run():
+    run = preset_run("w256", "tokens")
+    assert (Amount().of(run).batch, Amount().of(run).accumulation) == (256, 8)
+    assert Amount(micro=64).of(run).accumulation == 4
+    assert (Amount(batch=4).of(run).batch, Amount(batch=4).of(run).accumulation) == (4, 4)
+
+
+def test_updates_are_the_trainers():
+    bench = Bench("demo", CPU, Amount(batch=2, blocks=1, updates=1))
+    before = bench.training.model.embedding.weight.detach().clone()
+    row = bench.measure()
+    assert bench.training.step == 3
+    assert not torch.equal(before, bench.training.model.embedding.weight)
+    assert row["tokens_per_second"] == pytest.approx(2 * 128 / (1e-3 * row["ms"]))
+    assert row["gib"] is None
+
+
+def test_a_product_has_a_rate():
+    assert product_rate(CPU) > 1e6
+
+
+def test_the_command_prints_tables_and_json(capsys, monkeypatch):
+    monkeypatch.setattr("muonsw.lab.commands.bench.SETS", {"two": TWO})
+    monkeypatch.setattr("muonsw.lab.commands.bench.check", lambda device: steps.check(device, [(8, 8)]))
+    assert main(["bench", "--device", "cpu", "--sets", "two", "--preset", "none", "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "One step on two: 2 matrices" in printed
+    assert "torch.optim.Muon" in printed
+    assert max(map(len, printed.splitlines()[:-4])) <= 100
+    arguments = ["bench", "--device", "cpu", "--sets", "two", "--preset", "none", "--rounds", "1"]
+    assert main([*arguments, "--only", "muonsw", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert set(record["steps"]["two"]) == {"muonsw"}
+    assert record["environment"]["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sets", "w257"], "there is no set of matrices 'w257'; known are small"),
+        (["--preset", "w257"], "unknown preset 'w257'"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--micro", "0"], "--micro must be at least 1"),
+        (["--device", "tpu"], "--device is auto, cpu or cuda"),
+        (["--only", "nobody"], "nobody here is called 'nobody'"),
+    ],
+)
+def test_mistakes_are_told_before_any_work(arguments, message, capsys):
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there():
+    with pytest.raises(UsageError, match="there is no CUDA device here"):
+        chosen_device("cuda")

@@ -1,0 +1,81 @@
+"""The operators of a GPU equal what they stand for, compiled or not; here by their torch twins, on any device."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from muonsw.lab.model import grouped, loss, moe
+from muonsw.lab.model.decoder import _rotated_heads, _RotatedHeads, rotary_table
+
+# torch's compiler makes an object of an autograd function, of which torch itself warns
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def both_ways(function, inputs, twin):
+    """Outputs and gradients of a function, plain and traced by a compiler, and of its twin."""
+    results = []
+    for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True), twin):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        outputs = run(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        generator = torch.Generator().manual_seed(1)
+        directions = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, directions)])
+    return results
+
+
+def test_rotated_heads():
+    table = tuple(part.float() for part in rotary_table(7, 8, 10000.0))
+    found = both_ways(
+        lambda x: _RotatedHeads.apply(x, *table), [torch.randn(2, 7, 72)], lambda x: _rotated_heads(x, table)
+    )
+    for result in found[:2]:
+        for a, b in zip(result, found[2], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_the_gate():
+    fused, grad = torch.randn(5, 12), torch.randn(5, 6)
+    torch.library.opcheck(grouped.gate_on_gpu, (fused,))
+    torch.library.opcheck(grouped.gate_backward_on_gpu, (grad, fused))
+    leaf = fused.clone().requires_grad_()
+    out = grouped.gated(leaf)
+    grad_fused, again = grouped.gate_backward_on_gpu(grad, fused)
+    torch.testing.assert_close(again, out.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(grad_fused, torch.autograd.grad(out, leaf, grad)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_the_head():
+    x, head, targets = torch.randn(10, 4), torch.randn(9, 4), torch.arange(10) % 9
+    for differentiate in (True, False):
+        torch.library.opcheck(loss._visit_on_gpu, (x, head, targets, 2.0, 4, differentiate))
+
+
+def test_the_choice_of_experts():
+    logits = torch.randn(20, 6)
+    torch.library.opcheck(moe.choose_on_gpu, (logits, 2))
+    chosen, *routes = moe.choose_on_gpu(logits, 2)
+    assert torch.equal(chosen, logits.topk(2).indices)
+    for a, b in zip(routes, moe.plan_routes(chosen, 6), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 50, 11), (0, 0, 64, 0)])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_gradients_of_grouped_experts(sizes, parts, monkeypatch):
+    """In bfloat16, as on a GPU: torch has a slow form of the same product for CPUs."""
+    if not hasattr(functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    monkeypatch.setattr(grouped, "row_parts", lambda _: parts)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    inputs = [torch.randn(sum(sizes), 16), torch.randn(4, 48, 16) / 4, torch.randn(4, 16, 24) / 5]
+    inputs[0] = inputs[0].bfloat16()
+    results = both_ways(
+        lambda *x: grouped._GroupedExperts.apply(*x, ends),
+        inputs,
+        lambda x, gate_up, down: grouped.expert_by_expert(x.float(), gate_up, down, ends),
+    )
+    for result in results[:2]:
+        for a, b in zip(result, results[2], strict=True):
+            # bfloat16 keeps eight bits, and three roundings follow each other
+            assert (a.float() - b.float()).norm() <= 3 * 2**-8 * b.float().norm()

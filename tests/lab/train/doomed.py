@@ -1,0 +1,35 @@
+"""The trainer, with a fault that its first start meets: `torchrun ... -m tests.lab.train.doomed FAULT CONFIG RUN`."""
+
+import os
+import signal
+import sys
+import time
+
+from muonsw.lab.train.__main__ import main
+from muonsw.lab.train.state import Training
+
+FAULTS = {
+    "none": lambda: None,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": lambda: time.sleep(1000),
+    "slow": lambda: time.sleep(0.5),  # so that there is time to send a signal
+}
+
+
+def meet(fault: str) -> None:
+    """Let rank 1 meet a fault at its fourth update, or every rank wait a little at each."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        return
+    taken = Training.update
+
+    def update(self, *given, **more):
+        if fault == "slow" or (os.environ["RANK"] == "1" and self.step + 1 == 4):
+            FAULTS[fault]()
+        return taken(self, *given, **more)
+
+    Training.update = update
+
+
+if __name__ == "__main__":
+    meet(sys.argv[1])
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,255 @@
+"""What rules know of a run: the step, its length, and the size of gradients; saved, loaded, counted in tensors."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, drive_weight_decay
+from muonsw.decay import decay_factors
+from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
+
+OF_THE_RUN = {"cosine": {"total_steps": 30}, "log_time": {}, "gradient_norm": {}}
+rules = pytest.mark.parametrize("rule", OF_THE_RUN)
+CLASSES = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
+every = pytest.mark.parametrize("algorithm", CLASSES)
+
+
+@every
+@rules
+def test_it_is_the_reference(algorithm, rule):
+    references = {
+        "muon": lambda W, d: ReferenceMuonSW(W, d, nesterov=True, heavy_ball=False, orthogonalize=ns5),
+        "adamw": ReferenceAdamWSW,
+        "sgd": ReferenceSGDSW,
+    }
+    (param,) = matrices((5, 7), dtype=torch.float64)
+    reference = references[algorithm](param.detach(), Decay(rule, 0.3, 0.05, 30))
+    optimizer = CLASSES[algorithm]([param], lr=0.05, weight_decay=0.3, decay=rule, **OF_THE_RUN[rule])
+    schedule = cosine(0.05, 30)
+    for step in range(30):
+        optimizer.param_groups[0]["lr"] = schedule(step)
+        set_gradients([param], step)
+        reference.step(param.grad, schedule(step))
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), reference.W, rtol=1e-9, atol=1e-11)
+
+
+def test_the_average_over_steps_is_the_mean_of_adams_own():
+    """Averages over entries and over steps commute, so that the rule needs no state of Adam's."""
+    params = matrices((5, 7), (4,), dtype=torch.float64)
+    optimizer = AdamWSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
+    run(optimizer, params, 7)
+    squares = sum(float(optimizer.state[p]["exp_avg_sq"].sum()) for p in params) / sum(p.numel() for p in params)
+    total, weight = optimizer.param_groups[0]["gradient_average"].tolist()
+    assert total == pytest.approx(squares, rel=1e-12)
+    assert weight == pytest.approx(1 - 0.95**7, rel=1e-12)
+    assert optimizer.summary().groups[0].decay == pytest.approx(0.01 * 0.05 / (squares / (1 - 0.95**7)) ** 0.5)
+
+
+@every
+@rules
+def test_resuming_goes_on_where_the_run_was(algorithm, rule):
+    options = {"lr": 0.05, "weight_decay": 0.3, "decay": rule, **OF_THE_RUN[rule]}
+    params = matrices((4, 6), (6, 6))
+    optimizer = CLASSES[algorithm](params, **options)
+    run(optimizer, params, 6)
+    resumed = clones(params)
+    other = CLASSES[algorithm](resumed, **options)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, params, 4, start=6)
+    run(other, resumed, 4, start=6)
+    assert_same(params, resumed)
+
+
+@rules
+def test_a_snapshot_does_not_change_with_the_steps_that_follow(rule):
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.3, decay=rule, **OF_THE_RUN[rule])
+    run(optimizer, params, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other_params = clones(params)
+    other = MuonSW(other_params, lr=0.05, weight_decay=0.3, decay=rule, **OF_THE_RUN[rule])
+    other.load_state_dict(saved)
+    run(other, other_params, 3, start=3)
+    for key in ("step_count", "gradient_average"):
+        kept, now = saved["param_groups"][0][key], optimizer.param_groups[0][key]
+        assert torch.equal(torch.as_tensor(kept), torch.as_tensor(now)) if kept is not None else now is None
+
+
+@rules
+def test_a_learning_rate_in_a_tensor_counts_in_tensors(rule):
+    """So that a captured graph counts; the weights are those of a plain learning rate, and a state goes over."""
+    params, others = matrices((4, 6)), matrices((4, 6))
+    options = {"weight_decay": 0.3, "decay": rule, **OF_THE_RUN[rule]}
+    plain, tensor = MuonSW(params, lr=0.05, **options), MuonSW(others, lr=torch.tensor(0.05), **options)
+    run(plain, params, 5)
+    run(tensor, others, 5)
+    torch.testing.assert_close(params[0].detach(), others[0].detach(), rtol=1e-5, atol=1e-7)
+    held = tensor.param_groups[0]["step_count"]
+    if rule != "gradient_norm":
+        assert isinstance(held, torch.Tensor)
+        assert held == 5
+        plain.param_groups[0]["step_count"] = 9
+        tensor.load_state_dict(plain.state_dict())
+        assert tensor.param_groups[0]["step_count"] is held
+        assert held == 9
+        plain.load_state_dict(tensor.state_dict())
+        assert plain.param_groups[0]["step_count"] == 9
+        assert isinstance(plain.param_groups[0]["step_count"], int)
+
+
+def test_compiled_steps_count(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 4)
+    params, others = matrices((4, 6)), matrices((4, 6))
+    options = {"weight_decay": 0.3, "decay": "cosine", "total_steps": 12}
+    plain = AdamWSW(params, lr=torch.tensor(0.05), **options)
+    compiled = AdamWSW(others, lr=torch.tensor(0.05), **options)
+    step = torch.compile(compiled.step, backend="eager")
+    for number in range(6):
+        set_gradients(params, number)
+        set_gradients(others, number)
+        plain.step()
+        step()
+    torch.testing.assert_close(params[0].detach(), others[0].detach(), rtol=1e-5, atol=1e-7)
+    assert compiled.param_groups[0]["step_count"] == 6
+
+
+@pytest.mark.parametrize("rule", ["cosine", "log_time"])
+def test_skipped_steps_count_and_leave_the_average(rule):
+    """A scheduler moves on after a skipped step, and so does the rule."""
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.3, decay=rule, total_steps=30)
+    run(optimizer, params, 2)
+    set_gradients(params, 2)
+    params[0].grad[0, 0] = torch.inf
+    with pytest.warns(NonFiniteGradientWarning, match="skipped"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step_count"] == 3
+
+
+def test_an_infinite_gradient_does_not_enter_the_average():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
+    run(optimizer, params, 2)
+    before = optimizer.param_groups[0]["gradient_average"].clone()
+    set_gradients(params, 2)
+    params[0].grad[0, 0] = torch.inf
+    with pytest.warns(NonFiniteGradientWarning, match="skipped"):
+        optimizer.step()
+    assert torch.equal(optimizer.param_groups[0]["gradient_average"], before)
+
+
+def test_a_step_that_raises_is_not_counted():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=3.0, decay="log_time")
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match="decay would take 3 times the weight"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step_count"] == 0
+    optimizer = MuonSW(params, lr=0.05, weight_decay=1e3, decay="gradient_norm")
+    with pytest.raises(ValueError, match="times the weight in one step"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["gradient_average"].tolist() == [0.0, 0.0]
+
+
+def test_the_length_must_be_known_where_a_rule_ends_with_the_run():
+    params = matrices((4, 6))
+    with pytest.raises(ValueError, match="decay='cosine' of param group 0 ends with the run; pass total_steps="):
+        MuonSW(params, decay="cosine")
+    MuonSW(params, decay="cosine", weight_decay=0.0)  # nothing decays, so nobody asks
+    optimizer = MuonSW(params)
+    optimizer.param_groups[0]["decay"] = "cosine"
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match="ends with the run"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="total_steps=0: must be a whole number of at least 1"):
+        MuonSW(params, decay="cosine", total_steps=0)
+
+
+def test_a_scheduler_and_the_step_go_together():
+    """Over a run with warmup, decay alone takes what the factors of the schedule say."""
+    params = [nn.Parameter(torch.ones(3, 3, dtype=torch.float64))]
+    optimizer = SGDSW(params, lr=0.05, weight_decay=0.9, decay="log_time")
+    scheduler = LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / 5))
+    kept = 1.0
+    for phi in decay_factors("log_time", 0.9, [0.05 * min(1.0, (t + 1) / 5) for t in range(12)], 0.05):
+        kept *= 1 - phi
+        params[0].grad = torch.zeros_like(params[0])
+        optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(params[0].detach(), torch.full((3, 3), kept, dtype=torch.float64))
+
+
+def test_a_group_that_joins_counts_on():
+    params = matrices((4, 6), (6, 6))
+    optimizer = MuonSW(params[:1], lr=0.05, decay="cosine", total_steps=30)
+    run(optimizer, params[:1], 7)
+    optimizer.add_param_group({"params": params[1:]})
+    assert optimizer.param_groups[1]["step_count"] == 7
+    run(optimizer, params, 1, start=7)
+    assert [group["step_count"] for group in optimizer.param_groups] == [8, 8]
+
+
+@pytest.mark.parametrize("rule", ["fixed", "cosine", "log_time"])
+def test_torchs_adamw_can_be_driven_by_them(rule):
+    ours, theirs = matrices((4, 6), dtype=torch.float64), matrices((4, 6), dtype=torch.float64)
+    lam = {"fixed": 0.01}.get(rule, 0.5)
+    options = {"lr": 0.05, "weight_decay": lam, "betas": (0.9, 0.95)}
+    own = AdamWSW(ours, decay=rule, total_steps=30, **options)
+    driven = torch.optim.AdamW(theirs, **options)
+    handle = drive_weight_decay(driven, rule, total_steps=30)
+    schedule = cosine(0.05, 30)
+    run(own, ours, 6, schedule=schedule)
+    run(driven, theirs, 6, schedule=schedule)
+    torch.testing.assert_close(ours[0].detach(), theirs[0].detach(), rtol=1e-10, atol=1e-12)
+    resumed = clones(theirs)
+    other = torch.optim.AdamW(resumed, **options)
+    drive_weight_decay(other, rule, total_steps=30)
+    other.load_state_dict(copy.deepcopy(driven.state_dict()))
+    run(driven, theirs, 3, start=6, schedule=schedule)
+    run(other, resumed, 3, start=6, schedule=schedule)
+    assert_same(theirs, resumed)
+    handle.remove()
+    assert "step_count" not in driven.param_groups[0]
+
+
+def test_driving_refuses_what_it_cannot_know():
+    optimizer = torch.optim.AdamW(matrices((4, 6)), lr=0.05)
+    with pytest.raises(ValueError, match="'gradient_norm' follows the gradients, which AdamW keeps to itself"):
+        drive_weight_decay(optimizer, "gradient_norm")
+    with pytest.raises(ValueError, match="'cosine' ends with the run; pass total_steps="):
+        drive_weight_decay(optimizer, "cosine")
+
+
+def test_adamcs_own_form_is_a_matter_of_patterns():
+    """Scaled where a normalization follows, constant elsewhere."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = AdamWSW.for_model(
+        model, lr=0.05, weight_decay=0.1, decay="constant", patterns={"0.weight": {"decay": "scaled"}}
+    )
+    rule_of = {name: g["decay"] for g in optimizer.param_groups for name in g["param_names"] if g["weight_decay"]}
+    assert rule_of["0.weight"] == "scaled"
+    assert rule_of["2.weight"] == "constant"
+    for group in optimizer.param_groups:
+        group["lr"], group["peak_lr"], group["resolved_peak_lr"] = 0.01, 0.05, 0.05
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()
+    for name, phi in (("0.weight", 0.1 * 0.01**2 / 0.05), ("2.weight", 0.1 * 0.01)):
+        torch.testing.assert_close(model.get_parameter(name).detach(), (1 - phi) * before[name])
+
+
+def test_existing_rules_keep_no_count():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05)
+    run(optimizer, params, 3)
+    assert optimizer.param_groups[0]["step_count"] == 0
+    assert optimizer.param_groups[0]["gradient_average"] is None

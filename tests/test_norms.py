@@ -1,0 +1,239 @@
+"""Norm rules: target norm and Hyperball against the float64 reference, and what they promise about norms."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import NORM_RULES, SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry
+from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
+
+PEAK, STEPS = 0.05, 60
+SCHEDULE = cosine(PEAK, STEPS)
+ACTING = [name for name in NORM_RULES if name != "free"]
+norm_rules = pytest.mark.parametrize("norm", ACTING)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+CLASSES = {
+    "muon": (MuonSW, lambda W, decay: ReferenceMuonSW(W, decay, nesterov=True, heavy_ball=False, orthogonalize=ns5)),
+    "adamw": (AdamWSW, ReferenceAdamWSW),
+    "sgd": (SGDSW, lambda W, decay: ReferenceSGDSW(W, decay, beta=0.9)),
+}
+OWN = {"sgd": {"momentum": 0.9}}
+every = pytest.mark.parametrize("algorithm", CLASSES)
+
+
+def norms(params):
+    return [p.detach().double().norm() for p in params]
+
+
+@every
+@norm_rules
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rule", ["constant", "scaled"])
+@pytest.mark.parametrize("chunk_bytes", [None, 16])
+def test_it_is_the_reference(algorithm, norm, dtype, rule, chunk_bytes):
+    """Whole weights are measured, however small the chunks are that an algorithm would cut them into."""
+    build, reference = CLASSES[algorithm]
+    params = matrices((6, 6), (4, 10), dtype=dtype)
+    references = [reference(p.detach(), Decay(rule, 0.5, PEAK, norm=norm)) for p in params]
+    optimizer = build(
+        params, lr=PEAK, weight_decay=0.5, decay=rule, norm=norm, chunk_bytes=chunk_bytes, **OWN.get(algorithm, {})
+    )
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = SCHEDULE(step)
+        set_gradients(params, step)
+        for param, one in zip(params, references, strict=True):
+            one.step(param.grad, SCHEDULE(step))
+        optimizer.step()
+    for param, one in zip(params, references, strict=True):
+        assert float((param.detach().double() - one.W).norm() / one.W.norm()) < TOLERANCE[dtype]
+
+
+@norm_rules
+def test_a_given_target_is_the_root_mean_square_of_the_entries(norm):
+    params = matrices((6, 6), (4, 10), dtype=torch.float64)
+    references = [
+        CLASSES["muon"][1](p.detach(), Decay("constant", 0.5, PEAK, norm=norm, R=0.3 * p.numel() ** 0.5))
+        for p in params
+    ]
+    optimizer = MuonSW(params, lr=PEAK, weight_decay=0.5, decay="constant", norm=norm, target_norm=0.3)
+    for step in range(20):
+        set_gradients(params, step)
+        for param, one in zip(params, references, strict=True):
+            one.step(param.grad, PEAK)
+        optimizer.step()
+    for param, one in zip(params, references, strict=True):
+        torch.testing.assert_close(param.detach(), one.W, rtol=1e-9, atol=1e-11)
+    assert "radius" not in optimizer.state[params[0]]
+
+
+@every
+@norm_rules
+def test_every_expert_of_a_stack_has_a_norm_of_its_own(algorithm, norm):
+    """A stack moves as its matrices would move as parameters of their own."""
+    (stack,) = matrices((3, 4, 5), dtype=torch.float64)
+    stack.data *= torch.tensor([1.0, 2.0, 5.0]).view(3, 1, 1)
+    single = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    options = {"lr": 0.05, "weight_decay": 0.5, "norm": norm, **OWN.get(algorithm, {})}
+    build = CLASSES[algorithm][0]
+    together, apart = build([{"params": [stack], "matrix": "stack"}], **options), build(single, **options)
+    for step in range(8):
+        set_gradients([stack], step)
+        for matrix, grad in zip(single, stack.grad, strict=True):
+            matrix.grad = grad.clone()
+        together.step()
+        apart.step()
+    for matrix, own in zip(stack.detach(), single, strict=True):
+        torch.testing.assert_close(matrix, own.detach(), rtol=1e-10, atol=1e-12)
+
+
+@norm_rules
+@pytest.mark.parametrize(("split_dim", "shape"), [(0, (9, 5)), (1, (5, 9)), (0, (2, 9, 5)), (1, (2, 5, 9))])
+def test_parts_of_a_fused_projection_have_norms_of_their_own(norm, split_dim, shape):
+    (fused,) = matrices(shape, dtype=torch.float64)
+    axis = len(shape) - 2 + split_dim
+    fused.data.narrow(axis, 0, 2).mul_(7)
+    parts = [nn.Parameter(part.clone()) for part in fused.detach().split([2, 7], axis)]
+    options = {"lr": 0.05, "weight_decay": 0.5, "norm": norm, "matrix": "stack", "scale": "none"}
+    together = MuonSW([fused], split_sizes=(2, 7), split_dim=split_dim, chunk_bytes=64, **options)
+    apart = MuonSW(parts, **options)
+    for step in range(8):
+        set_gradients([fused], step)
+        for part, grad in zip(parts, fused.grad.split([2, 7], axis), strict=True):
+            part.grad = grad.clone()
+        together.step()
+        apart.step()
+    for part, own in zip(fused.detach().split([2, 7], axis), parts, strict=True):
+        torch.testing.assert_close(part, own.detach(), rtol=1e-10, atol=1e-12)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_hyperball_keeps_the_norm(algorithm, dtype, rounding):
+    """Up to rounding: to nearest within a step of the dtype, stochastic within a root-sum of such steps."""
+    params = matrices((16, 16), (8, 24), dtype=dtype)
+    before = norms(params)
+    optimizer = CLASSES[algorithm][0](
+        params, lr=0.05, weight_decay=0.1, norm="hyperball", rounding=rounding, **OWN.get(algorithm, {})
+    )
+    run(optimizer, params, 40)
+    for now, then in zip(norms(params), before, strict=True):
+        assert float(now) == pytest.approx(float(then), rel=4 * torch.finfo(dtype).eps)
+
+
+def test_the_target_is_approached_from_both_sides():
+    """Without any update decay alone leads the norm to its target: |r - R| falls by (1 - phi) a step."""
+    for factor in (0.5, 2.0):
+        (param,) = matrices((5, 5), dtype=torch.float64)
+        R = 0.1
+        param.data *= factor * R * 5 / param.detach().norm()
+        optimizer = SGDSW([param], lr=0.1, weight_decay=0.5, decay="constant", norm="target", target_norm=R)
+        for _ in range(10):
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+        expected = R * (1 + (factor - 1) * 0.95**10)
+        assert float(param.detach().norm()) / 5 == pytest.approx(expected, rel=1e-12)
+
+
+@every
+@norm_rules
+def test_it_resumes_bit_for_bit_with_the_first_norm(algorithm, norm):
+    options = {"lr": 0.05, "weight_decay": 0.3, "norm": norm, **OWN.get(algorithm, {})}
+    build = CLASSES[algorithm][0]
+    params = matrices((4, 6), (6, 6))
+    optimizer = build(params, **options)
+    run(optimizer, params, 6)
+    resumed = clones(params)
+    other = build(resumed, **options)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(other.state[resumed[0]]["radius"], optimizer.state[params[0]]["radius"])
+    run(optimizer, params, 4, start=6)
+    run(other, resumed, 4, start=6)
+    assert_same(params, resumed)
+
+
+@norm_rules
+def test_groups_without_decay_are_left_alone(norm):
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8))
+    optimizer = MuonSW.for_model(model, lr=0.05, norm=norm)
+    model(torch.arange(7)).square().mean().backward()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            assert ("radius" in optimizer.state[param]) == (group["weight_decay"] != 0)
+
+
+@norm_rules
+def test_a_tensor_learning_rate_gives_the_same(norm):
+    params, others = matrices((4, 6)), matrices((4, 6))
+    options = {"weight_decay": 0.3, "norm": norm}
+    run(MuonSW(params, lr=0.05, **options), params, 5)
+    run(MuonSW(others, lr=torch.tensor(0.05), **options), others, 5)
+    torch.testing.assert_close(params[0].detach(), others[0].detach(), rtol=1e-6, atol=1e-8)
+
+
+@every
+@norm_rules
+def test_a_step_that_must_not_be_taken_leaves_the_weights(algorithm, norm):
+    params = matrices((4, 6))
+    optimizer = CLASSES[algorithm][0](params, lr=0.05, weight_decay=0.3, norm=norm, **OWN.get(algorithm, {}))
+    run(optimizer, params, 2)
+    before = [p.detach().clone() for p in params]
+    set_gradients(params, 2)
+    params[0].grad[0, 0] = torch.nan
+    with pytest.warns(NonFiniteGradientWarning, match="skipped"):
+        optimizer.step()
+    assert_same([p.detach() for p in params], before)
+    run(optimizer, params, 1, start=3, schedule=lambda _: 0.0)
+    assert_same([p.detach() for p in params], before)
+
+
+@every
+@norm_rules
+def test_telemetry_measures_and_changes_nothing(algorithm, norm):
+    def trained(watched):
+        params = matrices((4, 6))
+        optimizer = CLASSES[algorithm][0](params, lr=0.05, weight_decay=0.3, norm=norm, **OWN.get(algorithm, {}))
+        telemetry = Telemetry(optimizer, every=1) if watched else None
+        run(optimizer, params, 3)
+        before = params[0].detach().clone()
+        run(optimizer, params, 1, start=3)
+        return params, telemetry, (params[0].detach() - before).square().mean().sqrt()
+
+    (alone, _, _), (params, telemetry, change) = trained(False), trained(True)
+    assert_same(alone, params)
+    record = telemetry.last["all"]
+    assert record["applied_rms"] == pytest.approx(float(change), rel=1e-5)
+    assert record["decay"] is None  # it is another share of every weight
+    if norm == "hyperball":
+        assert record["relative_update"] == pytest.approx(0.05, rel=1e-5)
+
+
+def test_the_summary_says_what_acts():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, norm="target", decay="constant")
+    run(optimizer, params, 1)
+    assert (optimizer.summary().groups[0].norm, optimizer.summary().groups[0].rule) == ("target", "constant")
+    assert "constant, target" in str(optimizer.summary())
+    optimizer = MuonSW(params, lr=0.05, norm="hyperball")
+    run(optimizer, params, 1)
+    (group,) = optimizer.summary().groups
+    assert (group.norm, group.rule, group.decay, group.peak_lr) == ("hyperball", "none", 0.0, None)
+
+
+def test_bad_options_are_named():
+    params = matrices((4, 6))
+    with pytest.raises(ValueError, match="norm='hyperball' of param group 0 acts on whole weights; cautious=True"):
+        MuonSW(params, norm="hyperball", cautious=True)
+    with pytest.raises(ValueError, match=r"unknown norm rule 'hyperbal' \(did you mean 'hyperball'\?\)"):
+        MuonSW(params, norm="hyperbal")
+    with pytest.raises(ValueError, match=r"target_norm=0: a norm of zero is what decay aims at"):
+        MuonSW(params, norm="target", target_norm=0)
+    zero = nn.Parameter(torch.zeros(3, 3))
+    zero.grad = torch.ones_like(zero)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 holds a weight of norm zero"):
+        MuonSW([zero], norm="hyperball").step()
+    assert not zero.detach().any()
