@@ -18,6 +18,7 @@ from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.processes import Audience
 from muonsw.lab.studies import cluster as module
 from muonsw.lab.studies.cluster import FOLDER, FRUITLESS, Cluster, last_records, run_on_cluster, saved_step
+from muonsw.lab.studies.jobs import main
 from tests.lab.studies.tiny import ARMS, WILD, by_arm, comparison
 from tests.lab.train.small import losses
 
@@ -102,6 +103,36 @@ def test_jobs_of_this_machine_are_saved_and_ended_with_the_command_and_go_on_wit
     by_arm(tmp_path / "here").train([long_enough()])
     for name in NAMES:
         assert losses(folder / name) == losses(tmp_path / "here" / name)
+
+
+@IN_PROC
+@pytest.mark.slow
+def test_a_run_on_two_ranks_is_saved_and_goes_on_when_its_job_is_sent_away(tmp_path):
+    """A job of two ranks, as with two GPUs; losses are those of one process to rounding."""
+    folder, harmed = tmp_path / "jobs", []
+    once_saved(folder, NAMES[0], lambda process: harmed.append(os.kill(process, signal.SIGUSR2)))
+    shop = local_jobs(folder)
+    shop = replace(shop, cluster=replace(shop.cluster, ranks=2))
+    one = replace(long_enough(), arms=ARMS[:1])
+    shop.train([one])
+    by_arm(tmp_path / "here").train([one])
+    assert harmed
+    (log,) = (folder / FOLDER).glob("*_log.out")
+    assert "Requeued job" in log.read_text()
+    here, there = ([record["loss"] for record in losses(path / NAMES[0])] for path in (tmp_path / "here", folder))
+    assert there == pytest.approx(here, rel=1e-3)
+
+
+def test_a_rank_says_why_it_failed_or_that_its_run_diverged(tmp_path):
+    """The program of a rank, on its own."""
+    jobs = {**jobs_of(tmp_path, (WILD,), steps=20, diverged=1.0), **jobs_of(tmp_path, ARMS[:1], model={"vocab": 64})}
+    config, note = tmp_path / "config.json", tmp_path / "note.json"
+    for job, code in zip(jobs.values(), (0, 2), strict=True):
+        config.write_text(json.dumps(job.config.as_data()))
+        assert main([str(config), str(job.folder), str(note)]) == code
+        assert note.exists() == bool(code)
+    assert "diverged" in json.loads((tmp_path / "wild-seed0" / "result.json").read_text())
+    assert json.loads(note.read_text())["final"] is True
 
 
 @dataclass
@@ -312,7 +343,8 @@ def test_the_last_records_are_found_in_a_file_that_is_still_written(tmp_path):
         ({"cluster": "slurm"}, "auto", "needs --time"),
         ({"cluster": "slurm", "time": "soon"}, "auto", "'soon' is no time"),
         ({"cluster": "slurm", "time": "0:00"}, "auto", "is no time"),
-        ({"cluster": "slurm", "time": "60", "gpus_per_run": 2}, "auto", "must be 0 or 1"),
+        ({"cluster": "slurm", "time": "60", "gpus_per_run": -1}, "auto", "must not be below 0"),
+        ({"cluster": "slurm", "time": "60", "gpus_per_run": 2}, "cuda:1", "is one GPU"),
         ({"cluster": "slurm", "time": "60", "gpus_per_run": 1}, "cpu", "does not go with --device cpu"),
         ({"cluster": "slurm", "time": "60", "gpus_per_run": 0}, "cuda", "--device cuda needs a GPU"),
         ({"cluster": "slurm", "time": "60", "cpus_per_run": 0}, "auto", "at least 1"),
@@ -337,7 +369,7 @@ def test_what_sbatch_is_asked_for():
         slurm=("constraint=h100", "exclusive"), setup=("module load cuda",), on_stop="cancel",
     )  # fmt: skip
     cluster = asked.cluster_for("auto", 5)
-    assert (cluster.kind, cluster.at_once, cluster.cancel_on_stop) == ("slurm", 5, True)
+    assert (cluster.kind, cluster.at_once, cluster.ranks, cluster.cancel_on_stop) == ("slurm", 5, 1, True)
     assert cluster.parameters == {
         "time": 240, "partition": "gpu", "account": "lab", "qos": "low", "mem": "32G", "cpus_per_task": 8,
         "gpus_per_node": 1, "setup": ["module load cuda"],
@@ -347,6 +379,8 @@ def test_what_sbatch_is_asked_for():
     assert bare.cluster_for("cpu", None).parameters == {"time": 10, "additional_parameters": {"requeue": True}}
     named = replace(bare, slurm=("gres=gpu:h100:1",)).cluster_for("cuda", None).parameters
     assert "gpus_per_node" not in named
+    four = replace(bare, gpus_per_run=4).cluster_for("auto", None)
+    assert (four.ranks, four.parameters["gpus_per_node"]) == (4, 4)
     assert ClusterOptions().cluster_for("auto", None) is None
     with pytest.raises(UsageError, match="trains nothing"):
         Reproduce(name="theory", cluster=bare).run()
