@@ -67,6 +67,7 @@ test-faults: install  ## kill at every file operation, fill the disk, break ever
 
 test-gpu:  ## the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels
 
 test-kernels: $(KERNELS_INSTALLED)  ## the Triton kernels in its interpreter, on any CPU
 	OMP_NUM_THREADS=1 $(KERNELS_VENV)/bin/python -m pytest -q -n $(WORKERS) tests/kernels
