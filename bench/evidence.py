@@ -291,7 +291,8 @@ def _too_large(constant: float | None, scaled: float | None) -> str:
     milder = "scaled" if scaled < constant else "constant"
     return (
         f"Too large a lambda is the milder mistake under {milder} decay: at four times their best one constant and "
-        f"scaled decay cost {constant:.3f} and {scaled:.3f} nats more. At one and the same lambda scaled decay takes less."
+        f"scaled decay cost {constant:.3f} and {scaled:.3f} nats more. At one and the same lambda scaled decay takes "
+        f"less."
     )
 
 
