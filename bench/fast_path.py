@@ -1,9 +1,10 @@
-"""Does the fast path train as the plain one does? The same runs with kernels and without, and the seeds' own spread.
+"""Does training by the fast path end where the plain path ends? The same runs by both, seed by seed, on a GPU.
 
-    PYTHONPATH=src python bench/fast_path.py --data DIR --seeds 4 --steps 400
+    PYTHONPATH=src python bench/fast_path.py --data DIR
 
-`fast` has our kernels in model and optimizer, and `orthogonalizer="auto"`; `plain` has neither: torch's operations and
-the plain iteration in bfloat16. Each path is a process of its own that trains its seeds one after the other.
+Fast is what a user gets: our kernels, and the orthogonalizer `auto`. Plain is `MUONSW_KERNELS=0` and `newton_schulz`,
+torch operations alone. The kernels with `newton_schulz` stand between them and tell which of the two would be to blame.
+Each path is a process of its own, because the switch is read once.
 """
 
 from __future__ import annotations
@@ -11,60 +12,56 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from muonsw.kernels import SWITCH
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.data.shards import read_record
+from muonsw.lab.data.tokenizers import padded_vocab
+from muonsw.lab.studies.scales import MINI
+from muonsw.lab.studies.training.regret import at_horizon
 from muonsw.lab.train.loop import train
-from muonsw.lab.train.presets import run_on, with_steps
 
-ORTHOGONALIZERS = {"fast": "auto", "plain": "newton_schulz"}
+# By name: the switch of the kernels, and the orthogonalizer.
+PATHS = {"fast": ("1", "auto"), "kernels alone": ("1", "newton_schulz"), "plain": ("0", "newton_schulz")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="prepared tokens")
-    parser.add_argument("--preset", default="mini")
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--data", type=Path, required=True, help="a folder that `muonsw data prepare` filled")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--only", choices=ORTHOGONALIZERS, help="train one path here, and print its losses as JSON")
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--path", choices=PATHS, help="train by one path and print its losses; all, if not given")
     options = parser.parse_args()
-    if options.only:
-        print(json.dumps([loss(options, seed) for seed in range(options.seeds)]))
+    if options.path:
+        print(json.dumps([final_loss(options, seed) for seed in range(options.seeds)]))
         return
-    paths = {name: started(name) for name in ORTHOGONALIZERS}
-    losses = {name: json.loads(process.communicate()[0].splitlines()[-1]) for name, process in paths.items()}
-    for name, found in losses.items():
-        print(f"{name:6} {'  '.join(f'{value:.4f}' for value in found)}   mean {statistics.mean(found):.4f}")
-    print(comparison(losses["fast"], losses["plain"]))
+    started = {path: start(path) for path in PATHS}
+    losses = {path: json.loads(process.communicate()[0]) for path, process in started.items()}
+    for path, found in losses.items():
+        differences = over_seeds([a - b for a, b in zip(found, losses["plain"], strict=True)])
+        ends = differences.interval
+        print(f"{path:14} {' '.join(f'{loss:.4f}' for loss in found)}", end="")
+        print(f"   minus plain {differences.value:+.4f} [{ends.low:+.4f}, {ends.high:+.4f}]" if ends else "")
 
 
-def started(name: str) -> subprocess.Popen[str]:
-    environment = os.environ | ({} if name == "fast" else {SWITCH: "0"})
-    command = [sys.executable, *sys.argv, "--only", name]
+def start(path: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "MUONSW_KERNELS": PATHS[path][0]}
+    command = [sys.executable, *sys.argv, "--path", path]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def loss(options: argparse.Namespace, seed: int) -> float:
-    """The final validation loss of one run."""
-    run = with_steps(run_on(options.preset, options.data, seed=seed), options.steps)
-    optimizer = replace(run.optimizer, orthogonalizer=ORTHOGONALIZERS[options.only])
-    run = replace(run, optimizer=optimizer, eval_every=options.steps, checkpoint_every=options.steps)
+def final_loss(options: argparse.Namespace, seed: int) -> float:
+    run = at_horizon(MINI.map_run, options.steps)
+    optimizer = replace(run.optimizer, weight_decay=0.1, orthogonalizer=PATHS[options.path][1])
+    model = replace(run.model, vocab=padded_vocab(read_record(options.data).vocab_size))
+    data = replace(run.data, path=str(options.data))
+    run = replace(run, model=model, data=data, optimizer=optimizer, seed=seed, checkpoint_every=run.steps)
     with tempfile.TemporaryDirectory() as folder:
         return float(train(run, Path(folder) / "run")["final_loss"])
-
-
-def comparison(fast: list[float], plain: list[float]) -> str:
-    """The difference of the means beside its standard error, from the spread of the seeds within each path."""
-    if len(fast) < 2:
-        return "one seed says nothing about noise"
-    variance = (statistics.variance(fast) + statistics.variance(plain)) / len(fast)
-    gap = statistics.mean(fast) - statistics.mean(plain)
-    return f"fast minus plain: {gap:+.4f}, standard error {variance**0.5:.4f}"
 
 
 if __name__ == "__main__":
