@@ -106,13 +106,18 @@ def test_the_others_of_a_killed_rank_stop_and_say_so_and_the_run_goes_on(ranks, 
     assert_goes_on(folder, ranks, strategy)
 
 
-def test_a_rank_that_hangs_is_named_by_the_others_and_by_itself(tmp_path):
+def test_a_rank_that_hangs_ends_itself_and_the_others_follow(tmp_path):
+    def hang(training):
+        training.world.watch(1.5)
+        training.world.alive("update 4")
+        time.sleep(1000)
+
     folder = tmp_path / "run"
-    ended = run(2, config(timeout=3.0), folder, at_update(4, 1, lambda _training: time.sleep(1000)))
+    ended = run(2, config(), folder, at_update(4, 1, hang))
     assert [one.code for one in ended] == [3, 3], ended
-    assert "rank 1 has made no progress for 3 s, in: update 4" in ended[1].text
+    assert "rank 1 has made no progress for 1.5 s, in: update 4" in ended[1].text
     assert "raise parallel.timeout" in ended[1].text
-    assert "rank 0 has made no progress for 3 s" in ended[0].text or LOST in ended[0].text  # whichever is first
+    assert LOST in ended[0].text
     assert all(AGAIN in one.text for one in ended)
     assert_goes_on(folder)
 
@@ -122,7 +127,7 @@ def test_a_rank_whose_process_stands_still_is_named_by_the_others(tmp_path):
     def stand_still(_training):
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    started = start(2, config(timeout=3.0), tmp_path / "run", at_update(4, 1, stand_still))
+    started = start(2, config(timeout=8.0), tmp_path / "run", at_update(4, 1, stand_still))
     time.sleep(0.2)
     while os.waitpid(started.pids[0], os.WNOHANG)[0] == 0:
         assert time.monotonic() - started.begun < 60
@@ -130,7 +135,7 @@ def test_a_rank_whose_process_stands_still_is_named_by_the_others(tmp_path):
     os.kill(started.pids[1], signal.SIGKILL)  # as torchrun does in the end
     os.waitpid(started.pids[1], 0)
     said = started.outputs[0].read_text()
-    assert "rank 0 has made no progress for 3 s" in said
+    assert "rank 0 has made no progress for 8 s" in said
     assert "rank 1 is behind" in said
     assert_goes_on(tmp_path / "run")
 
@@ -159,7 +164,7 @@ def infinite_gradient(training):
     param.register_hook(lambda grad: grad * float("inf") if training.step == update else grad)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_loss_that_is_nan_on_one_rank_ends_all_and_leaves_the_checkpoint(strategy, tmp_path):
     folder = tmp_path / "run"
     ended = run(2, config(strategy), folder, spoil(1, 4, nan_loss))
@@ -170,7 +175,7 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_leaves_the_checkpoint(strat
     assert_goes_on(folder, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_gradient_that_is_infinite_on_one_rank_is_skipped_by_all(strategy, tmp_path):
     folder = tmp_path / "run"
 
@@ -256,7 +261,7 @@ def test_a_rank_that_is_killed_before_any_file_operation_leaves_nothing_that_is_
 
 
 @pytest.mark.parametrize("sizes", [(20_000,), pytest.param(range(500, 160_000, 7_000), marks=pytest.mark.slow)])
-def test_a_disk_that_is_full_for_one_rank_ends_all_with_the_file_and_the_remedy(sizes, tmp_path):
+def test_a_disk_that_is_full_for_one_rank_ends_all_with_the_file_and_the_remedy(sizes, tmp_path, record_property):
     full = 0
     for size in sizes:
         folder = tmp_path / str(size)
@@ -270,6 +275,7 @@ def test_a_disk_that_is_full_for_one_rank_ends_all_with_the_file_and_the_remedy(
         assert "-00001-of-00002.safetensors" in line
         assert "make room on the disk; earlier checkpoints are intact (on rank 1)" in line
         assert_goes_on(folder)
+    record_property("cases", ("one of two ranks with files that may not grow", full, "refused with 3, then same bits"))
     assert full
 
 
@@ -358,7 +364,6 @@ FILES = [f"{part}-0000{rank}-of-00002.safetensors" for part in ("model", "optimi
     ("name", "harm"),
     [
         (FILES[1], truncated),
-        (FILES[2], altered),
         *(
             pytest.param(name, harm, marks=pytest.mark.slow)
             for name in (*FILES, "random.safetensors", "state.json")

@@ -152,11 +152,10 @@ def _updates(
             stop = world.largest(request.signal or 0)
             if saving or stop:
                 save(training, journal, metrics, shelf)
-                if last or stop:
-                    shelf.finish()
                 stop = world.largest(request.signal or 0)  # somebody may have asked meanwhile
-            if stop and not last:
+            if stop or last:
                 shelf.finish()
+            if stop and not last:
                 message = f"stopped after {training.step} of {config.steps} updates, saved; "
                 raise Interrupted(f"{message}run the same command again to go on in {shelf.folder.parent}", stop)
 

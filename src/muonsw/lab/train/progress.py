@@ -80,9 +80,10 @@ class _Display:
 
 
 def _share_of_peak(training: Training) -> float:
-    """What one token a second is of the device's peak; zero where that is not known."""
+    """What one token a second is of the peak of all ranks' devices; zero where that is not known."""
     if training.device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(training.device)
     peak = next((value for part, value in PEAK_TFLOPS.items() if part in name), None)
-    return 0.0 if peak is None else count(training.config.model).flops_per_token / (peak * 1e12)
+    ranks = training.world.size
+    return 0.0 if peak is None else count(training.config.model).flops_per_token / (ranks * peak * 1e12)
