@@ -67,7 +67,7 @@ test-slow: install  ## the tests that take minutes
 test-faults: install  ## kill at every file operation, fill the disk, break every file, read random ones; about half an hour
 	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/faults tests/lab/train/test_rank_faults.py
 
-# The set-up script needs root, once; a Slurm that runs already is used as it is.
+# The set-up script needs root; the Slurm that it makes stays, and serves the next time.
 test-slurm: install  ## runs as jobs of a real Slurm: preempted, requeued, cancelled, killed, collected
 	squeue > /dev/null 2>&1 || sh tests/slurm/setup.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m slurm tests/slurm

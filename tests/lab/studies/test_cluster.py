@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from muonsw.lab.cli import main as cli
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.compare import Compare
 from muonsw.lab.commands.reproduce import Reproduce
@@ -361,6 +363,15 @@ def test_options_that_cannot_be_are_named_before_anything_is_prepared(options, d
     assert not list(tmp_path.iterdir())
 
 
+def test_the_command_line_takes_the_options_without_a_prefix(capsys):
+    on_slurm = ["--cluster", "slurm", "--partition", "gpu", "--slurm", "constraint=h100", "exclusive"]
+    for command in (["compare"], ["reproduce", "headline"]):
+        assert cli([*command, *on_slurm]) == 2
+        assert "--cluster slurm needs --time" in capsys.readouterr().err
+        assert cli([*command, *on_slurm, "--time", "60", "--gpus-per-run", "-1"]) == 2
+        assert "--gpus-per-run must not be below 0" in capsys.readouterr().err
+
+
 def test_what_sbatch_is_asked_for():
     time_limits = [("90", 90), ("1:30", 2), ("1:30:00", 90), ("1-12", 2160), ("1-12:30", 2190), ("2-00:00:01", 2881)]
     assert [ClusterOptions(time=text).minutes() for text, _ in time_limits] == [minutes for _, minutes in time_limits]
@@ -381,6 +392,10 @@ def test_what_sbatch_is_asked_for():
     assert "gpus_per_node" not in named
     four = replace(bare, gpus_per_run=4).cluster_for("auto", None)
     assert (four.ranks, four.parameters["gpus_per_node"]) == (4, 4)
+    rehearsal = ClusterOptions(cluster="local").cluster_for("cpu", 2)
+    assert (rehearsal.kind, rehearsal.ranks, rehearsal.parameters["gpus_per_node"]) == ("local", 1, 0)
+    assert ClusterOptions(cluster="local").gpus("auto") == int(torch.cuda.is_available())
+    assert ClusterOptions(cluster="slurm").gpus("auto") == 1, "a cluster has GPUs where this machine has none"
     assert ClusterOptions().cluster_for("auto", None) is None
     with pytest.raises(UsageError, match="trains nothing"):
         Reproduce(name="theory", cluster=bare).run()

@@ -11,6 +11,7 @@ from tyro.conf import arg
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.studies.cluster import Cluster
+from muonsw.lab.studies.workshop import on_cpu
 
 # What sbatch is told by us or by submitit.
 OURS = ("array", "error", "job-name", "ntasks", "open-mode", "output", "requeue", "signal", "time", "wckey")
@@ -97,8 +98,10 @@ class ClusterOptions:
         return Cluster("slurm", parameters, at_once, max(1, gpus), self.on_stop == "cancel")
 
     def gpus(self, device: str) -> int:
-        """GPUs for a run on the device of this name."""
-        return self.gpus_per_run if self.gpus_per_run is not None else int(device != "cpu")
+        """GPUs for a run on the device of this name; a cluster has some even where this machine has none."""
+        if self.gpus_per_run is not None:
+            return self.gpus_per_run
+        return int(not on_cpu(device)) if self.cluster == "local" else int(device != "cpu")
 
     def minutes(self) -> int:
         """The longest that a job may take, rounded up; a day where nothing is said.

@@ -39,7 +39,8 @@ SETTLE = 2
 # The last records of a run lie within so many bytes; those of telemetry may have some hundred thousand.
 TAIL_BYTES = 1 << 20
 TIMEOUTS = 10_000  # submitit counts them; what ends a run that does not move is `FRUITLESS`
-EARLY = signal.SIGUSR2  # what submitit has a job sent some time before it is ended
+# What submitit has a job sent some time before it is ended; Windows has neither the signal nor Slurm.
+EARLY = getattr(signal, "SIGUSR2", signal.SIGTERM)
 # States in which Slurm shows a job that will not run again; one in the queue again is PENDING.
 OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
         "REVOKED", "TIMEOUT")  # fmt: skip
@@ -165,6 +166,7 @@ class _Watcher:
     def _submit(self, name: str) -> None:
         job, fruitless = self.jobs[name], self.waiting.pop(name)
         step = saved_step(job.folder)
+        self._failure(name).unlink(missing_ok=True)  # what an earlier job said is no word about this one
         number = self.scheduler.submit(Order(job, self._failure(name), self.cluster.ranks), f"muonsw-{job.folder.name}")
         self.under_way[name] = Attempt(number, step, fruitless)
         write_json(self._record(name), {"cluster": self.cluster.kind, "job": number, "step": step})
@@ -431,8 +433,11 @@ class Local:
 
     def submit(self, order: Callable[[], None], name: str) -> str:  # noqa: ARG002 (a process needs no name)
         """Start a process."""
-        if gpus := torch.cuda.device_count():
-            self.executor.update_parameters(visible_gpus=(len(self.started) % gpus,))
+        wanted, there = self.executor.parameters.get("gpus_per_node", 0), torch.cuda.device_count()
+        if wanted > there:
+            raise UsageError(f"--gpus-per-run {wanted} is more than the {there} GPUs of this machine: lower it")
+        first = len(self.started) * wanted
+        self.executor.update_parameters(visible_gpus=tuple((first + place) % there for place in range(wanted)))
         job = self.executor.submit(order)
         self.started[job.job_id] = job
         return str(job.job_id)
