@@ -6,6 +6,9 @@ INSTALLED := $(VENV)/.installed
 # Apart from the rest: a torchvision that cannot load its operators would break other packages' imports.
 MODELS_VENV := .venv-models
 MODELS_INSTALLED := $(MODELS_VENV)/.installed
+# Triton takes a gigabyte, and its interpreter half a minute: apart from the rest.
+KERNELS_VENV := .venv-kernels
+KERNELS_INSTALLED := $(KERNELS_VENV)/.installed
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
 PACKAGE_VENV := .venv-package
@@ -16,7 +19,7 @@ WORKS_TABLE ?= check
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models test-integrations
-.PHONY: test-faults test-slurm test-package bench evidence docs docs-version clean
+.PHONY: test-kernels test-faults test-slurm test-package bench evidence docs docs-version clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -64,13 +67,22 @@ test-slow: install  ## the tests that take minutes
 test-faults: install  ## kill at every file operation, fill the disk, break every file, read random ones; about half an hour
 	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/faults tests/lab/train/test_rank_faults.py
 
-# The set-up script needs root, once; a Slurm that runs already is used as it is.
+# The set-up script needs root; the Slurm that it makes stays, and serves the next time.
 test-slurm: install  ## runs as jobs of a real Slurm: preempted, requeued, cancelled, killed, collected
 	squeue > /dev/null 2>&1 || sh tests/slurm/setup.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m slurm tests/slurm
 
 test-gpu:  ## the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels
+
+test-kernels: $(KERNELS_INSTALLED)  ## the Triton kernels in its interpreter, on any CPU
+	OMP_NUM_THREADS=1 $(KERNELS_VENV)/bin/python -m pytest -q -n $(WORKERS) tests/kernels
+
+$(KERNELS_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(KERNELS_VENV)
+	$(KERNELS_VENV)/bin/python -m pip install -q -c constraints.txt -e . numpy triton pytest pytest-xdist hypothesis
+	@touch $@
 
 test-models: $(MODELS_INSTALLED)  ## routing of 145 models of transformers, timm, torchvision and PEFT
 	OMP_NUM_THREADS=1 $(MODELS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m models tests/models
@@ -117,4 +129,4 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@touch $@
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(MODELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS_VENV) $(MODELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -44,6 +44,8 @@ MEASURED = ROOT / "src" / "muonsw" / "measured.json"
 
 # Fewer lambdas say nothing about a best one.
 FEWEST = 4
+# Totals of the best lambdas within this factor count as one: basins are flatter than that.
+SAME_TOTAL = 3.0
 LATE = 50 / 376  # the share of a run over which the paper fits the late alignment
 
 Record = Mapping[str, Any]
@@ -262,23 +264,45 @@ def regret_claims(found: Map) -> str:
 
 
 def conclusion(found: Map) -> str:
-    """Three sentences, with the numbers of the longest horizon."""
-    steps = list(found["constant"])[-1]
+    """Three sentences with the numbers of the longest horizon; what they say follows from the numbers."""
     last = {rule: optima(found, rule)[-1] for rule in RULES}
+    totals = sorted(one["total"] for rule in RULES for one in optima(found, rule))
+    sentences = (
+        _best_against_best(found),
+        _too_large(*(last[rule]["at_four_times"] for rule in RULES)),
+        _in_all(totals),
+    )
+    return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
+
+
+def _best_against_best(found: Map) -> str:
+    steps = list(found["constant"])[-1]
     pairs = zip(found["scaled"][steps], found["constant"][steps], strict=True)
     gap = over_seeds([min(scaled.values()) - min(constant.values()) for scaled, constant in pairs])
     chance = "one seed" if gap.interval is None else f"95% interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
-    spread = sorted(one["total"] for rule in RULES for one in optima(found, rule))
-    costs = [last[rule]["at_four_times"] for rule in RULES]
-    dear = " and ".join("unknown" if cost is None else f"{cost:.3f}" for cost in costs)
+    close = "Choose lambda well and the rule hardly matters" if abs(gap.value) <= GOOD else "The rule matters"
+    told = f"scaled decay ends {gap.value:+.3f} nats from constant decay (at {steps:,} updates; {chance})"
+    return f"{close}: best against best, {told}."
+
+
+def _too_large(constant: float | None, scaled: float | None) -> str:
+    if constant is None or scaled is None:
+        return "What four times the best lambda costs lies beyond the lambdas that were tried."
+    milder = "scaled" if scaled < constant else "constant"
     return (
-        f"1. Choose lambda well and the rule hardly matters: best against best, scaled decay ends {gap.value:+.3f} "
-        f"nats from constant decay (at {steps:,} updates; {chance}).\n"
-        f"2. Too large a lambda is the milder mistake under scaled decay: at four times their best one constant and "
-        f"scaled decay cost {dear} nats more, and at one and the same lambda scaled decay takes less.\n"
-        f"3. Count what decay takes over the whole run, the sum of phi: the best lambdas took {spread[0]:.1f} to "
-        f"{spread[-1]:.1f} at every horizon and under both rules, so lambda should fall as the run gets longer. "
-        f"[`muonsw advise`](guide/which-rule.md#which-lambda) does the sum."
+        f"Too large a lambda is the milder mistake under {milder} decay: at four times their best one constant and "
+        f"scaled decay cost {constant:.3f} and {scaled:.3f} nats more. At one and the same lambda scaled decay takes "
+        f"less."
+    )
+
+
+def _in_all(totals: Sequence[float]) -> str:
+    took = f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, over all horizons and both rules"
+    if totals[-1] > SAME_TOTAL * totals[0]:
+        return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
+    return (
+        f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "
+        f"longer. [`muonsw advise`](guide/which-rule.md#which-lambda) does the sum."
     )
 
 
@@ -333,7 +357,8 @@ def rules_section(evidence: Evidence) -> str:
     ranked = ", ".join(f"{rule} {_best(whole[rule]):.3f}" for rule in order)
     judged = claim_table(judge_strengths(whole)) if "constant" in whole else ""
     claims = judged if len(seeds) > 1 else "One seed: nothing is judged yet."
-    told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. Best of each that has all its strengths, from the lowest loss: {ranked}."
+    told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. "
+    told += f"Best of each that has all its strengths, from the lowest loss: {ranked}."
     return f"{_table(['rule', 'strength', 'loss'], rows, texts=2)}\n\n{told}\n\n{claims}"
 
 

@@ -15,6 +15,7 @@ FOR_ONE_PACKAGE = {
     "integrations/transformers.py": "transformers",
     "integrations/lightning.py": "lightning",
     "integrations/timm.py": "timm",
+    "integrations/torchtitan.py": "torchtitan",
     "telemetry/plot.py": "matplotlib",
 }
 

@@ -20,10 +20,10 @@ from muonsw.state import dtype_of
 
 StateDict = dict[str, Any]
 
-# Keys of torch's groups that mean nothing here once they have been looked at.
 # What may be held in a tensor of the group that a graph knows.
 _KINDS = ("lr", "step_count", "gradient_average")
 
+# Keys of torch's groups that mean nothing here once they have been looked at.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
 

@@ -7,7 +7,8 @@
   beta, and the weight of that average. For AdamW the first over the second is exactly the mean of its corrected
   average squares, as averaging over entries and over steps commute; so the rule needs no such state and serves all.
 
-All three are saved with the group.
+All three are saved with the group. On many ranks the mean is over all shards of a DTensor; plain parameters count as
+the same on every rank, so an expert that only one rank holds needs a group of its own.
 """
 
 from __future__ import annotations

@@ -70,15 +70,15 @@ def describe(optimizer, found, expected, first, resumed, resumed_optimizer, samp
     }
 
 
-def with_transformers(folder):
+def with_transformers(folder, model="llama", layers="LlamaDecoderLayer"):
     """Six updates against a plain loop, and again from the checkpoint of the fourth."""
     from muonsw.integrations.transformers import TelemetryCallback
     from tests.integrations.test_transformers import batches_of, by_hand, trainer_of
 
     def trainer(place):
-        sharding = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": LAYERS}}
+        sharding = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": [layers]}}
         saving = {"save_strategy": "steps", "save_steps": 4}
-        return trainer_of(Path(folder, place), per_device_train_batch_size=2, **sharding, **saving)
+        return trainer_of(Path(folder, place), model, per_device_train_batch_size=2, **sharding, **saving)
 
     run = trainer("whole")
     callback = TelemetryCallback(run, every=2)
@@ -90,7 +90,7 @@ def with_transformers(folder):
     return describe(
         run.optimizer.optimizer,
         found,
-        by_hand("llama", batches),
+        by_hand(model, batches),
         found,
         whole(again.model.named_parameters()),
         again.optimizer.optimizer,
@@ -237,6 +237,7 @@ def with_torchtitan(folder):
 
 RUNS = {
     "transformers": with_transformers,
+    "transformers-experts": lambda folder: with_transformers(folder, "mixtral", "MixtralDecoderLayer"),
     "accelerate": with_accelerate,
     "accelerate-full": lambda folder: with_accelerate(folder, state_dict="FULL_STATE_DICT"),
     "accelerate-bf16": lambda folder: with_accelerate(folder, precision="bf16"),

@@ -1,13 +1,9 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU."""
+"""Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU, as the root's conftest says."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]

@@ -17,7 +17,7 @@ ONE_ROUNDING = 2.0**-11
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("size", "inner"), [(64, 64), (100, 40), (33, 7), (1, 1)])
+@pytest.mark.parametrize(("size", "inner"), [(64, 64), (70, 40), (33, 7), (1, 1)])
 def test_products_equal_dense_ones(tiles, turned, size, inner, device):
     torch.manual_seed(size)
     shape = (2, inner, size) if turned else (2, size, inner)
@@ -64,7 +64,9 @@ def test_undefined_entries_stay_in_their_matrix(device):
 @pytest.mark.parametrize("log_condition", [0, 6])
 @pytest.mark.parametrize(("columns", "tall"), [(40, False), (96, False), (96, True)])
 def test_iterations_with_kernels_are_as_good_as_without(columns, tall, log_condition, device, kernels_on):
-    batch = torch.stack([with_spectrum(s, columns) for s in hard_spectra(40, log_condition)]).to(device)
+    spectra = hard_spectra(40, log_condition)
+    spectra = spectra if device.type == "cuda" else spectra[:2]  # the interpreter takes seconds for each
+    batch = torch.stack([with_spectrum(s, columns) for s in spectra]).to(device)
     batch = batch.mT if tall else batch
     expected = newton_schulz(batch)
     fn = gram_newton_schulz if columns > 40 else newton_schulz
@@ -80,9 +82,9 @@ def test_iterations_with_kernels_are_as_good_as_without(columns, tall, log_condi
 @pytest.mark.usefixtures("small_tiles")
 def test_rank_one_and_zero(device, kernels_on):
     kernels_on(True)
-    one = torch.randn(2, 40, 1, device=device) @ torch.randn(2, 1, 120, device=device)
+    one = torch.randn(1, 40, 1, device=device) @ torch.randn(1, 1, 80, device=device)
     values = torch.linalg.svdvals(gram_newton_schulz(one, dtype=torch.float16).double())
     exact = singular_value_map(newton_schulz_schedule(5))(1.0)
     assert (values[:, 0] - exact).abs().max() < 0.02
     assert values[:, 1].max() < 0.25  # 485 times the rounding of float16
-    assert not gram_newton_schulz(torch.zeros(2, 40, 120, device=device), dtype=torch.float16).any()
+    assert not gram_newton_schulz(torch.zeros(1, 40, 80, device=device), dtype=torch.float16).any()

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Everything else (tests, data, papers, figures) is for those who have the repository.
 IN_SDIST = ("src/", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "pyproject.toml", ".gitignore")
-TORCH = "torch==2.13.0"
+PINNED = ("-c", ROOT / "constraints.txt")
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
@@ -75,7 +75,7 @@ def use(wheel: Path, folder: Path) -> None:
     """In an environment with torch alone: a user's program runs, and its types hold."""
     run(sys.executable, "-m", "venv", folder / "clean")
     python = folder / "clean" / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", TORCH, wheel)
+    run(python, "-m", "pip", "install", "-q", *PINNED, "torch", wheel)
     program = folder / "user_program.py"
     program.write_text((ROOT / "tests" / "package" / "user_program.py").read_text())
     print(run(python, "-W", "ignore:Failed to initialize NumPy", program, cwd=folder).strip())  # torch can do without
@@ -84,7 +84,7 @@ def use(wheel: Path, folder: Path) -> None:
     said = run(folder / "clean" / "bin" / "muonsw", "--version", cwd=folder).splitlines()[-1]  # torch may warn before
     assert said == f"muonsw {version[1]}", said
     print(f"`muonsw --version` says {said}")
-    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "mypy")
+    run(python, "-m", "pip", "install", "-q", *PINNED, "mypy")
     print("types: " + run(python, "-m", "mypy", "--strict", program.name, cwd=folder).strip())
 
 

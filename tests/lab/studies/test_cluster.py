@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from muonsw.lab.cli import main as cli
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.compare import Compare
 from muonsw.lab.commands.reproduce import Reproduce
@@ -18,42 +20,48 @@ from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.processes import Audience
 from muonsw.lab.studies import cluster as module
 from muonsw.lab.studies.cluster import FOLDER, FRUITLESS, Cluster, last_records, run_on_cluster, saved_step
+from muonsw.lab.studies.jobs import main
 from tests.lab.studies.tiny import ARMS, WILD, by_arm, comparison
 from tests.lab.train.small import losses
 
-STEPS = 150
+STEPS = 60
 
 
 def long_enough(**settings):
     """Two runs that are still under way when they are interrupted a moment after they have begun."""
-    return comparison(seeds=(0,), steps=STEPS, eval_every=50, checkpoint_every=10, telemetry_every=0, **settings)
+    return comparison(seeds=(0,), steps=STEPS, eval_every=30, checkpoint_every=10, telemetry_every=0, **settings)
 
 
 def local_jobs(folder):
     return replace(by_arm(folder, workers=2), cluster=Cluster("local", {"timeout_min": 60}, poll=0.1))
 
 
+def children_of(number):
+    return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
+
+
 def processes_of(folder):
-    """The processes that train runs below a folder."""
+    """The processes that look after the jobs of a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             line = path.read_bytes()
-            if b"submitit.core._submit" in line and str(folder).encode() in line:
+            if b"submitit" in line and str(folder).encode() in line:
                 found.append(int(path.parent.name))
-    return sorted(found)
+    return found
 
 
-def once_all_have_saved(folder, act):
-    """Do something, from another thread, once every run has a checkpoint; all are far from their end then."""
+def once_saved(folder, name, act):
+    """Do something to the process that trains a run, from another thread, once it has saved for the first time."""
 
     def wait():
         end = time.monotonic() + 120.0
-        while not all(saved_step(folder / name) for name in NAMES):
+        while not saved_step(folder / name):
             if time.monotonic() > end:
                 return
             time.sleep(0.01)
-        act()
+        job = json.loads((folder / FOLDER / f"{name}.json").read_text())["job"]
+        act(children_of(job)[0])
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -67,12 +75,11 @@ def test_runs_whose_jobs_are_killed_or_sent_away_end_as_if_nothing_had_been(tmp_
     """Real jobs of submitit's local executor: one dies, the other is told that its time is up."""
     folder, harmed = tmp_path / "jobs", []
 
-    def harm():
-        harmed.extend(processes_of(folder))
-        os.kill(harmed[0], signal.SIGKILL)
-        os.kill(harmed[1], signal.SIGUSR2)
+    def harm_with(number):
+        return lambda process: harmed.append((os.kill(process, number), number))
 
-    once_all_have_saved(folder, harm)
+    for name, number in zip(NAMES, (signal.SIGKILL, signal.SIGUSR2), strict=True):
+        once_saved(folder, name, harm_with(number))
     local_jobs(folder).train([long_enough()])
     by_arm(tmp_path / "here").train([long_enough()])
     assert len(harmed) == 2
@@ -89,15 +96,45 @@ def test_runs_whose_jobs_are_killed_or_sent_away_end_as_if_nothing_had_been(tmp_
 @pytest.mark.slow
 def test_jobs_of_this_machine_are_saved_and_ended_with_the_command_and_go_on_with_the_next(tmp_path):
     folder = tmp_path / "jobs"
-    once_all_have_saved(folder, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    once_saved(folder, NAMES[-1], lambda _process: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted, match="2 jobs were told to save and end"):
         local_jobs(folder).train([long_enough()])
     assert not processes_of(folder)
-    assert all(0 < saved_step(folder / name) < STEPS for name in NAMES)
+    assert 0 < saved_step(folder / NAMES[-1]) < STEPS
     local_jobs(folder).train([long_enough()])
     by_arm(tmp_path / "here").train([long_enough()])
     for name in NAMES:
         assert losses(folder / name) == losses(tmp_path / "here" / name)
+
+
+@IN_PROC
+@pytest.mark.slow
+def test_a_run_on_two_ranks_is_saved_and_goes_on_when_its_job_is_sent_away(tmp_path):
+    """A job of two ranks, as with two GPUs; losses are those of one process to rounding."""
+    folder, harmed = tmp_path / "jobs", []
+    once_saved(folder, NAMES[0], lambda process: harmed.append(os.kill(process, signal.SIGUSR2)))
+    shop = local_jobs(folder)
+    shop = replace(shop, cluster=replace(shop.cluster, ranks=2))
+    one = replace(long_enough(), arms=ARMS[:1])
+    shop.train([one])
+    by_arm(tmp_path / "here").train([one])
+    assert harmed
+    (log,) = (folder / FOLDER).glob("*_log.out")
+    assert "Requeued job" in log.read_text()
+    here, there = ([record["loss"] for record in losses(path / NAMES[0])] for path in (tmp_path / "here", folder))
+    assert there == pytest.approx(here, rel=1e-3)
+
+
+def test_a_rank_says_why_it_failed_or_that_its_run_diverged(tmp_path):
+    """The program of a rank, on its own."""
+    jobs = {**jobs_of(tmp_path, (WILD,), steps=20, diverged=1.0), **jobs_of(tmp_path, ARMS[:1], model={"vocab": 64})}
+    config, note = tmp_path / "config.json", tmp_path / "note.json"
+    for job, code in zip(jobs.values(), (0, 2), strict=True):
+        config.write_text(json.dumps(job.config.as_data()))
+        assert main([str(config), str(job.folder), str(note)]) == code
+        assert note.exists() == bool(code)
+    assert "diverged" in json.loads((tmp_path / "wild-seed0" / "result.json").read_text())
+    assert json.loads(note.read_text())["final"] is True
 
 
 @dataclass
@@ -308,7 +345,8 @@ def test_the_last_records_are_found_in_a_file_that_is_still_written(tmp_path):
         ({"cluster": "slurm"}, "auto", "needs --time"),
         ({"cluster": "slurm", "time": "soon"}, "auto", "'soon' is no time"),
         ({"cluster": "slurm", "time": "0:00"}, "auto", "is no time"),
-        ({"cluster": "slurm", "time": "60", "gpus_per_run": 2}, "auto", "must be 0 or 1"),
+        ({"cluster": "slurm", "time": "60", "gpus_per_run": -1}, "auto", "must not be below 0"),
+        ({"cluster": "slurm", "time": "60", "gpus_per_run": 2}, "cuda:1", "is one GPU"),
         ({"cluster": "slurm", "time": "60", "gpus_per_run": 1}, "cpu", "does not go with --device cpu"),
         ({"cluster": "slurm", "time": "60", "gpus_per_run": 0}, "cuda", "--device cuda needs a GPU"),
         ({"cluster": "slurm", "time": "60", "cpus_per_run": 0}, "auto", "at least 1"),
@@ -325,6 +363,15 @@ def test_options_that_cannot_be_are_named_before_anything_is_prepared(options, d
     assert not list(tmp_path.iterdir())
 
 
+def test_the_command_line_takes_the_options_without_a_prefix(capsys):
+    on_slurm = ["--cluster", "slurm", "--partition", "gpu", "--slurm", "constraint=h100", "exclusive"]
+    for command in (["compare"], ["reproduce", "headline"]):
+        assert cli([*command, *on_slurm]) == 2
+        assert "--cluster slurm needs --time" in capsys.readouterr().err
+        assert cli([*command, *on_slurm, "--time", "60", "--gpus-per-run", "-1"]) == 2
+        assert "--gpus-per-run must not be below 0" in capsys.readouterr().err
+
+
 def test_what_sbatch_is_asked_for():
     time_limits = [("90", 90), ("1:30", 2), ("1:30:00", 90), ("1-12", 2160), ("1-12:30", 2190), ("2-00:00:01", 2881)]
     assert [ClusterOptions(time=text).minutes() for text, _ in time_limits] == [minutes for _, minutes in time_limits]
@@ -333,7 +380,7 @@ def test_what_sbatch_is_asked_for():
         slurm=("constraint=h100", "exclusive"), setup=("module load cuda",), on_stop="cancel",
     )  # fmt: skip
     cluster = asked.cluster_for("auto", 5)
-    assert (cluster.kind, cluster.at_once, cluster.cancel_on_stop) == ("slurm", 5, True)
+    assert (cluster.kind, cluster.at_once, cluster.ranks, cluster.cancel_on_stop) == ("slurm", 5, 1, True)
     assert cluster.parameters == {
         "time": 240, "partition": "gpu", "account": "lab", "qos": "low", "mem": "32G", "cpus_per_task": 8,
         "gpus_per_node": 1, "setup": ["module load cuda"],
@@ -343,6 +390,12 @@ def test_what_sbatch_is_asked_for():
     assert bare.cluster_for("cpu", None).parameters == {"time": 10, "additional_parameters": {"requeue": True}}
     named = replace(bare, slurm=("gres=gpu:h100:1",)).cluster_for("cuda", None).parameters
     assert "gpus_per_node" not in named
+    four = replace(bare, gpus_per_run=4).cluster_for("auto", None)
+    assert (four.ranks, four.parameters["gpus_per_node"]) == (4, 4)
+    rehearsal = ClusterOptions(cluster="local").cluster_for("cpu", 2)
+    assert (rehearsal.kind, rehearsal.ranks, rehearsal.parameters["gpus_per_node"]) == ("local", 1, 0)
+    assert ClusterOptions(cluster="local").gpus("auto") == int(torch.cuda.is_available())
+    assert ClusterOptions(cluster="slurm").gpus("auto") == 1, "a cluster has GPUs where this machine has none"
     assert ClusterOptions().cluster_for("auto", None) is None
     with pytest.raises(UsageError, match="trains nothing"):
         Reproduce(name="theory", cluster=bare).run()

@@ -17,7 +17,7 @@ from muonsw.lab.studies.arms import decay_factors
 from muonsw.lab.studies.costs import cost, run_flops
 from muonsw.lab.studies.scales import GPT2_VOCAB, SCALES, find_data
 from muonsw.lab.studies.study import conduct
-from muonsw.lab.studies.training import dynamics, rows, rules, sweeps
+from muonsw.lab.studies.training import best_rules, dynamics, rows, rules, sweeps
 from muonsw.lab.studies.training.catalogue import TRAINING_STUDIES
 from muonsw.lab.studies.workshop import relabelled
 from muonsw.lab.train.config import RunConfig
@@ -170,6 +170,18 @@ def test_every_decay_rule_can_be_compared_without_decay_too(tmp_path):
     claims = {claim.id: claim for claim in report.all_claims}
     assert claims["none-norm"].measured > 0, "the norm of all weights, which is recorded without decay too"
     assert claims["squared-is-scaled"].measured == pytest.approx(0.0, abs=1e-6)
+
+
+def test_rules_at_their_best_are_held_against_constant_decay_at_its_own(tmp_path, monkeypatch):
+    """Of all candidates a few: what decay takes is not known beforehand of one, and nothing of the other."""
+    every = best_rules.candidates
+    kept = ("constant", "gradient_norm", "hyperball")
+    monkeypatch.setattr(best_rules, "candidates", lambda run: {rule: every(run)[rule][:1] for rule in kept})
+    scale = tiny_scale()
+    report = conduct(STUDIES["best-rules"].at(scale), by_settings(tmp_path / "runs"), tmp_path, images=False)
+    assert {claim.id for claim in report.all_claims} == {f"{rule}-is-as-good" for rule in kept[1:]}
+    rows = next(table for table in report.tables if table.name == "best-rules").rows
+    assert [row[0] for row in rows] == list(kept)
 
 
 def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_worst(tmp_path):

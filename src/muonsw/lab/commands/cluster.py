@@ -11,6 +11,7 @@ from tyro.conf import arg
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.studies.cluster import Cluster
+from muonsw.lab.studies.workshop import on_cpu
 
 # What sbatch is told by us or by submitit.
 OURS = ("array", "error", "job-name", "ntasks", "open-mode", "output", "requeue", "signal", "time", "wckey")
@@ -29,7 +30,7 @@ class ClusterOptions:
     """The longest that a job may take, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A run that needs longer
     saves before, is queued again and goes on."""
     gpus_per_run: Annotated[int | None, arg(metavar="N")] = None
-    """GPUs for a run: 0 or 1; 1 unless given, or 0 with --device cpu."""
+    """GPUs for a run, of one machine, each with a rank of its own; 1 unless given, or 0 with --device cpu."""
     cpus_per_run: Annotated[int | None, arg(metavar="N")] = None
     """CPU cores for a run; as many as Slurm gives unless given."""
     memory: str = ""
@@ -59,8 +60,10 @@ class ClusterOptions:
             return
         if self.cluster == "slurm" and not self.time:
             raise UsageError("--cluster slurm needs --time, such as --time 4:00:00: the longest that a job may take")
-        if self.gpus_per_run not in (None, 0, 1):
-            raise UsageError(f"--gpus-per-run must be 0 or 1, got {self.gpus_per_run}: a run is trained on one GPU")
+        if self.gpus_per_run is not None and self.gpus_per_run < 0:
+            raise UsageError(f"--gpus-per-run must not be below 0, got {self.gpus_per_run}")
+        if (self.gpus_per_run or 0) > 1 and ":" in device:
+            raise UsageError(f"--device {device} is one GPU: leave out --gpus-per-run {self.gpus_per_run}")
         if device == "cpu" and self.gpus_per_run:
             raise UsageError("--gpus-per-run does not go with --device cpu: leave one of them out")
         if self.gpus_per_run == 0 and device.startswith("cuda"):
@@ -77,7 +80,7 @@ class ClusterOptions:
         gpus = self.gpus(device)
         if self.cluster == "local":
             asked: dict[str, Any] = {"timeout_min": self.minutes(), "gpus_per_node": gpus, "setup": list(self.setup)}
-            return Cluster("local", asked, at_once, poll=0.5)
+            return Cluster("local", asked, at_once, max(1, gpus), poll=0.5)
         extra = self.extra()
         asked = {
             "time": self.minutes(),
@@ -92,11 +95,13 @@ class ClusterOptions:
         given = {name: value for name, value in asked.items() if value}
         # Some clusters put no job into the queue again unless it asks for that.
         parameters = {**given, "additional_parameters": {"requeue": True, **extra}}
-        return Cluster("slurm", parameters, at_once, self.on_stop == "cancel")
+        return Cluster("slurm", parameters, at_once, max(1, gpus), self.on_stop == "cancel")
 
     def gpus(self, device: str) -> int:
-        """GPUs for a run on the device of this name."""
-        return self.gpus_per_run if self.gpus_per_run is not None else int(device != "cpu")
+        """GPUs for a run on the device of this name; a cluster has some even where this machine has none."""
+        if self.gpus_per_run is not None:
+            return self.gpus_per_run
+        return int(not on_cpu(device)) if self.cluster == "local" else int(device != "cpu")
 
     def minutes(self) -> int:
         """The longest that a job may take, rounded up; a day where nothing is said.

@@ -26,11 +26,6 @@
   const shownLabels = labels.map(plain);
   const shownArms = arms.map((arm) => plain(arm.name));
 
-  const themed = (layout, look) => ({
-    ...look.layout, ...layout,
-    xaxis: { ...look.axis, ...layout.xaxis }, yaxis: { ...look.axis, ...layout.yaxis },
-  });
-
   const entryOf = (curve) => (grouping === "arm" ? "arm:" + curve.arm : "run:" + curve.label);
 
   // Curves that look alike are one trace, broken between them: hundreds of lines stay one object.
@@ -73,7 +68,7 @@
   };
 
   const axis = (title, log) => ({
-    type: log ? "log" : "linear", title: { text: title, standoff: 6, font: { size: 13 } }, automargin: true, exponentformat: "power",
+    ...themes[theme].axis, type: log ? "log" : "linear", title: { text: title, standoff: 6, font: { size: 13 } }, automargin: true, exponentformat: "power",
     nticks: log ? 4 : 7, // more would label every digit between two powers of ten
   });
 
@@ -107,7 +102,7 @@
     const range = chart.all ? null : chart.y.window;
     if (range && !(log && range[0] <= 0)) y.range = log ? range.map(Math.log10) : range;
     return {
-      xaxis: axis(chart.x.title, chart.x.log), yaxis: y, hovermode: "closest", showlegend: false,
+      ...themes[theme].layout, xaxis: axis(chart.x.title, chart.x.log), yaxis: y, hovermode: "closest", showlegend: false,
       margin: { l: 8, r: 26, t: 14, b: 8 }, dragmode: coarse ? false : "zoom",
       modebar: { bgcolor: "rgba(0,0,0,0)" }, shapes: shapes(chart), annotations: names(chart, log),
       // Zoom survives other changes, not a change of the range itself.
@@ -117,7 +112,7 @@
 
   const drawChart = (chart) => {
     drawn.add(chart);
-    Plotly.react(chart.name, traces(chart), themed(chartLayout(chart), themes[theme]), config);
+    Plotly.react(chart.name, traces(chart), chartLayout(chart), config);
   };
 
   const entries = () => {
@@ -226,12 +221,11 @@
   }
 
   // A chart is drawn when it comes near, so that a page of many opens at once.
-  const byName = new Map(charts.map((chart) => [chart.name, chart]));
   const near = new IntersectionObserver((seen) => {
     for (const { isIntersecting, target } of seen) {
       if (!isIntersecting) continue;
       near.unobserve(target);
-      drawChart(byName.get(target.id));
+      drawChart(charts.find(({ name }) => name === target.id));
     }
   }, { rootMargin: "600px" });
   for (const { name } of charts) near.observe(document.getElementById(name));

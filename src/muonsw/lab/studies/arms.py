@@ -16,6 +16,7 @@ from muonsw.lab.runs import Run
 from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
+from muonsw.norms import FREE, NORM_RULES
 
 CONSTANT, SCALED, GROUP = "constant", "scaled", "scaled, group peak"
 CONTROL_SUFFIX = "same total"
@@ -104,7 +105,14 @@ def with_lambda(arm: Arm, name: str, weight_decay: float) -> Arm:
 
 
 def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
-    """The decay factor phi of every update of a run, for hidden and expert matrices as muP divides their rate."""
+    """The decay factor phi of every update of a run, for hidden and expert matrices as muP divides their rate.
+
+    Zero under a norm rule that does not decay, not a number under a rule that follows the gradients.
+    """
+    if not NORM_RULES[optimizer.norm].decays:
+        return [0.0] * config.steps
+    if DECAY_RULES[optimizer.decay].uses_gradient:
+        return [math.nan] * config.steps
     group = optimizer.lr * hidden_multiplier(config, optimizer)
     peak = group if optimizer.peak == "group" else optimizer.lr
     rates = [group * multiple for multiple in _multiples(config)]
@@ -134,10 +142,12 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
     Raises:
         UsageError: If the arm does not decay at all.
     """
-    constant = replace(arm.optimizer, decay="constant")
+    constant = replace(arm.optimizer, decay="constant", norm=FREE)
     total = math.fsum(decay_factors(config, constant))
     if total == 0.0:
         raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
+    if math.isnan(sum(decay_factors(config, arm.optimizer))):
+        raise UsageError(f"arm {arm.name!r} follows the gradients, so nobody knows its total before the run")
     weight_decay = constant.weight_decay * (math.fsum(decay_factors(config, arm.optimizer)) / total)
     return Arm(f"constant, {CONTROL_SUFFIX}", replace(constant, weight_decay=weight_decay))
 

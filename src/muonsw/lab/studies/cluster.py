@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,12 +23,11 @@ import torch
 from filelock import FileLock
 
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
-from muonsw.lab.processes import GOES_ON, POLL_SECONDS, Audience, StopRequest, explain, stop_requests
+from muonsw.lab.processes import GOES_ON, POLL_SECONDS, Audience, StopRequest, stop_requests
 from muonsw.lab.storage import LOCK, parse_json, prepare_folder, read_object, write_json
-from muonsw.lab.studies.jobs import Job, write_divergence
+from muonsw.lab.studies.jobs import Job, train_alone, train_on_ranks
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.folder import CHECKPOINTS, METRICS, RESULT
-from muonsw.lab.train.loop import train
 from muonsw.lab.train.records import Record
 
 # What jobs leave, beside the runs: what submitit needs, their output, and which job has which run.
@@ -41,7 +39,8 @@ SETTLE = 2
 # The last records of a run lie within so many bytes; those of telemetry may have some hundred thousand.
 TAIL_BYTES = 1 << 20
 TIMEOUTS = 10_000  # submitit counts them; what ends a run that does not move is `FRUITLESS`
-EARLY = signal.SIGUSR2  # what submitit has a job sent some time before it is ended
+# What submitit has a job sent some time before it is ended; Windows has neither the signal nor Slurm.
+EARLY = getattr(signal, "SIGUSR2", signal.SIGTERM)
 # States in which Slurm shows a job that will not run again; one in the queue again is PENDING.
 OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
         "REVOKED", "TIMEOUT")  # fmt: skip
@@ -55,6 +54,7 @@ class Cluster:
         kind: "slurm", or "local" for processes of this machine.
         parameters: What every job asks for, in the words of submitit's executor of this kind.
         at_once: How many jobs are submitted at a time; None is all of them.
+        ranks: Processes that train a run together.
         cancel_on_stop: Whether jobs of Slurm end when the watcher is stopped; those of this machine always do.
         poll: Seconds between two looks at the jobs.
     """
@@ -62,6 +62,7 @@ class Cluster:
     kind: Literal["slurm", "local"]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     at_once: int | None = None
+    ranks: int = 1
     cancel_on_stop: bool = False
     poll: float = 15.0
 
@@ -165,7 +166,8 @@ class _Watcher:
     def _submit(self, name: str) -> None:
         job, fruitless = self.jobs[name], self.waiting.pop(name)
         step = saved_step(job.folder)
-        number = self.scheduler.submit(Order(job, self._failure(name)), f"muonsw-{job.folder.name}")
+        self._failure(name).unlink(missing_ok=True)  # what an earlier job said is no word about this one
+        number = self.scheduler.submit(Order(job, self._failure(name), self.cluster.ranks), f"muonsw-{job.folder.name}")
         self.under_way[name] = Attempt(number, step, fruitless)
         write_json(self._record(name), {"cluster": self.cluster.kind, "job": number, "step": step})
 
@@ -279,10 +281,12 @@ class Order:
     Attributes:
         job: The run.
         failure: Where to say why it failed.
+        ranks: Processes that train it together, one for each GPU.
     """
 
     job: Job
     failure: Path
+    ranks: int = 1
 
     def __call__(self) -> None:
         """Train; whatever comes of it is on disk afterwards."""
@@ -290,18 +294,14 @@ class Order:
         before = saved_step(self.job.folder)
         with saving_before_the_end() as end:
             try:
-                train(self.job.config, self.job.folder)
-            except Diverged as error:
-                write_divergence(self.job.folder, error)
+                if self.ranks > 1:
+                    train_on_ranks(self.job, self.failure, self.ranks)
+                else:
+                    train_alone(self.job.config, self.job.folder, self.failure)
             except Interrupted as stop:
                 if end.announced and saved_step(self.job.folder) > before:
                     end.hand_on()  # submitit puts the job into the queue again, and leaves
                 sys.exit(stop.exit_code)
-            except Exception as error:
-                final = isinstance(error, UsageError) and not isinstance(error, MachineError)
-                told = {"message": explain(error), "final": final, "trace": traceback.format_exc()}
-                write_json(self.failure, told)
-                raise
 
     def checkpoint(self) -> Any:
         """What submitit puts into the queue again: the same order, since everything is in the run's folder."""
@@ -433,8 +433,11 @@ class Local:
 
     def submit(self, order: Callable[[], None], name: str) -> str:  # noqa: ARG002 (a process needs no name)
         """Start a process."""
-        if gpus := torch.cuda.device_count():
-            self.executor.update_parameters(visible_gpus=(len(self.started) % gpus,))
+        wanted, there = self.executor.parameters.get("gpus_per_node", 0), torch.cuda.device_count()
+        if wanted > there:
+            raise UsageError(f"--gpus-per-run {wanted} is more than the {there} GPUs of this machine: lower it")
+        first = len(self.started) * wanted
+        self.executor.update_parameters(visible_gpus=tuple((first + place) % there for place in range(wanted)))
         job = self.executor.submit(order)
         self.started[job.job_id] = job
         return str(job.job_id)

@@ -1,9 +1,17 @@
-"""One run as a job: what it is, and how a process brings it to its end."""
+"""One run as a job: what it is, and how a process, or several ranks, bring it to its end.
+
+As a program, `python -m muonsw.lab.studies.jobs CONFIG.json RUN NOTE.json`, it is one of the ranks of a job.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +19,15 @@ from typing import Any
 
 from filelock import FileLock
 
-from muonsw.lab.errors import Diverged
-from muonsw.lab.processes import Tell
+from muonsw.lab.errors import OK, Diverged, Interrupted, MachineError, UsageError
+from muonsw.lab.processes import POLL_SECONDS, Tell, explain, stop_requests
 from muonsw.lab.storage import prepare_folder, write_json
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import RESULT
+from muonsw.lab.train.folder import RESULT, read_config_file
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import compiles
+from muonsw.lab.train.world import World, joined
 
 # Parts of a record that no display shows; they stay in the process that made them.
 DETAILS = ("parameters", "layers", "roles")
@@ -68,3 +77,79 @@ def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
 def write_divergence(folder: Path, error: Diverged) -> None:
     """Say that a run diverged, so that nobody tries it again unasked."""
     write_json(folder / RESULT, {"diverged": error.step, "steps": error.step, "reason": str(error)})
+
+
+def train_alone(config: RunConfig, folder: Path, note: Path, world: World | None = None) -> None:
+    """Bring one run to its end where nobody listens: what comes of it is on disk afterwards.
+
+    Args:
+        config: The run.
+        folder: Where it is.
+        note: Where to say why it failed, and whether trying again is of any use.
+        world: The ranks that train it, of which this process is one.
+    """
+    leads = world is None or world.leads
+    try:
+        train(config, folder, world=world)
+    except Diverged as error:
+        if leads:
+            write_divergence(folder, error)
+    except Interrupted:
+        raise
+    except Exception as error:
+        if leads:
+            final = isinstance(error, UsageError) and not isinstance(error, MachineError)
+            write_json(note, {"message": explain(error), "final": final, "trace": traceback.format_exc()})
+        raise
+
+
+def train_on_ranks(job: Job, note: Path, ranks: int) -> None:
+    """Bring one run to its end on so many ranks of this machine, which torchrun starts.
+
+    Raises:
+        Interrupted: If this process was asked to stop; ranks that could save have.
+        SystemExit: If they failed; the note says why.
+    """
+    config = write_json(note.with_suffix(".config"), job.config.as_data())
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "muonsw.lab.studies.jobs"]
+    command = [sys.executable, "-m", *launcher, str(config), str(job.folder), str(note)]
+    with stop_requests() as request:
+        process = _deaf_to(signal.SIGUSR2, command)
+        asked = False
+        while process.poll() is None:
+            if request.signal is not None and not asked:
+                asked = True
+                process.terminate()  # torchrun passes it on, and waits for ranks to save
+            time.sleep(POLL_SECONDS)
+    if (job.folder / RESULT).exists():
+        return
+    if request.signal is not None:
+        raise Interrupted(f"{ranks} ranks were stopped", request.signal)
+    if not note.exists():
+        write_json(note, {"message": f"its {ranks} ranks ended with exit code {process.returncode}", "final": False})
+    sys.exit(1)
+
+
+def _deaf_to(number: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a process that a signal to all processes of the job does not end: this one passes on what it means."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        return subprocess.Popen(command)
+    finally:
+        signal.signal(number, before)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one of the ranks of a job."""
+    config, folder, note = map(Path, arguments)
+    try:
+        with joined() as world:
+            train_alone(read_config_file(config), folder, note, world)
+    except (UsageError, Interrupted) as error:
+        print(f"muonsw: {error}", file=sys.stderr)
+        return error.exit_code
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -151,7 +151,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         norm=tuple(float(scope["weight_rms"][-1]) if scope.records else math.nan for scope in norms),
         norm_change=tuple(run.norm_change for run in ended),
         relative_update=tuple(map(_relative_update_at_peak, ended)),
-        relaxation=relaxation_number(phis),
+        relaxation=math.nan if math.isnan(phis[0]) else relaxation_number(phis),
         total_decay=math.fsum(phis),
         phi_peak=max(phis),
         memory_ratio=max(phis) / (1.0 - beta),

@@ -1,4 +1,8 @@
-"""Every proposition, theorem and lemma of the paper's convergence theory, run with the library's optimizers."""
+"""Every proposition, theorem and lemma of the paper's convergence theory, run with the library's optimizers.
+
+Everywhere `s` are the settings of an experiment, and a function that judges says what it found, in which words it
+claims what, and then its claims.
+"""
 
 from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE

@@ -179,15 +179,16 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def descend(
-    stacks: Mapping[Key, Stack], setting: MuonRun, context: Context, *, part: tuple[float, float] = (0, 1)
+    stacks: Mapping[Key, Stack], s: MuonRun, context: Context, *, part: tuple[float, float] = (0, 1)
 ) -> Iterator[dict[Key, Move]]:
     """Run Muon on all stacks as one program, and show every step of each."""
-    etas, rules, peak = setting.etas, setting.rules, max(setting.etas)
+    etas, peak = s.etas, max(s.etas)
     weights = {key: chain(stack.starts) for key, stack in stacks.items()}
     groups = [
-        {"params": [weights[key]], "decay": rules[stack.rule], "momentum": stack.beta} for key, stack in stacks.items()
+        {"params": [weights[key]], "decay": s.rules[stack.rule], "momentum": stack.beta}
+        for key, stack in stacks.items()
     ]
-    optimizer = muon(groups, peak=peak, lam=setting.lam)
+    optimizer = muon(groups, peak=peak, lam=s.lam)
     for t in march(optimizer, etas, context.progress, part=part):
         before = {key: weight.detach().clone() for key, weight in weights.items()}
         slopes = {key: stack.objective.slope(before[key] - stack.A) for key, stack in stacks.items()}
@@ -198,7 +199,7 @@ def descend(
         optimizer.step()
         moves = {}
         for key, stack in stacks.items():
-            phi = float(decay_factor(rules[stack.rule], setting.lam, etas[t], peak))
+            phi = float(decay_factor(s.rules[stack.rule], s.lam, etas[t], peak))
             after, momentum = weights[key].detach(), optimizer.state[weights[key]]["momentum_buffer"]
             moves[key] = Move(t, etas[t], phi, before[key], slopes[key], after, momentum)
         yield moves

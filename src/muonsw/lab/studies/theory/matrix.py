@@ -85,15 +85,15 @@ class Seen:
     separation: float = torch.inf  # the smallest `|W_t - A|_op` over about 50 log-spaced steps
 
 
-def watch(stacks: Mapping[Key, Stack], setting: MuonRun, context: Context) -> dict[Key, Seen]:
+def watch(stacks: Mapping[Key, Stack], s: MuonRun, context: Context) -> dict[Key, Seen]:
     """Run the stacks together; follow their losses, the edge of their ball, and how near they come to the target."""
-    etas, seen, bounds = setting.etas, dict[Key, Seen](), dict[Key, list[float]]()
+    etas, seen, bounds = s.etas, dict[Key, Seen](), dict[Key, list[float]]()
     looks = set(log_spaced(len(etas), 50))
     for key, stack in stacks.items():
         seen[key] = Seen(stack.starts.new_empty(len(etas) + 1, len(stack.starts)))
         seen[key].losses[0] = stack.loss(stack.starts)
-        bounds[key] = theory.muon_norm_bounds(float(spectral_norm(stack.starts).max()), etas, lam=setting.lam)
-    for moves in descend(stacks, setting, context):
+        bounds[key] = theory.muon_norm_bounds(float(spectral_norm(stack.starts).max()), etas, lam=s.lam)
+    for moves in descend(stacks, s, context):
         for key, move in moves.items():
             stack, one, step = stacks[key], seen[key], move.t + 1
             one.losses[step] = stack.loss(move.after)
@@ -105,9 +105,9 @@ def watch(stacks: Mapping[Key, Stack], setting: MuonRun, context: Context) -> di
     return seen
 
 
-def run_matrix(setting: MatrixSettings, context: Context) -> Evidence:
+def run_matrix(s: MatrixSettings, context: Context) -> Evidence:
     """Several momenta, a target inside the radius, and a start outside it, all in one program."""
-    s, radius = setting, theory.muon_radius(setting.lam)
+    radius = theory.muon_radius(s.lam)
     A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
     inside = A * (s.inside_sigma_max / s.sigma_max)
     far = gaussian(starts.shape, context.generator)
@@ -123,9 +123,8 @@ def run_matrix(setting: MatrixSettings, context: Context) -> Evidence:
     return Evidence(claims + projection_claims(A, radius, context.generator))
 
 
-def run_matrix_figure(setting: MatrixFigureSettings, context: Context) -> Evidence:
+def run_matrix_figure(s: MatrixFigureSettings, context: Context) -> Evidence:
     """Many starts at one momentum; losses are kept for the right panel, thinned to the extremes of bins of steps."""
-    s = setting
     A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
     seen = watch({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, context)
     claims = [radius_claim(seen.values(), "at every step"), *below_claims(seen[CONSTANT], A, s.lam)]
@@ -157,9 +156,9 @@ def below_claims(seen: Seen, A: Tensor, lam: float) -> list[Claim]:
     ]
 
 
-def limit_claims(suffix: str, seen: Mapping[str, Seen], A: Tensor, beta: float, setting: MuonRun) -> list[Claim]:
+def limit_claims(suffix: str, seen: Mapping[str, Seen], A: Tensor, beta: float, s: MuonRun) -> list[Claim]:
     """Constant decay ends on its floor, scaled decay passes through it."""
-    etas, lam, sigmas = setting.etas, setting.lam, torch.linalg.svdvals(A)
+    etas, lam, sigmas = s.etas, s.lam, torch.linalg.svdvals(A)
     floor, initial = theory.muon_loss_floor(sigmas, lam=lam), float(seen[SCALED].losses[0].mean())
     excess, hovering = floor_excess(sigmas, etas, lam), jitter_loss(min(A.shape), etas[-1], beta) / initial
     constant, scaled = (float(seen[rule].losses[-1].max()) for rule in BOTH)
@@ -188,9 +187,9 @@ def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> 
     return float((outside * missing + (outside > 0) * missing**2 / 2.0).sum())
 
 
-def inside_claim(rule: str, seen: Seen, setting: MatrixSettings) -> Claim:
+def inside_claim(rule: str, seen: Seen, s: MatrixSettings) -> Claim:
     """A target inside the ball is reached by both rules."""
-    s, initial = setting, seen.losses[0].mean()
+    initial = seen.losses[0].mean()
     reached = f"a target with all singular values under 1/lambda is reached with {rule} decay too"
     case = Stated("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
     bound = jitter_loss(min(s.rows, s.columns), s.etas[-1], s.betas[0]) / float(initial)
@@ -253,9 +252,8 @@ class FixedRateSettings(MuonRun):
     fixed_steps: int = 500
 
 
-def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
+def run_fixed_rate(s: FixedRateSettings, context: Context) -> Evidence:
     """The same chains under both rules at one learning rate, then the counterexample under a decaying one."""
-    s = setting
     require("lambda < 1", s.lam < 1.0, lam=s.lam)
     theory.check_schedule([s.eta], a=1.0, lam=s.lam).require()
     A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
@@ -275,7 +273,7 @@ def run_fixed_rate(setting: FixedRateSettings, context: Context) -> Evidence:
 
 
 def fixed_gap(
-    setting: FixedRateSettings,
+    s: FixedRateSettings,
     build: Callable[..., ScaledDecayOptimizer],
     A: Tensor,
     starts: Tensor,
@@ -288,7 +286,6 @@ def fixed_gap(
 
     The peak is a multiple of that rate; scaled decay gets as much more lambda.
     """
-    s = setting
     weights, lams = {rule: chain(starts) for rule in BOTH}, {CONSTANT: s.lam, SCALED: peak_factor * s.lam}
     groups = [
         {"params": [w], "decay": s.rules[rule], "weight_decay": lams[rule], "momentum": s.beta}
@@ -302,9 +299,9 @@ def fixed_gap(
     return float((weights[CONSTANT].detach() - weights[SCALED].detach()).abs().max())
 
 
-def counterexample(setting: FixedRateSettings, A: Tensor, starts: Tensor, context: Context) -> list[Claim]:
+def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, context: Context) -> list[Claim]:
     """Constant decay fills the ball of radius 1/lambda, and its gradient stays: what the refuted claim needs, fails."""
-    s, half, radius = setting, setting.steps // 2, theory.muon_radius(setting.lam)
+    half, radius = s.steps // 2, theory.muon_radius(s.lam)
     stacks, largest = {rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, 0.0
     nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
     for moves in descend(stacks, s, context, part=(0.25, 1.0)):

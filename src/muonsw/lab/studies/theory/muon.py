@@ -74,14 +74,14 @@ class Trajectory:
     margins: Tensor  # what `<grad f(W_t), O_t>` has above the bound of the alignment lemma
 
 
-def follow(stacks: Mapping[Key, Stack], setting: MuonRun, context: Context) -> dict[Key, Trajectory]:
+def follow(stacks: Mapping[Key, Stack], s: MuonRun, context: Context) -> dict[Key, Trajectory]:
     """Run all stacks as one program, closely enough to check each lemma at every step.
 
     The direction O of a step is read off the weights, so that it is what the optimizer did.
     """
     seen: dict[Key, list[tuple[Tensor, ...]]] = {key: [] for key in stacks}
     ends: dict[Key, Tensor] = {}
-    for moves in descend(stacks, setting, context):
+    for moves in descend(stacks, s, context):
         for key, move in moves.items():
             stack, nuclear = stacks[key], nuclear_norm(move.slope)
             O = ((1.0 - move.phi) * move.before - move.after) / move.eta  # noqa: E741 (the paper's name)
@@ -98,9 +98,9 @@ def follow(stacks: Mapping[Key, Stack], setting: MuonRun, context: Context) -> d
     return paths
 
 
-def run_muon(setting: MuonSettings, context: Context) -> Evidence:
+def run_muon(s: MuonSettings, context: Context) -> Evidence:
     """Scaled decay over the whole grid, and constant decay at the largest momentum for contrast."""
-    s, stacks = setting, dict[tuple[str, float, int], Stack]()
+    stacks = dict[tuple[str, float, int], Stack]()
     require_noise(s.sigma)
     for rank in s.ranks:
         A, starts = s.draw(len(s.batches) * s.chains, rank, 2 * rank, context.generator)
@@ -116,9 +116,9 @@ def run_muon(setting: MuonSettings, context: Context) -> Evidence:
     return Evidence([*claims, *(settled_claim(s, paths[SCALED, beta, s.ranks[0]]) for beta in s.betas)])
 
 
-def floor_claim(setting: MuonSettings, beta: float, paths: Iterable[Trajectory]) -> Claim:
+def floor_claim(s: MuonSettings, beta: float, paths: Iterable[Trajectory]) -> Claim:
     """The cell that comes closest to its floor, for one momentum."""
-    s, cells = setting, []
+    cells = []
     for path in paths:
         means = weighted_mean(path.nuclear, s.etas, start=s.steps // 2)
         for B, chains in s.by_batch(means).items():
@@ -135,9 +135,9 @@ def floor_claim(setting: MuonSettings, beta: float, paths: Iterable[Trajectory])
     return at_most(id, f"{comes_down} {shown}", theorem, found, floor, below, limits=limits)
 
 
-def contrast_claim(setting: MuonSettings, path: Trajectory) -> Claim:
+def contrast_claim(s: MuonSettings, path: Trajectory) -> Claim:
     """Constant decay at the smallest floor of the grid."""
-    s, B, rank = setting, setting.batches[-1], path.stack.rank
+    B, rank = s.batches[-1], path.stack.rank
     means = weighted_mean(path.nuclear, s.etas, start=s.steps // 2)
     floor = theory.noise_floor(sigma=s.sigma, beta=path.stack.beta, r=rank, B=B)
     contrast = "contrast of Proposition 3.2 and Theorem 3.3"
@@ -156,9 +156,9 @@ def alignment_claim(paths: Iterable[Trajectory]) -> Claim:
     return at_least("alignment", aligned, lemma, smallest, 0.0, Tolerance(1e-8, read_off))
 
 
-def descent_claim(setting: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
+def descent_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
     """The descent inequality, summed over the run with the path's own errors and norms."""
-    s, q, ratios = setting, setting.lam / setting.eta0, list[float]()
+    q, ratios = s.lam / s.eta0, list[float]()
     for path in paths:
         size, r = float(frobenius_norm(path.stack.A)), path.stack.rank
         sums = (path.nuclear * path.nuclear.new_tensor(s.etas).unsqueeze(1)).sum(0).tolist()
@@ -173,9 +173,9 @@ def descent_claim(setting: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
     return at_most("descent-inequality", descends, proof, max(ratios), 1.0, POLAR)
 
 
-def tracking_claim(setting: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
+def tracking_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
     """Measured mean squared tracking errors over the bound's, summed over the run."""
-    s, ratios = setting, list[float]()
+    ratios = list[float]()
     constants = {"sigma": s.sigma, "L": 1.0, "q": s.lam / s.eta0}
     for path in paths:
         beta, r, size = path.stack.beta, path.stack.rank, float(frobenius_norm(path.stack.A))
@@ -192,9 +192,9 @@ def tracking_claim(setting: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
     return at_most("tracking-bound", tracks, Stated("Lemma D.3", ASSUMED), max(ratios), 1.0, sampling)
 
 
-def settled_claim(setting: MuonSettings, path: Trajectory) -> Claim:
+def settled_claim(s: MuonSettings, path: Trajectory) -> Claim:
     """Where the tracking error settles, for one momentum: below the lemma's limit."""
-    s, half, beta, B = setting, setting.steps // 2, path.stack.beta, setting.batches[0]
+    half, beta, B = s.steps // 2, path.stack.beta, s.batches[0]
     limit = theory.tracking_error_limit(sigma=s.sigma, beta=beta, B=B)
     settled = limit / (1.0 + beta)
     sampling = s.sampling_error * math.sqrt((1.0 + beta**2) / (1.0 - beta**2))
@@ -234,9 +234,8 @@ class DeterministicSettings(MuonRun):
     convex_beta: float = 0.5
 
 
-def run_deterministic(setting: DeterministicSettings, context: Context) -> Evidence:
+def run_deterministic(s: DeterministicSettings, context: Context) -> Evidence:
     """Scaled decay on both objectives; the target is outside the ball that would hold constant decay."""
-    s = setting
     A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
     stacks = {f"{beta:g}": Stack(SCALED, beta, A, starts) for beta in s.betas}
     stacks["convex"] = Stack(SCALED, s.convex_beta, A, starts, objective=PSEUDO_HUBER)

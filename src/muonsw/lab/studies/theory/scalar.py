@@ -95,7 +95,7 @@ class ScalarFigureSettings(Quadratic):
 def descend(
     starts: Mapping[str, Tensor],
     etas: Sequence[float],
-    setting: Quadratic,
+    s: Quadratic,
     context: Context,
     *,
     part: tuple[float, float] = (0.0, 1.0),
@@ -106,13 +106,13 @@ def descend(
     The shape is (chains, kept steps).
     """
     weights = {name: chain(start) for name, start in starts.items()}
-    groups = [{"params": [w], "decay": setting.rules[name]} for name, w in weights.items()]
-    optimizer = sgd(groups, peak=max(etas), lam=setting.lam)
+    groups = [{"params": [w], "decay": s.rules[name]} for name, w in weights.items()]
+    optimizer = sgd(groups, peak=max(etas), lam=s.lam)
     wanted = {*keep, len(etas)}
     kept = {name: [start] if 0 in wanted else [] for name, start in starts.items()}
     for t in march(optimizer, etas, context.progress, part=part):
         for w in weights.values():
-            torch.sub(w, setting.c, out=gradient(w)).mul_(setting.a)
+            torch.sub(w, s.c, out=gradient(w)).mul_(s.a)
         optimizer.step()
         if t + 1 in wanted:
             for name, w in weights.items():
@@ -120,9 +120,8 @@ def descend(
     return {name: torch.stack(seen, 1) for name, seen in kept.items()}
 
 
-def run_scalar(setting: ScalarSettings, context: Context) -> Evidence:
+def run_scalar(s: ScalarSettings, context: Context) -> Evidence:
     """Both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
-    s = setting
     etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
     theory.check_schedule(etas, a=s.a, lam=s.lam).require()
     starts = s.starts(context.generator)
@@ -152,10 +151,10 @@ def run_scalar(setting: ScalarSettings, context: Context) -> Evidence:
 
 
 def freeze_claims(
-    setting: ScalarSettings, p: float, starts: Tensor, context: Context, *, part: tuple[float, float]
+    s: ScalarSettings, p: float, starts: Tensor, context: Context, *, part: tuple[float, float]
 ) -> list[Claim]:
     """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of all steps is finite, so w stops on its way."""
-    s, law = setting, theory.PowerLaw(setting.freeze_eta0, p)
+    law = theory.PowerLaw(s.freeze_eta0, p)
     etas = [law(t) for t in range(s.freeze_steps)]
     left = s.frozen(s.fixed_point + 1.0, etas) - s.fixed_point
     tuned = starts.new_tensor([s.fixed_point + (s.c - s.fixed_point) / left])
@@ -173,9 +172,9 @@ def freeze_claims(
     ]
 
 
-def run_scalar_figure(setting: ScalarFigureSettings, context: Context) -> Evidence:
+def run_scalar_figure(s: ScalarFigureSettings, context: Context) -> Evidence:
     """The schedule of the figure, whose constant-decay chains flatten at the gap while the others fall on."""
-    s, etas = setting, robbins_monro(setting.steps, setting.eta0)
+    etas = robbins_monro(s.steps, s.eta0)
     theory.check_schedule(etas, a=s.a, lam=s.lam).require()
     starts = s.starts(context.generator)
     steps = [0, *log_spaced(s.steps, s.points)]
@@ -202,12 +201,12 @@ def run_scalar_figure(setting: ScalarFigureSettings, context: Context) -> Eviden
     )
 
 
-def error_bound(setting: ScalarFigureSettings, etas: Sequence[float], starts: Tensor) -> float:
+def error_bound(s: ScalarFigureSettings, etas: Sequence[float], starts: Tensor) -> float:
     """Bound the error of scaled decay after all steps by the recursion of Lemma D.1."""
-    bound = float((starts - setting.c).abs().max())
-    q = setting.lam / max(etas)
+    bound = float((starts - s.c).abs().max())
+    q = s.lam / max(etas)
     for eta in etas:
-        bound = (1.0 - setting.a * eta) * bound + q * eta**2 * abs(setting.c)
+        bound = (1.0 - s.a * eta) * bound + q * eta**2 * abs(s.c)
     return bound
 
 

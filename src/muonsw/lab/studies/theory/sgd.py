@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -56,6 +57,11 @@ class NonconvexSettings:
     start_std: float = 1.0
     rules: Rules = TRUE_RULES
 
+    @cached_property
+    def etas(self) -> list[float]:
+        """The learning rates."""
+        return robbins_monro(self.steps, self.eta0, self.p)
+
 
 def ripple_loss(y: Tensor) -> Tensor:
     """The rippled bowl, zero at its deepest point."""
@@ -93,11 +99,9 @@ def decade_edges(steps: int) -> list[int]:
     return [0, *powers, steps]
 
 
-def wander(
-    setting: NonconvexSettings, etas: Sequence[float], starts: Tensor, context: Context
-) -> dict[str, Stationarity]:
+def wander(s: NonconvexSettings, starts: Tensor, context: Context) -> dict[str, Stationarity]:
     """Both rules from the same starts with the same noise."""
-    s, edges = setting, decade_edges(setting.steps)
+    etas, edges = s.etas, decade_edges(s.steps)
     weights = {rule: chain(starts) for rule in BOTH}
     optimizer = sgd([{"params": [w], "decay": s.rules[rule]} for rule, w in weights.items()], peak=s.eta0, lam=s.lam)
     sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in BOTH}
@@ -119,29 +123,25 @@ def wander(
     }
 
 
-def run_nonconvex(setting: NonconvexSettings, context: Context) -> Evidence:
+def run_nonconvex(s: NonconvexSettings, context: Context) -> Evidence:
     """The weighted gradient falls decade by decade under scaled decay, and stops under constant decay."""
-    s = setting
     require_noise(s.sigma)
-    etas = robbins_monro(s.steps, s.eta0, s.p)
     require("more than one decade", s.steps > 100, steps=s.steps)
     starts = s.c + gaussian((s.chains,), context.generator, std=s.start_std)
-    seen = wander(s, etas, starts, context)
-    weighted = seen[SCALED].weighted
-    drops = [mean_of(after - before) for before, after in pairwise(weighted)]
+    seen = wander(s, starts, context)
+    drops = [mean_of(after - before) for before, after in pairwise(seen[SCALED].weighted)]
     falls = "scaled: the eta-weighted squared gradient falls from decade {} to decade {} of steps"
     negative = Tolerance(0.0, "the upper end of the interval of the paired difference must be negative")
     falling = [
         below(f"decade-{k}-falls", falls.format(k - 1, k), THEOREM, drop, 0.0, negative)
         for k, drop in enumerate(drops, 1)
     ]
-    late = etas[decade_edges(s.steps)[-2] :]
-    return Evidence([*falling, *last_decade_claims(s, seen, late), inequality_claim(s, seen[SCALED], etas, starts)])
+    return Evidence([*falling, *last_decade_claims(s, seen), inequality_claim(s, seen[SCALED], starts)])
 
 
-def last_decade_claims(setting: NonconvexSettings, seen: dict[str, Stationarity], etas: Sequence[float]) -> list[Claim]:
+def last_decade_claims(s: NonconvexSettings, seen: dict[str, Stationarity]) -> list[Claim]:
     """Scaled decay against constant decay, and constant decay against the gradient that balances its decay."""
-    s, tail = setting, {rule: stack.weighted[-1] for rule, stack in seen.items()}
+    etas = s.etas[decade_edges(s.steps)[-2] :]
     curvature = float(ripple_curvature(seen[SCALED].end - s.c).mean())
     sustained = curvature * s.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
     balance = float((s.lam * seen[CONSTANT].end).square().mean())
@@ -155,19 +155,18 @@ def last_decade_claims(setting: NonconvexSettings, seen: dict[str, Stationarity]
     )
     under = Tolerance(0.0, "the upper end of the interval must be below")
     noise = Tolerance(0.05, "what the noise adds at the learning rates of the last decade")
-    scaled, constant = mean_of(tail[SCALED]), mean_of(tail[CONSTANT])
+    constant, scaled = (mean_of(seen[rule].weighted[-1]) for rule in BOTH)
     return [
         at_most("tail", tenth, THEOREM, scaled, 0.1 * constant.value, under, limits=limits),
         within_share("constant-stays", stays, contrast, constant, balance, noise),
     ]
 
 
-def inequality_claim(setting: NonconvexSettings, seen: Stationarity, etas: Sequence[float], starts: Tensor) -> Claim:
+def inequality_claim(s: NonconvexSettings, seen: Stationarity, starts: Tensor) -> Claim:
     """The summed descent inequality of the proof at finite T."""
-    s = setting
     f_gap, size = float(ripple_loss(starts - s.c).mean()), math.sqrt(seen.second_moment)
-    bound = theory.stationarity_bound(etas, f_gap=f_gap, L=1.0, q=s.lam / s.eta0, sigma=s.sigma, bound=size)
-    found = math.fsum(eta * g for eta, g in zip(etas, seen.squares, strict=True))
+    bound = theory.stationarity_bound(s.etas, f_gap=f_gap, L=1.0, q=s.lam / s.eta0, sigma=s.sigma, bound=size)
+    found = math.fsum(eta * g for eta, g in zip(s.etas, seen.squares, strict=True))
     proof = Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded")
     under = "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof"
     because = "a bound on a mean over chains; the sampling error is far below the distance to it"
@@ -208,43 +207,45 @@ class StronglyConvexSettings:
     chains: int = 1_000
     rules: Rules = TRUE_RULES
 
+    @cached_property
+    def etas(self) -> list[float]:
+        """The learning rates, after a check of every hypothesis that they must satisfy."""
+        etas = [self.gamma / (t + self.t0) for t in range(self.steps)]
+        theory.check_schedule(etas, lam=self.lam, mu=self.mu).require()
+        return etas
+
     @property
     def curvature(self) -> Tensor:
         """The curvature of each coordinate."""
         return torch.linspace(self.mu, self.L, self.dimension, dtype=torch.float64)
 
 
-def run_strongly_convex(setting: StronglyConvexSettings, context: Context) -> Evidence:
+def run_strongly_convex(s: StronglyConvexSettings, context: Context) -> Evidence:
     """Mean squared distance to the minimizer, with and without noise, for both rules; then Lemma D.1."""
-    s = setting
     require_noise(s.sigma)
     require("mu*gamma > 1", s.mu * s.gamma > 1.0, mu=s.mu, gamma=s.gamma)
     require("0 < mu <= L", 0.0 < s.mu <= s.L, mu=s.mu, L=s.L)
     require(f"chains are a multiple of {BATCHES}", s.chains % BATCHES == 0, chains=s.chains)
-    etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
-    theory.check_schedule(etas, lam=s.lam, mu=s.mu).require()
-    first = theory.first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(etas))
+    first = theory.first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(s.etas))
     steps = sorted({t for t in log_spaced(s.steps, 200) if t > first} | {first})
-    seen = distances(s, etas, steps, context)
-    return Evidence([*rate_claims(s, seen, steps), *bound_claims(s, seen, steps), *recursion_claims(s, etas, context)])
+    seen = distances(s, steps, context)
+    return Evidence([*rate_claims(s, seen, steps), *bound_claims(s, seen, steps), *recursion_claims(s, context)])
 
 
-def distances(
-    setting: StronglyConvexSettings, etas: Sequence[float], steps: Sequence[int], context: Context
-) -> dict[str, Tensor]:
+def distances(s: StronglyConvexSettings, steps: Sequence[int], context: Context) -> dict[str, Tensor]:
     """The squared distance after each of `steps`, the last being that of the run; averaged in batches of chains."""
-    s, wanted = setting, set(steps)
+    wanted = set(steps)
     begin = torch.zeros(s.chains, s.dimension, dtype=torch.float64)
     weights = {rule: chain(begin) for rule in BOTH} | {rule + NOISELESS: chain(begin[:1]) for rule in BOTH}
     groups = [{"params": [w], "decay": s.rules[name.removesuffix(NOISELESS)]} for name, w in weights.items()]
-    optimizer = sgd(groups, peak=max(etas), lam=s.lam)
+    optimizer = sgd(groups, peak=max(s.etas), lam=s.lam)
     kept = {name: list[Tensor]() for name in weights}
 
     def look(name: str) -> None:
         squares = (weights[name].detach() - s.c).square().sum(1)
         kept[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
 
-    for t in march(optimizer, etas, context.progress, part=(0.0, 0.8)):
+    for t in march(optimizer, s.etas, context.progress, part=(0.0, 0.8)):
         noise = gaussian(begin.shape, context.generator, std=s.sigma / s.dimension**0.5)
         for name, w in weights.items():
             if t in wanted:
@@ -258,9 +259,9 @@ def distances(
     return {name: torch.stack(seen, 1) for name, seen in kept.items()}
 
 
-def rate_claims(setting: StronglyConvexSettings, seen: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
+def rate_claims(s: StronglyConvexSettings, seen: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
     """How fast the distance falls in the last decade, with noise and without, and the constant in front of 1/t."""
-    s, decade = setting, [k for k, t in enumerate(steps) if t >= setting.steps / 10]
+    decade = [k for k, t in enumerate(steps) if t >= s.steps / 10]
     shifted = torch.tensor([steps[k] + s.t0 for k in decade], dtype=torch.float64)
     noisy, noiseless = (seen[name][:, decade] for name in (SCALED, SCALED + NOISELESS))
     rate, free_rate = log_log_slope(shifted, noisy), float(log_log_slope(shifted, noiseless).mean())
@@ -283,9 +284,9 @@ def rate_claims(setting: StronglyConvexSettings, seen: dict[str, Tensor], steps:
     ]
 
 
-def bound_claims(setting: StronglyConvexSettings, seen: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
+def bound_claims(s: StronglyConvexSettings, seen: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
     """The explicit bound of the proof, at every kept step; and where constant decay stops."""
-    s, squares = setting, seen[SCALED].mean(0)
+    squares = seen[SCALED].mean(0)
     constants = {"gamma": s.gamma, "t0": s.t0, "mu": s.mu, "L": s.L, "q": s.lam * s.t0 / s.gamma, "sigma": s.sigma}
     x_star, u1, t1 = abs(s.c) * s.dimension**0.5, float(squares[0]), steps[0]
     bounds = [theory.strongly_convex_bound(t, u1=u1, t1=t1, x_star=x_star, **constants) for t in steps]
@@ -303,12 +304,12 @@ def bound_claims(setting: StronglyConvexSettings, seen: dict[str, Tensor], steps
     ]
 
 
-def recursion_claims(setting: StronglyConvexSettings, etas: Sequence[float], context: Context) -> list[Claim]:
+def recursion_claims(s: StronglyConvexSettings, context: Context) -> list[Claim]:
     """Lemma D.1 with equality: `u <- (1 - alpha eta) u + kappa eta^2`, an SGD step with gradient `alpha u - kappa eta`.
 
     The optimizer's own decay is off; all constants run as one vector.
     """
-    gamma, t0 = setting.gamma, setting.t0
+    etas, gamma, t0 = s.etas, s.gamma, s.t0
     grid = torch.tensor(list(itertools.product(ALPHAS, KAPPAS, STARTS)), dtype=torch.float64)
     alpha, kappa, start = grid.unbind(1)
     constants = [theory.sa_constant(u1=u, t1=0, alpha=a, kappa=k, gamma=gamma, t0=t0) for a, k, u in grid.tolist()]
