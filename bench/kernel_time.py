@@ -20,6 +20,10 @@ from torch import Tensor
 from muonsw.algorithms import momentum as torch_momentum
 from muonsw.kernels import adamw, elementwise, finite, momentum, move
 from muonsw.kernels.symmetric import Tiles, symmetric_product
+from muonsw.lab.model import kernels as model
+from muonsw.lab.model.decoder import rotary_table
+from muonsw.lab.model.grouped import gated
+from muonsw.lab.model.moe import plan_routes
 from muonsw.orthogonalize import normalize
 
 TILES = [
@@ -163,6 +167,43 @@ def passes(block: int, warps: int) -> dict:
     return result | {"torch fused adamw ms": fused, "torch norm ms": norms}
 
 
+def of_the_model(tokens: int, width: int, ff: int, vocab: int) -> dict:
+    """The kernels of the lab's model: milliseconds and TB/s of what must be read and written."""
+    rows, cuda = 2 * tokens, {"device": "cuda"}
+    fused, grad = torch.randn(rows, 2 * ff, **cuda).bfloat16(), torch.randn(rows, ff, **cuda).bfloat16()
+    qkv = torch.randn(tokens // 1024, 1024, 3 * width, **cuda).bfloat16()
+    table = tuple(part.float().cuda() for part in rotary_table(1024, 64, 10000.0))
+    heads = model.rotate_heads(qkv, *table)
+    logits, targets = torch.randn(8192, vocab, **cuda).bfloat16(), torch.randint(vocab, (8192,), **cuda)
+    losses, router = torch.empty(8192, **cuda), torch.randn(tokens, 8, **cuda)
+    expected = torch.nn.functional.cross_entropy(logits[:64].float(), targets[:64], reduction="none")
+    model.softmax_losses_(logits, targets, losses, 1.0, None)
+    chosen, *routes = model.choose_experts(router, 2)
+    result = {
+        "errors": [
+            f"{error:.1e}"
+            for error in (
+                distance(model.gate(fused[:64]), gated(fused[:64].double())),
+                distance(model.join_heads(*heads, *table), qkv),
+                distance(losses[:64], expected),
+            )
+        ],
+        "routes equal": all(torch.equal(a, b) for a, b in zip(routes, plan_routes(chosen, 8), strict=True)),
+    }
+    times = {
+        "gate": (lambda: model.gate(fused), 6 * rows * ff),
+        "gate backward": (lambda: model.gate_backward(grad, fused), 12 * rows * ff),
+        "rotate": (lambda: model.rotate_heads(qkv, *table), 4 * qkv.numel()),
+        "join": (lambda: model.join_heads(*heads, *table), 4 * qkv.numel()),
+        "softmax": (lambda: model.softmax_losses_(logits, targets, losses, 1.0, 1.0), 4 * logits.numel()),
+        "choose": (lambda: model.choose_experts(router, 2), 4 * router.numel()),
+    }
+    for name, (work, size) in times.items():
+        ms = milliseconds(work)
+        result |= {f"{name} ms": ms, f"{name} TB/s": size / ms / 1e9}
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("out/bench/kernel_time.json"))
@@ -170,6 +211,8 @@ def main() -> None:
     record: dict[str, dict] = {}
     for block, warps in ((4096, 8), (2048, 8), (2048, 4), (1024, 4), (4096, 4)):
         record[f"passes {block} {warps}"] = guarded(f"passes {block} {warps}", lambda b=block, w=warps: passes(b, w))
+    for sizes in ((32768, 256, 768, 4096), (65536, 256, 768, 50304), (65536, 1024, 2816, 50304)):
+        record[f"model {sizes}"] = guarded(f"model {sizes}", lambda s=sizes: of_the_model(*s))
     for shape in SHAPES:
         for turned in (False, True) if shape[2] == 2816 else (False,):
             for tiles in (None, *TILES):

@@ -116,7 +116,10 @@ def refuse_spread(group: Group, items: Sequence[Item]) -> None:
 def prepared(group: Group, update: Update | FusedUpdate) -> Update | FusedUpdate:
     """The update as the rule wants it."""
     rule = acting(group)
-    if rule is None or rule.update is None or isinstance(update, FusedUpdate):
+    if rule is None:
+        return update
+    assert isinstance(update, Update), "an algorithm must leave its directions to the norm rule: see Budget.plain"
+    if rule.update is None:
         return update
     weights = views(update.parts, [part.item.param for part in update.parts])
     directions = [

@@ -1,16 +1,20 @@
 """Timings are made of checked steps and losses, of everyone who is installed; the numbers themselves are not tested."""
 
 import json
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from muonsw.lab.bench import steps
 from muonsw.lab.bench.machine import chosen_device, product_rate
 from muonsw.lab.bench.training import Amount, Bench
 from muonsw.lab.cli import main
+from muonsw.lab.commands.bench import steps_table, training_table
 from muonsw.lab.errors import UsageError
+from muonsw.lab.tables import print_table
 from muonsw.lab.train.presets import preset_run
 
 CPU = torch.device("cpu")
@@ -112,12 +116,31 @@ def test_the_command_prints_tables_and_json(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "One step on two: 2 matrices" in printed
     assert "torch.optim.Muon" in printed
-    assert max(map(len, printed.splitlines()[:-4])) <= 100
     arguments = ["bench", "--device", "cpu", "--sets", "two", "--preset", "none", "--rounds", "1"]
     assert main([*arguments, "--only", "muonsw", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert set(record["steps"]["two"]) == {"muonsw"}
     assert record["environment"]["versions"]["torch"]
+
+
+def test_tables_fit_into_80_columns():
+    step = {
+        "ms": 1234.5678,
+        "ms_min": 1200.1,
+        "extra_bytes": 8e9,
+        "state_bytes_per_parameter": 8.0,
+        "first_step_s": 53.2,
+    }
+    rows = {"torch AdamW fused": step, "broken": {"error": "ValueError: it cannot"}}
+    speed = {"preset": "w1024", "tokens_per_second": 1234567.8, "ms": 2298.6, "optimizer_ms": 35.8, "tflops": 458.1}
+    training = {**speed, "gib": 53.1, "batch": 256, "compile_s": 39.2}
+    console = Console(file=StringIO(), force_terminal=True, width=80, color_system=None)
+    for table in (steps_table("w1024", rows), training_table(training, 798.0)):
+        print_table(console, table)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("57%" in line and "1,234,568" in line for line in lines)
+    assert any("broken failed: ValueError: it cannot" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ NEEDED = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive: CUDA_VISIBLE_DEVICES="),
 ]
 FAULT = 99
-SECONDS = 60.0
+SECONDS = 180.0
 
 
 class Ended(NamedTuple):
@@ -48,7 +48,7 @@ def spread_over(config: RunConfig, **settings) -> RunConfig:
     """A config with other settings of the ranks."""
     from dataclasses import replace
 
-    return replace(config, parallel=ParallelConfig(**{"timeout": 30.0, **settings}))
+    return replace(config, parallel=ParallelConfig(**{"timeout": 120.0, **settings}))
 
 
 def free_port() -> int:

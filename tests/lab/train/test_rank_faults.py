@@ -30,7 +30,7 @@ AGAIN = "start the same command again to go on from the last checkpoint"
 STEPS = 6
 
 
-def config(strategy="fsdp", timeout=30.0, **settings):
+def config(strategy="fsdp", timeout=120.0, **settings):
     chosen = {"steps": STEPS, "batch": 4, "eval_every": 2, "checkpoint_every": 2, "keep": 2}
     return spread_over(small_run(**{**chosen, **settings}), strategy=strategy, timeout=timeout)
 
@@ -260,7 +260,9 @@ def test_a_rank_that_is_killed_before_any_file_operation_leaves_nothing_that_is_
     assert killed > 1
 
 
-@pytest.mark.parametrize("sizes", [(20_000,), pytest.param(range(500, 160_000, 7_000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sizes", [(20_000,), pytest.param(range(500, 160_000, 7_000 if LONG else 40_000), marks=pytest.mark.slow)]
+)
 def test_a_disk_that_is_full_for_one_rank_ends_all_with_the_file_and_the_remedy(sizes, tmp_path, record_property):
     full = 0
     for size in sizes:
@@ -300,7 +302,7 @@ def on_a_disk(tmp_path, pages, work):
     assert code == 0
 
 
-@pytest.mark.parametrize("pages", [(150,), pytest.param(range(2, 400, 12), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pages", [(150,), pytest.param(range(2, 400, 12 if LONG else 60), marks=pytest.mark.slow)])
 def test_a_full_disk_ends_all_ranks_and_the_run_goes_on_once_there_is_room(pages, tmp_path):
     for number in pages:
 

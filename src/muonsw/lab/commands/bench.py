@@ -105,7 +105,8 @@ def print_record(console: Console, record: dict[str, Any], missing: list[str]) -
         print_table(console, training_table(record["training"], record["product_tflops"]))
     where = record["environment"]
     versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
-    say(console, f"\n{where['device']}, {where['threads']} threads, {versions}, {where['date']}")
+    threads = "one thread" if where["threads"] == 1 else f"{where['threads']} threads"
+    say(console, f"\n{where['device']}, {threads}, {versions}, {where['date']}")
     distances = ", ".join(f"{name} {distance:.1e}" for name, distance in record["check"].items())
     say(console, f"Three steps of ours differ from torch's by {distances} of their length.")
     if missing:

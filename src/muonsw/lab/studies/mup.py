@@ -125,16 +125,10 @@ def measure_widths(setting: CoordinateSettings, context: Context) -> dict[str, T
 
 
 def measure(model: Decoder, optimizer: Optimizer, tokens: Tensor, steps: int) -> dict[str, float]:
-    """Train on one batch and return sizes (RMS) by name.
+    """Train a model for some steps on one batch of tokens (B, T + 1), and return sizes (RMS) by name.
 
     `initial X` is the size of coordinate X before training, `change X` that of its change over all updates, `update W`
     that of the change which the first update makes to the output of matrix W while its input stays as it was.
-
-    Args:
-        model: At initialisation.
-        optimizer: Of its parameters.
-        tokens: Shape (B, T + 1).
-        steps: Updates, all on these tokens.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     start = activations(model, inputs)

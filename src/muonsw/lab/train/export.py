@@ -31,13 +31,9 @@ Note = Callable[[str], None]
 
 
 def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _text: None) -> Path:
-    """Write the model of a run's newest (or best) checkpoint into a folder.
+    """Write the model of a run's newest checkpoint, or of that with the lowest validation loss, into a folder.
 
-    Args:
-        run: The run.
-        folder: Made if missing.
-        best: Whether the checkpoint with the lowest validation loss is taken instead of the newest.
-        note: Told about checkpoints that are damaged and passed over.
+    The folder is made if missing; `note` is told about checkpoints that are damaged and passed over.
 
     Raises:
         UsageError: If the run has no whole checkpoint, or its data folder is gone.
@@ -172,16 +168,9 @@ def sample(
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Continue a prompt, until a document ends.
+    """Continue a prompt until the document ends, by at most so many tokens; an empty prompt starts a document.
 
-    Args:
-        model: On any device.
-        tokenizer: The one it was trained with.
-        prompt: What to continue; an empty one starts a document.
-        tokens: At most so many.
-        temperature: 0 always takes the likeliest token.
-        top_k: Draw among so many likeliest tokens; 0 among all.
-        seed: Of the draws.
+    Each token is drawn among the `top_k` likeliest, or among all if that is 0; at temperature 0 it is the likeliest.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

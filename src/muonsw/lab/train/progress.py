@@ -21,11 +21,7 @@ PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40
 
 
 def numbers_of(record: Record, steps: int) -> dict[str, str]:
-    """What a view shows of a record, as texts by heading.
-
-    Args:
-        record: Of a run.
-        steps: Updates of the whole run.
+    """What a view shows of a record, as texts by heading; `steps` are the updates of the whole run.
 
     Examples:
         >>> numbers_of({"kind": "train", "step": 1200, "loss": 3.25}, 5000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -371,12 +370,12 @@ def own_device(config: RunConfig, world: World) -> torch.device:
     device = resolve_device(config.device)
     if world.alone or device.type != "cuda":
         return device
-    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= there:
+    there = torch.cuda.device_count()
+    if world.local >= there:
         many = f"rank {world.rank} has no GPU of its own: {there} are seen on its machine"
         raise UsageError(f"{many}; start at most as many processes there, or set device to cpu")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    torch.cuda.set_device(world.local)
+    return torch.device("cuda", world.local)
 
 
 def with_fingerprint(config: RunConfig) -> RunConfig:

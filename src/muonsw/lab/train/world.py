@@ -36,9 +36,16 @@ TELLABLE = (UsageError, CheckpointError, Diverged)
 
 
 class World:
-    """A process on its own."""
+    """A process on its own.
 
-    rank, size = 0, 1
+    Attributes:
+        rank: This process among all.
+        size: How many there are.
+        local: This process among those of its machine.
+        alone: Whether nothing has to be agreed.
+    """
+
+    rank, size, local = 0, 1, 0
     alone = True
 
     @property
@@ -81,9 +88,6 @@ class Ranks(World):
     """This process among those that torchrun started, on one machine or several.
 
     Messages travel over gloo between the hosts, and never wait for a GPU.
-
-    Attributes:
-        local: This process among those of its machine.
     """
 
     alone = False

@@ -10,7 +10,7 @@ from muonsw.lab.plan import RecipePlan, plan_recipe
 from muonsw.lab.studies.arms import Comparison, Results
 from muonsw.lab.studies.costs import amount
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.tables import Column, Table
+from muonsw.lab.tables import Column, Table, Value
 
 # The share of constant decay's total that scaled decay applies under a cosine to a tenth, without warmup: the mean of
 # the squared multiple over that of the multiple.
@@ -46,34 +46,23 @@ def judge_recipes(_results: Results, _scale: Scale) -> list[Claim]:
 
 def recipe_tables(_results: Results, _scale: Scale) -> list[Table]:
     """What is printed, and what the planner makes of it."""
-    columns = (
-        "recipe",
-        Column("total", number=True, rank=2),
-        Column("active", number=True, rank=2),
-        Column("tokens", number=True, rank=2),
-        Column("tokens / active", number=True, digits=3),
-        Column("peak lr", number=True),
-        Column("final lr", number=True, rank=2),
-        Column("lambda", number=True),
-        Column("updates", number=True, rank=2),
-        Column("scaled / constant total", number=True, digits=3),
-        Column("lambda of equal total", number=True, digits=3),
-    )
-    rows = [
-        (
-            planned.recipe.title,
-            amount(round(planned.recipe.total)),
-            amount(round(planned.recipe.active)),
-            amount(round(planned.recipe.tokens)),
-            planned.recipe.tokens / planned.recipe.active,
-            planned.recipe.peak_lr,
-            planned.recipe.final_lr,
-            planned.recipe.weight_decay,
-            planned.steps,
-            planned.scaled_over_constant,
-            planned.equal_total_weight_decay,
-        )
-        for planned in plans().values()
-    ]
+    rows = [_cells(planned) for planned in plans().values()]
     note = "Updates are printed for the paper's own runs only; `muonsw plan --recipe NAME` shows one in full."
-    return [Table("recipes", "Recipes", columns, rows, note)]
+    return [Table("recipes", "Recipes", list(rows[0]), [tuple(row.values()) for row in rows], note)]
+
+
+def _cells(planned: RecipePlan) -> dict[Column, Value]:
+    recipe = planned.recipe
+    return {
+        Column("recipe"): recipe.title,
+        Column("total", number=True, rank=2): amount(round(recipe.total)),
+        Column("active", number=True, rank=2): amount(round(recipe.active)),
+        Column("tokens", number=True, rank=2): amount(round(recipe.tokens)),
+        Column("tokens / active", number=True, digits=3): recipe.tokens / recipe.active,
+        Column("peak lr", number=True): recipe.peak_lr,
+        Column("final lr", number=True, rank=2): recipe.final_lr,
+        Column("lambda", number=True): recipe.weight_decay,
+        Column("updates", number=True, rank=2): planned.steps,
+        Column("scaled / constant total", number=True, digits=3): planned.scaled_over_constant,
+        Column("lambda of equal total", number=True, digits=3): planned.equal_total_weight_decay,
+    }
