@@ -350,7 +350,7 @@ def _ending(exit_code: int | None) -> str:
 
 @contextmanager
 def _showing_alone(device: str | None) -> Iterator[None]:
-    """Let processes that are started in the block see one device; CUDA looks once, perhaps while modules are imported."""
+    """Let processes that start in the block see one device: CUDA looks once, perhaps while modules are imported."""
     before = os.environ.get(VISIBLE)
     try:
         if device is not None:
