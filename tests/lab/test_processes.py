@@ -58,6 +58,7 @@ def is_running(process):
 def test_jobs_in_processes_are_done_told_of_and_pinned_to_their_threads():
     """An endless stream of jobs, read one ahead of those at work; the audience ends it by raising."""
     told, found, failed, taken = {}, {}, {}, []
+    before = os.environ.get(VISIBLE)
     odd = [("killed", "kill"), ("wild", "diverge"), ("broken", "fault")]
 
     def jobs():
@@ -81,6 +82,7 @@ def test_jobs_in_processes_are_done_told_of_and_pinned_to_their_threads():
     seats = {(process, device) for process, *_, device in found.values()}
     assert len(seats) == len({process for process, _ in seats}), "a process sees one device for its whole life"
     assert {device for _, device in seats} <= {"7", "GPU-ab"}
+    assert os.environ.get(VISIBLE) == before
     assert os.getpid() not in {process for process, *_ in found.values()}
     assert isinstance(failed["wild"], Diverged)
     assert failed["wild"].step == 7

@@ -249,9 +249,9 @@ class _Pool:
         spawn: Any = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
         self.seats[ours] = next_device(self.devices, [self.seats[other] for other in self.staff])
-        arguments = (theirs, self.work, self.threads, self.seats[ours])
-        self.staff[ours] = spawn.Process(target=_serve, args=arguments, daemon=True)
-        self.staff[ours].start()
+        self.staff[ours] = spawn.Process(target=_serve, args=(theirs, self.work, self.threads), daemon=True)
+        with _showing_alone(self.seats[ours]):
+            self.staff[ours].start()
         theirs.close()  # so that the end of the process is the end of the pipe
         return cast("Connection", ours)
 
@@ -348,12 +348,22 @@ def _ending(exit_code: int | None) -> str:
     return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
 
 
-def _serve(
-    connection: Connection, work: Callable[[Any, Tell], Any], threads: int | None, device: str | None = None
-) -> None:
+@contextmanager
+def _showing_alone(device: str | None) -> Iterator[None]:
+    """Let processes that are started in the block see one device; CUDA looks once, perhaps while modules are imported."""
+    before = os.environ.get(VISIBLE)
+    try:
+        if device is not None:
+            os.environ[VISIBLE] = device
+        yield
+    finally:
+        if device is not None:
+            del os.environ[VISIBLE]
+            os.environ.update({} if before is None else {VISIBLE: before})
+
+
+def _serve(connection: Connection, work: Callable[[Any, Tell], Any], threads: int | None) -> None:
     """A worker's life: do the tasks that the parent sends until it closes the pipe."""
-    if device is not None:  # before anything asks CUDA, which looks once
-        os.environ[VISIBLE] = device
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # An interrupt at the keyboard reaches every process. A job that can save installs a handler of its own.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

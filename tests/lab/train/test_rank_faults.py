@@ -4,6 +4,7 @@ to the bits of a run to which nothing happened."""
 import functools
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -258,6 +259,26 @@ def test_a_rank_that_is_killed_before_any_file_operation_leaves_nothing_that_is_
         shutil.rmtree(folder)
     record_property("cases", ("one of two ranks ended by SIGKILL", killed, "repaired: goes on, same bits"))
     assert killed > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_in_the_middle_of_a_write_leaves_nothing_that_is_taken_for_whole(victim, tmp_path):
+    """By the signal that the system sends when a file becomes too large."""
+    for size in range(3_000, 160_000, 7_000 if LONG else 50_000):
+        folder = tmp_path / str(size)
+
+        def before(rank, size=size):
+            if rank == victim:
+                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                limit_files(size)
+
+        ended = run(2, config(), folder, before)
+        assert ended[victim].code == (0 if ended[1 - victim].code == 0 else -signal.SIGXFSZ), ended
+        for path in checkpoint.newest_first(folder / "checkpoints"):
+            checkpoint.load(path)
+        assert_goes_on(folder)
 
 
 @pytest.mark.parametrize(
