@@ -11,6 +11,7 @@ import pytest
 
 from muonsw.lab.studies.training.best_rules import candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import carried_regret, judge_losses, octaves_within, regrets
+from tests.lab.train.small import small_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +88,22 @@ def test_the_clock_begins_no_run_that_would_end_late(script):
     clock.learn(run, 80.0)  # the quickest counts: the first run of a process compiles
     assert clock.allows(run)
     assert not clock.allows(replace(run, steps=3 * run.steps))
+
+
+def test_a_run_leaves_a_small_record(script):
+    """Trained for real, though small: what tells runs apart, losses, norms, epochs, and telemetry where it is kept."""
+    gather = runpy.run_path(str(ROOT / "bench" / "gather.py"))
+    config = small_run(steps=4, eval_every=2, checkpoint_every=4, telemetry_every=1)
+    config = replace(config, data=replace(config.data, train_windows=8))
+    record = json.loads(json.dumps(gather["attempt"](gather["Planned"]("an arm", config, dynamics=True))))
+    assert script["identity"](record) == script["identity"](script["settings"](config))
+    assert [step for step, _ in record["losses"]] == [2, 4]
+    assert record["losses"][-1][1] == pytest.approx(record["final_loss"], rel=1e-4)
+    assert record["epochs"] == pytest.approx(4 * config.batch / 8)
+    assert [sample[0] for sample in record["samples"]] == [1, 2, 3, 4]
+    assert len(record["samples"][0]) == len(record["sampled"])
+    failed = gather["attempt"](gather["Planned"]("broken", replace(config, data=replace(config.data, path="nowhere"))))
+    assert "Traceback" in failed
 
 
 def test_the_vertex_of_a_parabola_is_found(script):
