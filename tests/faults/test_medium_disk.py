@@ -9,7 +9,7 @@ import pytest
 from muonsw.lab.cli import main
 from muonsw.lab.errors import MachineError
 from muonsw.lab.storage import write_json
-from muonsw.lab.studies import workshop
+from muonsw.lab.studies import jobs
 from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.train import __main__ as entry
 from muonsw.lab.train import folder
@@ -113,7 +113,7 @@ def test_what_reads_a_run_says_that_the_disk_is_full(whole, tmp_path, capsys, co
 def test_a_divergence_that_cannot_be_written_down_is_told(tmp_path, monkeypatch):
     """The parent writes it, after the run in its own folder has ended."""
     one = comparison((ARMS[0], WILD), seeds=(0,), steps=20, diverged=1.0)
-    monkeypatch.setattr(workshop, "write_json", full_for("result.json"))
+    monkeypatch.setattr(jobs, "write_json", full_for("result.json"))
     with pytest.raises(MachineError, match=rf"result\.json {FULL}"):
         by_arm(tmp_path).train([one])
     monkeypatch.undo()
