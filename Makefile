@@ -19,7 +19,7 @@ WORKS_TABLE ?= check
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models test-integrations
-.PHONY: test-kernels test-faults test-slurm test-package bench evidence docs docs-version clean
+.PHONY: test-browser test-kernels test-faults test-slurm test-package bench evidence docs docs-version clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -46,7 +46,7 @@ types: install
 	$(BIN)/mypy
 
 # One thread for each worker: two workers with two threads each on two cores run many times slower.
-QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu and not models and not integrations and not slurm"
+QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu and not models and not integrations and not slurm and not browser"
 
 pytest: install
 	$(QUICK) -p no:randomly
@@ -59,6 +59,9 @@ test-again: install  ## the same tests on the plainest instruction set, in a ran
 	@grep -h :: $(VENV)/collected-once > $(VENV)/names && grep -h :: $(VENV)/collected-twice | diff $(VENV)/names - \
 	  || { echo "the tests above have other names at each collection: give their parameters ids"; exit 1; }
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(QUICK)
+
+test-browser: install  ## the pages of reports in a real Chromium
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m browser tests/lab/report
 
 test-slow: install  ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -p no:randomly -m slow

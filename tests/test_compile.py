@@ -33,7 +33,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("tensor_lr", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_traced_step_equals_the_eager_one(tensor_lr):
     expected, _ = trained(None, tensor_lr)
     params, optimizer = trained("aot_eager", tensor_lr)

@@ -190,11 +190,14 @@ def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) 
         >>> decay_factors("scaled", 0.1, [0.02, 0.01], eta_max=0.02)
         [0.002, 0.0005]
     """
-    rates = list(etas)
-    if DECAY_RULES[rule].uses_gradient:
+    entry, rates = DECAY_RULES[rule], list(etas)
+    if entry.uses_gradient:
         raise ValueError(f"decay rule {rule!r} depends on the gradients of the run, which no schedule tells")
-    known: dict[str, Any] = {"steps": len(rates)}
-    return [float(decay_factor(rule, lam, eta, eta_max, step=t, **known)) for t, eta in enumerate(rates, start=1)]
+    if entry.uses_peak and not eta_max:
+        return [0.0] * len(rates)
+    # Not by `decay_factor`, whose checks would be made at each of perhaps a million steps.
+    phi, steps = entry.phi, len(rates)
+    return [float(phi(lam, Moment(eta, eta_max, t, steps))) for t, eta in enumerate(rates, start=1)]
 
 
 def convert_weight_decay(

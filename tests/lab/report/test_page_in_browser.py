@@ -14,7 +14,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 BROWSER = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")]
 SWITCHES = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",

@@ -75,7 +75,9 @@ def test_another_seed_gives_another_run(uninterrupted, tmp_path):
     assert losses(tmp_path)[0] != losses(uninterrupted)[0]
 
 
-@pytest.mark.parametrize("kill_at", [1, 5, 9])
+@pytest.mark.parametrize(
+    "kill_at", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(9, marks=pytest.mark.slow)]
+)
 def test_a_killed_run_ends_as_if_it_had_never_stopped(uninterrupted, tmp_path, kill_at):
     """SIGKILL at an update: no handler runs, so what is on disk is whatever happened to be there."""
     config_file = tmp_path / "config.json"
@@ -101,7 +103,9 @@ train(read_config_file(Path(sys.argv[1])), Path(sys.argv[2]), Watch(record=die))
     assert_same_run(uninterrupted, run, 12)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, number, code):
     config = small_run(steps=4000, checkpoint_every=4000, eval_every=4000)
     config_file, run = tmp_path / "config.json", tmp_path / "run"

@@ -87,7 +87,7 @@ def kill(_training=None):
     ("ranks", "strategy", "victim"),
     [
         (2, "fsdp", 1),
-        (2, "ddp", 0),
+        pytest.param(2, "ddp", 0, marks=pytest.mark.slow),
         pytest.param(4, "ddp", 2, marks=pytest.mark.slow),
         pytest.param(4, "fsdp", 3, marks=pytest.mark.slow),
     ],
@@ -323,7 +323,8 @@ def on_a_disk(tmp_path, pages, work):
     assert code == 0
 
 
-@pytest.mark.parametrize("pages", [(150,), pytest.param(range(2, 400, 12 if LONG else 60), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", [(150,), range(2, 400, 12 if LONG else 60)])
 def test_a_full_disk_ends_all_ranks_and_the_run_goes_on_once_there_is_room(pages, tmp_path):
     for number in pages:
 
@@ -342,6 +343,7 @@ def test_a_full_disk_ends_all_ranks_and_the_run_goes_on_once_there_is_room(pages
         on_a_disk(tmp_path, number, work)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_read_only_is_refused_on_all_ranks_and_nothing_is_lost(tmp_path):
     def work(disk):
         folder = disk / "run"

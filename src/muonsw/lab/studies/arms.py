@@ -146,9 +146,10 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
     total = math.fsum(decay_factors(config, constant))
     if total == 0.0:
         raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
-    if math.isnan(sum(decay_factors(config, arm.optimizer))):
+    wanted = math.fsum(decay_factors(config, arm.optimizer))
+    if math.isnan(wanted):
         raise UsageError(f"arm {arm.name!r} follows the gradients, so nobody knows its total before the run")
-    weight_decay = constant.weight_decay * (math.fsum(decay_factors(config, arm.optimizer)) / total)
+    weight_decay = constant.weight_decay * (wanted / total)
     return Arm(f"constant, {CONTROL_SUFFIX}", replace(constant, weight_decay=weight_decay))
 
 
