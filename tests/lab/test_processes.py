@@ -182,7 +182,13 @@ KILLED = "stopped, die while saving was not saved: its process was ended from ou
         pytest.param(signal.SIGHUP, ("sleep", "dream"), "stopped; the same command", 129, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, ("save", "die while saving"), KILLED, 143, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, ("save", "sleep"), "stopped, all runs saved; the", 143, marks=pytest.mark.slow),
-        (signal.SIGTERM, ("save", "save in vain"), "stopped, save in vain was not saved: no room; the same", 143),
+        pytest.param(
+            signal.SIGTERM,
+            ("save", "save in vain"),
+            "stopped, save in vain was not saved: no room; the same",
+            143,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_no_process_outlives_its_parent_and_the_end_is_told_as_it_was(tmp_path, number, tasks, end, code):

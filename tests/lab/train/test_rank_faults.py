@@ -242,7 +242,8 @@ def cases():
         yield from ((victim, number) for number in range(2, operations(victim) + 1, step))
 
 
-@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["two", "many"])
+@pytest.mark.slow
+@pytest.mark.parametrize("many", [False, True], ids=["two", "many"])
 def test_a_rank_that_is_killed_before_any_file_operation_leaves_nothing_that_is_taken_for_whole(
     many, tmp_path, record_property
 ):
