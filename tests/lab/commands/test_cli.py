@@ -174,7 +174,7 @@ class Settings:
     """Of an experiment without any."""
 
 
-@pytest.mark.parametrize("command", [["muonsw"], ["muonsw.lab.cli"]])
+@pytest.mark.parametrize("command", [["muonsw"], pytest.param(["muonsw.lab.cli"], marks=pytest.mark.slow)])
 def test_the_version_is_printed(command):
     done = subprocess.run([sys.executable, "-m", *command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"muonsw {muonsw.__version__}\n"

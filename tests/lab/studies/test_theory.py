@@ -99,7 +99,7 @@ def test_a_violated_hypothesis_is_named(name, settings, hypothesis):
         experiment.run(0, settings=replace(experiment.settings, **settings))
 
 
-@pytest.mark.parametrize("name", ["sgd-nonconvex", "matrix-figure"])
+@pytest.mark.parametrize("name", ["sgd-nonconvex", pytest.param("matrix-figure", marks=pytest.mark.slow)])
 def test_a_seed_fixes_every_bit_and_another_changes_it(name):
     again, other = SMALL[name].run(0), SMALL[name].run(1)
     assert again == outcome(name)

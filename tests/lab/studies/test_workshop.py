@@ -117,6 +117,7 @@ def test_runs_are_shown_while_they_train(terminal, tmp_path):
         assert "2 of 2 runs complete" in text
 
 
+@pytest.mark.slow
 def test_experiments_do_not_depend_on_the_number_of_processes():
     fixed, scalar = SMALL["fixed-rate"], SMALL["scalar-figure"]
     experiments = [

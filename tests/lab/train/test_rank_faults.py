@@ -176,7 +176,8 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_leaves_the_checkpoint(strat
     assert_goes_on(folder, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_gradient_that_is_infinite_on_one_rank_is_skipped_by_all(strategy, tmp_path):
     folder = tmp_path / "run"
 

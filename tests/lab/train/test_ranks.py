@@ -141,6 +141,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_strategy(tmp_path):
     assert_same_numbers(folder, one_process())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_process_goes_on_with_several_ranks(tmp_path):
     folder = tmp_path / "run"
     reference = one_process()
@@ -209,7 +210,7 @@ def counting(strategy, log):
     return before
 
 
-@pytest.mark.parametrize(("strategy", "sent"), [("ddp", 4 + 1), ("fsdp", 4 * 3)])
+@pytest.mark.parametrize(("strategy", "sent"), [("ddp", 4 + 1), pytest.param("fsdp", 4 * 3, marks=pytest.mark.slow)])
 def test_gradients_are_sent_once_an_update_however_many_micro_batches_it_has(strategy, sent, tmp_path):
     """One bucket an update and one to begin with; or two layers and what is around them."""
     log, chosen = tmp_path / "log", spread_over(small_run(steps=4, batch=8, accumulation=4), strategy=strategy)
