@@ -103,8 +103,8 @@ def test_a_learning_rate_in_a_tensor_counts_in_tensors(rule):
         assert isinstance(plain.param_groups[0]["step_count"], int)
 
 
-def test_compiled_steps_count(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 4)
+@torch._dynamo.config.patch(recompile_limit=4)  # pytest's own patching would delete the setting when it undoes it
+def test_compiled_steps_count():
     params, others = matrices((4, 6)), matrices((4, 6))
     options = {"weight_decay": 0.3, "decay": "cosine", "total_steps": 12}
     plain = AdamWSW(params, lr=torch.tensor(0.05), **options)
