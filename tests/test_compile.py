@@ -42,6 +42,7 @@ def test_a_traced_step_equals_the_eager_one(tensor_lr):
     assert [g["resolved_peak_lr"] for g in optimizer.param_groups] == [pytest.approx(0.05)] * 3
 
 
+@pytest.mark.slow
 def test_nothing_is_read_back_inside_a_traced_step():
     """One break, where the host looks at the peak; none that waits for a tensor."""
     torch._dynamo.utils.counters.clear()

@@ -144,6 +144,7 @@ def test_a_study_from_training_to_page(tmp_path):
     assert again.claims == report.claims
 
 
+@pytest.mark.slow
 def test_the_headline_runs_serve_three_studies_and_their_figures(tmp_path):
     scale, shop = tiny_scale(seeds=1), by_settings(tmp_path / "runs")
     for name in ("headline", "steady-state", "diagnostics"):

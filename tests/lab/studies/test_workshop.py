@@ -141,6 +141,7 @@ def test_the_longest_experiment_starts_first():
     assert order == ["b", "c", "a"]
 
 
+@pytest.mark.slow
 # the compiler of torch makes an instance of our autograd function, which torch itself warns about
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_runs_of_one_model_in_one_process_share_their_compiled_code(monkeypatch):

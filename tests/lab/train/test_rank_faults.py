@@ -165,7 +165,8 @@ def infinite_gradient(training):
     param.register_hook(lambda grad: grad * float("inf") if training.step == update else grad)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_loss_that_is_nan_on_one_rank_ends_all_and_leaves_the_checkpoint(strategy, tmp_path):
     folder = tmp_path / "run"
     ended = run(2, config(strategy), folder, spoil(1, 4, nan_loss))
@@ -283,9 +284,8 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_write_leaves_nothing_that_is_t
         assert_goes_on(folder)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(20_000,), pytest.param(range(500, 160_000, 7_000 if LONG else 40_000), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(20_000,), range(500, 160_000, 7_000 if LONG else 40_000)])
 def test_a_disk_that_is_full_for_one_rank_ends_all_with_the_file_and_the_remedy(sizes, tmp_path, record_property):
     full = 0
     for size in sizes:
