@@ -235,8 +235,8 @@ def plan_on(model: ModelConfig, steps: int, scenario: Scenario, **settings: Any)
         settings: Of `plan`.
 
     Examples:
-        >>> from muonsw.lab.scaling import Layout
-        >>> result = plan_on(preset("w1024"), 375_000, Scenario(Layout(8, "ddp"), PAPER_BATCH_TOKENS))
+        >>> from muonsw.lab.scaling import RankLayout
+        >>> result = plan_on(preset("w1024"), 375_000, Scenario(RankLayout(8, "ddp"), PAPER_BATCH_TOKENS))
         >>> f"{result.hours:.1f} {result.rank_hours:.1f}"
         '35.0 35.6'
     """
