@@ -11,9 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from muonsw import MuonSW
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.scaling import RankLayout, Scenario, plan_ranks
-from tests.distributed.problems import give_plain, give_spread, mesh_of, take_step
+from tests.distributed.problems import give_plain, give_spread, group_of, mesh_of, take_step
 from tests.distributed.test_bytes import Counter
-from tests.distributed.test_replicated import group_of
 
 # Sizes that every number of ranks below divides, so that the mean over ranks is each one's share.
 MODEL = ModelConfig(width=48, layers=2, head_dim=16, experts=12, ff=24, vocab=96, sequence=8)
