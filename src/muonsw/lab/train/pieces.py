@@ -22,10 +22,9 @@ from muonsw.distributed.plan import share_by_cost
 from muonsw.distributed.shards import as_spread, is_spread, local, offset
 
 Index = dict[str, Any]
-Tensors = dict[str, Tensor]
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A rectangular part of a tensor: where it starts, and its shape."""
 
     start: tuple[int, ...]
@@ -36,18 +35,18 @@ class Piece(NamedTuple):
         """How many numbers are in it."""
         return math.prod(self.shape)
 
-    def common(self, other: Piece) -> Piece:
+    def common(self, other: TensorPiece) -> TensorPiece:
         """What two parts of a tensor share; empty along an axis where they do not meet."""
         start = tuple(map(max, self.start, other.start))
         ends = map(min, self.end, other.end)
-        return Piece(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
+        return TensorPiece(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
 
     @property
     def end(self) -> tuple[int, ...]:
         """One past the last place along each axis."""
         return tuple(begin + size for begin, size in zip(self.start, self.shape, strict=True))
 
-    def within(self, outer: Piece) -> tuple[slice, ...]:
+    def within(self, outer: TensorPiece) -> tuple[slice, ...]:
         """Where this part is in another that holds it."""
         begins = [mine - theirs for mine, theirs in zip(self.start, outer.start, strict=True)]
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True))
@@ -63,12 +62,12 @@ def file_name(part: str, rank: int, size: int) -> str:
     return f"{part}-{rank:05d}-of-{size:05d}"
 
 
-def own_piece(tensor: Tensor) -> Piece:
+def own_piece(tensor: Tensor) -> TensorPiece:
     """The part of a tensor that this rank holds."""
-    return Piece(offset(tensor), tuple(local(tensor).shape))
+    return TensorPiece(offset(tensor), tuple(local(tensor).shape))
 
 
-def own_pieces(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Piece]:
+def own_pieces(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, TensorPiece]:
     """What this rank writes: its shard of what is divided, and a share of what every rank holds whole."""
     whole = [name for name, tensor in tensors.items() if not is_spread(tensor)]
     owners = dict(zip(whole, share_by_cost([tensors[name].nbytes for name in whole], size), strict=True))
@@ -87,7 +86,7 @@ def _is_first_copy(tensor: Tensor) -> bool:
     return not any(place for place, how in zip(places, spread.placements, strict=True) if how.is_replicate())
 
 
-def merged(shapes: Mapping[str, Sequence[int]], by_rank: Iterable[Mapping[str, Piece]]) -> Index:
+def merged(shapes: Mapping[str, Sequence[int]], by_rank: Iterable[Mapping[str, TensorPiece]]) -> Index:
     """The index of one part of a checkpoint, from what each rank writes of it."""
     index: Index = {name: {"shape": list(shape), "pieces": {}} for name, shape in shapes.items()}
     for rank, pieces in enumerate(by_rank):
@@ -96,13 +95,13 @@ def merged(shapes: Mapping[str, Sequence[int]], by_rank: Iterable[Mapping[str, P
     return index
 
 
-def follow_each_other(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
+def follow_each_other(shape: tuple[int, ...], pieces: Sequence[TensorPiece]) -> bool:
     """Whether pieces fill a tensor, one after another along one axis, as ranks divide it.
 
     Examples:
-        >>> follow_each_other((4, 2), [Piece((3, 0), (1, 2)), Piece((0, 0), (3, 2))])
+        >>> follow_each_other((4, 2), [TensorPiece((3, 0), (1, 2)), TensorPiece((0, 0), (3, 2))])
         True
-        >>> follow_each_other((4, 2), [Piece((1, 0), (3, 2)), Piece((0, 0), (3, 2))])
+        >>> follow_each_other((4, 2), [TensorPiece((1, 0), (3, 2)), TensorPiece((0, 0), (3, 2))])
         False
     """
     axis = next((axis for piece in pieces for axis, size in enumerate(piece.shape) if size != shape[axis]), 0)
@@ -151,10 +150,10 @@ class Reader:
             return tuple(self._file(self.part).get_slice(name).get_shape())
         return tuple(int(size) for size in self.index[name]["shape"])
 
-    def read(self, name: str, part: Piece | None = None) -> Tensor:
+    def read(self, name: str, part: TensorPiece | None = None) -> Tensor:
         """A part of a tensor, or all of it."""
         shape = self.shape(name)
-        wanted = part or Piece((0,) * len(shape), shape)
+        wanted = part or TensorPiece((0,) * len(shape), shape)
         pieces = list(self._pieces(name, shape))
         if not follow_each_other(shape, [piece for _, piece in pieces]):
             raise ValueError(f"the pieces of {name} do not make a whole")
@@ -167,16 +166,16 @@ class Reader:
                 found[common.within(wanted)] = self._file(file).get_slice(name)[common.within(piece)]
         return found
 
-    def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, Piece]]:
+    def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, TensorPiece]]:
         """Which file holds which part of a tensor; sizes are those of the files, not of the index."""
         if self.index is None:
-            yield self.part, Piece((0,) * len(shape), shape)
+            yield self.part, TensorPiece((0,) * len(shape), shape)
             return
         for rank, start in self.index[name]["pieces"].items():
             file = file_name(self.part, int(rank), self.ranks)
-            yield file, Piece(tuple(map(int, start)), tuple(self._file(file).get_slice(name).get_shape()))
+            yield file, TensorPiece(tuple(map(int, start)), tuple(self._file(file).get_slice(name).get_shape()))
 
-    def _nothing(self, pieces: Sequence[tuple[str, Piece]], name: str) -> Tensor:
+    def _nothing(self, pieces: Sequence[tuple[str, TensorPiece]], name: str) -> Tensor:
         """No number of a tensor, in the dtype of all of them."""
         if not pieces:
             return torch.empty(0)

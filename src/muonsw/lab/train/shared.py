@@ -34,7 +34,7 @@ from muonsw.lab.train.checkpoint import (
     read_state,
     write_part,
 )
-from muonsw.lab.train.pieces import Piece, file_name, merged, own_pieces
+from muonsw.lab.train.pieces import TensorPiece, file_name, merged, own_pieces
 from muonsw.lab.train.world import World
 
 Files = dict[str, dict[str, Tensor]]
@@ -45,7 +45,7 @@ class Pending(NamedTuple):
 
     checkpoint: Checkpoint
     beside: Path
-    pieces: dict[str, dict[str, Piece]]
+    pieces: dict[str, dict[str, TensorPiece]]
     written: Future[dict[str, str]]
 
 
@@ -134,7 +134,7 @@ class SharedShelf:
                 shutil.rmtree(pending.beside, ignore_errors=True)
             raise
 
-    def _name(self, pending: Pending, told: list[tuple[dict[str, str], dict[str, dict[str, Piece]]]]) -> None:
+    def _name(self, pending: Pending, told: list[tuple[dict[str, str], dict[str, dict[str, TensorPiece]]]]) -> None:
         """Write what all pieces have in common, and give the folder its name."""
         saved, final = pending.checkpoint, final_name(self.folder, pending.checkpoint.step)
         index = {

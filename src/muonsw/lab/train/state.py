@@ -43,7 +43,7 @@ class Evaluation(NamedTuple):
         return cls(step, math.nan if loss is None else loss)
 
 
-class Update(NamedTuple):
+class UpdateResult(NamedTuple):
     """What an update leaves on the device: its losses, and the gradients' norm before clipping."""
 
     losses: Losses
@@ -133,7 +133,7 @@ class Training:
             *(torch.stack([value.detach() for value in values]).mean(0) for values in zip(*parts, strict=True))
         )
 
-    def update(self, batches: list[Batch], *, measured: bool) -> Update:
+    def update(self, batches: list[Batch], *, measured: bool) -> UpdateResult:
         """Take an update: forward, backward, clip, step; `measured` if telemetry looks at it."""
         take = self.replayed_update.as_written if measured and self.replayed_update else self.replayed_update
         update = (take or self.plain_update)(batches)
@@ -141,7 +141,7 @@ class Training:
         self.step += 1
         return update
 
-    def plain_update(self, batches: list[Batch]) -> Update:
+    def plain_update(self, batches: list[Batch]) -> UpdateResult:
         """The kernels of an update, which a graph may capture.
 
         Raises:
@@ -154,7 +154,7 @@ class Training:
         except ValueError as error:
             raise UsageError(f"update {self.step + 1} cannot be taken: {error}") from error
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(losses, norm)
+        return UpdateResult(losses, norm)
 
     def clip(self) -> Tensor:
         """Scale the gradients down to the largest norm allowed; returns the norm before, on the device."""
