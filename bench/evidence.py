@@ -100,7 +100,7 @@ def page(evidence: Evidence) -> str:
         dynamics=section(evidence, ["dynamics"], dynamics_section),
         transfer=section(evidence, ["widths", "horizons"], transfer_section),
         runs=len(records),
-        minutes=f"{sum(record['seconds'] for record in records) / 60:.0f}",
+        minutes=f"{sum(record['seconds'] / record.get('workers', 1) for record in records) / 60:.0f}",
         missing=missing(evidence),
     )
 
