@@ -18,7 +18,7 @@ SEEDS = (0, 1, 2)
 BEST, BEST_STEPS = 0.1, 1_600
 # Windows of the little text: 16 epochs in 1,600 updates of 16 sequences.
 LITTLE = 1_600
-RATES = (5e-3, 1e-2, 2e-2, 4e-2)
+RATES = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 # Long runs want less decay: one lambda more, so that the best one of a rule has neighbours on both sides.
 SMALLER = {6_400: (0.00625,)}
 # The main table's runs, shorter than `muonsw reproduce main-table --scale mini` so that three seeds fit.
