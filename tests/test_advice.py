@@ -15,8 +15,6 @@ from muonsw.schedule import warmup_cosine, warmup_steps_for_horizon
 from muonsw.theory import next_norm, norms_with_memory
 
 ROOT = Path(__file__).parents[1]
-# Longer runs than these see their text several times.
-LONGEST = 1_600
 RECORDS = [json.loads(line) for line in (ROOT / "evidence" / "regret-mini.jsonl").read_text().splitlines()]
 RULES = [rule for rule in DECAY_RULES if not DECAY_RULES[rule].uses_gradient]
 
@@ -55,8 +53,8 @@ def test_long_runs_are_summed_in_parts(monkeypatch):
 
 def test_norms_are_those_of_our_runs():
     """Nothing is fitted but the memory, once for all runs: within a tenth of every end norm that was measured."""
-    seen = [record for record in RECORDS if record["seed"] == 0 and record["steps"] <= LONGEST]
-    assert len(seen) >= 28
+    seen = [record for record in RECORDS if record["seed"] == 0]
+    assert len(seen) >= 44
     for record in seen:
         (found,) = advise(record["steps"], record["lr"], record["lambda"], rules=(record["rule"],)).rules
         assert found.end_norm == pytest.approx(record["end_norm"], rel=0.1), record
