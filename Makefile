@@ -45,8 +45,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# One thread for each worker: two workers with two threads each on two cores run many times slower.
-QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu and not models and not integrations and not slurm and not browser"
+# One thread for each worker: two workers with two threads each on two cores run many times slower. Work is stolen, not
+# dealt out: the tests of a file stay together, so that what they share is made once.
+QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not models and not integrations and not slurm and not browser"
 
 pytest: install
 	$(QUICK) -p no:randomly

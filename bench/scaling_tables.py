@@ -17,7 +17,7 @@ from pathlib import Path
 from muonsw.lab.commands.plan import Plan, RankOptions, rank_rows
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.plan import RunPlan
-from muonsw.lab.scaling import H200, ON_PAPER, Layout, RankPlan, Scenario, parts_of, plan_ranks
+from muonsw.lab.scaling import H200, ON_PAPER, RankLayout, RankPlan, Scenario, parts_of, plan_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
 W1024, MOE = preset("w1024"), ON_PAPER["moe-1t"]
@@ -29,12 +29,12 @@ TFLOPS = 460.0
 GIB, MB = 2**30, 1e6
 
 
-def small(layout: Layout, **settings: object) -> RankPlan:
+def small(layout: RankLayout, **settings: object) -> RankPlan:
     """A run of width 1024 at the paper's batch."""
     return plan_ranks(W1024, Scenario(layout, SMALL_BATCH, micro_batch=1, tflops=TFLOPS, **settings))  # type: ignore[arg-type]
 
 
-def large(layout: Layout, batch: int = LARGE_BATCH, **settings: object) -> RankPlan:
+def large(layout: RankLayout, batch: int = LARGE_BATCH, **settings: object) -> RankPlan:
     """The model of 1T parameters: layers computed again, weights gathered in bfloat16."""
     paper = Scenario(layout, batch, micro_batch=1, tflops=TFLOPS, gathered=2, recompute=True, **settings)  # type: ignore[arg-type]
     return plan_ranks(MOE, paper)
@@ -49,7 +49,7 @@ def seconds(value: float) -> str:
     return f"{1e3 * value:.1f} ms" if value < 1 else f"{value:.1f} s"
 
 
-def name(layout: Layout) -> str:
+def name(layout: RankLayout) -> str:
     if layout.replicas > 1:
         return f"{layout.strategy}, the rest on {layout.shards:,}"
     return f"{layout.strategy}, experts by rows" if layout.experts == "rows" else layout.strategy
@@ -59,7 +59,12 @@ def strategies() -> str:
     """Width 1024 on more and more GPUs."""
     rows = []
     for gpus in (8, 64, 256):
-        for layout in (Layout(gpus, "ddp"), Layout(gpus, "fsdp"), Layout(gpus, "fsdp", "rows"), Layout(gpus, "ep")):
+        for layout in (
+            RankLayout(gpus, "ddp"),
+            RankLayout(gpus, "fsdp"),
+            RankLayout(gpus, "fsdp", "rows"),
+            RankLayout(gpus, "ep"),
+        ):
             found = small(layout)
             rows.append((
                 f"{gpus}, {name(layout)}",
@@ -79,9 +84,9 @@ def links() -> str:
     """How fast a link must be so that dividing the matrices of copies pays."""
     rows = []
     for label, model in (("w256", preset("w256")), ("w1024", W1024), ("width 7168, dense", dense(7168))):
-        alone = plan_ranks(model, Scenario(Layout(1), SMALL_BATCH)).product_seconds
+        alone = plan_ranks(model, Scenario(RankLayout(1), SMALL_BATCH)).product_seconds
         for gpus in (2, 8, 64):
-            found = plan_ranks(model, Scenario(Layout(gpus, "ddp"), SMALL_BATCH))
+            found = plan_ranks(model, Scenario(RankLayout(gpus, "ddp"), SMALL_BATCH))
             products, sent = found.product_seconds, found.optimizer_bytes
             pays = f"{sent / (alone - products) / 1e9:.0f}"
             rows.append((f"{label}, {gpus} GPUs", seconds(alone), seconds(products), f"{sent / MB:,.0f}", pays))
@@ -92,16 +97,16 @@ def dense(width: int) -> ModelConfig:
     return ModelConfig(width=width, layers=12, head_dim=128, experts=1, top_k=1)
 
 
-def near(gpus: int) -> Layout:
+def near(gpus: int) -> RankLayout:
     """Expert parallel, with all but the experts cut over a thousand ranks and copied."""
-    return Layout(gpus, "ep", replicas=gpus // NEAR)
+    return RankLayout(gpus, "ep", replicas=gpus // NEAR)
 
 
 def one_trillion() -> str:
     """The model of 1T parameters on thousands of GPUs."""
     rows = []
     for gpus in (1024, 4096, 16_384):
-        for layout in dict.fromkeys((Layout(gpus, "ep"), near(gpus), Layout(gpus, "fsdp", "rows"))):
+        for layout in dict.fromkeys((RankLayout(gpus, "ep"), near(gpus), RankLayout(gpus, "fsdp", "rows"))):
             found = large(layout)
             alone = found.optimizer_seconds / (found.optimizer_seconds + found.model_seconds)
             rows.append((
@@ -124,7 +129,7 @@ def batches() -> str:
     """The optimizer's share by tokens in an update."""
     rows = []
     for gpus in (1024, 4096, 16_384):
-        shares = [large(Layout(gpus, "ep"), batch).optimizer_share for batch in BATCHES]
+        shares = [large(RankLayout(gpus, "ep"), batch).optimizer_share for batch in BATCHES]
         rows.append((f"{gpus:,}, ep", *(f"{100 * share:.1f}%" for share in shares), f"{tenth(gpus) / 1e6:.2f}M"))
     return table(("GPUs", *(f"{batch // 10**6}M" for batch in BATCHES), "a tenth at"), rows)
 
@@ -134,7 +139,7 @@ BATCHES = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
 
 def tenth(gpus: int) -> float:
     """Tokens in an update at which the optimizer is a tenth of it, if the model's traffic is hidden."""
-    found = large(Layout(gpus, "ep"))
+    found = large(RankLayout(gpus, "ep"))
     return 9 * found.optimizer_seconds / found.model_seconds * LARGE_BATCH
 
 
@@ -142,12 +147,12 @@ def periods() -> str:
     """What orthogonalizing whole matrices less often would buy."""
     rows = []
     cases: list[tuple[str, Callable[[int], RankPlan]]] = [
-        ("w1024, 64, fsdp by rows", lambda period: small(Layout(64, "fsdp", "rows"), period=period)),
-        ("w1024, 64, fsdp", lambda period: small(Layout(64, "fsdp"), period=period)),
-        ("1T, 4,096, ep", lambda period: large(Layout(4096, "ep"), period=period)),
-        ("1T, 16,384, ep", lambda period: large(Layout(16_384, "ep"), period=period)),
+        ("w1024, 64, fsdp by rows", lambda period: small(RankLayout(64, "fsdp", "rows"), period=period)),
+        ("w1024, 64, fsdp", lambda period: small(RankLayout(64, "fsdp"), period=period)),
+        ("1T, 4,096, ep", lambda period: large(RankLayout(4096, "ep"), period=period)),
+        ("1T, 16,384, ep", lambda period: large(RankLayout(16_384, "ep"), period=period)),
         ("1T, 16,384, ep, the rest on 1,024", lambda period: large(near(16_384), period=period)),
-        ("1T, 4,096, fsdp by rows", lambda period: large(Layout(4096, "fsdp", "rows"), period=period)),
+        ("1T, 4,096, fsdp by rows", lambda period: large(RankLayout(4096, "fsdp", "rows"), period=period)),
     ]
     for label, run in cases:
         found = {period: run(period) for period in (1, 5, 20)}

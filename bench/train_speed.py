@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from muonsw.lab.bench.machine import chosen_device, product_rate
-from muonsw.lab.bench.training import Amount, Bench, kernel_table
+from muonsw.lab.bench.training import Amount, TimedTraining, kernel_table
 
 
 def main() -> None:
@@ -45,13 +45,13 @@ def main() -> None:
 
 
 def measured(name: str, device: torch.device, amount: Amount, profiles: Path | None) -> dict:
-    bench = Bench(name, device, amount)
-    print(f"{name}: compiled in {bench.check():.0f} s", flush=True)
-    row = bench.measure()
+    timed = TimedTraining(name, device, amount)
+    print(f"{name}: compiled in {timed.check():.0f} s", flush=True)
+    row = timed.measure()
     print(row, flush=True)
     if profiles:
         profiles.mkdir(parents=True, exist_ok=True)
-        (profiles / f"{name}.txt").write_text(kernel_table(bench.update))
+        (profiles / f"{name}.txt").write_text(kernel_table(timed.update))
     return row
 
 

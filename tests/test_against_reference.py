@@ -12,7 +12,7 @@ from tests.common.problems import cosine, matrices, set_gradients
 
 RULES = ["constant", "scaled", "squared", "independent", "fixed", "cosine", "log_time", "none"]
 LAMBDA = {"squared": 2.0, "independent": 0.005, "fixed": 0.002}
-PEAK, STEPS = 0.05, 300
+PEAK, STEPS = 0.05, 150
 LENGTH = {"total_steps": STEPS}
 SCHEDULE = cosine(PEAK, STEPS)
 
@@ -131,10 +131,10 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
         cautious=cautious, matrix="stack" if experts else None, chunk_bytes=chunk_bytes, **LENGTH,
     )  # fmt: skip
     for step in range(20):
-        optimizer.param_groups[0]["lr"] = SCHEDULE(step * 15)
+        optimizer.param_groups[0]["lr"] = SCHEDULE(step * STEPS // 20)
         set_gradients([param], step, seed)
         for reference, grad in zip(references, param.grad.reshape(-1, *shape), strict=True):
-            reference.step(grad, SCHEDULE(step * 15))
+            reference.step(grad, SCHEDULE(step * STEPS // 20))
         optimizer.step()
     expected = torch.stack([r.W for r in references])
     torch.testing.assert_close(param.detach().reshape(-1, *shape), expected, rtol=1e-7, atol=1e-9)

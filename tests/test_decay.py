@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from muonsw import DECAY_RULES, convert_weight_decay, decay_factor
 from muonsw.decay import decay_factors
+from tests.common.problems import formulas
 
 RULES = ["constant", "scaled", "squared", "independent", "fixed"]
 OF_THE_RUN = ["cosine", "log_time"]
@@ -18,17 +19,7 @@ positive = st.floats(1e-6, 10)
 @given(lam=positive, peak=positive, fraction=st.floats(1e-3, 1), step=st.integers(1, 100), gradient=st.floats(1e-6, 10))
 def test_each_rule_is_its_formula(lam, peak, fraction, step, gradient):
     eta = fraction * peak
-    expected = {
-        "constant": lam * eta,
-        "scaled": lam * eta**2 / peak,
-        "squared": lam * eta**2,
-        "independent": lam * eta / peak,
-        "fixed": lam,
-        "cosine": lam * eta * (1 + math.cos(math.pi * (step - 1) / 100)) / 2,
-        "log_time": lam / step * eta / peak,
-        "gradient_norm": lam * eta / gradient,
-        "none": 0.0,
-    }
+    expected = formulas(lam, eta, peak, step=step, steps=100, gradient=gradient)
     assert set(expected) == set(DECAY_RULES)
     for rule, phi in expected.items():
         found = decay_factor(rule, lam, eta, peak, step=step, steps=100, gradient=gradient)

@@ -7,13 +7,13 @@ from torch import nn
 from muonsw import MuonSW
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from muonsw.scale import SHAPE_SCALES
-from tests.common.problems import matrices, set_gradients
+from tests.common.problems import clones, matrices, set_gradients
 
 PEAK, LAM, STEPS = 0.05, 0.3, 20
 OPTIONS = {"lr": PEAK, "weight_decay": LAM, "ns_dtype": "float64"}
 
 
-def follow(param, references, pieces_of, **options):
+def assert_follows(param, references, pieces_of, **options):
     """Steps with the same gradients for an optimizer and for references of the parts that it must see."""
     optimizer = MuonSW([param], **OPTIONS, **options)
     for step in range(STEPS):
@@ -37,7 +37,7 @@ def test_a_weight_stored_as_in_out_gets_the_scale_of_out_in(shape, scale):
     matrix = "stack" if len(shape) > 2 else None
     pieces_of = lambda t: t.reshape(-1, *shape[-2:])  # noqa: E731
     references = [reference(W, scale, in_out=True) for W in pieces_of(param.detach())]
-    follow(param, references, pieces_of, scale=scale, transposed=True, matrix=matrix)
+    assert_follows(param, references, pieces_of, scale=scale, transposed=True, matrix=matrix)
 
 
 @pytest.mark.parametrize("scale", ["original", "spectral"])
@@ -69,21 +69,21 @@ def test_heads_are_separate_matrices(shape, options, axis):
     pieces_of = lambda t: t.split(4, axis)  # noqa: E731
     in_out = options.get("transposed", False)
     references = [reference(W, "spectral", in_out=in_out) for W in pieces_of(param.detach())]
-    follow(param, references, pieces_of, scale="spectral", heads=3, **options)
+    assert_follows(param, references, pieces_of, scale="spectral", heads=3, **options)
 
 
 def test_a_grouped_convolution_is_its_groups():
     """Four groups of two filters each train as four convolutions side by side."""
     (conv,) = matrices((8, 3, 2, 2), dtype=torch.float64)
     pieces_of = lambda t: [part.reshape(2, 12) for part in t.split(2)]  # noqa: E731
-    follow(conv, [reference(W) for W in pieces_of(conv.detach())], pieces_of, matrix="flatten", heads=4)
+    assert_follows(conv, [reference(W) for W in pieces_of(conv.detach())], pieces_of, matrix="flatten", heads=4)
 
 
 def test_a_transposed_convolution_is_a_matrix_of_in_and_the_rest():
     (conv,) = matrices((6, 3, 2, 2), dtype=torch.float64)
     pieces_of = lambda t: [t.reshape(6, 12)]  # noqa: E731
     references = [reference(W, "original", in_out=True) for W in pieces_of(conv.detach())]
-    follow(conv, references, pieces_of, scale="original", matrix="flatten", transposed=True)
+    assert_follows(conv, references, pieces_of, scale="original", matrix="flatten", transposed=True)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,10 @@ def test_a_state_without_the_newer_options_loads():
     saved = optimizer.state_dict()
     for key in ("heads", "transposed"):
         del saved["param_groups"][0][key]
-    fresh = MuonSW([param], lr=0.1)
+    (loaded,) = clones([param])
+    fresh = MuonSW([loaded], lr=0.1)
     fresh.load_state_dict(saved)
-    set_gradients([param], 1)
-    fresh.step()
+    for one, params in ((optimizer, [param]), (fresh, [loaded])):
+        set_gradients(params, 1)
+        one.step()
+    assert torch.equal(loaded, param)

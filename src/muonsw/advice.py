@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.recipes import IDLE
@@ -25,6 +25,8 @@ from muonsw.theory.tracking import LAG, peak_decay_step
 SCHEDULES = ("cosine", "wsd", "constant")
 # Root mean square of an update at learning rate 1: Muon's with its usual scale and Newton-Schulz, AdamW's typical one.
 UPDATE = {"muon": 0.2 * 0.88, "adamw": 0.2}
+# Beta of Muon, and the first of AdamW, where none is given.
+MOMENTUM = {"muon": 0.95, "adamw": 0.9}
 # How much of the memory that momentum would have among independent gradients was seen: 33 of 39 at beta 0.95.
 REMEMBERED = 33 / 39
 # Longer runs are summed over this many evenly spaced steps.
@@ -157,23 +159,47 @@ def advise(
     """
     _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, rules)
     rates, stride = _rates(steps, peak_lr, schedule, warmup_steps, final_fraction, decay_fraction)
-    beta = {"muon": 0.95, "adamw": 0.9}[algorithm] if momentum is None else momentum
+    beta = MOMENTUM[algorithm] if momentum is None else momentum
     memory = max(1.0, REMEMBERED * (1 + beta) / (1 - beta))
-    updates = [UPDATE[algorithm] * rate for rate in rates]
-    found = []
-    for rule in rules:
-        phis = _phis(rule, rates, peak_lr, steps, stride)
-        found.append(_of_rule(rule, weight_decay, phis, updates, memory, initial_rms, stride))
-    verdict = _verdict(found[0], weight_decay)
+    course = _Course(steps, peak_lr, rates, stride, [UPDATE[algorithm] * rate for rate in rates], memory, initial_rms)
+    found = [_of_rule(rule, weight_decay, course) for rule in rules]
+    return _advice(found, weight_decay, course, algorithm, forgets=1 - beta)
+
+
+class _Course(NamedTuple):
+    """What a run will do whatever decays: the numbers from which everything else follows.
+
+    Attributes:
+        steps: updates.
+        peak_lr: the peak learning rate.
+        rates: learning rates of evenly spaced steps.
+        stride: for how many steps each of them stands.
+        updates: root mean square of the update at each of them.
+        memory: by how much momentum makes successive updates add up.
+        initial_rms: root mean square of the weights' entries at the start.
+    """
+
+    steps: int
+    peak_lr: float
+    rates: Sequence[float]
+    stride: float
+    updates: Sequence[float]
+    memory: float
+    initial_rms: float
+
+
+def _advice(found: list[RuleAdvice], lam: float, course: _Course, algorithm: str, forgets: float) -> Advice:
+    """What the rules come to in words; `forgets` is the share of itself that momentum loses in a step."""
+    verdict = _verdict(found[0], lam)
     return Advice(
-        steps=steps,
-        peak_lr=peak_lr,
-        weight_decay=weight_decay,
+        steps=course.steps,
+        peak_lr=course.peak_lr,
+        weight_decay=lam,
         verdict=verdict,
         rules=tuple(found),
-        sentences=tuple(_sentences(verdict, found, weight_decay, 1 - beta)),
+        sentences=tuple(_sentences(verdict, found, lam, forgets)),
         basis=measured()["basis"],
-        limits=tuple(_limits(steps, algorithm, found)),
+        limits=tuple(_limits(course.steps, algorithm, found)),
     )
 
 
@@ -216,30 +242,26 @@ def _rates(
     return [peak_lr * multiple(place) for place in places], steps / kept
 
 
-def _phis(rule: str, rates: Sequence[float], peak_lr: float, steps: int, stride: float) -> list[float]:
+def _phis(rule: str, course: _Course) -> list[float]:
     """The decay of every step for lambda 1."""
+    steps = ((place + 0.5) * course.stride + 0.5 for place in range(len(course.rates)))
     return [
-        float(decay_factor(rule, 1.0, rate, peak_lr, step=(place + 0.5) * stride + 0.5, steps=steps))
-        for place, rate in enumerate(rates)
+        float(decay_factor(rule, 1.0, rate, course.peak_lr, step=step, steps=course.steps))
+        for rate, step in zip(course.rates, steps, strict=True)
     ]
 
 
-def _of_rule(
-    rule: str,
-    lam: float,
-    per_lambda: Sequence[float],
-    updates: Sequence[float],
-    memory: float,
-    start: float,
-    stride: float,
-) -> RuleAdvice:
+def _of_rule(rule: str, lam: float, course: _Course) -> RuleAdvice:
+    per_lambda = _phis(rule, course)
     phis = [lam * phi for phi in per_lambda]
     if max(phis) > 1:
         raise ValueError(
             f"{rule} decay with weight_decay={lam:g} would take {max(phis):g} times the weight in one step; lower it"
         )
-    norms = norms_with_memory(start, s=updates, phi=phis, memory=memory, stride=stride)
-    in_all = stride * math.fsum(per_lambda)
+    norms = norms_with_memory(
+        course.initial_rms, s=course.updates, phi=phis, memory=course.memory, stride=course.stride
+    )
+    in_all = course.stride * math.fsum(per_lambda)
     best, low, high = (wanted / in_all if in_all else 0.0 for wanted in best_totals(rule))
     total = lam * in_all
     return RuleAdvice(
@@ -249,7 +271,7 @@ def _of_rule(
         phi_peak=max(phis),
         highest_norm=max(norms),
         end_norm=norms[-1],
-        follows=total >= 1 and _follows(norms, updates, phis, memory),
+        follows=total >= 1 and _follows(norms, phis, course),
         weight_decay=best,
         low=low,
         high=high,
@@ -257,8 +279,9 @@ def _of_rule(
     )
 
 
-def _follows(norms: Sequence[float], updates: Sequence[float], phis: Sequence[float], memory: float) -> bool:
+def _follows(norms: Sequence[float], phis: Sequence[float], course: _Course) -> bool:
     """Whether the norm comes within a fifth of its steady state after the peak, as `muonsw.theory.track` means it."""
+    updates, memory = course.updates, course.memory
     places = range(0, len(phis), max(1, len(phis) // SAMPLES))
     history = NormHistory.of(
         list(places),

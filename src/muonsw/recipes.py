@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from muonsw.decay import convert_weight_decay, decay_factor
+from muonsw.decay import convert_weight_decay, decay_factors
 from muonsw.schedule import warmup_cosine
 
 # All decay of a run together below this takes less than a quarter of a weight: exp(-0.3) = 0.74.
@@ -97,7 +97,7 @@ def recipe(
     steps, warmup_steps = max(1, round(steps / factor)), round(warmup_steps / factor)
     settings: dict[str, Any] = {"warmup_steps": warmup_steps, "final_fraction": final_fraction}
     rates = [lr * warmup_cosine(step, total_steps=steps, **settings) for step in range(steps)]
-    per_lambda = sum(float(decay_factor("scaled", 1.0, rate, lr)) for rate in rates)
+    per_lambda = sum(decay_factors("scaled", 1.0, rates, lr))
     equal_total = convert_weight_decay(weight_decay, "constant", "scaled", lr, schedule=rates)
     lam, why = _decay(lr, weight_decay, per_lambda, finetuning)
     reasons = (

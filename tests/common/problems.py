@@ -1,5 +1,7 @@
 """Small problems that many tests run optimizers on."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -12,23 +14,26 @@ OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
 RULE_OPTIONS = {"cosine": {"total_steps": 1000}}
 
 
-def phi_of(rule, lam, lr, peak, step, mean_squares):
-    """The decay of one step by its formula; `mean_squares` are those of the gradients so far, beta2 is 0.95."""
-    import math
-
-    average = sum(0.05 * 0.95**age * square for age, square in enumerate(reversed(mean_squares)))
-    root = (average / (1 - 0.95 ** len(mean_squares))) ** 0.5
+def formulas(lam, lr, peak, *, step, steps, gradient):
+    """The decay of one step by the formula of every rule; `gradient` is the root of its mean square."""
     return {
         "constant": lam * lr,
         "scaled": lam * lr**2 / peak,
         "squared": lam * lr**2,
         "independent": lam * lr / peak,
         "fixed": lam,
-        "cosine": lam * lr * (1 + math.cos(math.pi * (step - 1) / 1000)) / 2,
+        "cosine": lam * lr * (1 + math.cos(math.pi * (step - 1) / steps)) / 2,
         "log_time": lam / step * lr / peak,
-        "gradient_norm": lam * lr / root,
+        "gradient_norm": lam * lr / gradient,
         "none": 0.0,
-    }[rule]
+    }
+
+
+def phi_of(rule, lam, lr, peak, step, mean_squares):
+    """The decay of one step in a run; `mean_squares` are those of the gradients so far, beta2 is 0.95."""
+    average = sum(0.05 * 0.95**age * square for age, square in enumerate(reversed(mean_squares)))
+    root = (average / (1 - 0.95 ** len(mean_squares))) ** 0.5
+    return formulas(lam, lr, peak, step=step, steps=1000, gradient=root)[rule]
 
 
 def mean_square(params):
@@ -77,6 +82,4 @@ def assert_same(left, right):
 
 def cosine(peak, total, final=0.1):
     """A cosine from `peak` to `final * peak`, as a function of the step."""
-    import math
-
     return lambda t: peak * (final + (1 - final) * (1 + math.cos(math.pi * min(t, total) / total)) / 2)

@@ -22,7 +22,16 @@ COMBINATIONS = [
 ]
 # Decay that does not vanish with the learning rate, or grows as gradients vanish, pulls away from a minimum.
 PULLING = ("fixed", "gradient_norm")
-battery = pytest.mark.parametrize(("algorithm", "decay", "orthogonalizer", "cautious"), COMBINATIONS)
+NAMES = ("algorithm", "decay", "orthogonalizer", "cautious")
+battery = pytest.mark.parametrize(NAMES, COMBINATIONS)
+# A whole run of each would take long. What a cautious mask does in a step does not depend on the rule.
+runs = pytest.mark.parametrize(
+    NAMES,
+    [
+        pytest.param(*one, marks=pytest.mark.slow if one[3] and one[1] not in ("constant", "scaled") else ())
+        for one in COMBINATIONS
+    ],
+)
 
 
 def build(params, algorithm, decay, orthogonalizer, cautious, lr=0.05):
@@ -38,7 +47,7 @@ def build(params, algorithm, decay, orthogonalizer, cautious, lr=0.05):
     )
 
 
-@battery
+@runs
 def test_it_finds_the_minimum_of_a_quadratic(algorithm, decay, orthogonalizer, cautious):
     # Muon moves singular values by at most 0.2 sqrt(6) times the sum of the rates, 3.7: a target of norm one is near
     target = torch.randn(6, 4)

@@ -1,5 +1,7 @@
 """Parameters that are spread over ranks, next to the same parameters on one, fed the same gradients."""
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -87,11 +89,22 @@ def give_plain(param, grad):
     return grad
 
 
+@cache
 def mesh_of(*shape, names=None):
-    """A mesh over the first ranks; None on those that are not in it."""
+    """A mesh over the first ranks; None on those that are not in it.
+
+    Made once for all cases: each of its process groups keeps a thread that looks around a hundred times a second.
+    """
     count = torch.tensor(shape).prod().item()
     mesh = DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)
     return mesh if dist.get_rank() < count else None
+
+
+@cache
+def group_of(ranks):
+    """A process group of the first ranks; None on the others."""
+    group = dist.new_group(list(range(ranks)))
+    return group if dist.get_rank() < ranks else None
 
 
 def worst(left, right):

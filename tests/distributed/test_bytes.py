@@ -8,8 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from muonsw import MuonSW
-from tests.distributed.problems import give_plain, give_spread, mesh_of, take_step
-from tests.distributed.test_replicated import group_of
+from tests.distributed.problems import give_plain, give_spread, group_of, mesh_of, take_step
 
 # Two layers' worth of a decoder, in float32, so that a number is four bytes there and back.
 SHAPES = [(48, 48)] * 8 + [(128, 48)] * 4 + [(48, 128)] * 2 + [(32, 1)]

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muonsw import AdamWSW, MuonSW
 from tests.distributed.pool import Pool
-from tests.distributed.problems import mesh_of
-from tests.distributed.test_replicated import group_of
+from tests.distributed.problems import group_of, mesh_of
 
 CLOSE = 1e-9
 BEFORE, AFTER = 3, 3

@@ -10,10 +10,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonsw import MuonSW
 from muonsw.lab.model import Decoder, ModelConfig
-from muonsw.lab.scaling import Layout, Scenario, plan_ranks
-from tests.distributed.problems import give_plain, give_spread, mesh_of, take_step
+from muonsw.lab.scaling import RankLayout, Scenario, plan_ranks
+from tests.distributed.problems import give_plain, give_spread, group_of, mesh_of, take_step
 from tests.distributed.test_bytes import Counter
-from tests.distributed.test_replicated import group_of
 
 # Sizes that every number of ranks below divides, so that the mean over ranks is each one's share.
 MODEL = ModelConfig(width=48, layers=2, head_dim=16, experts=12, ff=24, vocab=96, sequence=8)
@@ -76,20 +75,20 @@ def measured(config, layout, on_owner=False):
 
 
 def value_id(value):
-    kind = (value.strategy, value.gpus, value.experts) if isinstance(value, Layout) else (value.experts, "experts")
+    kind = (value.strategy, value.gpus, value.experts) if isinstance(value, RankLayout) else (value.experts, "experts")
     return "-".join(map(str, kind))
 
 
 CASES = [
-    (MODEL, Layout(2, "ddp")),
-    (MODEL, Layout(4, "ddp")),
-    (MODEL, Layout(2, "fsdp")),
-    (MODEL, Layout(3, "fsdp")),
-    (MODEL, Layout(4, "fsdp")),
-    (MODEL, Layout(2, "fsdp", "rows")),
-    (MODEL, Layout(4, "fsdp", "rows")),
-    (MODEL, Layout(4, "ep")),
-    (FEW_EXPERTS, Layout(4, "ep")),
+    (MODEL, RankLayout(2, "ddp")),
+    (MODEL, RankLayout(4, "ddp")),
+    (MODEL, RankLayout(2, "fsdp")),
+    (MODEL, RankLayout(3, "fsdp")),
+    (MODEL, RankLayout(4, "fsdp")),
+    (MODEL, RankLayout(2, "fsdp", "rows")),
+    (MODEL, RankLayout(4, "fsdp", "rows")),
+    (MODEL, RankLayout(4, "ep")),
+    (FEW_EXPERTS, RankLayout(4, "ep")),
 ]
 
 
@@ -109,7 +108,7 @@ def mean_of(found, name):
 
 
 def test_where_experts_do_not_divide_the_rank_with_most_of_them_counts(pool):
-    layout = Layout(4, "fsdp")
+    layout = RankLayout(4, "fsdp")
     uneven = ModelConfig(width=48, layers=2, head_dim=16, experts=5, ff=24, vocab=96, sequence=8)
     found = pool.run(measured, uneven, layout)
     planned = plan_ranks(uneven, Scenario(layout, batch_tokens=64, back=4))
@@ -118,7 +117,7 @@ def test_where_experts_do_not_divide_the_rank_with_most_of_them_counts(pool):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_momenta_on_their_owners_take_their_share(pool, ranks):
-    layout = Layout(ranks, "ddp")
+    layout = RankLayout(ranks, "ddp")
     found = [answer for answer in pool.run(measured, MODEL, layout, on_owner=True) if answer]
     planned = plan_ranks(MODEL, Scenario(layout, batch_tokens=64, back=4, momentum_on_owner=True))
     assert mean_of(found, "muon_state") == pytest.approx(planned.memory.muon_state, rel=1e-9)

@@ -15,6 +15,7 @@ from tests.distributed.problems import (
     STEPS,
     give_plain,
     gradient,
+    group_of,
     groups_of,
     parameters,
     plain,
@@ -24,12 +25,6 @@ from tests.distributed.problems import (
 )
 
 CLOSE = 1e-9
-
-
-def group_of(ranks):
-    """A process group of the first ranks; None on the others."""
-    group = dist.new_group(list(range(ranks)))
-    return group if dist.get_rank() < ranks else None
 
 
 def divided(ranks, steps=STEPS, absent=(), **options):

@@ -12,7 +12,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Operations on names, as Python's audit events call them, and calls of C functions that write or wait for the disk.
@@ -123,6 +124,17 @@ def killed_at_size(size: int, work: Callable[[], object]) -> bool:
 def limit_files(size: int) -> None:
     """Let no file of this process grow beyond so many bytes: the system then refuses to write, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """The same while the block runs."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_files(size)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 NEW_USER, NEW_MOUNTS, REMOUNT = 0x10000000, 0x00020000, 32

@@ -12,7 +12,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.train.checkpoint import read_tensors, write_tensors
 from tests.faults.made import LAST, LONG, ending, made
-from tests.faults.tried import Said, outcome, say
+from tests.faults.tried import GOOD, Said, outcome, say
 
 OLDER, NEWER = "checkpoints/step-00000002", "checkpoints/step-00000004"
 PARTS = ("state.json", "model.safetensors", "optimizer.safetensors", "random.safetensors")
@@ -96,10 +96,10 @@ def test_a_run_with_a_broken_file(file, damage, record_property):
         run = made().copy("whole" if command == "diagnose" or file == "result.json" else "stopped")
         DAMAGES[damage](run / file, made().other / file)
         said, same = tried(run)
-        if (file, damage, command) in UNSEEN:
-            noted(record_property, file, damage, command, "not found")
-            continue
-        noted(record_property, file, damage, command, outcome(said, run / file, same=same))
+        unseen = (file, damage, command) in UNSEEN
+        found = "not found" if unseen else outcome(said, run / file, same=same)
+        assert unseen or found in GOOD, f"{command}: {found}"
+        noted(record_property, file, damage, command, found)
 
 
 def resumed(run: Path) -> tuple[Said, bool]:
@@ -149,7 +149,9 @@ def test_an_export_with_a_broken_file(file, damage, record_property):
     export = made().copy("export")
     DAMAGES[damage](export / file, made().other_export / file)
     said, whole = (say("sample", path, "--tokens", "3", "--prompt", "a") for path in (export, made().export))
-    noted(record_property, f"export/{file}", damage, "sample", outcome(said, export / file, same=said == whole))
+    found = outcome(said, export / file, same=said == whole)
+    assert found in GOOD
+    noted(record_property, f"export/{file}", damage, "sample", found)
 
 
 @pytest.mark.parametrize(("file", "damage"), list(cases(DATA_FILES)))
@@ -158,14 +160,18 @@ def test_tokens_with_a_broken_file(file, damage, record_property):
     path, other = (next(one.glob(f"{file}*")) for one in (data, made().other_data))
     DAMAGES[damage](path, other)
     said = say("data", "verify", data)
-    noted(record_property, f"data/{file}", damage, "data verify", outcome(said, path, same="all is well" in said.text))
+    verified = outcome(said, path, same="all is well" in said.text)
+    assert verified in GOOD
     config = made().root / "on-broken-tokens.json"
     shutil.copyfile(made().whole / "config.json", config)
     config.write_text(config.read_text().replace(str(made().data), str(data)))
     run = data.parent / "run"
     said = say("train", "--config", config, "--out", run)
     same = said.code == 0 and ending(run)[0]["model"] == ending(made().whole)[0]["model"]
-    noted(record_property, f"data/{file}", damage, "train", outcome(said, path, same=same))
+    trained = outcome(said, path, same=same)
+    assert trained in GOOD
+    for command, found in (("data verify", verified), ("train", trained)):
+        noted(record_property, f"data/{file}", damage, command, found)
 
 
 @pytest.mark.skipif(not LONG, reason="`make test-faults`")

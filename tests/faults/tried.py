@@ -1,4 +1,4 @@
-"""What a command does with broken files, as one of three outcomes; a traceback or a silence fails the test."""
+"""What a command does with broken files, as one of three outcomes; a traceback or a silence is none of them."""
 
 import contextlib
 import io
@@ -8,6 +8,7 @@ from typing import NamedTuple
 from muonsw.lab.cli import main
 
 UNAFFECTED, REPAIRED, REFUSED = "unaffected", "repaired with a note", "refused"
+GOOD = (UNAFFECTED, REPAIRED, REFUSED)
 
 
 class Said(NamedTuple):
@@ -29,25 +30,25 @@ def say(*arguments: object) -> Said:
 
 
 def outcome(said: Said, broken: Path, *, same: bool) -> str:
-    """Which of the three outcomes it was.
+    """Which of the three good outcomes it was, or what is wrong.
 
     Args:
         said: By the command.
         broken: The file that was broken; what is said about it must hold its name, or that of a folder around it.
         same: Whether what came out is what comes out with whole files.
     """
-    assert "Traceback" not in said.text, said.text
+    if "Traceback" in said.text or said.code not in (0, 1, 2):
+        return f"exit code {said.code}: {said.text}"
     # A line is printed as one, however long it is; a break is part of the text.
-    named = [line for line in said.text.splitlines() if _names(line, broken)]
-    if said.code in (1, 2):
-        assert named, f"exit code {said.code}, and {broken} is not named: {said.text}"
-        assert any(_has_remedy(line) for line in said.text.splitlines()), f"no remedy: {said.text}"
-        return REFUSED
-    assert said.code == 0, said
-    if said.text and any(_is_note(line) for line in named):
+    lines = said.text.splitlines()
+    named = [line for line in lines if _names(line, broken)]
+    if said.code != 0:
+        if not named:
+            return f"exit code {said.code}, and {broken} is not named: {said.text}"
+        return REFUSED if any(_has_remedy(line) for line in lines) else f"no remedy: {said.text}"
+    if any(_is_note(line) for line in named):
         return REPAIRED
-    assert same, f"another result, and not a word about {broken}: {said.text}"
-    return UNAFFECTED
+    return UNAFFECTED if same else f"another result, and not a word about {broken}: {said.text}"
 
 
 def _names(line: str, broken: Path) -> bool:

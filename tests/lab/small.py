@@ -15,14 +15,14 @@ def smaller(experiment, **settings):
 SMALL = {
     experiment.name: experiment
     for experiment in (
-        smaller(SCALAR, steps=3000, chains=5, freeze_steps=500),
+        smaller(SCALAR, steps=2000, chains=5, freeze_steps=500),
         smaller(SCALAR_FIGURE, steps=2000, chains=5, points=40),
-        smaller(MATRIX, rows=6, columns=12, steps=300, chains=2, betas=(0.0, 0.9)),
-        smaller(MATRIX_FIGURE, rows=6, columns=12, steps=500, chains=3, bins=30),
+        smaller(MATRIX, rows=6, columns=12, steps=200, chains=2, betas=(0.0, 0.9)),
+        smaller(MATRIX_FIGURE, rows=6, columns=12, steps=300, chains=3, bins=30),
         smaller(NONCONVEX, steps=2000, chains=200),
         smaller(STRONGLY_CONVEX, steps=2000, chains=400),
         smaller(MUON, steps=500, chains=4, betas=(0.0, 0.9), batches=(1, 16), ranks=(4,)),
-        smaller(DETERMINISTIC, rows=4, columns=8, steps=500, chains=2, betas=(0.0, 0.9)),
-        smaller(FIXED_RATE, rows=4, columns=8, steps=500, chains=2, fixed_steps=50),
+        smaller(DETERMINISTIC, rows=4, columns=8, steps=300, chains=2, betas=(0.0, 0.9)),
+        smaller(FIXED_RATE, rows=4, columns=8, steps=300, chains=2, fixed_steps=50),
     )
 }

@@ -18,7 +18,7 @@ from muonsw.lab.scaling import (
     H200,
     KEPT,
     ON_PAPER,
-    Layout,
+    RankLayout,
     Scenario,
     heaviest,
     orthogonalizing,
@@ -36,7 +36,7 @@ TRAINING_GIB = {("w256", 32): 11.9, ("w256", 128): 43.7, ("w1024", 32): 53.1}
 
 
 def on(gpus, strategy="fsdp", experts="stack", **settings):
-    return Scenario(Layout(gpus, strategy, experts), **({"batch_tokens": BATCH} | settings))
+    return Scenario(RankLayout(gpus, strategy, experts), **({"batch_tokens": BATCH} | settings))
 
 
 @pytest.mark.parametrize(("width", "ff"), STEP_MS)
@@ -115,7 +115,7 @@ def test_the_strategies_trade_memory_for_traffic_as_they_should():
     assert ddp.optimizer_bytes > fsdp.optimizer_bytes == ep.optimizer_bytes
     owner = plan_ranks(preset("w1024"), on(8, "ddp", momentum_on_owner=True))
     assert owner.memory.muon_state == ddp.memory.muon_state / 8
-    copies = plan_ranks(preset("w1024"), Scenario(Layout(64, "fsdp", replicas=8), BATCH))
+    copies = plan_ranks(preset("w1024"), Scenario(RankLayout(64, "fsdp", replicas=8), BATCH))
     assert copies.memory.weights == fsdp.memory.weights
     assert copies.optimizer_bytes == fsdp.optimizer_bytes
     assert copies.product_seconds == fsdp.product_seconds, "copies do not divide the products"
@@ -124,7 +124,7 @@ def test_the_strategies_trade_memory_for_traffic_as_they_should():
 
 
 def test_copies_of_attention_trade_bytes_for_latency_and_leave_experts_alone():
-    far, near = (plan_ranks(MOE, Scenario(Layout(16_384, "ep", replicas=copies), BATCH)) for copies in (1, 16))
+    far, near = (plan_ranks(MOE, Scenario(RankLayout(16_384, "ep", replicas=copies), BATCH)) for copies in (1, 16))
     parts = parts_of(MOE)
     more = 6 * parts.hidden.parameters * ((1024 - 1) / 1024**2 - (16_384 - 1) / 16_384**2)
     assert near.optimizer_bytes - far.optimizer_bytes == pytest.approx(more)

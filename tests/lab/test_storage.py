@@ -1,24 +1,13 @@
 """Files are whole or not there, and a file that is not ours is refused by name."""
 
 import os
-import resource
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from muonsw.lab.errors import MachineError, UsageError
 from muonsw.lab.storage import LOCK, locked, read_json, read_object, replacing, write_atomically, write_json
-
-
-@contextmanager
-def files_no_larger_than(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.faults.killing import files_no_larger_than
 
 
 def test_what_is_written_is_read_back_without_what_json_has_no_number_for(tmp_path):

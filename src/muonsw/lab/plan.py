@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from muonsw.decay import decay_factor
+from muonsw.decay import decay_factor, decay_factors
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, count, muon_lr_multiplier, preset, scalings
 from muonsw.lab.model.counts import Memory, estimate_memory, orthogonalizer_flops
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, PrintedRecipe
@@ -235,8 +235,8 @@ def plan_on(model: ModelConfig, steps: int, scenario: Scenario, **settings: Any)
         settings: Of `plan`.
 
     Examples:
-        >>> from muonsw.lab.scaling import Layout
-        >>> result = plan_on(preset("w1024"), 375_000, Scenario(Layout(8, "ddp"), PAPER_BATCH_TOKENS))
+        >>> from muonsw.lab.scaling import RankLayout
+        >>> result = plan_on(preset("w1024"), 375_000, Scenario(RankLayout(8, "ddp"), PAPER_BATCH_TOKENS))
         >>> f"{result.hours:.1f} {result.rank_hours:.1f}"
         '35.0 35.6'
     """
@@ -323,7 +323,7 @@ def _decay(
     forgets: float,
 ) -> DecayPlan:
     """What a rule takes from a group whose own highest learning rate is `own`; `stretch` steps for each multiple."""
-    phis = [float(decay_factor(rule, lam, own * multiple, eta_max)) for multiple in multiples]
+    phis = decay_factors(rule, lam, (own * multiple for multiple in multiples), eta_max)
     relaxation = stretch * relaxation_number(phis)
     at_peak = float(decay_factor(rule, lam, own, eta_max))
     return DecayPlan(rule, peak, relaxation / 2.0, relaxation, at_peak, phis[-1], at_peak / forgets)

@@ -86,7 +86,7 @@ ON_PAPER: Mapping[str, ModelConfig] = {
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Parameters that are spread in one way.
 
     Attributes:
@@ -101,16 +101,16 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """A model, divided by what ranks do with it."""
 
-    experts: Part
-    hidden: Part
-    rest: Part
+    experts: ModelPart
+    hidden: ModelPart
+    rest: ModelPart
 
 
 @cache
-def parts_of(model: ModelConfig) -> Parts:
+def parts_of(model: ModelConfig) -> ModelParts:
     """Stacks of experts, other matrices of Muon, and what AdamW moves.
 
     Examples:
@@ -127,10 +127,10 @@ def parts_of(model: ModelConfig) -> Parts:
     matrices = Counter((min(pair), max(pair)) for pair in muon_matrices(model))
     attention = Counter({(model.width, model.width): 4 * model.layers})
     hidden = attention if stacked else matrices
-    return Parts(
-        Part(sum(sizes[name] for name in stacked), model.experts, dict(matrices - hidden)),
-        Part(sum(sizes[name] for name in muon - stacked), 1, dict(hidden)),
-        Part(sum(sizes[name] for name in sizes.keys() - muon), 1, {}),
+    return ModelParts(
+        ModelPart(sum(sizes[name] for name in stacked), model.experts, dict(matrices - hidden)),
+        ModelPart(sum(sizes[name] for name in muon - stacked), 1, dict(hidden)),
+        ModelPart(sum(sizes[name] for name in sizes.keys() - muon), 1, {}),
     )
 
 
@@ -150,13 +150,13 @@ class Spread:
     copies: int = 1
     stride: int = 1
 
-    def held(self, part: Part) -> float:
+    def held(self, part: ModelPart) -> float:
         """Numbers of a part on the rank that holds the most."""
         return math.ceil(part.stack / self.stack) / part.stack * part.parameters / self.cut
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """A strategy for so many GPUs.
 
     Attributes:
@@ -187,7 +187,7 @@ class Layout:
         """Ranks that share one copy of the model, or under "ep" of all but its experts."""
         return 1 if self.strategy == "ddp" else self.gpus // self.replicas
 
-    def of_experts(self, part: Part) -> Spread:
+    def of_experts(self, part: ModelPart) -> Spread:
         """How stacks lie."""
         if self.strategy == "ddp" or part.stack == 1 or (self.strategy == "fsdp" and self.experts == "rows"):
             return self.of_others()
@@ -220,7 +220,7 @@ class Scenario:
             the others (MuonBP). Our optimizer does not do that: above 1 it is a question on paper.
     """
 
-    layout: Layout
+    layout: RankLayout
     batch_tokens: int
     micro_batch: int = 8
     tflops: float = 400.0
@@ -283,7 +283,7 @@ class RankPlan:
         overhead_seconds: Of the optimizer, whatever the size.
     """
 
-    layout: Layout
+    layout: RankLayout
     memory: RankMemory
     model_bytes: float
     optimizer_bytes: float
@@ -325,7 +325,7 @@ def plan_ranks(model: ModelConfig, scenario: Scenario) -> RankPlan:
     """Predict an update on several GPUs.
 
     Examples:
-        >>> one = plan_ranks(ModelConfig(width=1024), Scenario(Layout(1), batch_tokens=524_288))
+        >>> one = plan_ranks(ModelConfig(width=1024), Scenario(RankLayout(1), batch_tokens=524_288))
         >>> one.optimizer_bytes, f"{1e3 * one.optimizer_seconds:.0f} ms"
         (0.0, '29 ms')
     """
@@ -349,7 +349,7 @@ def plan_ranks(model: ModelConfig, scenario: Scenario) -> RankPlan:
     )
 
 
-def _exchanged(part: Part, spread: Spread, scenario: Scenario) -> float:
+def _exchanged(part: ModelPart, spread: Spread, scenario: Scenario) -> float:
     """Bytes that a rank receives in the exchange of a part, on average over steps."""
     if scenario.layout.strategy == "ddp":
         return scenario.back * (spread.copies - 1) / spread.copies * part.parameters
@@ -357,7 +357,7 @@ def _exchanged(part: Part, spread: Spread, scenario: Scenario) -> float:
     return (scenario.there + scenario.back) * others * part.parameters / spread.stack / scenario.period
 
 
-def _exchange_seconds(part: Part, spread: Spread, scenario: Scenario) -> float:
+def _exchange_seconds(part: ModelPart, spread: Spread, scenario: Scenario) -> float:
     """On links, with the latency of every collective."""
     ranks, hardware = _owners(spread, scenario), scenario.hardware
     if ranks == 1:
@@ -379,7 +379,7 @@ def _owners(spread: Spread, scenario: Scenario) -> int:
     return spread.copies if scenario.layout.strategy == "ddp" else spread.cut
 
 
-def _products(part: Part, spread: Spread, scenario: Scenario) -> float:
+def _products(part: ModelPart, spread: Spread, scenario: Scenario) -> float:
     """Seconds of products on the rank with the most, on average over steps."""
     share, owners = math.ceil(part.stack / spread.stack) / part.stack, _owners(spread, scenario)
     here = {shape: round(number * share) for shape, number in part.matrices.items()}
@@ -430,7 +430,7 @@ def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
     return max(loads)
 
 
-def _traffic_of_model(model: ModelConfig, parts: Parts, scenario: Scenario) -> tuple[float, float]:
+def _traffic_of_model(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> tuple[float, float]:
     """Bytes that a rank receives for the model in an update, and their seconds on links.
 
     Divided weights are gathered for each forward and each backward pass of a micro-batch; gradients are added up once.
@@ -460,7 +460,7 @@ def _traffic_of_model(model: ModelConfig, parts: Parts, scenario: Scenario) -> t
     return bytes_sent, seconds
 
 
-def _memory(model: ModelConfig, parts: Parts, scenario: Scenario) -> RankMemory:
+def _memory(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> RankMemory:
     layout = scenario.layout
     experts, others = layout.of_experts(parts.experts), layout.of_others()
     muon = experts.held(parts.experts) + others.held(parts.hidden)
@@ -485,7 +485,7 @@ def _activations(model: ModelConfig, scenario: Scenario) -> float:
     return inputs + KEPT * activation_bytes(replace(model, layers=1), scenario.micro_batch)
 
 
-def _gathered(model: ModelConfig, parts: Parts, scenario: Scenario) -> float:
+def _gathered(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> float:
     """Copies in bfloat16, and weights that are whole for a while: the layer at work, the next one, and the rest."""
     layout, experts = scenario.layout, parts.experts.parameters
     if layout.shards == 1:
@@ -495,7 +495,7 @@ def _gathered(model: ModelConfig, parts: Parts, scenario: Scenario) -> float:
     return scenario.gathered * (2 * layer + parts.rest.parameters) + BFLOAT16 * layer
 
 
-def _buffers(parts: Parts, scenario: Scenario) -> float:
+def _buffers(parts: ModelParts, scenario: Scenario) -> float:
     """Eight rounds where matrices travel; two batches where they do not."""
     sizes = []
     spreads = (scenario.layout.of_experts(parts.experts), scenario.layout.of_others())

@@ -74,7 +74,8 @@ def step_sizes(etas: Steps) -> list[float]:
     """
     values: list[float] = etas.tolist() if isinstance(etas, torch.Tensor) else [float(eta) for eta in etas]
     for t, eta in enumerate(values):
-        require("eta >= 0", 0.0 <= eta < math.inf, eta=eta, step=t)
+        if not 0.0 <= eta < math.inf:
+            raise HypothesisError("eta >= 0", f"eta={eta}, step={t}")
     return values
 
 

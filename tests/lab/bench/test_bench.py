@@ -10,7 +10,7 @@ from torch import nn
 
 from muonsw.lab.bench import steps
 from muonsw.lab.bench.machine import chosen_device, product_rate
-from muonsw.lab.bench.training import Amount, Bench
+from muonsw.lab.bench.training import Amount, TimedTraining
 from muonsw.lab.cli import main
 from muonsw.lab.commands.bench import steps_table, training_table
 from muonsw.lab.errors import UsageError
@@ -96,11 +96,11 @@ def test_an_amount_sets_the_sizes_of_a_run():
 
 
 def test_updates_are_the_trainers():
-    bench = Bench("demo", CPU, Amount(batch=2, blocks=1, updates=1))
-    before = bench.training.model.embedding.weight.detach().clone()
-    row = bench.measure()
-    assert bench.training.step == 3
-    assert not torch.equal(before, bench.training.model.embedding.weight)
+    timed = TimedTraining("demo", CPU, Amount(batch=2, blocks=1, updates=1))
+    before = timed.training.model.embedding.weight.detach().clone()
+    row = timed.measure()
+    assert timed.training.step == 3
+    assert not torch.equal(before, timed.training.model.embedding.weight)
     assert row["tokens_per_second"] == pytest.approx(2 * 128 / (1e-3 * row["ms"]))
     assert row["gib"] is None
 

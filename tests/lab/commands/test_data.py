@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import shutil
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 import pytest
@@ -34,11 +36,18 @@ def muonsw(*arguments):
     return tyro.extras.subcommand_cli_from_dict(commands, prog="muonsw", args=list(map(str, arguments))).run()
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    with redirect_stdout(io.StringIO()):
+        assert muonsw("data", "prepare", folder, *SMALL) == 0
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path, capsys):
-    assert muonsw("data", "prepare", tmp_path / "data", *SMALL) == 0
-    capsys.readouterr()
-    return tmp_path / "data"
+def folder(prepared, tmp_path):
+    """A copy, which a test may break."""
+    return shutil.copytree(prepared, tmp_path / "data")
 
 
 def test_prepare_writes_shards_and_says_so(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -36,10 +37,17 @@ def data_in(folder):
     return {name: data for name, (data, _) in contents(folder).items()}
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    prepare_default(folder, **SMALL)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
-    prepare_default(tmp_path / "data", **SMALL)
-    return tmp_path / "data"
+def folder(prepared, tmp_path):
+    """A copy, which a test may break."""
+    return shutil.copytree(prepared, tmp_path / "data")
 
 
 @pytest.fixture

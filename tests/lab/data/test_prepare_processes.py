@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import BPETokenizer, ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.storage import LOCK
+from tests.faults.killing import files_no_larger_than
 from tests.lab.data.test_prepare import Counting
 
 DOCUMENTS = list(islice(MarkovSource(seed=5, mean_length=300.0), 300))
@@ -139,16 +139,6 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names.isdisjoint(leftovers)
     assert names >= set(others)
-
-
-@contextmanager
-def files_no_larger_than(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(("size", "name"), [(3000, "train-00000"), (0, "data.json")])

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -27,6 +26,7 @@ from muonsw.lab.data.shards import (
 )
 from muonsw.lab.data.tokenizers import ByteTokenizer
 from muonsw.lab.errors import UsageError
+from tests.faults.killing import in_child
 from tests.lab.data.small import DIGEST, damage, make_shards, record_of
 
 IDS = np.arange(1000) % 257
@@ -135,36 +135,25 @@ def test_a_shorter_file_put_in_a_shards_place_leaves_what_is_open(folder):
     assert opened.tokens.tolist() == before, "what was open stays the old file"
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import numpy as np
-from muonsw.lab.data.shards import write_shard
-from tests.lab.data.small import record_of
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def pieces():
-    yield np.arange(100)
-    if sys.argv[2] == "while writing":
-        die()
-
-if sys.argv[2] == "before the rename":
-    Path.replace = die
-write_shard(Path(sys.argv[1]), pieces(), record_of(257))
-"""
-
-
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 @pytest.mark.parametrize("moment", ["while writing", "before the rename"])
 def test_a_kill_leaves_no_shard_and_does_not_disturb_the_next_writer(tmp_path, moment):
-    path, environment = (
-        tmp_path / "train-00000-01234567.tokens",
-        {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    command = [sys.executable, "-c", KILLED, str(path), moment]
-    result = subprocess.run(command, env=environment, check=False, timeout=60)
-    assert result.returncode == -signal.SIGKILL
+    path = tmp_path / "train-00000-01234567.tokens"
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def pieces():
+        yield IDS
+        if moment == "while writing":
+            die()
+
+    def doomed():
+        type(path).replace = die
+        write_shard(path, pieces(), record_of(257))
+        return 0
+
+    assert in_child(doomed) == -signal.SIGKILL
     assert not path.exists()
     assert list(path.parent.glob("*.tokens")) == [], "what is left behind does not look like a shard"
     assert write_shard(path, [IDS], record_of(257))[0] == len(IDS)

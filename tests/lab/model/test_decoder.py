@@ -125,7 +125,7 @@ def test_on_the_meta_device_a_step_gives_shapes_so_it_never_reads_a_value():
 # torch's own tracer makes an instance of each autograd function it meets
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_traced_without_a_break_it_gives_the_same_losses_and_gradients():
-    config = small(layers=1)
+    config = small(layers=1, experts=2)
     eager, traced = Decoder(config).double(), Decoder(config).double()
     ids = tokens(config, length=9)
     expected = eager(ids[:, :-1], ids[:, 1:])

@@ -13,7 +13,7 @@ from muonsw.lab.claims.claim import Claim, Criterion
 from muonsw.lab.commands.report import Report, find_runs
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import BEGINNING, Charts, loss_axis
-from muonsw.lab.report.own import require_own, require_own_folder
+from muonsw.lab.report.own import is_own, require_own, require_own_folder
 from muonsw.lab.report.page import page
 from muonsw.lab.report.report import build_report, summary, write_report
 from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry
@@ -295,6 +295,7 @@ def test_the_lines_of_somebodys_own_loop_make_a_report(runs, tmp_path, capsys):
 
 
 def test_what_a_report_wrote_may_be_written_again(written):
+    assert all(map(is_own, written))
     require_own(written)
     require_own_folder(written[0].with_suffix(""))
 

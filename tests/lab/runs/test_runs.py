@@ -27,7 +27,7 @@ def same(column, values):
     np.testing.assert_array_equal(column, np.array(values, dtype=np.float64))
 
 
-def check_against_text(run, folder):
+def assert_as_in_text(run, folder):
     trained, seen = records(folder, "train"), records(folder, "telemetry")
     for key in ("step", "loss", "cross_entropy", "lr", "tokens"):
         same(run.train[key], [record[key] for record in trained])
@@ -47,7 +47,7 @@ def check_against_text(run, folder):
 
 def test_every_number_is_read_as_it_was_written(folder):
     run = load_run(folder)
-    check_against_text(run, folder)
+    assert_as_in_text(run, folder)
     assert run.name == "first"
     assert run.config["note"] == "λ"
     assert run.rule == "scaled"
@@ -64,7 +64,7 @@ def test_without_orjson_the_same_is_read(folder, monkeypatch):
     fast = load_run(folder)
     monkeypatch.setattr(metrics, "loads", json.loads)
     slow = load_run(folder)
-    check_against_text(slow, folder)
+    assert_as_in_text(slow, folder)
     assert fast.telemetry.scopes() == slow.telemetry.scopes()
 
 
@@ -131,7 +131,7 @@ ODD = [
 @pytest.mark.parametrize("block", [1, 50, 1000, 4096])
 def test_where_blocks_are_cut_does_not_matter(folder, monkeypatch, block):
     monkeypatch.setattr(metrics, "BLOCK", block)
-    check_against_text(load_run(folder), folder)
+    assert_as_in_text(load_run(folder), folder)
 
 
 def test_records_that_are_not_alike_keep_their_places(tmp_path):

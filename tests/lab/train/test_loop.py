@@ -23,6 +23,7 @@ from muonsw.lab.train import checkpoint
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
 from muonsw.schedule import lr_scheduler
+from tests.faults.killing import in_child
 from tests.lab.train.small import losses, small_run
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -75,27 +76,17 @@ def test_another_seed_gives_another_run(uninterrupted, tmp_path):
     assert losses(tmp_path)[0] != losses(uninterrupted)[0]
 
 
-@pytest.mark.parametrize(
-    "kill_at", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(9, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kill_at", [1, 5, 9])
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 def test_a_killed_run_ends_as_if_it_had_never_stopped(uninterrupted, tmp_path, kill_at):
     """SIGKILL at an update: no handler runs, so what is on disk is whatever happened to be there."""
-    config_file = tmp_path / "config.json"
-    config_file.write_text(json.dumps(small_run().as_data()))
-    code = f"""
-import os, signal, sys
-from pathlib import Path
-from muonsw.lab.train.__main__ import read_config_file
-from muonsw.lab.train.loop import Watch, train
-def die(record):
-    if record["kind"] == "train" and record["step"] == {kill_at}:
-        os.kill(os.getpid(), signal.SIGKILL)
-train(read_config_file(Path(sys.argv[1])), Path(sys.argv[2]), Watch(record=die))
-"""
-    run = tmp_path / "run"
-    killed = subprocess.run([sys.executable, "-c", code, config_file, run], env=ONE_THREAD, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    notes = []
+    run, notes = tmp_path / "run", []
+
+    def die(record):
+        if record["kind"] == "train" and record["step"] == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(lambda: train(small_run(), run, Watch(record=die))) == -signal.SIGKILL
     train(small_run(), run, Watch(note=notes.append))
     (note,) = notes
     assert ("going on after" in note) == (kill_at > 4), "there is a checkpoint to go on from once update 4 is done"

@@ -63,7 +63,7 @@ class Amount:
         return replace(config, batch=batch, accumulation=max(1, batch // micro), graphs=self.graphs)
 
 
-class Bench:
+class TimedTraining:
     """A run of a preset on random tokens, whose updates can be timed.
 
     Args:
@@ -171,13 +171,13 @@ def _no_waiting(device: torch.device) -> Iterator[None]:
 
 
 def measure_training(name: str, device: torch.device, amount: Amount | None = None) -> dict[str, Any]:
-    """What `Bench.measure` says of a preset, after the check.
+    """What `TimedTraining.measure` says of a preset, after the check.
 
     Raises:
         WrongLossError: If the compiled losses are wrong.
     """
-    bench = Bench(name, device, amount or Amount())
-    return {"compile_s": bench.check(), **bench.measure()}
+    timed = TimedTraining(name, device, amount or Amount())
+    return {"compile_s": timed.check(), **timed.measure()}
 
 
 def kernel_table(update: Callable[[], None]) -> str:

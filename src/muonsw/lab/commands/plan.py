@@ -16,7 +16,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
 from muonsw.lab.plan import GroupPlan, RecipePlan, RunPlan, parse_amount, plan, plan_on, plan_recipe
-from muonsw.lab.scaling import H200, ON_PAPER, Layout, RankPlan, Scenario
+from muonsw.lab.scaling import H200, ON_PAPER, RankLayout, RankPlan, Scenario
 from muonsw.lab.storage import plain
 from muonsw.lab.tables import Column, Table, print_table
 from muonsw.lab.terminal import say
@@ -92,7 +92,7 @@ class RankOptions:
             raise UsageError("--inside, --outside and --gpus-per-node must be above zero")
         links = replace(H200, node=self.gpus_per_node, inside=self.inside * 1e9, outside=self.outside * 1e9)
         return Scenario(
-            Layout(self.gpus, self.strategy, self.experts, self.replicas),
+            RankLayout(self.gpus, self.strategy, self.experts, self.replicas),
             batch_tokens,
             micro_batch,
             tflops,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -167,7 +167,7 @@ class _RotatedHeads(torch.autograd.Function):
         return join_heads_on_gpu(*grads, *ctx.saved_tensors), None, None
 
 
-@torch.library.custom_op("muonsw::rotate_heads", mutates_args=())
+@library.custom_op("muonsw::rotate_heads", mutates_args=())
 def rotate_heads_on_gpu(qkv_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`rotated_heads` in one kernel: a compiler's own reads the fused rows several times."""
     if kernels.available(qkv_BTD.device):
@@ -188,7 +188,7 @@ def _(qkv_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
-@torch.library.custom_op("muonsw::join_heads", mutates_args=())
+@library.custom_op("muonsw::join_heads", mutates_args=())
 def join_heads_on_gpu(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     """Fused rows of heads that are rotated back."""
     if kernels.available(q_BHTC.device):

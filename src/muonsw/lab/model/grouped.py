@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -229,7 +229,7 @@ def part_ends(ends_E: Tensor, parts: int) -> Tensor:
     return cuts.flatten().to(torch.int32)
 
 
-@torch.library.custom_op("muonsw::gate", mutates_args=())
+@library.custom_op("muonsw::gate", mutates_args=())
 def gate_on_gpu(fused_RF: Tensor) -> Tensor:
     """`gated` in one kernel."""
     if not kernels.available(fused_RF.device):
@@ -244,7 +244,7 @@ def _(fused_RF: Tensor) -> Tensor:
     return fused_RF.new_empty(fused_RF.shape[0], fused_RF.shape[1] // 2)
 
 
-@torch.library.custom_op("muonsw::gate_backward", mutates_args=())
+@library.custom_op("muonsw::gate_backward", mutates_args=())
 def gate_backward_on_gpu(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the fused projection, and its gated output once more."""
     if kernels.available(fused_RF.device):

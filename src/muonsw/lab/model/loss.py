@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from muonsw import kernels
@@ -110,7 +110,7 @@ def _visit(
     return loss, grad_x, grad_head
 
 
-@torch.library.custom_op("muonsw::head_loss", mutates_args=())
+@library.custom_op("muonsw::head_loss", mutates_args=())
 def _visit_on_gpu(
     x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn import functional
 
 from muonsw import kernels
@@ -135,7 +135,7 @@ def choose(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Routes]:
     return kept_NKE.sum(dim=-1), chosen_NK, Routes(*routes)
 
 
-@torch.library.custom_op("muonsw::choose_experts", mutates_args=())
+@library.custom_op("muonsw::choose_experts", mutates_args=())
 def choose_on_gpu(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The experts of each token, largest logit first, and the fields of `Routes`; two kernels instead of a sort."""
     if kernels.available(logits_NE.device):

@@ -27,7 +27,7 @@ from torch import Tensor
 from muonsw.distributed.shards import is_spread, spread_like
 from muonsw.lab.errors import UsageError
 from muonsw.lab.storage import numbered, plain, read_object, reported, sync
-from muonsw.lab.train.pieces import Reader, own_box
+from muonsw.lab.train.pieces import Reader, own_piece
 
 STATE = "state.json"
 PREFIX = "step-"
@@ -156,7 +156,7 @@ def read_pieces(path: Path, content: Mapping[str, Any], like: Mapping[str, Tenso
 def _read_like(reader: Reader, name: str, param: Tensor | None) -> Tensor:
     if param is None or not is_spread(param) or reader.shape(name) != tuple(param.shape):
         return reader.read(name)
-    return spread_like(param.detach(), reader.read(name, own_box(param)).to(param.device))
+    return spread_like(param.detach(), reader.read(name, own_piece(param)).to(param.device))
 
 
 @contextmanager

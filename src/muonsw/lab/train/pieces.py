@@ -25,8 +25,8 @@ Index = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 
-class Box(NamedTuple):
-    """A rectangular part of a tensor."""
+class Piece(NamedTuple):
+    """A rectangular part of a tensor: where it starts, and its shape."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -36,18 +36,18 @@ class Box(NamedTuple):
         """How many numbers are in it."""
         return math.prod(self.shape)
 
-    def common(self, other: Box) -> Box:
+    def common(self, other: Piece) -> Piece:
         """What two parts of a tensor share; empty along an axis where they do not meet."""
         start = tuple(map(max, self.start, other.start))
         ends = map(min, self.end, other.end)
-        return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
+        return Piece(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
 
     @property
     def end(self) -> tuple[int, ...]:
         """One past the last place along each axis."""
         return tuple(begin + size for begin, size in zip(self.start, self.shape, strict=True))
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: Piece) -> tuple[slice, ...]:
         """Where this part is in another that holds it."""
         begins = [mine - theirs for mine, theirs in zip(self.start, outer.start, strict=True)]
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True))
@@ -63,21 +63,21 @@ def file_name(part: str, rank: int, size: int) -> str:
     return f"{part}-{rank:05d}-of-{size:05d}"
 
 
-def own_box(tensor: Tensor) -> Box:
+def own_piece(tensor: Tensor) -> Piece:
     """The part of a tensor that this rank holds."""
-    return Box(offset(tensor), tuple(local(tensor).shape))
+    return Piece(offset(tensor), tuple(local(tensor).shape))
 
 
-def own_pieces(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Box]:
+def own_pieces(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Piece]:
     """What this rank writes: its shard of what is divided, and a share of what every rank holds whole."""
     whole = [name for name, tensor in tensors.items() if not is_spread(tensor)]
     owners = dict(zip(whole, share_by_cost([tensors[name].nbytes for name in whole], size), strict=True))
-    boxes = {
-        name: own_box(tensor)
+    pieces = {
+        name: own_piece(tensor)
         for name, tensor in tensors.items()
         if (owners[name] == rank if name in owners else _is_first_copy(tensor))
     }
-    return {name: box for name, box in boxes.items() if box.numel}
+    return {name: piece for name, piece in pieces.items() if piece.numel}
 
 
 def _is_first_copy(tensor: Tensor) -> bool:
@@ -87,33 +87,33 @@ def _is_first_copy(tensor: Tensor) -> bool:
     return not any(place for place, how in zip(places, spread.placements, strict=True) if how.is_replicate())
 
 
-def merged(shapes: Mapping[str, Sequence[int]], pieces: Iterable[Mapping[str, Box]]) -> Index:
+def merged(shapes: Mapping[str, Sequence[int]], by_rank: Iterable[Mapping[str, Piece]]) -> Index:
     """The index of one part of a checkpoint, from what each rank writes of it."""
     index: Index = {name: {"shape": list(shape), "pieces": {}} for name, shape in shapes.items()}
-    for rank, boxes in enumerate(pieces):
-        for name, box in boxes.items():
-            index[name]["pieces"][str(rank)] = list(box.start)
+    for rank, pieces in enumerate(by_rank):
+        for name, piece in pieces.items():
+            index[name]["pieces"][str(rank)] = list(piece.start)
     return index
 
 
-def follow_each_other(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether boxes fill a tensor, one after another along one axis, as ranks divide it.
+def follow_each_other(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
+    """Whether pieces fill a tensor, one after another along one axis, as ranks divide it.
 
     Examples:
-        >>> follow_each_other((4, 2), [Box((3, 0), (1, 2)), Box((0, 0), (3, 2))])
+        >>> follow_each_other((4, 2), [Piece((3, 0), (1, 2)), Piece((0, 0), (3, 2))])
         True
-        >>> follow_each_other((4, 2), [Box((1, 0), (3, 2)), Box((0, 0), (3, 2))])
+        >>> follow_each_other((4, 2), [Piece((1, 0), (3, 2)), Piece((0, 0), (3, 2))])
         False
     """
-    axis = next((axis for box in boxes for axis, size in enumerate(box.shape) if size != shape[axis]), 0)
+    axis = next((axis for piece in pieces for axis, size in enumerate(piece.shape) if size != shape[axis]), 0)
     place = 0
-    for box in sorted(boxes):
-        beside = [size for number, size in enumerate(box.shape) if number != axis]
-        if len(box.start) != len(shape) or beside != [size for number, size in enumerate(shape) if number != axis]:
+    for piece in sorted(pieces):
+        beside = [size for number, size in enumerate(piece.shape) if number != axis]
+        if len(piece.start) != len(shape) or beside != [size for number, size in enumerate(shape) if number != axis]:
             return False
-        if any(begin != (place if number == axis else 0) for number, begin in enumerate(box.start)):
+        if any(begin != (place if number == axis else 0) for number, begin in enumerate(piece.start)):
             return False
-        place += box.shape[axis] if shape else 1
+        place += piece.shape[axis] if shape else 1
     return place == (shape[axis] if shape else 1) or 0 in shape
 
 
@@ -151,10 +151,10 @@ class Reader:
             return tuple(self._file(self.part).get_slice(name).get_shape())
         return tuple(int(size) for size in self.index[name]["shape"])
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
+    def read(self, name: str, part: Piece | None = None) -> Tensor:
         """A part of a tensor, or all of it."""
         shape = self.shape(name)
-        wanted = box or Box((0,) * len(shape), shape)
+        wanted = part or Piece((0,) * len(shape), shape)
         pieces = list(self._pieces(name, shape))
         if not follow_each_other(shape, [piece for _, piece in pieces]):
             raise ValueError(f"the pieces of {name} do not make a whole")
@@ -167,16 +167,16 @@ class Reader:
                 found[common.within(wanted)] = self._file(file).get_slice(name)[common.within(piece)]
         return found
 
-    def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, Box]]:
+    def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, Piece]]:
         """Which file holds which part of a tensor; sizes are those of the files, not of the index."""
         if self.index is None:
-            yield self.part, Box((0,) * len(shape), shape)
+            yield self.part, Piece((0,) * len(shape), shape)
             return
         for rank, start in self.index[name]["pieces"].items():
             file = file_name(self.part, int(rank), self.ranks)
-            yield file, Box(tuple(map(int, start)), tuple(self._file(file).get_slice(name).get_shape()))
+            yield file, Piece(tuple(map(int, start)), tuple(self._file(file).get_slice(name).get_shape()))
 
-    def _nothing(self, pieces: Sequence[tuple[str, Box]], name: str) -> Tensor:
+    def _nothing(self, pieces: Sequence[tuple[str, Piece]], name: str) -> Tensor:
         """No number of a tensor, in the dtype of all of them."""
         if not pieces:
             return torch.empty(0)

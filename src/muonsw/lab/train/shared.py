@@ -34,7 +34,7 @@ from muonsw.lab.train.checkpoint import (
     read_state,
     write_part,
 )
-from muonsw.lab.train.pieces import Box, file_name, merged, own_pieces
+from muonsw.lab.train.pieces import Piece, file_name, merged, own_pieces
 from muonsw.lab.train.world import World
 
 Files = dict[str, dict[str, Tensor]]
@@ -45,7 +45,7 @@ class Pending(NamedTuple):
 
     checkpoint: Checkpoint
     beside: Path
-    boxes: dict[str, dict[str, Box]]
+    pieces: dict[str, dict[str, Piece]]
     written: Future[dict[str, str]]
 
 
@@ -73,15 +73,15 @@ class SharedShelf:
         beside = self.folder / f".{PREFIX}{checkpoint.step:08d}.{size}-ranks"
         self.world.leading(lambda: _make(beside))
         parts = {part: checkpoint.tensors[part] for part in ("model", "optimizer")}
-        boxes = {part: own_pieces(tensors, rank, size) for part, tensors in parts.items()}
+        pieces = {part: own_pieces(tensors, rank, size) for part, tensors in parts.items()}
         files = {
             file_name(part, rank, size): {name: copied(parts[part][name]) for name in own}
-            for part, own in boxes.items()
+            for part, own in pieces.items()
             if own
         }
         if self.world.leads:
             files["random"] = {name: copied(tensor) for name, tensor in checkpoint.tensors["random"].items()}
-        self._pending = Pending(checkpoint, beside, boxes, self._thread.submit(_write, beside, files))
+        self._pending = Pending(checkpoint, beside, pieces, self._thread.submit(_write, beside, files))
 
     def look(self) -> None:
         """Name the checkpoint under way once every rank has written its part."""
@@ -127,21 +127,21 @@ class SharedShelf:
         pending, self._pending = self._pending, None
         try:
             checksums = self.world.together(pending.written.result)
-            told = self.world.gather((checksums, pending.boxes))
+            told = self.world.gather((checksums, pending.pieces))
             self.world.leading(lambda: self._name(pending, told))
         except MachineError:
             if self.world.leads:
                 shutil.rmtree(pending.beside, ignore_errors=True)
             raise
 
-    def _name(self, pending: Pending, told: list[tuple[dict[str, str], dict[str, dict[str, Box]]]]) -> None:
+    def _name(self, pending: Pending, told: list[tuple[dict[str, str], dict[str, dict[str, Piece]]]]) -> None:
         """Write what all pieces have in common, and give the folder its name."""
         saved, final = pending.checkpoint, final_name(self.folder, pending.checkpoint.step)
         index = {
             part: merged(
                 {name: tensor.shape for name, tensor in saved.tensors[part].items()}, [b[part] for _, b in told]
             )
-            for part in pending.boxes
+            for part in pending.pieces
         }
         checksums = {name: checksum for found, _ in told for name, checksum in found.items()}
         for name in checksums:

@@ -1,7 +1,7 @@
 """The processes that train one run together: what they tell each other, and how each notices that another is gone.
 
-`World` is a process on its own. `Ranks` are those that torchrun started. Both have the same methods, so that the loop
-is written once. Rank 0 speaks, and writes everything but the other ranks' parts of a checkpoint.
+`World` is a process on its own, `SharedWorld` one of those that torchrun started. Both have the same methods, so that
+the loop is written once. Rank 0 speaks, and writes everything but the other ranks' parts of a checkpoint.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class World:
         """End this process when it has made no progress for so long."""
 
 
-class Ranks(World):
+class SharedWorld(World):
     """This process among those that torchrun started, on one machine or several.
 
     Messages travel over gloo between the hosts, and never wait for a GPU.
@@ -199,7 +199,7 @@ def joined() -> Iterator[World]:
         return
     ranks = None
     try:
-        ranks = Ranks()
+        ranks = SharedWorld()
         yield ranks
         ranks.leave()
     except RuntimeError as error:

@@ -110,59 +110,39 @@ def judge_map(results: Results, scale: Scale) -> list[Claim]:
 
 def judge_losses(by_rule: Mapping[str, Sequence[Sequence[Losses]]], names: Sequence[str]) -> list[Claim]:
     """The same from losses alone: by rule, by horizon and by seed, with what the horizons are called."""
-    short, long = names[0], names[-1]
-    carried = {
-        rule: [carried_regret(a, b) for a, b in zip(maps[0], maps[-1], strict=True)] for rule, maps in by_rule.items()
-    }
-    widths = {rule: [octaves_within(losses) for losses in maps[-1]] for rule, maps in by_rule.items()}
-    best = [
-        min(scaled.values()) - min(constant.values())
-        for constant, scaled in zip(by_rule["constant"][-1], by_rule["scaled"][-1], strict=True)
-    ]
-    pairs = list(zip(carried["constant"], carried["scaled"], strict=True))
+    first, last = ({rule: maps[place] for rule, maps in by_rule.items()} for place in (0, -1))
+    carried = {rule: [carried_regret(*pair) for pair in zip(first[rule], last[rule], strict=True)] for rule in by_rule}
+    return [*_carried_claims(carried, names[0], names[-1]), _width_claim(last, names[-1]), _best_claim(last, names[-1])]
+
+
+def _carried_claims(carried: Mapping[str, Sequence[float]], short: str, long: str) -> list[Claim]:
+    """What the best lambda of the shortest run costs in the longest, by rule and seed."""
+    gaps = [constant - scaled for constant, scaled in zip(carried["constant"], carried["scaled"], strict=True)]
+    costs = f"regret at {long} of {{}} decay's best lambda of {short}, in nats"
+    grows, stays = (costs.format(rule) for rule in RULES)
+    differ = "the first of these minus the second, in nats"
     return [
-        at_least(
-            "constant-regret-grows",
-            f"regret at {long} of constant decay's best lambda of {short}, in nats",
-            BEYOND,
-            over_seeds(carried["constant"]),
-            GOOD,
-            EXACT,
-        ),
-        at_most(
-            "scaled-regret-does-not",
-            f"regret at {long} of scaled decay's best lambda of {short}, in nats",
-            BEYOND,
-            over_seeds(carried["scaled"]),
-            GOOD,
-            EXACT,
-        ),
-        at_least(
-            "scaled-forgives-the-horizon",
-            "the first of these minus the second, in nats",
-            BEYOND,
-            over_seeds([constant - scaled for constant, scaled in pairs]),
-            0.0,
-            EXACT,
-        ),
-        at_least(
-            "scaled-is-wider",
-            f"octaves of lambda within {GOOD} of the best at {long}: scaled over constant",
-            BEYOND,
-            over_seeds([s / c if c else math.inf for c, s in zip(*widths.values(), strict=True)]),
-            2.0,
-            EXACT,
-        ),
-        at_most(
-            "best-against-best",
-            f"best of scaled minus best of constant over lambda at {long}, in nats",
-            BEYOND,
-            over_seeds(best),
-            0.0,
-            EXACT,
-            limits="the best of several lambdas on the seed that it is judged on: a little too good for both rules",
-        ),
+        at_least("constant-regret-grows", grows, BEYOND, over_seeds(carried["constant"]), GOOD, EXACT),
+        at_most("scaled-regret-does-not", stays, BEYOND, over_seeds(carried["scaled"]), GOOD, EXACT),
+        at_least("scaled-forgives-the-horizon", differ, BEYOND, over_seeds(gaps), 0.0, EXACT),
     ]
+
+
+def _width_claim(last: Mapping[str, Sequence[Losses]], long: str) -> Claim:
+    """How many octaves of lambda are good in the longest run."""
+    constant, scaled = ([octaves_within(losses) for losses in last[rule]] for rule in RULES)
+    ratios = [s / c if c else math.inf for c, s in zip(constant, scaled, strict=True)]
+    wider = f"octaves of lambda within {GOOD} of the best at {long}: scaled over constant"
+    return at_least("scaled-is-wider", wider, BEYOND, over_seeds(ratios), 2.0, EXACT)
+
+
+def _best_claim(last: Mapping[str, Sequence[Losses]], long: str) -> Claim:
+    """Each rule at the best of its lambdas in the longest run."""
+    constant, scaled = ([min(losses.values()) for losses in last[rule]] for rule in RULES)
+    gaps = [s - c for c, s in zip(constant, scaled, strict=True)]
+    lower = f"best of scaled minus best of constant over lambda at {long}, in nats"
+    limits = "the best of several lambdas on the seed that it is judged on: a little too good for both rules"
+    return at_most("best-against-best", lower, BEYOND, over_seeds(gaps), 0.0, EXACT, limits=limits)
 
 
 def map_tables(results: Results, scale: Scale) -> list[Table]:
