@@ -192,6 +192,7 @@ def optima(found: Map, rule: str) -> list[dict[str, Any]]:
                 "octaves": _short(octaves_within(losses)),
                 "at_four_times": at_factor(losses, best, 4.0),
                 "loss": _short(min(losses.values())),
+                "costs": [[_short(lam * per_lambda), _short(cost)] for lam, cost in regrets(losses).items()],
             }
         )
     return result

@@ -70,6 +70,23 @@ def test_the_lambda_to_try_takes_what_was_best():
     assert not advise(5_000, 0.01, 0.1, rules=("cosine",)).rules[0].own
 
 
+@pytest.mark.parametrize("rule", ["constant", "scaled"])
+def test_the_cost_is_that_of_the_same_lambda_in_our_longest_runs(rule):
+    """At the lambdas that were tried, except the outermost, it is their mean loss above the best one's."""
+    steps = max(record["steps"] for record in RECORDS)
+    runs = [record for record in RECORDS if (record["steps"], record["rule"]) == (steps, rule)]
+    seeds = {record["seed"] for record in runs if record["lambda"] == 0.8}  # the last of a seed to be made
+    runs = [record for record in runs if record["seed"] in seeds]
+    lambdas = sorted({record["lambda"] for record in runs})
+    mean = {lam: math.fsum(r["final_loss"] for r in runs if r["lambda"] == lam) / len(seeds) for lam in lambdas}
+    for lam in lambdas[1:-1]:
+        (found,) = advise(steps, runs[0]["lr"], lam, rules=(rule,)).rules
+        assert found.cost == pytest.approx(mean[lam] - min(mean.values()), abs=5e-4)
+    (beyond,) = advise(steps, runs[0]["lr"], 2 * lambdas[-1], rules=(rule,)).rules
+    assert beyond.cost is None
+    assert "more than we tried" in advise(steps, runs[0]["lr"], 2 * lambdas[-1], rules=(rule,)).sentences[0]
+
+
 def test_verdicts_follow_what_decay_takes():
     first = advise(2_000, 0.02, 0.1).rules[0]
     good, per_lambda = first.weight_decay, first.total / 0.1
