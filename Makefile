@@ -76,8 +76,9 @@ test-slurm: install  ## runs as jobs of a real Slurm: preempted, requeued, cance
 	squeue > /dev/null 2>&1 || sh tests/slurm/setup.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m slurm tests/slurm
 
+# Only the files that have such tests, so that nothing is needed which those of the command line import.
 test-gpu:  ## the tests that need a CUDA device, with the current python
-	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu $$(grep -rl --include='*.py' 'mark.gpu' tests)
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels
 
 test-kernels: $(KERNELS_INSTALLED)  ## the Triton kernels in its interpreter, on any CPU

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gather import identity, read, settings
 from muonsw.decay import decay_factors
-from muonsw.lab.claims.claim import Claim
+from muonsw.lab.claims.claim import Claim, Measured
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import measured_text, predicted_text
 from muonsw.lab.diagnose.fits import fit_alignment
-from muonsw.lab.paper import CONSTANT_OFFSET, CONSTANT_SLOPE, DEFECT, SCALED_SLOPE
+from muonsw.lab.paper import CONSTANT_OFFSET, CONSTANT_SLOPE, DEFECT, ROWS, SCALED_SLOPE
 from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Level, Sheet
 from muonsw.lab.report.static import write_sheet
 from muonsw.lab.studies.scales import MINI
@@ -89,10 +90,11 @@ def load() -> Evidence:
 def page(evidence: Evidence) -> str:
     found, records = regret_map(evidence), evidence.records.values()
     return TEMPLATE.read_text(encoding="utf-8").format(
-        conclusion=conclusion(found),
+        conclusion=conclusion(evidence, found),
         losses=loss_table(found),
         seeds=", ".join(f"{len(seeds)} at {steps:,} updates" for steps, seeds in found["constant"].items()),
         optima=optima_table(found),
+        too_large=too_large_table(found),
         claims=regret_claims(found),
         rules=section(evidence, ["rules"], rules_section),
         hard=section(evidence, ["hard"], hard_section),
@@ -100,7 +102,7 @@ def page(evidence: Evidence) -> str:
         dynamics=section(evidence, ["dynamics"], dynamics_section),
         transfer=section(evidence, ["widths", "horizons"], transfer_section),
         runs=len(records),
-        minutes=f"{sum(record['seconds'] for record in records) / 60:.0f}",
+        minutes=f"{sum(record['seconds'] / record.get('workers', 1) for record in records) / 60:.0f}",
         missing=missing(evidence),
     )
 
@@ -190,6 +192,7 @@ def optima(found: Map, rule: str) -> list[dict[str, Any]]:
                 "octaves": _short(octaves_within(losses)),
                 "at_four_times": at_factor(losses, best, 4.0),
                 "loss": _short(min(losses.values())),
+                "costs": [[_short(lam * per_lambda), _short(cost)] for lam, cost in regrets(losses).items()],
             }
         )
     return result
@@ -263,37 +266,45 @@ def regret_claims(found: Map) -> str:
     return f"{claim_table(claims)}\n\nThe best lambda goes with the horizon to the power: {', '.join(powers)}."
 
 
-def conclusion(found: Map) -> str:
-    """Three sentences with the numbers of the longest horizon; what they say follows from the numbers."""
-    last = {rule: optima(found, rule)[-1] for rule in RULES}
+def conclusion(evidence: Evidence, found: Map) -> str:
+    """A few sentences with the numbers of the longest horizon; what they say follows from the numbers."""
     totals = sorted(one["total"] for rule in RULES for one in optima(found, rule))
     sentences = (
         _best_against_best(found),
-        _too_large(*(last[rule]["at_four_times"] for rule in RULES)),
+        _too_large(found),
         _in_all(totals),
+        _other_rules(evidence),
+        _little_text(evidence),
     )
-    return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
+    told = [sentence for sentence in sentences if sentence]
+    return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(told, start=1))
 
 
 def _best_against_best(found: Map) -> str:
     steps = list(found["constant"])[-1]
     pairs = zip(found["scaled"][steps], found["constant"][steps], strict=True)
     gap = over_seeds([min(scaled.values()) - min(constant.values()) for scaled, constant in pairs])
-    chance = "one seed" if gap.interval is None else f"95% interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
     close = "Choose lambda well and the rule hardly matters" if abs(gap.value) <= GOOD else "The rule matters"
-    told = f"scaled decay ends {gap.value:+.3f} nats from constant decay (at {steps:,} updates; {chance})"
+    told = f"scaled decay ends {gap.value:+.3f} nats from constant decay (at {steps:,} updates; {_chance(gap)})"
     return f"{close}: best against best, {told}."
 
 
-def _too_large(constant: float | None, scaled: float | None) -> str:
-    if constant is None or scaled is None:
-        return "What four times the best lambda costs lies beyond the lambdas that were tried."
-    milder = "scaled" if scaled < constant else "constant"
-    return (
-        f"Too large a lambda is the milder mistake under {milder} decay: at four times their best one constant and "
-        f"scaled decay cost {constant:.3f} and {scaled:.3f} nats more. At one and the same lambda scaled decay takes "
-        f"less."
-    )
+def _too_large(found: Map) -> str:
+    """What the lambdas above both best ones cost, at the longest horizon."""
+    last = list(found["constant"])[-1]
+    rows = [row for row in too_large(found) if row.steps == last and max(row.constant, row.scaled) > GOOD]
+    if not rows:
+        return "What too large a lambda costs lies beyond the lambdas that were tried."
+    milder = "scaled" if sum(row.constant - row.scaled for row in rows) > 0 else "constant"
+    cost = ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in rows)
+    known = [row for row in rows if row.same_total is not None]
+    told = f"Too large a lambda costs less under {milder} decay: constant and scaled end {cost} above their best"
+    if not known:
+        return f"{told}."
+    less = all(row.same_total < row.constant for row in known)
+    how = "so it matters when decay acts, not only how much there is" if less else "so it is the amount that matters"
+    total = ", ".join(f"{row.same_total:.3f}" for row in known)
+    return f"{told} ({rows[0].steps:,} updates). Scaled decay of the same total ends {total} above, {how}."
 
 
 def _in_all(totals: Sequence[float]) -> str:
@@ -304,6 +315,74 @@ def _in_all(totals: Sequence[float]) -> str:
         f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "
         f"longer. [`muonsw advise`](guide/which-rule.md#which-lambda) does the sum."
     )
+
+
+def _other_rules(evidence: Evidence) -> str:
+    """Whether anything was better than choosing lambda well, among the rules that have all their strengths."""
+    seeds, found = strengths(evidence)
+    best = {rule: _best(values) for rule, values in whole(found).items()}
+    if not {"constant", "none"} <= best.keys():
+        return ""
+    lowest = min(best, key=lambda rule: best[rule])
+    gain = best["constant"] - best[lowest]
+    better = "No rule is better than choosing lambda well" if gain <= GOOD else f"One rule is better, `{lowest}`"
+    close = ", ".join(f"`{rule}`" for rule in best if rule != "constant" and abs(best[rule] - best["constant"]) <= GOOD)
+    return (
+        f"{better}: at the best of three strengths {close} end within {GOOD} nats of constant decay, no decay at all "
+        f"{best['none'] - best['constant']:+.3f} from it (1,600 updates, {len(seeds)} seeds)."
+    )
+
+
+def _little_text(evidence: Evidence) -> str:
+    """What happens where decay is needed against overfitting."""
+    gaps = [gap for (case, lam), gap in hard_gaps(evidence).items() if case == "little text" and lam == BEST]
+    if not gaps or len(gaps[0]) < 2:
+        return ""
+    gap = over_seeds(gaps[0])
+    worse = "costs" if gap.value > 0 else "gains"
+    return (
+        f"Where text is seen many times decay is what keeps a model from learning it by heart, and there scaled decay "
+        f"{worse} {abs(gap.value):.2f} nats at the same lambda ({_chance(gap)}, {len(gaps[0])} seeds), as it takes "
+        f"less in all and least at the end: use constant decay there, and more of it."
+    )
+
+
+def _chance(gap: Measured) -> str:
+    return "one seed" if gap.interval is None else f"95% interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """The regrets of one lambda; `same_total` is that of scaled decay which takes as much as constant decay does."""
+
+    steps: int
+    lam: float
+    constant: float
+    scaled: float
+    same_total: float | None
+
+
+def too_large(found: Map) -> list[TooLarge]:
+    """For each horizon the lambdas above the best one of both rules."""
+    rows = []
+    for steps in found["constant"]:
+        mean = {rule: mean_losses(found[rule][steps]) for rule in RULES}
+        more = total_per_lambda("constant", steps) / total_per_lambda("scaled", steps)
+        above = max(vertex(losses) for losses in mean.values())
+        cost = {rule: regrets(losses) for rule, losses in mean.items()}
+        for lam in (lam for lam in cost["constant"] if lam > above):
+            same_total = at_factor(mean["scaled"], lam, more)
+            rows.append(TooLarge(steps, lam, cost["constant"][lam], cost["scaled"][lam], same_total))
+    return rows
+
+
+def too_large_table(found: Map) -> str:
+    rows = []
+    for row in too_large(found):
+        costs = (row.constant, row.scaled, row.same_total)
+        cells = ("-" if cost is None else f"{cost:+.3f}" for cost in costs)
+        rows.append([f"{row.steps:,}", f"{row.lam:g}", *cells])
+    return _table(["updates", "lambda", "constant", "scaled", "scaled of the same total"], rows, texts=0)
 
 
 def draw(found: Map) -> None:
@@ -336,25 +415,18 @@ def _curve(rule: str, seeds: list[dict[float, float]]) -> Curve:
 
 def rules_section(evidence: Evidence) -> str:
     """Every rule at its strengths, on the seeds that all of them have, or on the first."""
-    run = rules_run(MINI)
-    losses = {(one.arm, one.config.seed): evidence.loss(one) for one in all_rules()}
-    arms = candidates(run)
-    names = [arm.name for those in arms.values() for arm in those]
-    seeds = [s for s in {seed for _, seed in losses} if all(losses[name, s] is not None for name in names)] or [0]
-    found = {
-        rule: [[losses[arm.name, seed] for seed in seeds] for arm in those if losses[arm.name, seeds[0]] is not None]
-        for rule, those in arms.items()
-    }
+    seeds, found = strengths(evidence)
+    arms = candidates(rules_run(MINI))
     rows = []
-    for rule, those in arms.items():
-        for arm in (arm for arm in those if losses[arm.name, seeds[0]] is not None):
-            mean = math.fsum(losses[arm.name, seed] for seed in seeds) / len(seeds)
-            best = min(math.fsum(values) / len(values) for values in found[rule])
-            rows.append([rule, arm.name.removeprefix(f"{rule}, "), _bold(mean, best)])
+    for rule, values in found.items():
+        for arm, losses in zip(arms[rule], values, strict=False):
+            strength = "" if arm.name == rule else arm.name.removeprefix(f"{rule}, ")
+            rows.append([rule, strength, _bold(_mean(losses), min(map(_mean, values)))])
     # The best of some strengths is not a rule's best.
     whole = {rule: values for rule, values in found.items() if len(values) == len(arms[rule])}
-    order = sorted(whole, key=lambda rule: _best(whole[rule]))
-    ranked = ", ".join(f"{rule} {_best(whole[rule]):.3f}" for rule in order)
+    ranked = ", ".join(
+        f"{rule} {_best(whole[rule]):.3f}" for rule in sorted(whole, key=lambda rule: _best(whole[rule]))
+    )
     judged = claim_table(judge_strengths(whole)) if "constant" in whole else ""
     claims = judged if len(seeds) > 1 else "One seed: nothing is judged yet."
     told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. "
@@ -362,27 +434,66 @@ def rules_section(evidence: Evidence) -> str:
     return f"{_table(['rule', 'strength', 'loss'], rows, texts=2)}\n\n{told}\n\n{claims}"
 
 
+def strengths(evidence: Evidence) -> tuple[list[int], dict[str, list[list[float]]]]:
+    """The seeds that all rules have, or the first; by rule, of each strength that was tried, the losses of those."""
+    losses = {(one.arm, one.config.seed): evidence.loss(one) for one in all_rules()}
+    arms = candidates(rules_run(MINI))
+    names = [arm.name for those in arms.values() for arm in those]
+    tried = [name for name in names if losses[name, 0] is not None]
+    seeds = [s for s in {seed for _, seed in losses} if tried and all(losses[name, s] is not None for name in tried)]
+    seeds = seeds or [0]
+    return seeds, {
+        rule: [[losses[arm.name, seed] for seed in seeds] for arm in those if losses[arm.name, seeds[0]] is not None]
+        for rule, those in arms.items()
+    }
+
+
+def whole(found: Mapping[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """The rules all of whose strengths were tried: the best of some is not a rule's best."""
+    arms = candidates(rules_run(MINI))
+    return {rule: values for rule, values in found.items() if len(values) == len(arms[rule])}
+
+
 def _best(losses: Sequence[Sequence[float]]) -> float:
-    values = losses[best_strength(losses)]
-    return math.fsum(values) / len(values)
+    return _mean(losses[best_strength(losses)])
 
 
 def hard_section(evidence: Evidence) -> str:
+    """Of each case the mean over seeds under both rules, and the differences of the pairs."""
+    cases = hard_records(evidence)
     rows = []
-    by_case: dict[tuple[str, float, int], dict[str, Record]] = {}
+    for (case, lam), gaps in hard_gaps(evidence).items():
+        found = cases[case, lam]
+        means = [_mean([_loss(record) for record in found[rule].values()]) for rule in RULES]
+        without = [_loss(record) for record in cases.get((case, 0.0), {}).get("none", {}).values()]
+        gap = over_seeds(gaps)
+        interval = "-" if gap.interval is None else f"{gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
+        epochs = max(record["epochs"] for record in found["constant"].values())
+        cells = [f"{mean:.3f}" for mean in means] + [f"{_mean(without):.3f}" if without else "-"]
+        rows.append([case, f"{lam:g}", f"{epochs:.1f}", *cells, f"{gap.value:+.3f}", interval, str(len(gaps))])
+    headings = ["case", "lambda", "epochs", "constant", "scaled", "no decay", "scaled minus constant"]
+    return _table([*headings, "95% t interval", "seeds"], rows, texts=1)
+
+
+def hard_records(evidence: Evidence) -> dict[tuple[str, float], dict[str, dict[int, Record]]]:
+    """By case and lambda, by rule, by seed."""
+    cases: dict[tuple[str, float], dict[str, dict[int, Record]]] = {}
     for one in GROUPS["hard"].runs():
         record = evidence.of(one)
         if record is not None:
-            case = (one.arm.split(":")[0], record["lambda"] or BEST, record["seed"])
-            by_case.setdefault(case, {})[record["rule"]] = record
-    for (case, lam, seed), found in by_case.items():
-        values = [_loss(found[rule]) if rule in found else math.nan for rule in (*RULES, "none")]
-        cells = ["-" if math.isnan(value) else f"{value:.3f}" for value in values]
-        gap = values[1] - values[0]
-        epochs = max(record["epochs"] for record in found.values())
-        rows.append([case, f"{lam:g}", str(seed), f"{epochs:.1f}", *cells, "-" if math.isnan(gap) else f"{gap:+.3f}"])
-    headings = ["case", "lambda", "seed", "epochs", "constant", "scaled", "no decay", "scaled minus constant"]
-    return _table(headings, rows, texts=1)
+            rules = cases.setdefault((one.arm.split(":")[0], record["lambda"]), {})
+            rules.setdefault(record["rule"], {})[record["seed"]] = record
+    return cases
+
+
+def hard_gaps(evidence: Evidence) -> dict[tuple[str, float], list[float]]:
+    """By case and lambda, scaled minus constant of every seed that has both."""
+    gaps = {}
+    for case, rules in hard_records(evidence).items():
+        seeds = rules.get("constant", {}).keys() & rules.get("scaled", {}).keys()
+        if seeds:
+            gaps[case] = [_loss(rules["scaled"][seed]) - _loss(rules["constant"][seed]) for seed in sorted(seeds)]
+    return gaps
 
 
 def table_section(evidence: Evidence) -> str:
@@ -394,13 +505,18 @@ def table_section(evidence: Evidence) -> str:
             if record is not None:
                 arms.setdefault(one.arm, []).append(record)
         for arm, records in arms.items():
-            mean = math.fsum(_loss(record) for record in records) / len(records)
-            norm = math.fsum(record["end_norm"] for record in records) / len(records)
+            mean, norm = _mean([_loss(record) for record in records]), _mean([record["end_norm"] for record in records])
             first = records[0]
             rows.append(
                 [str(first["width"]), arm, f"{first['lambda']:.3g}", f"{mean:.3f}", f"{norm:.3f}", str(len(records))]
             )
-    return _table(["width", "arm", "lambda", "loss", "end norm (RMS)", "seeds"], rows, texts=2)
+    printed = "; ".join(
+        f"width {width}: {row.constant_norm:g} and {row.scaled_norm:g}"
+        for width, row in ROWS.items()
+        if row.constant_norm is not None
+    )
+    note = f"The paper's end norms under constant and scaled decay: {printed}."
+    return f"{_table(['width', 'arm', 'lambda', 'loss', 'end norm (RMS)', 'seeds'], rows, texts=2)}\n\n{note}"
 
 
 def dynamics_section(evidence: Evidence) -> str:

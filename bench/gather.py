@@ -14,12 +14,14 @@ import contextlib
 import json
 import math
 import multiprocessing
+import re
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,16 @@ SAMPLED = ("weight_rms", "update_rms", "decay", "alignment_update", "alignment_g
 SAMPLED += ("defect", "lr")
 DIGITS = 5
 # What a process needs before its first update, and an update of width 128 with 16 sequences, in seconds on one H200.
-COMPILING, UPDATE = 35.0, 0.0075
+COMPILING, UPDATE = 35.0, 0.0045
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run to make, of which group, and the file of its record."""
+
+    group: str
+    out: Path
+    planned: Planned
 
 
 def main() -> None:
@@ -48,28 +59,33 @@ def main() -> None:
         for name, group in GROUPS.items():
             print(f"{name:12} {len(group.runs()):3} runs, {guess(group.runs()):5.0f} s: {group.question}")
         return
-    groups = [(name, GROUPS[name]) for name in options.groups]
-    for name, group in groups:
-        out = options.out or EVIDENCE / group.file
-        done = {identity(record) for path in {*EVIDENCE.glob("*.jsonl"), out} for record in read(path)}
-        left = [one for one in group.runs() if identity(settings(one.config)) not in done]
-        print(f"{name}: {len(left)} of {len(group.runs())} runs left", flush=True)
-        gather(name, left, options, out)
+    gather([one for asked in options.groups for one in left_of(asked, options)], options)
+
+
+def left_of(asked: str, options: argparse.Namespace) -> list[Wanted]:
+    """The runs of `GROUP`, or of its first N with `GROUP:N`, that have no record yet."""
+    name, _, first = asked.partition(":")
+    runs, out = GROUPS[name].runs()[: int(first) if first else None], options.out or EVIDENCE / GROUPS[name].file
+    done = {identity(record) for path in {*EVIDENCE.glob("*.jsonl"), out} for record in read(path)}
+    left = [one for one in runs if identity(settings(one.config)) not in done]
+    print(f"{name}: {len(left)} of {len(runs)} runs left", flush=True)
+    return [Wanted(name, out, replace(one, config=ready(one.config, options))) for one in left]
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument("groups", nargs="*", metavar="GROUP[:N]", help="its first N runs: " + ", ".join(GROUPS))
     parser.add_argument("--data", type=Path, help="a folder that `muonsw data prepare` filled")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no run that would end later")
     parser.add_argument("--out", type=Path, help="where records are added, instead of the group's file in evidence/")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
-    parser.add_argument("--runs", type=int, help="make at most so many runs of each group")
     parser.add_argument("--steps", type=int, help="cut every run to so many updates, to try the machine")
     parser.add_argument("--list", action="store_true", help="show the groups and how long they take, and end")
     options = parser.parse_args()
     if not options.list and (not options.groups or options.data is None):
         parser.error("give one GROUP or more, and --data DIR; or --list")
+    if unknown := {asked for asked in options.groups if not re.fullmatch(rf"({'|'.join(GROUPS)})(:[1-9]\d*)?", asked)}:
+        parser.error(f"no group {', '.join(sorted(unknown))}: give {', '.join(GROUPS)}, or the first of one as GROUP:N")
     options.start = time.perf_counter()
     return options
 
@@ -108,36 +124,42 @@ def guess(runs: list[Planned]) -> float:
     return COMPILING + sum(UPDATE * cost(one.config) * one.config.steps for one in runs)
 
 
-def gather(name: str, runs: list[Planned], options: argparse.Namespace, out: Path) -> None:
+def gather(runs: list[Wanted], options: argparse.Namespace) -> None:
+    """Make the runs one after another or side by side, and write the record of each as soon as it has ended."""
     clock = Clock(options.start, options.seconds, options.workers)
-    chosen = [replace(one, config=ready(one.config, options)) for one in runs[: options.runs]]
-    for one, record in outcomes(chosen, clock, options.workers):
+    for wanted, record in outcomes(runs, clock, options.workers):
+        one, elapsed = wanted.planned, f"{time.perf_counter() - options.start:6.0f} s "
         if isinstance(record, str):
-            print(f"{time.perf_counter() - options.start:6.0f} s  {one.arm} failed:\n{record}", flush=True)
+            print(f"{elapsed} {one.arm} failed:\n{record}", flush=True)
             continue
         clock.learn(one.config, record["seconds"])
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"group": name, "arm": one.arm, **record}) + "\n")
+        with wanted.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"group": wanted.group, "arm": one.arm, **record, "workers": options.workers}) + "\n")
         loss = "diverged" if record["final_loss"] is None else f"{record['final_loss']:.4f}"
         told = f"{one.arm}, width {record['width']}, {record['steps']} updates, seed {record['seed']}: {loss}"
-        print(f"{time.perf_counter() - options.start:6.0f} s  {told} ({record['seconds']:.0f} s)", flush=True)
+        print(f"{elapsed} {told} ({record['seconds']:.0f} s)", flush=True)
 
 
-def outcomes(runs: list[Planned], clock: Clock, workers: int) -> Iterator[tuple[Planned, Record | str]]:
+def outcomes(runs: list[Wanted], clock: Clock, workers: int) -> Iterator[tuple[Wanted, Record | str]]:
     """Every run that ends in time, with its record or what went wrong; in this process, or in several."""
+    begun = set[tuple[Any, ...]]()
+
+    def begin(one: Wanted) -> bool:
+        key = identity(settings(one.planned.config))
+        if key in begun or not clock.allows(one.planned.config):
+            return False
+        begun.add(key)
+        return True
+
+    left = (one for one in runs if begin(one))
     if workers == 1:
-        for one in runs:
-            if clock.allows(one.config):
-                yield one, attempt(one)
+        yield from ((one, attempt(one.planned)) for one in left)
         return
-    waiting, left = dict[Future[Record | str], Planned](), iter(runs)
+    waiting = dict[Future[Record | str], Wanted]()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         while True:
-            while len(waiting) < workers:
-                one = next((one for one in left if clock.allows(one.config)), None)
-                if one is None:
-                    break
-                waiting[pool.submit(attempt, one)] = one
+            for one in islice(left, workers - len(waiting)):
+                waiting[pool.submit(attempt, one.planned)] = one
             if not waiting:
                 return
             for ended in wait(waiting, return_when=FIRST_COMPLETED).done:

@@ -18,7 +18,11 @@ SEEDS = (0, 1, 2)
 BEST, BEST_STEPS = 0.1, 1_600
 # Windows of the little text: 16 epochs in 1,600 updates of 16 sequences.
 LITTLE = 1_600
-RATES = (5e-3, 1e-2, 2e-2, 4e-2)
+RATES = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
+# Long runs want less decay: one lambda more, so that the best one of a rule has neighbours on both sides.
+SMALLER = {6_400: (0.00625,)}
+# The main table's runs, shorter than `muonsw reproduce main-table --scale mini` so that three seeds fit.
+TABLE_STEPS, TABLE_BATCH = 1_600, 16
 ADAMW_RATE, ADAMW_LAMBDAS = 1e-2, (0.1, 0.5)
 
 
@@ -53,11 +57,12 @@ def of_map(steps: int) -> list[Planned]:
     """
     run = regret.at_horizon(MINI.map_run, steps)
     middle = BEST * BEST_STEPS / steps
-    lambdas = sorted(MINI.map_lambdas, key=lambda lam: (max(lam / middle, middle / lam), lam))
+    lambdas = (*SMALLER.get(steps, ()), *MINI.map_lambdas)
+    outwards = sorted(lambdas, key=lambda lam: (max(lam / middle, middle / lam), lam))
     return [
         Planned(f"{rule}, lambda {lam:g}", _with(run, seed, decay=rule, weight_decay=lam))
         for seed in SEEDS
-        for lam in lambdas
+        for lam in outwards
         for rule in regret.RULES
     ]
 
@@ -89,13 +94,20 @@ def hard_cases() -> list[Planned]:
 
 def table(width: int, seeds: Sequence[int]) -> list[Planned]:
     """A width of the main table: relaxation-matched, both readings of the peak, the control, then good lambdas."""
-    run = _lean(MINI.rows[width])
-    arms = [*decay_arms(MINI.rows[width]), *_good(run)]
+    run = _row(width)
     return [
-        Planned(arm.name, replace(run, optimizer=arm.optimizer, seed=seed), dynamics=seed == 0)
+        Planned(arm.name, replace(run, optimizer=arm.optimizer, seed=seed))
         for seed in seeds
-        for arm in arms
+        for arm in (*decay_arms(run), *_good(run))
     ]
+
+
+def _row(width: int) -> RunConfig:
+    """A row of the table in fewer updates, with more decay in each: as much over the run."""
+    row = MINI.rows[width]
+    lam = float(f"{row.optimizer.weight_decay * row.steps / TABLE_STEPS:.3g}")
+    optimizer = replace(row.optimizer, weight_decay=lam)
+    return _lean(replace(row, steps=TABLE_STEPS, batch=TABLE_BATCH, optimizer=optimizer))
 
 
 def _good(run: RunConfig) -> list[Arm]:
@@ -109,7 +121,7 @@ def _good(run: RunConfig) -> list[Arm]:
 
 def adamw() -> list[Planned]:
     """AdamW at width 256: constant, scaled, and AdamC's own form."""
-    run = _lean(MINI.rows[256])
+    run = _row(256)
     base = replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE, peak="group")
     forms = {
         "constant": replace(base, decay="constant"),
@@ -125,9 +137,9 @@ def adamw() -> list[Planned]:
 
 
 def dynamics() -> list[Planned]:
-    """Both rules at width 256 with the telemetry of every 25th update."""
-    run = _lean(MINI.rows[256])
-    arms = [arm for arm in decay_arms(MINI.rows[256]) if arm.name in regret.RULES]
+    """Both rules at width 256, sampled by telemetry 160 times."""
+    run = replace(_row(256), telemetry_every=TABLE_STEPS // 160)
+    arms = [arm for arm in decay_arms(run) if arm.name in regret.RULES]
     return [Planned(arm.name, replace(run, optimizer=arm.optimizer), dynamics=True) for arm in arms]
 
 
@@ -165,15 +177,9 @@ def _with(run: RunConfig, seed: int, **changes: object) -> RunConfig:
 
 
 def _lean(run: RunConfig) -> RunConfig:
-    """Evaluated ten times, sampled by telemetry 140 times, saved at the end alone."""
-    return replace(
-        run,
-        eval_every=max(1, run.steps // 10),
-        checkpoint_every=run.steps,
-        telemetry_every=max(1, run.steps // 140),
-        log_every=max(1, run.steps // 10),
-        keep=1,
-    )
+    """Evaluated and sampled by telemetry ten times, saved at the end alone."""
+    tenth = max(1, run.steps // 10)
+    return replace(run, eval_every=tenth, checkpoint_every=run.steps, telemetry_every=tenth, log_every=tenth, keep=1)
 
 
 GROUPS: Mapping[str, Group] = {

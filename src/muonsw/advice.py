@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import resources
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from muonsw.decay import DECAY_RULES, decay_factor
@@ -53,6 +54,7 @@ class RuleAdvice:
         weight_decay: the lambda to try.
         low: the smallest lambda that was nearly as good in our runs, in this run's terms.
         high: the largest one.
+        cost: what so much decay cost in our longest runs, in nats above the best lambda; None beyond those.
         own: whether this rule was measured itself; else constant decay's numbers stand for it.
     """
 
@@ -66,6 +68,7 @@ class RuleAdvice:
     weight_decay: float
     low: float
     high: float
+    cost: float | None
     own: bool
 
 
@@ -98,7 +101,7 @@ class Advice:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [("rule", "takes", "leaves", "top RMS", "end RMS", "try lambda", "good from, to")]
+        rows = [("rule", "takes", "leaves", "top RMS", "end RMS", "cost", "try", "good from, to")]
         rows += [
             (
                 one.rule,
@@ -106,6 +109,7 @@ class Advice:
                 f"{one.left:.0%}",
                 f"{one.highest_norm:.3f}",
                 f"{one.end_norm:.3f}",
+                "-" if one.cost is None else f"{one.cost:.3f}",
                 f"{one.weight_decay:.2g}",
                 f"{one.low:.2g}, {one.high:.2g}",
             )
@@ -275,6 +279,7 @@ def _of_rule(rule: str, lam: float, course: _Course) -> RuleAdvice:
         weight_decay=best,
         low=low,
         high=high,
+        cost=_cost(rule, total),
         own=_was_measured(rule),
     )
 
@@ -323,7 +328,7 @@ def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: f
         ),
         "strong": (
             f"Decay is strong: {first.total / best_totals(first.rule)[0]:.1f} times what was best in our "
-            f"runs. {_costs()}"
+            f"runs. {_costs(rules)}"
         ),
     }
     said = [words[verdict]]
@@ -347,12 +352,31 @@ def _norm_sentence(one: RuleAdvice) -> str:
     return f"{one.rule}: the RMS of the weights {way}; {why}."
 
 
-def _costs() -> str:
-    """What four times the best lambda cost at the longest horizon where that is known."""
-    known = [one for one in measured()["optima"] if one["at_four_times"] is not None]
-    last = max((one["steps"] for one in known), default=0)
-    costs = [f"{one['at_four_times']:.3f} under {one['rule']} decay" for one in known if one["steps"] == last]
-    return f"Four times the best lambda cost {' and '.join(costs)}, in nats." if costs else ""
+def _costs(rules: Sequence[RuleAdvice]) -> str:
+    """What as much decay cost in our longest runs, by rule."""
+    known = [f"{one.cost:.3f} under {one.rule} decay" for one in rules if one.cost is not None]
+    if known:
+        return f"As much in all cost {' and '.join(known)} in our longest runs, in nats above the best lambda."
+    _, most = _longest(rules[0].rule)["costs"][-1]
+    return f"It is more than we tried: the largest lambda of our longest runs cost {most:.3f} nats."
+
+
+def _cost(rule: str, total: float) -> float | None:
+    """What a rule that takes so much in all cost above its best lambda; lines over the logarithm of the total."""
+    if not _was_measured(rule):
+        return None
+    for (low, before), (high, after) in pairwise(_longest(rule)["costs"]):
+        if low <= total <= high:
+            cost: float = before + (after - before) * math.log(total / low) / math.log(high / low)
+            return cost
+    return None
+
+
+def _longest(rule: str) -> dict[str, Any]:
+    """What was found about a rule in the longest runs; constant decay stands for what was not measured."""
+    own = [one for one in measured()["optima"] if one["rule"] == (rule if _was_measured(rule) else "constant")]
+    longest: dict[str, Any] = max(own, key=lambda one: one["steps"])
+    return longest
 
 
 def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str]:
@@ -363,7 +387,7 @@ def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str
         f"to {totals[-1]:.2g} in all; the lambda to try takes the mean of its rule here.",
         f"The paper's runs took {PAPER_TOTALS} in all, far more; nobody has shown the best lambda there.",
         "Norms assume updates whose alignment with the weights only momentum makes; in our runs of width 128 with up "
-        "to 1,600 updates that gave end norms within a tenth of the measured ones.",
+        f"to {horizons[-1]:,} updates that gave end norms within a tenth of the measured ones.",
     ]
     beyond = max(steps / horizons[-1], horizons[0] / steps)
     if beyond > 1:

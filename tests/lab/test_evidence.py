@@ -60,7 +60,7 @@ def test_the_page_grows_with_the_records(script):
     assert "All planned runs were made." in page
     assert "hyperball" in page
     assert "3 at 6,400 updates" in page
-    few = script["page"](script["Evidence"]([r for r in records if r["steps"] < 3_000 and r["norm"] == "free"]))
+    few = script["page"](script["Evidence"]([r for r in records if r["steps"] < 3_000 and r["width"] == 128]))
     assert "Not measured yet: 0 of 2 runs of `dynamics` were made." in few
     assert "6,400 updates |" not in few
 
@@ -120,6 +120,22 @@ def parabola(best, curvature, floor=2.0):
     return {lam: floor + curvature * math.log2(lam / best) ** 2 for lam in grid}
 
 
+def test_too_large_a_lambda_is_compared_at_the_same_lambda_and_at_the_same_total(script):
+    """On straight lines over log2 lambda, where what lies between two lambdas is known."""
+
+    def valley(slope):
+        return {0.1 * 2**power: 3.0 + slope * abs(power) for power in range(-3, 4)}
+
+    found = {"constant": {1_600: [valley(0.2)] * 2}, "scaled": {1_600: [valley(0.1)] * 2}}
+    more = script["total_per_lambda"]("constant", 1_600) / script["total_per_lambda"]("scaled", 1_600)
+    assert more > 1.0
+    first, second, third = script["too_large"](found)
+    assert (first.lam, first.constant, first.scaled) == (0.2, pytest.approx(0.2), pytest.approx(0.1))
+    assert first.same_total == pytest.approx(0.1 * (1 + math.log2(more)), rel=1e-3)
+    assert second.same_total == pytest.approx(0.1 * (2 + math.log2(more)), rel=1e-3)
+    assert third.same_total is None  # beyond the lambdas that were tried
+
+
 def test_a_wider_basin_has_more_octaves():
     narrow, wide = parabola(0.1, 0.01), parabola(0.1, 0.0025)
     assert octaves_within(narrow) == pytest.approx(2.0)
@@ -161,4 +177,4 @@ def test_rules_have_three_strengths_around_what_corresponds(script):
     ]
     assert totals == [pytest.approx(totals[0], rel=0.01)] * 3
     assert found["adamc"][0].optimizer.unnormalized == "constant"
-    assert {arm.optimizer.adam_lr for arm in found["hyperball"]} == {run.optimizer.lr}
+    assert {arm.optimizer.adam_lr for arm in (*found["hyperball"], *found["hyperball_target"])} == {run.optimizer.lr}

@@ -136,7 +136,7 @@ def _label(drawn: DrawnAxis, axis: Axis, most: int) -> None:
         drawn.set_minor_locator(NullLocator())
         drawn.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     elif axis.log:
-        drawn.set_major_locator(LogLocator(base=axis.log, numticks=9))
+        drawn.set_major_locator(LogLocator(base=axis.log, numticks=6))
         drawn.set_minor_formatter(NullFormatter())
         if axis.log == 2:
             drawn.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(value)))

@@ -1,7 +1,8 @@
 """Every decay and norm rule at its best of three strengths: is anything better than choosing lambda well?
 
 The strength of a rule is its lambda, a factor of two apart around the one that corresponds to the run's; Hyperball has
-none, and its learning rate takes the place. Claims were written down before the runs.
+none, and its learning rate takes the place; it holds the norms of the initialization, or the one of `target`. Claims
+were written down before the runs.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ def candidates(run: RunConfig) -> Candidates:
     totals = {rule: _lambdas(replace(base, decay=rule), _equal_total(run, rule, lam)) for rule in ("fixed", "log_time")}
     gradient = _lambdas(replace(base, decay="gradient_norm"), lam * GRADIENT, GRADIENT_FACTORS)
     target = replace(base, decay="constant", norm="target", target_norm=TARGET)
+    hyperball = replace(base, norm="hyperball", adam_lr=base.adam_lr or base.lr)
     found = {
         **kept,
         "adamc": _lambdas(replace(base, decay="scaled", unnormalized="constant"), lam),
         **totals,
         "gradient_norm": gradient,
         "target": _lambdas(target, lam),
-        "hyperball": _rates(replace(base, norm="hyperball", adam_lr=base.adam_lr or base.lr)),
+        "hyperball": _rates(hyperball),
+        "hyperball_target": _rates(replace(hyperball, target_norm=TARGET)),
         "none": [replace(base, decay="none", weight_decay=0.0)],
     }
     return {rule: [Arm(arm_name(rule, one), one) for one in those] for rule, those in found.items()}
@@ -58,7 +61,11 @@ def arm_name(rule: str, optimizer: OptimizerConfig) -> str:
     """A rule with its strength."""
     if rule == "none":
         return rule
-    return f"{rule}, lr {optimizer.lr:g}" if rule == "hyperball" else f"{rule}, lambda {optimizer.weight_decay:g}"
+    return (
+        f"{rule}, lr {optimizer.lr:g}"
+        if optimizer.norm == "hyperball"
+        else f"{rule}, lambda {optimizer.weight_decay:g}"
+    )
 
 
 def _lambdas(base: OptimizerConfig, lam: float, factors: Sequence[float] = FACTORS) -> list[OptimizerConfig]:
