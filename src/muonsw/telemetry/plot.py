@@ -37,13 +37,19 @@ def plot(records: str | Path | Iterable[Record], to: str | Path | None = None, *
     figure = Figure(figsize=(11, 7), layout="constrained")
     for axes, (key, title) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         for role in wanted:
-            points = [(r["step"], r["roles"].get(role, {}).get(key)) for r in known]
-            axes.plot(*zip(*[p for p in points if p[1] is not None] or [(float("nan"),) * 2], strict=True), label=role)
+            axes.plot(*_curve(known, role, key), label=role)
         axes.set(title=title, xlabel="update")
     figure.axes[0].legend()
     if to is not None:
         figure.savefig(to, dpi=150)
     return figure
+
+
+def _curve(records: Iterable[Record], role: str, key: str) -> tuple[list[int], list[float]]:
+    """The updates at which a value of a role is known, and the values."""
+    found = [(record["step"], record["roles"].get(role, {}).get(key)) for record in records]
+    known = [(step, value) for step, value in found if value is not None]
+    return [step for step, _ in known], [value for _, value in known]
 
 
 def read(path: str | Path) -> list[Record]:
