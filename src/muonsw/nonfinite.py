@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.algorithms.base import Item
+from muonsw.algorithms.base import TORCH_BELOW, Item
+from muonsw.flag import Flag
+from muonsw.tensors import all_contiguous, dtypes_of, entries
+
+if TYPE_CHECKING:
+    from muonsw.work import Batch
 
 POLICIES = ("skip", "raise", "propagate")
 
@@ -23,35 +29,81 @@ class NonFiniteGradientWarning(RuntimeWarning):
 
 
 def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
-    """A boolean scalar on the gradients' device: whether every norm of this order is finite.
+    """A boolean scalar on the gradients' device: whether every norm of this order is finite, by torch's operations.
 
     With the default, the largest absolute entry, that is whether every entry is finite. The Euclidean norm is
     several times faster on CPUs but overflows for gradients that are large and finite.
     """
-    if grads and kernels.available(grads[0].device):
-        from muonsw.kernels import finite
-
-        if finite.takes(grads):
-            return finite.all_finite(grads)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        if grad.numel():
-            by_dtype.setdefault(grad.dtype, []).append(grad)
-    flags = [torch.stack(torch._foreach_norm(same, order)).isfinite().all() for same in by_dtype.values()]
-    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
+    norms = [torch._foreach_norm(same, order) for same in _by_dtype(grads)]
+    flags = [torch.stack(same).isfinite().all() for same in norms]
+    return torch.stack(flags).all() if len(flags) > 1 else flags[0] if flags else torch.ones((), dtype=torch.bool)
 
 
-def finite_flag(items: Sequence[Item]) -> Tensor | bool:
-    """Whether this step may be taken: a bool where the host can know at no cost, else a device scalar."""
+def finite_flag(work: Sequence[Batch]) -> Flag | bool:
+    """Whether this step may be taken: a bool where the host can know at no cost, else a flag on the device."""
+    if all(batch.device.type == "cpu" for batch in work) and not torch.compiler.is_compiling():
+        return _finite_on_host([grad for batch in work for grad in batch.grads])
     by_device: dict[torch.device, list[Tensor]] = {}
-    for item in items:
-        by_device.setdefault(item.param.device, []).append(item.grad)
-    if all(device.type == "cpu" for device in by_device) and not torch.compiler.is_compiling():
-        grads = [item.grad for item in items]
-        return bool(all_finite(grads, order=2)) or bool(all_finite(grads))
+    for batch in work:
+        by_device.setdefault(batch.device, []).extend(batch.grads)
     home = next(iter(by_device))
-    flags = [all_finite(grads).to(home, non_blocking=True) for grads in by_device.values()]
-    return flags[0] if len(flags) == 1 else torch.stack(flags).all()
+    found = [_bad(grads, device).to(home, non_blocking=True) for device, grads in by_device.items()]
+    return Flag(found[0] if len(found) == 1 else torch.stack(found).amax())
+
+
+def _finite_on_host(grads: Sequence[Tensor]) -> bool:
+    """By the sum of all Euclidean norms, and entry by entry only where that is not finite."""
+    norms = [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(grads)]
+    return all(math.isfinite(norm) for norm in norms) or bool(all_finite(grads))
+
+
+def _bad(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """1 if an entry of these gradients is not finite, else 0, as float32 on their device."""
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        bad = torch.zeros((), device=device)
+        if _suits_amp(grads):
+            for same in _by_dtype(grads):
+                torch._amp_foreach_non_finite_check_and_unscale_(same, bad, _one(device))
+            return bad
+        if kernels.available(device):
+            from muonsw.kernels import finite
+
+            if finite.takes(grads):
+                finite.find_bad(grads, bad)
+                return bad
+    return (~all_finite(grads)).float()
+
+
+# Dtypes of gradients that mixed precision's check reads.
+_AMP_DTYPES = {torch.float32, torch.float16}
+
+
+def _suits_amp(grads: Sequence[Tensor]) -> bool:
+    """Whether the check of torch's mixed precision does it, which takes few launches and no table.
+
+    It multiplies by one in place, so gradients keep every bit; it writes what it reads, so large ones have a kernel.
+    """
+    return entries(grads) < TORCH_BELOW and dtypes_of(grads) <= _AMP_DTYPES and all_contiguous(grads)
+
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def _one(device: torch.device) -> Tensor:
+    """The number one on a device, made once; not kept if a graph is being captured, which fills it at its replay."""
+    if device in _ones:
+        return _ones[device]
+    one = torch.ones((), device=device)
+    if not torch.cuda.is_current_stream_capturing():
+        _ones[device] = one
+    return one
+
+
+def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Gradients that have entries, those of one dtype together."""
+    full = [grad for grad in grads if grad.numel()]
+    dtypes = dtypes_of(full)
+    return [full if len(dtypes) == 1 else [grad for grad in full if grad.dtype == dtype] for dtype in dtypes]
 
 
 def describe_non_finite(items: Sequence[Item]) -> str:
