@@ -86,7 +86,7 @@ def test_float64_keeps_its_digits_under_the_device_flag(algorithm, large, monkey
     from muonsw import nonfinite
     from muonsw.flag import Flag
 
-    def on_device(work):
+    def on_device(work, _):
         return Flag.from_ok(nonfinite.all_finite([grad for batch in work for grad in batch.grads]))
 
     def trained():

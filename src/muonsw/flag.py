@@ -5,6 +5,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Steps for which a device has a number ready.
+_ROOM = 256
+
+
+class Flags:
+    """Zeros on a device, one for each step, in which a flag is raised.
+
+    They lie side by side: a step takes the next, and no launch is needed to make it or to count it. All are counted
+    and cleared together when they are used up.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._room = torch.zeros(_ROOM, device=device)
+        self._free = list(self._room.unbind())
+        self._counted = torch.zeros((), device=device)
+
+    def next(self) -> Tensor:
+        """A zero that nobody has used."""
+        if not self._free:
+            self._counted += self._room.sum()
+            self._room.zero_()
+            self._free = list(self._room.unbind())
+        return self._free.pop()
+
+    @property
+    def raised(self) -> int:
+        """How many were raised so far; waits for the device."""
+        return int(self._counted + self._room.sum())
+
 
 class Flag:
     """A scalar on the device, in the forms that kernels ask for. Each is made when it is asked for, and once.
@@ -14,10 +44,12 @@ class Flag:
     Attributes:
         bad: 1 where a gradient is not finite and nothing may change, else 0, in float32: what torch's fused kernels
             take, and ours.
+        counted: whether it is one of `Flags`, which count themselves.
     """
 
-    def __init__(self, bad: Tensor) -> None:
+    def __init__(self, bad: Tensor, *, counted: bool = False) -> None:
         self.bad = bad
+        self.counted = counted
         self._ok: Tensor | None = None
         self._taken: Tensor | None = None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonsw import kernels
 from muonsw.algorithms.base import TORCH_BELOW, Item
-from muonsw.flag import Flag
+from muonsw.flag import Flag, Flags
 from muonsw.tensors import all_contiguous, dtypes_of, entries
 
 if TYPE_CHECKING:
@@ -39,16 +39,21 @@ def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
     return torch.stack(flags).all() if len(flags) > 1 else flags[0] if flags else torch.ones((), dtype=torch.bool)
 
 
-def finite_flag(work: Sequence[Batch]) -> Flag | bool:
-    """Whether this step may be taken: a bool where the host can know at no cost, else a flag on the device."""
+def finite_flag(work: Sequence[Batch], flags: Flags | None = None) -> Flag | bool:
+    """Whether this step may be taken: a bool where the host can know at no cost, else a flag on the device.
+
+    It is one of `flags` if they are given and lie on the only device.
+    """
     if all(batch.device.type == "cpu" for batch in work) and not torch.compiler.is_compiling():
         return _finite_on_host([grad for batch in work for grad in batch.grads])
     by_device: dict[torch.device, list[Tensor]] = {}
     for batch in work:
         by_device.setdefault(batch.device, []).extend(batch.grads)
-    home = next(iter(by_device))
-    found = [_bad(grads, device).to(home, non_blocking=True) for device, grads in by_device.items()]
-    return Flag(found[0] if len(found) == 1 else torch.stack(found).amax())
+    if flags is not None and by_device.keys() == {flags.device}:
+        return Flag(_raised(flags.next(), by_device[flags.device]), counted=True)
+    found = [_raised(torch.zeros((), device=device), grads) for device, grads in by_device.items()]
+    home = found[0].device
+    return Flag(found[0] if len(found) == 1 else torch.stack([bad.to(home, non_blocking=True) for bad in found]).amax())
 
 
 def _finite_on_host(grads: Sequence[Tensor]) -> bool:
@@ -57,21 +62,20 @@ def _finite_on_host(grads: Sequence[Tensor]) -> bool:
     return all(math.isfinite(norm) for norm in norms) or bool(all_finite(grads))
 
 
-def _bad(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """1 if an entry of these gradients is not finite, else 0, as float32 on their device."""
-    if device.type == "cuda" and not torch.compiler.is_compiling():
-        bad = torch.zeros((), device=device)
+def _raised(bad: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    """A zero on the device of these gradients, set to one if an entry is not finite."""
+    if bad.device.type == "cuda" and not torch.compiler.is_compiling():
         if _suits_amp(grads):
             for same in _by_dtype(grads):
-                torch._amp_foreach_non_finite_check_and_unscale_(same, bad, _one(device))
+                torch._amp_foreach_non_finite_check_and_unscale_(same, bad, _one(bad.device))
             return bad
-        if kernels.available(device):
+        if kernels.available(bad.device):
             from muonsw.kernels import finite
 
             if finite.takes(grads):
                 finite.find_bad(grads, bad)
                 return bad
-    return (~all_finite(grads)).float()
+    return bad.copy_(~all_finite(grads))
 
 
 # Dtypes of gradients that mixed precision's check reads.

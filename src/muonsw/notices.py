@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 
 from muonsw import peak
 from muonsw.algorithms import Item
-from muonsw.flag import Flag
+from muonsw.flag import Flag, Flags
 from muonsw.nonfinite import NonFiniteGradientWarning, describe_non_finite
 from muonsw.peak import Group, PeakLRError, PeakLRWarning
 
@@ -33,6 +33,7 @@ class Notices:
     def __init__(self) -> None:
         self.skipped_on_host = 0
         self._skipped_on_device = torch.zeros(())
+        self._flags: Flags | None = None
         self._excess = torch.zeros((), dtype=torch.bool)
         self._highest: list[Tensor] = []
         self._told: set[str] = set()
@@ -49,11 +50,21 @@ class Notices:
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped for gradients that were not finite; waits for the device."""
-        return self.skipped_on_host + int(self._skipped_on_device)
+        counted = 0 if self._flags is None else self._flags.raised
+        return self.skipped_on_host + int(self._skipped_on_device) + counted
+
+    def flags(self, device: torch.device) -> Flags | None:
+        """Zeros for the finite check of eager steps on an accelerator; None where there can be none."""
+        if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return None  # a graph would write to the same one at each replay
+        if self._flags is None:
+            self._flags = Flags(device)
+        return self._flags
 
     def skip_on_device(self, flag: Flag) -> None:
         """Count a step that the device will skip where the flag forbids it."""
-        self._skipped_on_device.add_(flag.bad)
+        if not flag.counted:
+            self._skipped_on_device.add_(flag.bad)
 
     @_disable_dynamo
     def skip_on_host(self, items: Sequence[Item]) -> None:

@@ -218,8 +218,11 @@ class ScaledDecayOptimizer(Optimizer):
         if self._ranks.needed(self.param_groups):
             self._step_with_others()
             return loss
-        work = work_of(self)
-        self._prepare(work)
+        work = work_of(self, here=True)
+        if torch.compiler.is_compiling():
+            self._prepare_uncompiled(work)
+        else:
+            self._prepare(work)
         if self._observer is None:
             self._update(work)
         else:
@@ -247,7 +250,7 @@ class ScaledDecayOptimizer(Optimizer):
         return self._ranks.agree(self.param_groups, known, settings=settings, measured=self._observer is not None)
 
     def _update(self, work: list[Batch], agreed: Flag | bool | None = None) -> None:
-        ok = self._decide(work, self._finite(work) if agreed is None else agreed)
+        ok = self._decide(work, self._finite(work, counted=True) if agreed is None else agreed)
         if ok is False:
             self._notices.skip_on_host(items_of(work))
             self._last_was_skipped = True
@@ -320,8 +323,11 @@ class ScaledDecayOptimizer(Optimizer):
         if counters:
             _count(counters, coefficients.flag)
 
-    def _finite(self, work: list[Batch]) -> Flag | bool:
-        return True if self.nonfinite == "propagate" or not work else finite_flag(work)
+    def _finite(self, work: list[Batch], *, counted: bool = False) -> Flag | bool:
+        """Whether all gradients are finite; a flag counts its step as skipped, unless other ranks have a say in it."""
+        if self.nonfinite == "propagate" or not work:
+            return True
+        return finite_flag(work, self._notices.flags(work[0].device) if counted and self.nonfinite == "skip" else None)
 
     def _decide(self, work: list[Batch], ok: Flag | bool) -> Flag | bool:
         """What follows from the finite flag: go on, skip, or raise."""
@@ -335,7 +341,10 @@ class ScaledDecayOptimizer(Optimizer):
             self._notices.skip_on_device(ok)
         return ok
 
-    @_disable_dynamo
+    @_disable_dynamo  # a wrapper that costs more than what it wraps, so only a compiled step goes through it
+    def _prepare_uncompiled(self, work: list[Batch]) -> None:
+        self._prepare(work)
+
     def _prepare(self, work: list[Batch]) -> None:
         """Resolve peaks and check learning rates, on the host and before anything changes."""
         self._last = [(batch.group, batch.parameters, batch.group["lr"]) for batch in work]
@@ -349,16 +358,17 @@ class ScaledDecayOptimizer(Optimizer):
             if param is not None and param.requires_grad and not self._has(param):
                 self._notices.unfrozen(name)
         for number, group in enumerate(self.param_groups):
-            moments.require_length(group, self._label(number))
-            norms.refuse(group, self._label(number))
-            moments.place(group, self._label(number))
+            label = self._label(number)
+            moments.require_length(group, label)
+            norms.refuse(group, label)
+            moments.place(group, label)
             if isinstance(group["lr"], Tensor):
-                self._prepare_tensor_lr(number, group)
+                self._prepare_tensor_lr(group, label)
             else:
-                self._prepare_lr(number, group)
+                self._prepare_lr(group, label)
 
-    def _prepare_lr(self, number: int, group: Group) -> None:
-        label, lr = self._label(number), float(group["lr"])
+    def _prepare_lr(self, group: Group, label: str) -> None:
+        lr = float(group["lr"])
         if any(p.is_cuda and _capturing(p) for p in group["params"][:1]):
             raise RuntimeError(
                 f"a CUDA graph would freeze the learning rate {lr:g} of {label}; pass capturable=True or a tensor lr"
@@ -371,13 +381,13 @@ class ScaledDecayOptimizer(Optimizer):
             peak.check_lr(group, label)
             self._notices.never_reached(group, label)
 
-    def _prepare_tensor_lr(self, number: int, group: Group) -> None:
+    def _prepare_tensor_lr(self, group: Group, label: str) -> None:
         if group["resolved_peak_lr"] is not None:
             return
         if not _capturing(group["lr"]):
-            peak.update_peak(group, self._label(number))
+            peak.update_peak(group, label)
         elif _decay_needs_peak(group):
-            peak.resolve_before_capture(group, self._label(number))
+            peak.resolve_before_capture(group, label)
 
     def _coefficients(self, batch: Batch, flag: Flag | None, average: moments.Average | None) -> Coefficients:
         """Learning rate and decay of a batch; with a tensor learning rate nothing is read back from the device."""

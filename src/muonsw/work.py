@@ -45,11 +45,15 @@ def items_of(work: Sequence[Batch]) -> list[Item]:
     return [item for batch in work for item in batch.items]
 
 
-def work_of(optimizer: Optimizer, absent: Sequence[Tensor] = ()) -> list[Batch]:
+def work_of(optimizer: Optimizer, absent: Sequence[Tensor] = (), *, here: bool = False) -> list[Batch]:
     """The parameters that have gradients, in batches; refuses what no algorithm can use.
 
-    Of a parameter that is spread over ranks, this is the part that this rank holds; those that are `absent` have a
-    gradient on other ranks alone, which is zero here.
+    Of a parameter that is spread over ranks, this is the part that this rank holds.
+
+    Args:
+        optimizer: whose parameters they are.
+        absent: parameters that have a gradient on other ranks alone, which is zero here.
+        here: the promise that all parameters are whole on this rank, so that nobody need look.
     """
     zero = {id(param) for param in absent}
     numbered = _numbered if torch.compiler.is_compiling() else _remembered_numbers
@@ -59,7 +63,7 @@ def work_of(optimizer: Optimizer, absent: Sequence[Tensor] = ()) -> list[Batch]:
         params = group["params"]
         names = group.get("param_names") or numbered(number, len(params))
         places = range(position, position + len(params))
-        if zero or any_spread(params):
+        if not here and (zero or any_spread(params)):
             items = _items_over_ranks(places, names, params, optimizer.state, zero)
         else:
             items = _items(places, names, params, optimizer.state)

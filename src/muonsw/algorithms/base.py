@@ -8,6 +8,7 @@ bounded whatever the size of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -217,12 +218,13 @@ def suits_torch(group: Group, *lists: Sequence[Tensor]) -> bool:
     `torch.compile` the compiler fuses the plain operations by itself.
     """
     first = lists[0][0]
+    if group["cautious"] or first.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
+        return False
+    every = list(chain.from_iterable(lists))
     return (
-        first.device.type in ("cpu", "cuda")
-        and not torch.compiler.is_compiling()
-        and not group["cautious"]
-        and first.dtype in (torch.float32, torch.float64)
-        and all(dtypes_of(tensors) == {first.dtype} and all_contiguous(tensors) for tensors in lists)
+        first.dtype in (torch.float32, torch.float64)
+        and dtypes_of(every) == {first.dtype}
+        and all_contiguous(every)
         and all(map(Tensor.numel, lists[0]))
     )
 
