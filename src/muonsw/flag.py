@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Steps for which a device has a number ready.
-_ROOM = 256
+# Steps for which a device has a number ready, and the distance between two of them: kernels are compiled anew for
+# addresses that are no multiples of sixteen bytes.
+_ROOM, _APART = 256, 4
 
 
 class Flags:
@@ -18,8 +19,8 @@ class Flags:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._room = torch.zeros(_ROOM, device=device)
-        self._free = list(self._room.unbind())
+        self._room = torch.zeros(_ROOM, _APART, device=device)
+        self._free = self._all()
         self._counted = torch.zeros((), device=device)
 
     def next(self) -> Tensor:
@@ -27,8 +28,11 @@ class Flags:
         if not self._free:
             self._counted += self._room.sum()
             self._room.zero_()
-            self._free = list(self._room.unbind())
+            self._free = self._all()
         return self._free.pop()
+
+    def _all(self) -> list[Tensor]:
+        return list(self._room[:, 0].unbind())
 
     @property
     def raised(self) -> int:

@@ -66,9 +66,7 @@ def _raised(bad: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """A zero on the device of these gradients, set to one if an entry is not finite."""
     if bad.device.type == "cuda" and not torch.compiler.is_compiling():
         if _suits_amp(grads):
-            for same in _by_dtype(grads):
-                torch._amp_foreach_non_finite_check_and_unscale_(same, bad, _one(bad.device))
-            return bad
+            return _raised_by_amp(bad, grads)
         if kernels.available(bad.device):
             from muonsw.kernels import finite
 
@@ -90,6 +88,12 @@ def _suits_amp(grads: Sequence[Tensor]) -> bool:
     return entries(grads) < TORCH_BELOW and dtypes_of(grads) <= _AMP_DTYPES and all_contiguous(grads)
 
 
+def _raised_by_amp(bad: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    for same in _by_dtype(grads):
+        torch._amp_foreach_non_finite_check_and_unscale_(same, bad, _one(bad.device))
+    return bad
+
+
 _ones: dict[torch.device, Tensor] = {}
 
 
@@ -98,7 +102,7 @@ def _one(device: torch.device) -> Tensor:
     if device in _ones:
         return _ones[device]
     one = torch.ones((), device=device)
-    if not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         _ones[device] = one
     return one
 
