@@ -49,10 +49,21 @@ def test_one_bad_entry_is_found_wherever_it_is(check, dtype, bad):
 @pytest.mark.parametrize("check", [check_by_amp, check_on_host, check_exactly])
 def test_large_numbers_are_finite_also_where_their_norm_is_not(check):
     for dtype in (torch.float32, torch.float16):
-        grads = [torch.full((40, 40), torch.finfo(dtype).max).to(dtype) for _ in range(3)]
+        grads = [torch.full(shape, torch.finfo(dtype).max).to(dtype) for shape in ((40, 40), (8, 8), (256, 257))]
         assert check(grads)
         grads[1][7, 7] = float("inf")
         assert not check(grads)
+
+
+@pytest.mark.parametrize("size", [2**16, 2**16 + 1])
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_no_bad_entry_of_a_long_gradient_hides_behind_a_zero(size, bad):
+    grad = torch.zeros(size)
+    assert check_on_host([grad])
+    for place in (0, size // 2 - 1, size // 2, size - 1):
+        grad[place] = bad
+        assert not check_on_host([torch.randn(3), grad])
+        grad[place] = 0.0
 
 
 def test_without_entries_everything_is_finite():

@@ -41,8 +41,8 @@ def state_keys(group: Group) -> tuple[str, ...]:
     return ("momentum_buffer",) if group["momentum"] else ()
 
 
-# Bytes of a weight that torch's kernels decay and move in two passes while it lies in a CPU's cache.
-TWO_PASSES_BYTES = 2**19
+# Entries that a CPU decays in one pass and moves in a second, before its cache has lost them.
+CACHED = 2**17
 
 
 class Tensors(NamedTuple):
@@ -55,20 +55,14 @@ class Tensors(NamedTuple):
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
     """Directions of plain, heavy-ball or Nesterov SGD, or the whole step in one kernel where there is one."""
-    if uncut(items, budget) and not _takes_torch_two_passes(group):
+    if uncut(items, budget):
         whole = _fused_update(group, whole_parts(items), budget)
         if whole is not None:
             yield whole
             return
-    for parts in elementwise_parts(items, state_keys(group), _chunk_bytes(group, items, budget)):
+    for parts in elementwise_parts(items, state_keys(group), budget.chunk_bytes):
         fused = None if budget.plain else _fused_update(group, parts, budget)
         yield _plain_update(group, parts, budget.ok) if fused is None else fused
-
-
-def _chunk_bytes(group: Group, items: list[Item], budget: Budget) -> int:
-    if items[0].param.device.type == "cpu" and budget.on_host and _takes_torch_two_passes(group):
-        return min(budget.chunk_bytes, TWO_PASSES_BYTES)
-    return budget.chunk_bytes
 
 
 def _tensors(group: Group, parts: list[Part]) -> Tensors:
@@ -147,23 +141,43 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | N
 
     def take(coefficients: Coefficients) -> None:
         eta, phi, flag = float(coefficients.eta), float(coefficients.phi), coefficients.flag
-        if momenta and phi:
-            torch._foreach_mul_(weights, 1 - phi if flag is None else 1 - phi * flag.factor(weights[0].dtype))
-        torch._fused_sgd_(
-            weights,
-            grads,
-            momenta,
-            weight_decay=0.0 if momenta else phi / eta,
-            momentum=group["momentum"],
-            lr=eta,
-            dampening=group["momentum"] if ema else 0.0,
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            is_first_step=False,
-            found_inf=None if flag is None else flag.bad,
-        )
+        shrink = 1 - phi if flag is None else 1 - phi * flag.factor(weights[0].dtype)
+        decays_first = bool(momenta) and phi != 0
+        for piece in _pieces(tensors) if decays_first and weights[0].device.type == "cpu" else (tensors,):
+            if decays_first:
+                torch._foreach_mul_(piece.weights, shrink)
+            torch._fused_sgd_(
+                *piece,
+                weight_decay=0.0 if momenta else phi / eta,
+                momentum=group["momentum"],
+                lr=eta,
+                dampening=group["momentum"] if ema else 0.0,
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                is_first_step=False,
+                found_inf=None if flag is None else flag.bad,
+            )
 
     return take
+
+
+def _pieces(tensors: Tensors) -> Iterator[Tensors]:
+    """The same tensors in pieces of about `CACHED` entries: large ones cut, small ones together."""
+    together, room = Tensors([], [], []), CACHED
+    for three in zip(*tensors, strict=True):
+        size = three[0].numel()
+        if size > CACHED:
+            for cut in zip(*(torch.split(tensor.view(-1), CACHED) for tensor in three), strict=True):
+                yield Tensors(*([part] for part in cut))
+            continue
+        if size > room:
+            yield together
+            together, room = Tensors([], [], []), CACHED
+        for column, tensor in zip(together, three, strict=True):
+            column.append(tensor)
+        room -= size
+    if together.weights:
+        yield together
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001
