@@ -20,7 +20,7 @@ def on_the_device(monkeypatch, bad=0.0):
 
 
 def check_by_amp(grads):
-    return not bool(nonfinite._raised_by_amp(torch.zeros(()), grads))
+    return not bool(nonfinite._raised_by_amp(torch.zeros(()), nonfinite._by_dtype(grads)))
 
 
 def check_on_host(grads):

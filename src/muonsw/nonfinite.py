@@ -83,8 +83,10 @@ def _product_of_halves(grad: Tensor) -> Tensor:
 def _raised(bad: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """A zero on the device of these gradients, set to one if an entry is not finite."""
     if bad.device.type == "cuda" and not torch.compiler.is_compiling():
-        if _suits_amp(grads):
-            return _raised_by_amp(bad, grads)
+        if entries(grads) < TORCH_BELOW and all_contiguous(grads):
+            by_dtype = _by_dtype(grads)
+            if all(same[0].dtype in _AMP_DTYPES for same in by_dtype):
+                return _raised_by_amp(bad, by_dtype)
         if kernels.available(bad.device):
             from muonsw.kernels import finite
 
@@ -98,16 +100,12 @@ def _raised(bad: Tensor, grads: Sequence[Tensor]) -> Tensor:
 _AMP_DTYPES = {torch.float32, torch.float16}
 
 
-def _suits_amp(grads: Sequence[Tensor]) -> bool:
-    """Whether the check of torch's mixed precision does it, which takes few launches and no table.
+def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
+    """The check of torch's mixed precision, in few launches and without a table of addresses.
 
-    It multiplies by one in place, so gradients keep every bit; it writes what it reads, so large ones have a kernel.
+    It multiplies by one in place, so gradients keep every bit; it writes what it reads, so large sets have a kernel.
     """
-    return entries(grads) < TORCH_BELOW and dtypes_of(grads) <= _AMP_DTYPES and all_contiguous(grads)
-
-
-def _raised_by_amp(bad: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    for same in _by_dtype(grads):
+    for same in by_dtype:
         torch._amp_foreach_non_finite_check_and_unscale_(same, bad, _one(bad.device))
     return bad
 

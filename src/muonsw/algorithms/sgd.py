@@ -141,8 +141,8 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | N
 
     def take(coefficients: Coefficients) -> None:
         eta, phi, flag = float(coefficients.eta), float(coefficients.phi), coefficients.flag
-        shrink = 1 - phi if flag is None else 1 - phi * flag.factor(weights[0].dtype)
         decays_first = bool(momenta) and phi != 0
+        shrink = 1 - phi * (flag.factor(weights[0].dtype) if flag is not None and decays_first else 1)
         for piece in _pieces(tensors) if decays_first and weights[0].device.type == "cpu" else (tensors,):
             if decays_first:
                 torch._foreach_mul_(piece.weights, shrink)
