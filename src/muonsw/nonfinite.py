@@ -64,9 +64,10 @@ _BLAS_DTYPES = {torch.float32, torch.float64}
 def _finite_on_host(grads: Sequence[Tensor]) -> bool:
     """By sums that are finite only if every entry is, and entry by entry only where one has overflowed."""
     long = [g for g in grads if g.numel() >= _LONG and g.dtype in _BLAS_DTYPES and g.is_contiguous()]
-    short = [g for g in grads if g.numel() < _LONG or g.dtype not in _BLAS_DTYPES or not g.is_contiguous()]
+    done = {id(grad) for grad in long}
     sums = [_product_of_halves(grad) for grad in long]
-    sums += [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(short)]
+    rest = [grad for grad in grads if id(grad) not in done] if long else grads
+    sums += [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(rest)]
     return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
 
 

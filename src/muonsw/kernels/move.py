@@ -22,7 +22,8 @@ from muonsw.kernels.elementwise import (
     scalars,
     write,
 )
-from muonsw.kernels.tables import block_map, runs, table
+from muonsw.kernels.tables import addresses, block_map, lengths, runs, table
+from muonsw.tensors import all_contiguous
 
 
 @triton.jit
@@ -74,12 +75,17 @@ def _move(
 
 def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
     """Move weights along directions that lie one after another in memory; False, and nothing done, if they do not."""
-    stretches = runs(weights.tensors)
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
-    if stretches is None or not _are_one_batch(directions) or not all(dtype in DTYPES for dtype in dtypes):
+    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions):
         return False
-    begins, sizes = [run.address for run in stretches], tuple([run.size for run in stretches])
-    companions = rounding_rows(weights, stretches)
+    if weights.rounding == "nearest" and all_contiguous(weights.tensors):
+        begins, sizes, companions = addresses(weights.tensors), lengths(weights.tensors), []
+    else:
+        stretches = runs(weights.tensors)
+        if stretches is None:
+            return False
+        begins, sizes = [run.address for run in stretches], tuple([run.size for run in stretches])
+        companions = rounding_rows(weights, stretches)
     first = [0, *accumulate(sizes[:-1])]
     device = directions[0].device
     pointers, is_aligned = table((begins, *companions, first, sizes), device, loose_rows(weights))
@@ -100,9 +106,8 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
 
 
 def _are_one_batch(directions: Sequence[Tensor]) -> bool:
-    expected = directions[0].data_ptr()
-    for direction in directions:
-        if not direction.is_contiguous() or direction.data_ptr() != expected:
-            return False
-        expected += direction.numel() * direction.element_size()
-    return True
+    if not all_contiguous(directions):
+        return False
+    begins, width = addresses(directions), directions[0].element_size()
+    ends = accumulate([begins[0], *(size * width for size in lengths(directions))])
+    return begins == list(ends)[:-1]
