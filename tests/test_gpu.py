@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning
+from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry
 from muonsw.algorithms import base
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
@@ -201,6 +201,27 @@ def test_small_sets_move_as_large_ones_do(algorithm, options, dtype, monkeypatch
 
     for a, b in zip(trained(2**26), trained(0), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("below", [base.TORCH_BELOW, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
+def test_measured_steps_are_cut_and_make_the_same_weights(algorithm, dtype, below, monkeypatch):
+    monkeypatch.setattr(base, "TORCH_BELOW", below)
+
+    def trained(every):
+        params = on_gpu((64, 48), (7,), (33, 35), dtype=dtype)
+        group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
+        optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, chunk_bytes=4096)
+        if every:
+            Telemetry(optimizer, every=every)
+        for t in range(4):
+            feed(params, t)
+            optimizer.step()
+        return params
+
+    for a, b in zip(trained(0), trained(2), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

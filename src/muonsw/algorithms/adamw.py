@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,15 +51,21 @@ class Tensors(NamedTuple):
     squares: list[Tensor]
 
 
+Maker = Callable[[Group, list[Part], Tensors], Take | None]
+
+
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
     """Directions m_hat / (sqrt(v_hat) + eps), or the whole step in one kernel where there is one."""
+    makers: list[Maker] = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
+    if torch_is_quicker(items):
+        makers.reverse()
     if uncut(items, budget):
-        whole = _fused_update(group, whole_parts(items), budget.on_host)
+        whole = _fused_update(group, whole_parts(items), makers)
         if whole is not None:
             yield whole
             return
     for parts in elementwise_parts(items, KEYS, budget.chunk_bytes):
-        fused = None if budget.plain else _fused_update(group, parts, budget.on_host)
+        fused = None if budget.plain else _fused_update(group, parts, makers)
         yield _plain_update(group, parts, budget.ok) if fused is None else fused
 
 
@@ -69,12 +75,9 @@ def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
     return Update(parts, _directions(group, parts, tensors))
 
 
-def _fused_update(group: Group, parts: list[Part], on_host: bool) -> FusedUpdate | None:
-    """The whole step by a kernel, the quickest that takes these tensors; None where there is none."""
+def _fused_update(group: Group, parts: list[Part], makers: list[Maker]) -> FusedUpdate | None:
+    """The whole step by the first kernel that takes these tensors; None where there is none."""
     tensors = Tensors(*columns(parts, KEYS))
-    makers = [_kernel, _torch_kernel] if on_host else [_kernel]
-    if torch_is_quicker(tensors.weights):
-        makers.reverse()
     for make in makers:
         take = make(group, parts, tensors)
         if take is not None:

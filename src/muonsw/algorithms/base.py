@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw import kernels
 from muonsw.flag import Flag
 from muonsw.precision import LOW_PRECISION
 from muonsw.tensors import all_contiguous, dtypes_of, entries
@@ -229,9 +228,12 @@ def suits_torch(group: Group, *lists: Sequence[Tensor]) -> bool:
     )
 
 
-def torch_is_quicker(weights: Sequence[Tensor]) -> bool:
-    """Whether torch's fused kernels, where they can do the work, are to be preferred to ours."""
-    return weights[0].device.type == "cuda" and entries(weights) < TORCH_BELOW
+def torch_is_quicker(items: Sequence[Item]) -> bool:
+    """Whether torch's fused kernels, where they can do the work, are to be preferred to ours.
+
+    Asked of a whole batch, because it must not depend on how the batch is cut: the kernels round differently.
+    """
+    return items[0].param.device.type == "cuda" and entries([item.param for item in items]) < TORCH_BELOW
 
 
 def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: Tensor | None) -> list[Tensor]:
@@ -257,8 +259,11 @@ def where_ok(ok: Tensor, value: float, otherwise: float, dtype: torch.dtype) -> 
 
 
 def uncut(items: Sequence[Item], budget: Budget) -> bool:
-    """Whether torch's fused kernels are to be tried on all items at once: they need no memory of their own."""
-    return budget.on_host and not (budget.plain or budget.measured or kernels.available(items[0].param.device))
+    """Whether fused kernels are to be tried on all items at once: they need no memory of their own.
+
+    Weights that are rounded with noise are always cut in the same way, because the noise depends on it.
+    """
+    return not (budget.plain or budget.measured) and items[0].param.dtype not in LOW_PRECISION
 
 
 def whole_parts(items: Sequence[Item]) -> list[Part]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,15 +53,21 @@ class Tensors(NamedTuple):
     momenta: list[Tensor]
 
 
+Maker = Callable[[Group, list[Part], Tensors], Take | None]
+
+
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
     """Directions of plain, heavy-ball or Nesterov SGD, or the whole step in one kernel where there is one."""
+    makers: list[Maker] = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
+    if torch_is_quicker(items) and not _takes_torch_two_passes(group):
+        makers.reverse()
     if uncut(items, budget):
-        whole = _fused_update(group, whole_parts(items), budget)
+        whole = _fused_update(group, whole_parts(items), makers, budget.flag)
         if whole is not None:
             yield whole
             return
     for parts in elementwise_parts(items, state_keys(group), budget.chunk_bytes):
-        fused = None if budget.plain else _fused_update(group, parts, budget)
+        fused = None if budget.plain else _fused_update(group, parts, makers, budget.flag)
         yield _plain_update(group, parts, budget.ok) if fused is None else fused
 
 
@@ -78,16 +84,13 @@ def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
     return Update(parts, _look_ahead(group, grads, tensors.momenta))
 
 
-def _fused_update(group: Group, parts: list[Part], budget: Budget) -> FusedUpdate | None:
-    """The whole step by a kernel, the quickest that takes these tensors; None where there is none."""
+def _fused_update(group: Group, parts: list[Part], makers: list[Maker], flag: Flag | None) -> FusedUpdate | None:
+    """The whole step by the first kernel that takes these tensors; None where there is none."""
     tensors = _tensors(group, parts)
-    makers = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
-    if torch_is_quicker(tensors.weights) and not _takes_torch_two_passes(group):
-        makers.reverse()
     for make in makers:
         take = make(group, parts, tensors)
         if take is not None:
-            return FusedUpdate(parts, take, partial(_directions, group, tensors, budget.flag))
+            return FusedUpdate(parts, take, partial(_directions, group, tensors, flag))
     return None
 
 
