@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import momentum as torch_momentum
+from muonsw.flag import Flag
 from muonsw.kernels import adamw, elementwise, finite, momentum, move
 from muonsw.kernels.symmetric import Tiles, symmetric_product
 from muonsw.lab.model import kernels as model
@@ -113,8 +114,8 @@ def passes(block: int, warps: int) -> dict:
     grads = [torch.randn(shape, device="cuda") for _ in range(5)]
     momenta = [torch.randn(shape, device="cuda") for _ in range(5)]
     twins = [m.clone() for m in momenta]
-    ok = torch.ones((), dtype=torch.bool, device="cuda")
-    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "ok": ok, "dtype": torch.float16}
+    flag = Flag(torch.zeros((), device="cuda"))
+    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": flag, "dtype": torch.float16}
     X = momentum.normalized_momentum(grads, momenta, **options)
     torch_momentum.advance("ema", twins, grads, 0.95, None)
     ahead = [torch.empty_like(m) for m in twins]
@@ -123,7 +124,7 @@ def passes(block: int, warps: int) -> dict:
     del twins, ahead
     count = 40 * 1024 * 2816
     eta, phi = torch.tensor(1e-3, device="cuda"), torch.tensor(1e-4, device="cuda")
-    motion = elementwise.Motion(eta, phi, ok, 2.0, False)
+    motion = elementwise.Motion(eta, phi, flag, 2.0, False)
     weights = [torch.randn(shape, device="cuda") for _ in range(5)]
     expected = (1 - 1e-4) * weights[0] - 2e-3 * X[:8].float()
     move.move(elementwise.Weights(weights), list(X.split(8)), motion)
@@ -134,7 +135,7 @@ def passes(block: int, warps: int) -> dict:
     times = {
         "momentum": (lambda: momentum.normalized_momentum(grads, momenta, **options), 14 + 4),
         "move": (lambda: move.move(elementwise.Weights(weights), list(X.split(8)), motion), 10),
-        "finite": (lambda: finite.all_finite(grads), 4),
+        "finite": (lambda: finite.find_bad(grads, flag.bad), 4),
         "adamw": (
             lambda: adamw.adamw(
                 elementwise.Weights(weights), grads, momenta, squares, corrections, (0.9, 0.95), False, motion

@@ -102,6 +102,39 @@ def test_telemetry_sees_the_fused_update_and_leaves_it_alone(name, monkeypatch):
             assert a["all"][key] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), key
 
 
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measured_steps_are_cut_and_make_the_same_weights(name, dtype):
+    def trained(every):
+        params = matrices((40, 50), (30,), (7, 9), dtype=dtype)
+        optimizer = BUILD[name](params, weight_decay=0.1, chunk_bytes=512)
+        watcher = Telemetry(optimizer, every=every) if every else None
+        run(optimizer, params, 4)
+        return params, watcher
+
+    (alone, _), (watched, watcher) = trained(0), trained(2)
+    assert watcher.records
+    assert_same(alone, watched)
+
+
+def test_pieces_hold_every_entry_once(monkeypatch):
+    from muonsw.algorithms import sgd
+
+    monkeypatch.setattr(sgd, "CACHED", 100)
+    weights = [
+        torch.arange(size * 1.0).view(shape) for size, shape in ((60, (6, 10)), (50, (50,)), (333, (333,)), (9, (9,)))
+    ]
+    pieces = list(sgd._pieces(sgd.Tensors(weights, [w + 1 for w in weights], [w + 2 for w in weights])))
+    assert all(sum(w.numel() for w in piece.weights) <= 100 for piece in pieces)
+    for piece in pieces:
+        for weight, grad, average in zip(*piece, strict=True):
+            assert torch.equal(weight + 1, grad)
+            assert torch.equal(weight + 2, average)
+            weight.zero_()  # they are views
+    assert not any(weight.any() for weight in weights)
+    assert sum(w.numel() for piece in pieces for w in piece.weights) == 60 + 50 + 333 + 9
+
+
 def test_chunks_change_nothing():
     def trained(chunk_bytes):
         params = matrices((40, 50), (30,))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning
+from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry
+from muonsw.algorithms import base
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from tests.common.cuda import no_waiting
@@ -162,7 +163,10 @@ def test_fp16_training_under_a_grad_scaler():
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_adamw_matches_torchs_fused_kernel():
+@pytest.mark.parametrize("below", [base.TORCH_BELOW, 0])
+def test_adamw_matches_torchs_fused_kernel(below, monkeypatch):
+    """Bit for bit where it is torch's kernel, to rounding where it is ours."""
+    monkeypatch.setattr(base, "TORCH_BELOW", below)
     ours, theirs = on_gpu((128, 64), (50,)), on_gpu((128, 64), (50,))
     a = AdamWSW(ours, lr=0.01, weight_decay=0.1, decay="constant")
     b = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
@@ -172,7 +176,90 @@ def test_adamw_matches_torchs_fused_kernel():
         a.step()
         b.step()
     for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p, q, rtol=1e-5 if below == 0 else 0, atol=1e-6 if below == 0 else 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_sets_move_as_large_ones_do(algorithm, options, dtype, monkeypatch):
+    """Torch's kernels and ours, or in float64 the plain operations, make the same of the same gradients."""
+
+    def trained(below):
+        monkeypatch.setattr(base, "TORCH_BELOW", below)
+        every = on_gpu((64, 48), (7,), (0, 3), (2, 5, 8), dtype=dtype)
+        params = every[:2] if below else every  # torch's kernels take no empty tensors
+        optimizer = OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **(options if algorithm == "sgd" else {}))
+        for t in range(8):
+            optimizer.param_groups[0]["lr"] = 0.05 / (1 + t)
+            feed(params, t)
+            if t == 5:
+                params[0].grad[3, 3] = float("inf")
+            optimizer.step()
+        assert optimizer.skipped_steps == 1
+        return params[:2]
+
+    for a, b in zip(trained(2**26), trained(0), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("below", [base.TORCH_BELOW, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
+def test_measured_steps_are_cut_and_make_the_same_weights(algorithm, dtype, below, monkeypatch):
+    monkeypatch.setattr(base, "TORCH_BELOW", below)
+
+    def trained(every):
+        params = on_gpu((64, 48), (7,), (33, 35), dtype=dtype)
+        group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
+        optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, chunk_bytes=4096)
+        if every:
+            Telemetry(optimizer, every=every)
+        for t in range(4):
+            feed(params, t)
+            optimizer.step()
+        return params
+
+    for a, b in zip(trained(0), trained(2), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_bad_entry_among_many_gradients_is_found_and_no_gradient_changes(bad, dtype):
+    params = [nn.Parameter(torch.zeros(17, dtype=dtype, device="cuda")) for _ in range(250)]
+    params.append(nn.Parameter(torch.zeros(0, device="cuda")))
+    optimizer = AdamWSW(params, lr=0.1)
+    for param in params:
+        param.grad = torch.randn(param.shape, device="cuda").to(param.dtype)
+    for number, place in ((0, 0), (120, 16), (249, 3)):
+        params[number].grad[place] = bad
+        before = [p.grad.view(torch.uint8).clone() for p in params]
+        optimizer.step()
+        assert all(torch.equal(p.grad.view(torch.uint8), b) for p, b in zip(params, before, strict=True))
+        assert not any(p.any() for p in params)
+        params[number].grad[place] = 1.0
+    assert optimizer.skipped_steps == 3
+    optimizer.step()
+    assert all(p.any() for p in params[:-1])
+    assert optimizer.skipped_steps == 3
+
+
+def test_skipped_steps_are_counted_in_eager_steps_and_in_graphs():
+    (param,) = on_gpu((8, 8))
+    optimizer = AdamWSW([param], lr=0.05, capturable=True)
+    param.grad = torch.full_like(param, float("nan"))
+    for _ in range(300):
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(5):
+        graph.replay()
+    param.grad.zero_()
+    graph.replay()
+    optimizer.step()
+    assert optimizer.skipped_steps == 305
 
 
 @pytest.mark.parametrize("scheduled", [True, False])

@@ -75,9 +75,10 @@ def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, 
     monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
     from muonsw import nonfinite
     from muonsw import optimizer as module
+    from muonsw.flag import Flag
 
-    def on_device(items):
-        return nonfinite.all_finite([item.grad for item in items])
+    def on_device(work, _):
+        return Flag.from_ok(nonfinite.all_finite([grad for batch in work for grad in batch.grads]))
 
     monkeypatch.setattr(module, "finite_flag", on_device)
     params = matrices((4, 4), (4, 4), dtype=dtype)

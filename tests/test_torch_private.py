@@ -9,7 +9,16 @@ from muonsw.torch_private import ARGUMENTS, ATTRIBUTES, NAMES, missing
 
 SOURCE = Path(muonsw.__file__).parent
 # Not torch's: a named tuple's, the system's exit, a pattern of tiktoken's, what torchtitan leaves to its subclasses.
-OTHERS = {"_replace", "_asdict", "_exit", "_pat_str", "_post_init", "_resolve_optimizer_factory", "_validate_params"}
+OTHERS = {
+    "_replace",
+    "_asdict",
+    "_make",
+    "_exit",
+    "_pat_str",
+    "_post_init",
+    "_resolve_optimizer_factory",
+    "_validate_params",
+}
 
 
 def is_private(name):

@@ -10,6 +10,7 @@ from torch._compile import _disable_dynamo
 
 from muonsw import kernels, norms
 from muonsw.algorithms.base import FusedUpdate, Group, Part, Update, are_large, kernel_weights, rounding_key, views
+from muonsw.flag import Flag
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
@@ -18,17 +19,29 @@ ROUNDINGS = ("stochastic", "kahan", "nearest")
 class Coefficients(NamedTuple):
     """The learning rate and the decay of one group at one step, on the host or on the group's device.
 
-    Where `ok` is not None and false, both are zero and nothing may change.
+    Where there is a flag and it forbids the step, nothing may change.
     """
 
     eta: float | Tensor
     phi: float | Tensor
-    ok: Tensor | None = None
+    flag: Flag | None = None
 
     @property
     def on_host(self) -> bool:
         """Whether these are numbers by which the host can divide."""
-        return self.ok is None and isinstance(self.eta, float) and isinstance(self.phi, float) and self.eta > 0
+        return isinstance(self.eta, float) and isinstance(self.phi, float) and self.eta > 0
+
+    @property
+    def ok(self) -> Tensor | None:
+        """The flag as a boolean scalar."""
+        return None if self.flag is None else self.flag.ok
+
+    def applied(self, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
+        """Learning rate and decay of weights of this dtype, zero where the flag forbids the step."""
+        if self.flag is None:
+            return self.eta, self.phi
+        factor = self.flag.factor(dtype)
+        return factor * self.eta, factor * self.phi
 
 
 class Observer(Protocol):
@@ -49,12 +62,13 @@ def apply_update(group: Group, update: Update | FusedUpdate, coefficients: Coeff
         return
     if kernels.available(weights[0].device) and _apply_in_one_pass(group, update, weights, coefficients):
         return
-    move = coefficients.eta * update.scale
+    eta, phi = coefficients.applied(weights[0].dtype)
+    move = eta * update.scale
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
         for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
-            _apply_rounded(group, part, weight, direction, move, coefficients)
+            _apply_rounded(group, part, weight, direction, move, phi, coefficients.ok)
     else:
-        shrink_and_move(weights, update.directions, move, coefficients.phi, group["cautious"])
+        shrink_and_move(weights, update.directions, move, phi, group["cautious"])
 
 
 def _apply_in_one_pass(group: Group, update: Update, weights: list[Tensor], coefficients: Coefficients) -> bool:
@@ -95,15 +109,16 @@ def _apply_rounded(
     weight: Tensor,
     direction: Tensor,
     move: float | Tensor,
-    coefficients: Coefficients,
+    phi: float | Tensor,
+    ok: Tensor | None,
 ) -> None:
     """Decay and move a low-precision weight in one float32 pass.
 
     A thousand bfloat16 decays of 1e-3, each rounded to nearest, would leave the weight where it was.
     """
     wide = _wide(group, part, weight)
-    shrink_and_move([wide], [direction.float()], move, coefficients.phi, group["cautious"])
-    _store(group, part, weight, wide, coefficients.ok)
+    shrink_and_move([wide], [direction.float()], move, phi, group["cautious"])
+    _store(group, part, weight, wide, ok)
 
 
 @_disable_dynamo  # for the same reason
@@ -113,10 +128,11 @@ def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], coeffi
     assert rule is not None
     if isinstance(coefficients.eta, float) and coefficients.eta == 0:
         return  # whatever the rule, up to rounding
-    move = coefficients.eta * update.scale
+    eta, phi = coefficients.applied(weights[0].dtype)
+    move = eta * update.scale
     for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
         wide = _wide(group, part, weight)
-        moved = rule.moved(wide, move * direction.to(wide.dtype), coefficients.phi, norms.ball_of(group, part))
+        moved = rule.moved(wide, move * direction.to(wide.dtype), phi, norms.ball_of(group, part))
         _store(group, part, weight, moved, coefficients.ok)
 
 

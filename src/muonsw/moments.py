@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo
 from muonsw.algorithms.base import Item
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.distributed.shards import as_spread, is_spread, local
+from muonsw.flag import Flag
 from muonsw.work import Batch
 
 Group = dict[str, Any]
@@ -91,7 +92,7 @@ def _count_on_host(group: Group) -> None:
     group["step_count"] = int(group["step_count"]) + 1
 
 
-def averages(work: Sequence[Batch], ok: Tensor | None) -> dict[int, Average]:
+def averages(work: Sequence[Batch], flag: Flag | None) -> dict[int, Average]:
     """By the number of each group whose rule asks: its average with the gradients of this step; nothing is changed.
 
     Of gradients that are spread over ranks the sum is taken over all of them, so every rank must come here.
@@ -102,18 +103,18 @@ def averages(work: Sequence[Batch], ok: Tensor | None) -> dict[int, Average]:
         moves = isinstance(group["lr"], Tensor) or group["lr"] > 0  # a step at zero leaves no trace
         if DECAY_RULES[group["decay"]].uses_gradient and decays(group) and moves:
             batches.setdefault(batch.number, []).append(batch)
-    return {number: _average(same[0].group, same, ok) for number, same in batches.items()}
+    return {number: _average(same[0].group, same, flag) for number, same in batches.items()}
 
 
-def _average(group: Group, batches: Sequence[Batch], ok: Tensor | None) -> Average:
+def _average(group: Group, batches: Sequence[Batch], flag: Flag | None) -> Average:
     before: Tensor = group["gradient_average"]
     items = [item for batch in batches for item in batch.items]
     total = sum((_sum_of_squares(item).to(before) for item in items), torch.zeros_like(before[0]))
     mean = total / sum(item.parameter.numel() for item in items)
     beta = group["betas"][1]
     after = beta * before + (1 - beta) * torch.stack([mean, torch.ones_like(mean)])
-    if ok is not None:
-        after = torch.where(ok.to(before.device, non_blocking=True), after, before)
+    if flag is not None:
+        after = torch.where(flag.to(before.device).ok, after, before)
     root = (after[0] / after[1].clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
     on_host = before.device.type == "cpu" and not torch.compiler.is_compiling()
     return Average(group, after, float(root) if on_host else root)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.algorithms.base import Item
+from muonsw.algorithms.base import TORCH_BELOW, Item
+from muonsw.flag import Flag, Flags
+from muonsw.tensors import all_contiguous, dtypes_of, entries
+
+if TYPE_CHECKING:
+    from muonsw.work import Batch
 
 POLICIES = ("skip", "raise", "propagate")
 
@@ -23,35 +29,106 @@ class NonFiniteGradientWarning(RuntimeWarning):
 
 
 def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
-    """A boolean scalar on the gradients' device: whether every norm of this order is finite.
+    """A boolean scalar on the gradients' device: whether every norm of this order is finite, by torch's operations.
 
     With the default, the largest absolute entry, that is whether every entry is finite. The Euclidean norm is
     several times faster on CPUs but overflows for gradients that are large and finite.
     """
-    if grads and kernels.available(grads[0].device):
-        from muonsw.kernels import finite
-
-        if finite.takes(grads):
-            return finite.all_finite(grads)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        if grad.numel():
-            by_dtype.setdefault(grad.dtype, []).append(grad)
-    flags = [torch.stack(torch._foreach_norm(same, order)).isfinite().all() for same in by_dtype.values()]
-    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
+    norms = [torch._foreach_norm(same, order) for same in _by_dtype(grads)]
+    flags = [torch.stack(same).isfinite().all() for same in norms]
+    return torch.stack(flags).all() if len(flags) > 1 else flags[0] if flags else torch.ones((), dtype=torch.bool)
 
 
-def finite_flag(items: Sequence[Item]) -> Tensor | bool:
-    """Whether this step may be taken: a bool where the host can know at no cost, else a device scalar."""
+def finite_flag(work: Sequence[Batch], flags: Flags | None = None) -> Flag | bool:
+    """Whether this step may be taken: a bool where the host can know at no cost, else a flag on the device.
+
+    It is one of `flags` if they are given and lie on the only device.
+    """
+    if all(batch.device.type == "cpu" for batch in work) and not torch.compiler.is_compiling():
+        return _finite_on_host([grad for batch in work for grad in batch.grads])
     by_device: dict[torch.device, list[Tensor]] = {}
-    for item in items:
-        by_device.setdefault(item.param.device, []).append(item.grad)
-    if all(device.type == "cpu" for device in by_device) and not torch.compiler.is_compiling():
-        grads = [item.grad for item in items]
-        return bool(all_finite(grads, order=2)) or bool(all_finite(grads))
-    home = next(iter(by_device))
-    flags = [all_finite(grads).to(home, non_blocking=True) for grads in by_device.values()]
-    return flags[0] if len(flags) == 1 else torch.stack(flags).all()
+    for batch in work:
+        by_device.setdefault(batch.device, []).extend(batch.grads)
+    if flags is not None and by_device.keys() == {flags.device}:
+        return Flag(_raised(flags.next(), by_device[flags.device]), counted=True)
+    found = [_raised(torch.zeros((), device=device), grads) for device, grads in by_device.items()]
+    home = found[0].device
+    return Flag(found[0] if len(found) == 1 else torch.stack([bad.to(home, non_blocking=True) for bad in found]).amax())
+
+
+# Entries from which a gradient is checked by itself, and dtypes that BLAS multiplies.
+_LONG = 2**16
+_BLAS_DTYPES = {torch.float32, torch.float64}
+
+
+def _finite_on_host(grads: Sequence[Tensor]) -> bool:
+    """By sums that are finite only if every entry is, and entry by entry only where one has overflowed."""
+    long = [g for g in grads if g.numel() >= _LONG and g.dtype in _BLAS_DTYPES and g.is_contiguous()]
+    done = {id(grad) for grad in long}
+    sums = [_product_of_halves(grad) for grad in long]
+    rest = [grad for grad in grads if id(grad) not in done] if long else grads
+    sums += [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(rest)]
+    return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
+
+
+def _product_of_halves(grad: Tensor) -> Tensor:
+    """The inner product of a gradient's halves: inf * 0 is NaN, so no entry that is not finite can hide.
+
+    It reads two places at once, which a core does faster than one: in two thirds of the time of a norm.
+    """
+    flat = grad.view(-1)
+    half = (len(flat) + 1) // 2
+    return torch.dot(flat[:half], flat[-half:])
+
+
+def _raised(bad: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    """A zero on the device of these gradients, set to one if an entry is not finite."""
+    if bad.device.type == "cuda" and not torch.compiler.is_compiling():
+        if entries(grads) < TORCH_BELOW and all_contiguous(grads):
+            by_dtype = _by_dtype(grads)
+            if all(same[0].dtype in _AMP_DTYPES for same in by_dtype):
+                return _raised_by_amp(bad, by_dtype)
+        if kernels.available(bad.device):
+            from muonsw.kernels import finite
+
+            if finite.takes(grads):
+                finite.find_bad(grads, bad)
+                return bad
+    return bad.copy_(~all_finite(grads))
+
+
+# Dtypes of gradients that mixed precision's check reads.
+_AMP_DTYPES = {torch.float32, torch.float16}
+
+
+def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
+    """The check of torch's mixed precision, in few launches and without a table of addresses.
+
+    It multiplies by one in place, so gradients keep every bit; it writes what it reads, so large sets have a kernel.
+    """
+    for same in by_dtype:
+        torch._amp_foreach_non_finite_check_and_unscale_(same, bad, _one(bad.device))
+    return bad
+
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def _one(device: torch.device) -> Tensor:
+    """The number one on a device, made once; not kept if a graph is being captured, which fills it at its replay."""
+    if device in _ones:
+        return _ones[device]
+    one = torch.ones((), device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _ones[device] = one
+    return one
+
+
+def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Gradients that have entries, those of one dtype together."""
+    full = [grad for grad in grads if grad.numel()]
+    dtypes = dtypes_of(full)
+    return [full if len(dtypes) == 1 else [grad for grad in full if grad.dtype == dtype] for dtype in dtypes]
 
 
 def describe_non_finite(items: Sequence[Item]) -> str:

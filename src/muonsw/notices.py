@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 
 from muonsw import peak
 from muonsw.algorithms import Item
+from muonsw.flag import Flag, Flags
 from muonsw.nonfinite import NonFiniteGradientWarning, describe_non_finite
 from muonsw.peak import Group, PeakLRError, PeakLRWarning
 
@@ -31,7 +32,8 @@ class Notices:
 
     def __init__(self) -> None:
         self.skipped_on_host = 0
-        self._skipped_on_device = torch.zeros((), dtype=torch.int64)
+        self._skipped_on_device = torch.zeros(())
+        self._flags: Flags | None = None
         self._excess = torch.zeros((), dtype=torch.bool)
         self._highest: list[Tensor] = []
         self._told: set[str] = set()
@@ -39,6 +41,8 @@ class Notices:
 
     def place(self, device: torch.device, groups: int) -> None:
         """Bring the flags to the device of the parameters, with a place for each group's highest learning rate."""
+        if self._excess.device == device and len(self._highest) >= groups:
+            return
         self._skipped_on_device, self._excess = self._skipped_on_device.to(device), self._excess.to(device)
         self._highest = [highest.to(device) for highest in self._highest]
         self._highest += [torch.zeros((), device=device) for _ in range(groups - len(self._highest))]
@@ -46,11 +50,21 @@ class Notices:
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped for gradients that were not finite; waits for the device."""
-        return self.skipped_on_host + int(self._skipped_on_device)
+        counted = 0 if self._flags is None else self._flags.raised
+        return self.skipped_on_host + int(self._skipped_on_device) + counted
 
-    def skip_on_device(self, ok: Tensor) -> None:
-        """Count a step that the device will skip where `ok` is false."""
-        self._skipped_on_device.add_(~ok)
+    def flags(self, device: torch.device) -> Flags | None:
+        """Zeros for the finite check of eager steps on an accelerator; None where there can be none."""
+        if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return None  # a graph would write to the same one at each replay
+        if self._flags is None:
+            self._flags = Flags(device)
+        return self._flags
+
+    def skip_on_device(self, flag: Flag) -> None:
+        """Count a step that the device will skip where the flag forbids it."""
+        if not flag.counted:
+            self._skipped_on_device.add_(flag.bad)
 
     @_disable_dynamo
     def skip_on_host(self, items: Sequence[Item]) -> None:

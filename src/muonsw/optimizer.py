@@ -18,6 +18,7 @@ from muonsw.algorithms import ALGORITHMS, Budget, Item
 from muonsw.apply import Coefficients, Observer, apply_update
 from muonsw.decay import DECAY_RULES, decay_factor, decays
 from muonsw.distributed import Ranks, exchanged_updates, redistributed_updates
+from muonsw.flag import Flag
 from muonsw.nonfinite import POLICIES, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.notices import Notices
 from muonsw.options import (
@@ -33,7 +34,7 @@ from muonsw.precision import LOW_PRECISION
 from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import ensure_state
 from muonsw.summary import GroupSummary, Summary
-from muonsw.work import Batch, work_of
+from muonsw.work import Batch, items_of, work_of
 from muonsw.wrapped import unwrap_optimizer, unwrap_scheduler
 
 if TYPE_CHECKING:
@@ -217,8 +218,11 @@ class ScaledDecayOptimizer(Optimizer):
         if self._ranks.needed(self.param_groups):
             self._step_with_others()
             return loss
-        work = work_of(self)
-        self._prepare(work)
+        work = work_of(self, here=True)
+        if torch.compiler.is_compiling():
+            self._prepare_uncompiled(work)
+        else:
+            self._prepare(work)
         if self._observer is None:
             self._update(work)
         else:
@@ -230,7 +234,7 @@ class ScaledDecayOptimizer(Optimizer):
         """A step of parameters that are spread over ranks: agree first, then move what is here."""
         try:
             work = work_of(self)
-            ok = self._finite([item for batch in work for item in batch.items])
+            ok = self._finite(work)
         except ValueError:
             self._agree(False)  # the others skip this step instead of waiting for ever
             raise
@@ -238,21 +242,21 @@ class ScaledDecayOptimizer(Optimizer):
         if agreed.absent:
             work = work_of(self, agreed.absent)
         self._prepare(work)
-        self._update(work, agreed.ok)
+        self._update(work, Flag.from_ok(agreed.ok) if isinstance(agreed.ok, Tensor) else agreed.ok)
 
-    def _agree(self, ok: Tensor | bool) -> Agreed:
+    def _agree(self, ok: Flag | bool) -> Agreed:
         settings = f"nonfinite={self.nonfinite!r}, chunk_bytes={self.chunk_bytes}"
-        return self._ranks.agree(self.param_groups, ok, settings=settings, measured=self._observer is not None)
+        known = ok.ok if isinstance(ok, Flag) else ok
+        return self._ranks.agree(self.param_groups, known, settings=settings, measured=self._observer is not None)
 
-    def _update(self, work: list[Batch], agreed: Tensor | bool | None = None) -> None:
-        items = [item for batch in work for item in batch.items]
-        ok = self._decide(items, self._finite(items) if agreed is None else agreed)
+    def _update(self, work: list[Batch], agreed: Flag | bool | None = None) -> None:
+        ok = self._decide(work, self._finite(work, counted=True) if agreed is None else agreed)
         if ok is False:
-            self._notices.skip_on_host(items)
+            self._notices.skip_on_host(items_of(work))
             self._last_was_skipped = True
             moments.count_steps(self.param_groups)
             return
-        flag = ok if isinstance(ok, Tensor) else None
+        flag = ok if isinstance(ok, Flag) else None
         averages = moments.averages(work, flag)
         coefficients = [self._coefficients(batch, flag, averages.get(batch.number)) for batch in work]
         moments.count_steps(self.param_groups)
@@ -305,7 +309,7 @@ class ScaledDecayOptimizer(Optimizer):
         chunk_bytes, plain = self._chunk_bytes(items[0].param.device), norms.acting(group) is not None
         if plain and ALGORITHMS[group["algorithm"]].whole is None:
             chunk_bytes = max(chunk_bytes, *(item.param.numel() * item.param.element_size() for item in items))
-        return Budget(chunk_bytes, coefficients.ok, coefficients.on_host, plain)
+        return Budget(chunk_bytes, coefficients.flag, coefficients.on_host, plain, self._observer is not None)
 
     def _begin(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
         """Create the state that is missing, let go of what other ranks keep, and count the step."""
@@ -317,28 +321,33 @@ class ScaledDecayOptimizer(Optimizer):
         ensure_state(group, [i for i in items if not self._ranks.is_elsewhere(i.parameter)] if away else items)
         counters = [item.state["step"] for item in items if "step" in item.state]
         if counters:
-            taken = 1 if coefficients.ok is None else [coefficients.ok.float()] * len(counters)
-            torch._foreach_add_(counters, taken)
+            _count(counters, coefficients.flag)
 
-    def _finite(self, items: list[Item]) -> Tensor | bool:
-        return True if self.nonfinite == "propagate" or not items else finite_flag(items)
+    def _finite(self, work: list[Batch], *, counted: bool = False) -> Flag | bool:
+        """Whether all gradients are finite; a flag counts its step as skipped, unless other ranks have a say in it."""
+        if self.nonfinite == "propagate" or not work:
+            return True
+        return finite_flag(work, self._notices.flags(work[0].device) if counted and self.nonfinite == "skip" else None)
 
-    def _decide(self, items: list[Item], ok: Tensor | bool) -> Tensor | bool:
+    def _decide(self, work: list[Batch], ok: Flag | bool) -> Flag | bool:
         """What follows from the finite flag: go on, skip, or raise."""
         if ok is True or self.nonfinite == "propagate":
             return True
         if self.nonfinite == "raise":
-            if not bool(ok):
-                raise NonFiniteGradientError(f"{describe_non_finite(items)}; nothing was changed")
+            if not (bool(ok.ok) if isinstance(ok, Flag) else ok):
+                raise NonFiniteGradientError(f"{describe_non_finite(items_of(work))}; nothing was changed")
             return True
-        if isinstance(ok, Tensor):
+        if isinstance(ok, Flag):
             self._notices.skip_on_device(ok)
         return ok
 
-    @_disable_dynamo
+    @_disable_dynamo  # a wrapper that costs more than what it wraps, so only a compiled step goes through it
+    def _prepare_uncompiled(self, work: list[Batch]) -> None:
+        self._prepare(work)
+
     def _prepare(self, work: list[Batch]) -> None:
         """Resolve peaks and check learning rates, on the host and before anything changes."""
-        self._last = [(batch.group, [item.parameter for item in batch.items], batch.group["lr"]) for batch in work]
+        self._last = [(batch.group, batch.parameters, batch.group["lr"]) for batch in work]
         self._last_was_skipped = False
         if work:
             self._notices.place(work[0].device, len(self.param_groups))
@@ -349,16 +358,17 @@ class ScaledDecayOptimizer(Optimizer):
             if param is not None and param.requires_grad and not self._has(param):
                 self._notices.unfrozen(name)
         for number, group in enumerate(self.param_groups):
-            moments.require_length(group, self._label(number))
-            norms.refuse(group, self._label(number))
-            moments.place(group, self._label(number))
+            label = self._label(number)
+            moments.require_length(group, label)
+            norms.refuse(group, label)
+            moments.place(group, label)
             if isinstance(group["lr"], Tensor):
-                self._prepare_tensor_lr(number, group)
+                self._prepare_tensor_lr(group, label)
             else:
-                self._prepare_lr(number, group)
+                self._prepare_lr(group, label)
 
-    def _prepare_lr(self, number: int, group: Group) -> None:
-        label, lr = self._label(number), float(group["lr"])
+    def _prepare_lr(self, group: Group, label: str) -> None:
+        lr = float(group["lr"])
         if any(p.is_cuda and _capturing(p) for p in group["params"][:1]):
             raise RuntimeError(
                 f"a CUDA graph would freeze the learning rate {lr:g} of {label}; pass capturable=True or a tensor lr"
@@ -371,15 +381,15 @@ class ScaledDecayOptimizer(Optimizer):
             peak.check_lr(group, label)
             self._notices.never_reached(group, label)
 
-    def _prepare_tensor_lr(self, number: int, group: Group) -> None:
+    def _prepare_tensor_lr(self, group: Group, label: str) -> None:
         if group["resolved_peak_lr"] is not None:
             return
         if not _capturing(group["lr"]):
-            peak.update_peak(group, self._label(number))
+            peak.update_peak(group, label)
         elif _decay_needs_peak(group):
-            peak.resolve_before_capture(group, self._label(number))
+            peak.resolve_before_capture(group, label)
 
-    def _coefficients(self, batch: Batch, ok: Tensor | None, average: moments.Average | None) -> Coefficients:
+    def _coefficients(self, batch: Batch, flag: Flag | None, average: moments.Average | None) -> Coefficients:
         """Learning rate and decay of a batch; with a tensor learning rate nothing is read back from the device."""
         group, device = batch.group, batch.device
         eta, lam, top = group["lr"], group["weight_decay"], peak.eta_max(group)
@@ -390,11 +400,7 @@ class ScaledDecayOptimizer(Optimizer):
             self._notices.record_rate(batch.number, group, eta, phi, needs_peak)
         elif phi > 1:
             raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
-        if ok is None:
-            return Coefficients(eta, phi)
-        here = ok.to(device, non_blocking=True)
-        factor = here.to(torch.float64 if batch.dtype == torch.float64 else torch.float32)
-        return Coefficients(factor * eta, factor * phi, here)
+        return Coefficients(eta, phi, None if flag is None else flag.to(device))
 
     def check(self) -> None:
         """Raise if a learning rate held in a tensor has exceeded its peak since the last check.
@@ -601,6 +607,13 @@ class ScaledDecayOptimizer(Optimizer):
 def _names(group: Group, number: int) -> list[str]:
     names = group.get("param_names")
     return list(names) if names else [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+
+
+def _count(counters: list[Tensor], flag: Flag | None) -> None:
+    if flag is None:
+        torch._foreach_add_(counters, 1)
+    else:
+        torch._foreach_add_(counters, flag.taken, alpha=1)  # without alpha torch would read the tensor on the host
 
 
 def _capturing(tensor: Tensor) -> bool:

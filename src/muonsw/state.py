@@ -6,7 +6,7 @@ Honest rounding adds `compensation`, a norm rule `radius`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,15 +35,13 @@ def dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
     return param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
 
 
-def ensure_state(group: Group, items: Iterable[Item], leave_out: tuple[str, ...] = ()) -> None:
-    """Create what the state of these parameters lacks, except for keys that another rank keeps."""
-    keys: dict[torch.dtype, tuple[str, ...]] = {}
-    for item in items:
-        dtype = item.param.dtype
-        if dtype not in keys:
-            keys[dtype] = state_keys(group, item.param)
-        for key in keys[dtype]:
-            if key not in item.state and key not in leave_out:
+def ensure_state(group: Group, items: Sequence[Item], leave_out: tuple[str, ...] = ()) -> None:
+    """Create what the state of these parameters of one dtype lacks, except for keys that another rank keeps."""
+    if not items:
+        return
+    for key in state_keys(group, items[0].param):
+        if key not in leave_out:
+            for item in [item for item in items if key not in item.state]:
                 item.state[key] = _fresh(key, group, item)
 
 

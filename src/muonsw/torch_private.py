@@ -30,6 +30,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._foreach_sqrt": _FOREACH,
         "torch._fused_adamw_": _FUSED,
         "torch._fused_sgd_": _FUSED,
+        "torch._amp_foreach_non_finite_check_and_unscale_": "the check of a GradScaler, for all gradients at once",
         "torch._compile._disable_dynamo": "as torch.compiler.disable, but the compiler is imported only when it runs",
         "torch.nn.modules.batchnorm._NormBase": "the one parent of all batch and instance norms",
         "torch.nn.modules.conv._ConvNd": "the one parent of all convolutions, transposed ones included",

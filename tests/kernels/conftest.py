@@ -26,10 +26,12 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def kernels_on(monkeypatch):
-    """Let the optimizers take kernels wherever these tests run."""
+    """Let the optimizers take kernels wherever these tests run, also where torch's would be quicker."""
     from muonsw import kernels
+    from muonsw.algorithms import base
 
     def switch(on):
         monkeypatch.setattr(kernels, "available", lambda _: on)
+        monkeypatch.setattr(base, "TORCH_BELOW", 0)
 
     return switch

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw.algorithms import momentum as twin
+from muonsw.flag import Flag
 from muonsw.kernels import finite
 from muonsw.kernels.momentum import normalized_momentum, takes
 from muonsw.kernels.tables import runs
@@ -26,6 +27,12 @@ def problem(shape, device, dtype=torch.float32, seed=0):
     return [g.to(device, dtype) for g in grads], [m.to(device, dtype) for m in momenta]
 
 
+def all_finite(grads):
+    bad = torch.zeros((), device=grads[0].device)
+    finite.find_bad(grads, bad)
+    return bad == 0
+
+
 def by_torch(grads, momenta, form, nesterov, maximize):
     grads = [-g if maximize else g for g in (g.float() for g in grads)]
     momenta = [m.to(torch.float32, copy=True) for m in momenta]
@@ -42,7 +49,7 @@ def by_torch(grads, momenta, form, nesterov, maximize):
 def test_momentum_and_norm_are_the_twins(shape, form, nesterov, maximize, device):
     grads, momenta = problem(shape, device)
     after, ahead = by_torch(grads, momenta, form, nesterov, maximize)
-    options = {"form": form, "beta": 0.95, "nesterov": nesterov, "maximize": maximize, "ok": None}
+    options = {"form": form, "beta": 0.95, "nesterov": nesterov, "maximize": maximize, "flag": None}
     batch = normalized_momentum(grads, momenta, **options, dtype=torch.float16)
     for found, expected in zip(momenta, after, strict=True):
         assert (found - expected).abs().max() <= 2**-22 * expected.abs().max()
@@ -57,7 +64,7 @@ def test_low_precision_gradients_and_momenta(dtype, device):
     grads = [torch.randn(40, 56).to(device, dtype) for _ in range(3)]
     momenta = [torch.randn(40, 56).to(device, dtype) for _ in range(3)]
     after, ahead = by_torch(grads, momenta, "heavy_ball", False, False)
-    options = {"form": "heavy_ball", "beta": 0.95, "nesterov": False, "maximize": False, "ok": None}
+    options = {"form": "heavy_ball", "beta": 0.95, "nesterov": False, "maximize": False, "flag": None}
     batch = normalized_momentum(grads, momenta, **options, dtype=torch.float32)
     eps = torch.finfo(dtype).eps
     for found, expected in zip(momenta, after, strict=True):
@@ -70,8 +77,8 @@ def test_a_skipped_step_leaves_momentum_and_gives_zero(device):
     grads, momenta = problem((33, 40), device)
     grads[0][0, 3, 3] = float("nan")
     before = [m.clone() for m in momenta]
-    ok = torch.zeros((), dtype=torch.bool, device=device)
-    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "ok": ok}
+    flag = Flag(torch.ones((), device=device))
+    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": flag}
     assert not normalized_momentum(grads, momenta, **options, dtype=torch.float16).any()
     assert all(torch.equal(a, b) for a, b in zip(momenta, before, strict=True))
 
@@ -99,11 +106,11 @@ def test_runs_cover_a_tensor_in_order():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_bad_entry_is_found_wherever_it_is(bad, dtype, device):
     grads = [torch.randn(n).to(device) for n in (1, 2048, 5000)] + [torch.randn(3, 5).to(device, dtype)]
-    assert finite.all_finite(grads)
+    assert all_finite(grads)
     for grad in grads:
         for place in (0, grad.numel() // 2, grad.numel() - 1):
             old = grad.view(-1)[place].clone()
             grad.view(-1)[place] = bad
-            assert not finite.all_finite(grads)
+            assert not all_finite(grads)
             grad.view(-1)[place] = old
-    assert finite.all_finite([g * 1e30 if g.dtype == torch.float32 else g for g in grads])
+    assert all_finite([g * 1e30 if g.dtype == torch.float32 else g for g in grads])

@@ -7,6 +7,7 @@ from torch import nn
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw.flag import Flag
 
 SHAPES = [(24, 24), (24, 24), (2, 80, 20), (2, 20, 36), (33, 7)]
 
@@ -101,8 +102,8 @@ def test_elementwise_steps(algorithm, options, dtype, device, kernels_on):
 def test_a_flag_on_the_device_skips_everything(cls, dtype, device, kernels_on, monkeypatch):
     """What a GPU step does with a bad gradient, driven by hand so that it runs on a CPU as well."""
     kernels_on(True)
-    flag = torch.ones((), dtype=torch.bool, device=device)
-    monkeypatch.setattr("muonsw.optimizer.finite_flag", lambda _: flag.clone())
+    bad = torch.zeros((), device=device)
+    monkeypatch.setattr("muonsw.optimizer.finite_flag", lambda *_: Flag(bad.clone()))
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in ((24, 40), (24, 40))]
     options = {"momentum": 0.9} if cls is not AdamWSW else {}
@@ -114,7 +115,7 @@ def test_a_flag_on_the_device_skips_everything(cls, dtype, device, kernels_on, m
     assert not any(torch.equal(p.detach(), s) for p, s in zip(params, start, strict=True))
     before = [v.clone() for p in params for v in (p.detach(), *optimizer.state[p].values())]
     params[1].grad[3, 3] = float("nan")
-    flag.zero_()
+    bad.fill_(1)
     optimizer.step()
     after = [v for p in params for v in (p.detach(), *optimizer.state[p].values())]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

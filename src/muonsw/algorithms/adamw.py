@@ -18,13 +18,17 @@ from muonsw.algorithms.base import (
     Group,
     Item,
     Part,
+    Take,
     Update,
     clean,
+    columns,
     decay_average,
     elementwise_parts,
     kernel_weights,
     suits_torch,
-    views,
+    torch_is_quicker,
+    uncut,
+    whole_parts,
 )
 
 if TYPE_CHECKING:
@@ -47,25 +51,41 @@ class Tensors(NamedTuple):
     squares: list[Tensor]
 
 
+Maker = Callable[[Group, list[Part], Tensors], Take | None]
+
+
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
     """Directions m_hat / (sqrt(v_hat) + eps), or the whole step in one kernel where there is one."""
+    makers: list[Maker] = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
+    if torch_is_quicker(items):
+        makers.reverse()
+    if uncut(items, budget):
+        whole = _fused_update(group, whole_parts(items), makers)
+        if whole is not None:
+            yield whole
+            return
     for parts in elementwise_parts(items, KEYS, budget.chunk_bytes):
-        tensors = Tensors(
-            views(parts, [part.item.param for part in parts]),
-            views(parts, [part.item.grad for part in parts]),
-            *(views(parts, [part.item.state[key] for part in parts]) for key in KEYS),
-        )
-        take = None if budget.plain else _kernel(group, parts, tensors)
-        if take is None and budget.on_host and not budget.plain:
-            take = _torch_kernel(group, parts, tensors)
+        fused = None if budget.plain else _fused_update(group, parts, makers)
+        yield _plain_update(group, parts, budget.ok) if fused is None else fused
+
+
+def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
+    tensors = Tensors(*columns(parts, KEYS))
+    _advance(group, tensors, ok)
+    return Update(parts, _directions(group, parts, tensors))
+
+
+def _fused_update(group: Group, parts: list[Part], makers: list[Maker]) -> FusedUpdate | None:
+    """The whole step by the first kernel that takes these tensors; None where there is none."""
+    tensors = Tensors(*columns(parts, KEYS))
+    for make in makers:
+        take = make(group, parts, tensors)
         if take is not None:
-            yield FusedUpdate(parts, take, partial(_directions, group, parts, tensors))
-        else:
-            _advance(group, tensors, budget.ok)
-            yield Update(parts, _directions(group, parts, tensors))
+            return FusedUpdate(parts, take, partial(_directions, group, parts, tensors))
+    return None
 
 
-def _kernel(group: Group, parts: list[Part], tensors: Tensors) -> Callable[[Coefficients], None] | None:
+def _kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | None:
     """The step as one pass of our kernel, if it takes these tensors."""
     if not kernels.available(tensors.weights[0].device):
         return None
@@ -84,7 +104,7 @@ def _kernel(group: Group, parts: list[Part], tensors: Tensors) -> Callable[[Coef
     return take
 
 
-def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Callable[[Coefficients], None] | None:
+def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | None:
     """The step as torch's own, which takes the decay as a number: `weight_decay = phi / eta` makes it ours."""
     if not suits_torch(group, *tensors):
         return None
@@ -105,6 +125,7 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Callable
             eps=group["eps"],
             amsgrad=False,
             maximize=group["maximize"],
+            found_inf=None if coefficients.flag is None else coefficients.flag.bad,
         )
 
     return take

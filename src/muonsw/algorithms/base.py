@@ -8,16 +8,19 @@ bounded whatever the size of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonsw.flag import Flag
 from muonsw.precision import LOW_PRECISION
+from muonsw.tensors import all_contiguous, dtypes_of, entries
 
 if TYPE_CHECKING:
     from muonsw.apply import Coefficients
-    from muonsw.kernels import elementwise
+    from muonsw.kernels.elementwise import Weights
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -29,6 +32,11 @@ Narrows = tuple[tuple[int, int, int], ...]
 # Entries from which a tensor is large: on an accelerator such tensors are quicker with a kernel each and fewer
 # passes over memory, smaller ones with kernels that take many at once.
 LARGE = 4 * 2**20
+
+# Entries of a whole batch below which torch's fused kernels on GPUs are quicker than ours. They need a launch for some
+# thirty tensors where ours need one, and move more bytes; but ours must first be told, in Python, where every tensor
+# lies, and that takes longer than the work itself while there is little of it.
+TORCH_BELOW = 2**26
 
 
 class Item(NamedTuple):
@@ -100,6 +108,9 @@ class Update(NamedTuple):
     scale: float = 1.0
 
 
+Take = Callable[["Coefficients"], None]
+
+
 class FusedUpdate(NamedTuple):
     """An update that one kernel makes whole: it advances the state, decays and moves.
 
@@ -108,7 +119,7 @@ class FusedUpdate(NamedTuple):
     """
 
     parts: list[Part]
-    take: Callable[[Coefficients], None]
+    take: Take
     directions: Callable[[], list[Tensor]]
     scale: float = 1.0
 
@@ -116,16 +127,22 @@ class FusedUpdate(NamedTuple):
 class Budget(NamedTuple):
     """How much temporary memory one chunk may take, and the flag that says whether gradients are finite.
 
-    `ok` is None where the host has already checked, or a boolean scalar on the device: where it is false, a
-    step must leave state and weights exactly as they are. `on_host` says that learning rate and decay are numbers
-    that the host knows, and the learning rate is not zero, as torch's fused kernels want. `plain` asks for directions
-    and no fused update, because something is to be done with them.
+    `flag` is None where the host has already checked; where it forbids the step, state and weights must stay exactly
+    as they are. `on_host` says that learning rate and decay are numbers that the host knows, and the learning rate is
+    not zero, as torch's fused kernels want. `plain` asks for directions and no fused update, because something is to be
+    done with them; `measured` says that somebody looks at every update, and copies what it changes.
     """
 
     chunk_bytes: int
-    ok: Tensor | None = None
+    flag: Flag | None = None
     on_host: bool = False
     plain: bool = False
+    measured: bool = False
+
+    @property
+    def ok(self) -> Tensor | None:
+        """The flag as a boolean scalar."""
+        return None if self.flag is None else self.flag.ok
 
 
 def _no_matrices(group: Group, param: Tensor) -> int:  # noqa: ARG001
@@ -180,7 +197,7 @@ def rounding_key(group: Group, part: Part) -> int:
     return int((group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF)
 
 
-def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> elementwise.Weights:
+def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> Weights:
     """Weights of one dtype, with what their rounding needs."""
     from muonsw.kernels.elementwise import Weights
 
@@ -194,19 +211,29 @@ def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> el
 
 
 def suits_torch(group: Group, *lists: Sequence[Tensor]) -> bool:
-    """Whether torch's fused CPU kernels take these tensors: one dtype, which they do not have to round, no gaps.
+    """Whether torch's fused kernels take these tensors: one dtype, which they do not have to round, no gaps.
 
-    They know no cautious decay, and in lower precision torch 2.12 and 2.13 skip updates silently. Inside
+    They know no cautious decay, and in lower precision torch 2.12 and 2.13 skip updates silently on CPUs. Inside
     `torch.compile` the compiler fuses the plain operations by itself.
     """
     first = lists[0][0]
+    if group["cautious"] or first.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
+        return False
+    every = list(chain.from_iterable(lists))
     return (
-        first.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not group["cautious"]
-        and first.dtype in (torch.float32, torch.float64)
-        and all(t.dtype == first.dtype and t.is_contiguous() for tensors in lists for t in tensors)
+        first.dtype in (torch.float32, torch.float64)
+        and dtypes_of(every) == {first.dtype}
+        and all_contiguous(every)
+        and all(map(Tensor.numel, lists[0]))
     )
+
+
+def torch_is_quicker(items: Sequence[Item]) -> bool:
+    """Whether torch's fused kernels, where they can do the work, are to be preferred to ours.
+
+    Asked of a whole batch, because it must not depend on how the batch is cut: the kernels round differently.
+    """
+    return items[0].param.device.type == "cuda" and entries([item.param for item in items]) < TORCH_BELOW
 
 
 def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: Tensor | None) -> list[Tensor]:
@@ -231,13 +258,38 @@ def where_ok(ok: Tensor, value: float, otherwise: float, dtype: torch.dtype) -> 
     return torch.where(ok, torch.full_like(ok, value, dtype=wide), otherwise)
 
 
+def uncut(items: Sequence[Item], budget: Budget) -> bool:
+    """Whether fused kernels are to be tried on all items at once: they need no memory of their own.
+
+    Weights that are rounded with noise are always cut in the same way, because the noise depends on it.
+    """
+    return not (budget.plain or budget.measured) and items[0].param.dtype not in LOW_PRECISION
+
+
+def whole_parts(items: Sequence[Item]) -> list[Part]:
+    """Every item as one part."""
+    return [Part(item, WHOLE) for item in items]
+
+
+def columns(parts: Sequence[Part], keys: Sequence[str]) -> list[list[Tensor]]:
+    """Weights, gradients and state of parts, a list of each."""
+    items = [part.item for part in parts]
+    lists = [[item.param for item in items], [item.grad for item in items]]
+    lists += [[item.state[key] for item in items] for key in keys]
+    return lists if _are_whole(parts) else [views(parts, tensors) for tensors in lists]
+
+
+def _are_whole(parts: Sequence[Part]) -> bool:
+    return False not in [part.region is WHOLE for part in parts]
+
+
 def elementwise_parts(items: list[Item], keys: tuple[str, ...], chunk_bytes: int) -> Iterator[list[Part]]:
     """Chunks for rules that treat every entry alike: small tensors together, large ones cut.
 
     Chunks that fit in a CPU's cache make several passes over them cost little more than one.
     """
-    if sum(item.param.numel() for item in items) * items[0].param.element_size() <= chunk_bytes:
-        yield [Part(item, WHOLE) for item in items]
+    if entries([item.param for item in items]) * items[0].param.element_size() <= chunk_bytes:
+        yield whole_parts(items)
         return
     chunk: list[Part] = []
     room = chunk_bytes

@@ -28,6 +28,7 @@ from muonsw.algorithms.base import (
     clean,
     views,
 )
+from muonsw.flag import Flag
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
 from muonsw.precision import LOW_PRECISION, compute_dtype, state_dtype
 from muonsw.scale import SHAPE_SCALES
@@ -57,28 +58,28 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
         momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
         yield Update(
             parts,
-            _scatter(_directions(group, bucket, grads, momenta, budget.ok), grads),
+            _scatter(_directions(group, bucket, grads, momenta, budget.flag), grads),
             scale(*_out_in(group, bucket.rows, bucket.columns)),
         )
 
 
-def _directions(group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None) -> Tensor:
+def _directions(group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], flag: Flag | None) -> Tensor:
     """Orthogonalized momentum, (batch, rows, columns)."""
-    fused = _fused_directions(group, bucket, grads, momenta, ok)
+    fused = _fused_directions(group, bucket, grads, momenta, flag)
     if fused is not None:
         return fused
     orthogonal = ORTHOGONALIZERS[group["orthogonalizer"]](
-        _momentum_matrices(group, bucket, grads, momenta, ok),
+        _momentum_matrices(group, bucket, grads, momenta, None if flag is None else flag.ok),
         steps=group["ns_steps"],
         dtype=compute_dtype(group["ns_dtype"], bucket.dtype, bucket.device),
     )
-    if ok is None or are_large(grads) or bucket.dtype in LOW_PRECISION:
+    if flag is None or are_large(grads) or bucket.dtype in LOW_PRECISION:
         return orthogonal
     return orthogonal.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
 
 
 def _fused_directions(
-    group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None
+    group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], flag: Flag | None
 ) -> Tensor | None:
     """The same from a kernel that reads gradients and momenta where they lie; None where there is none for them."""
     iteration = ITERATIONS.get(ORTHOGONALIZERS[group["orthogonalizer"]])
@@ -97,7 +98,7 @@ def _fused_directions(
         beta=group["momentum"],
         nesterov=group["nesterov"],
         maximize=group["maximize"],
-        ok=ok,
+        flag=flag,
         dtype=dtype,
     )
     if bucket.rows > bucket.columns:

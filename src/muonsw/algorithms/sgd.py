@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +18,22 @@ from muonsw.algorithms.base import (
     Group,
     Item,
     Part,
+    Take,
     Update,
     clean,
+    columns,
     elementwise_parts,
     kernel_weights,
     suits_torch,
-    views,
+    torch_is_quicker,
+    uncut,
+    whole_parts,
 )
+from muonsw.decay import decays
 
 if TYPE_CHECKING:
     from muonsw.apply import Coefficients
+    from muonsw.flag import Flag
 
 
 def state_keys(group: Group) -> tuple[str, ...]:
@@ -35,27 +41,63 @@ def state_keys(group: Group) -> tuple[str, ...]:
     return ("momentum_buffer",) if group["momentum"] else ()
 
 
+# Entries that a CPU decays in one pass and moves in a second, before its cache has lost them.
+CACHED = 2**17
+
+
+class Tensors(NamedTuple):
+    """What one chunk of SGD works on; `momenta` is empty where there is no momentum."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    momenta: list[Tensor]
+
+
+Maker = Callable[[Group, list[Part], Tensors], Take | None]
+
+
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
     """Directions of plain, heavy-ball or Nesterov SGD, or the whole step in one kernel where there is one."""
-    keys = state_keys(group)
-    for parts in elementwise_parts(items, keys, budget.chunk_bytes):
-        weights = views(parts, [part.item.param for part in parts])
-        grads = views(parts, [part.item.grad for part in parts])
-        momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts]) if keys else []
-        take = None if budget.plain else _kernel(group, parts, weights, grads, momenta)
-        if take is None and budget.on_host and not budget.plain:
-            take = _torch_kernel(group, weights, grads, momenta)
+    makers: list[Maker] = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
+    if torch_is_quicker(items) and not _takes_torch_two_passes(group):
+        makers.reverse()
+    if uncut(items, budget):
+        whole = _fused_update(group, whole_parts(items), makers, budget.flag)
+        if whole is not None:
+            yield whole
+            return
+    for parts in elementwise_parts(items, state_keys(group), budget.chunk_bytes):
+        fused = None if budget.plain else _fused_update(group, parts, makers, budget.flag)
+        yield _plain_update(group, parts, budget.ok) if fused is None else fused
+
+
+def _tensors(group: Group, parts: list[Part]) -> Tensors:
+    weights, grads, *momenta = columns(parts, state_keys(group))
+    return Tensors(weights, grads, momenta[0] if momenta else [])
+
+
+def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
+    tensors = _tensors(group, parts)
+    grads = clean(tensors.grads, tensors.momenta or tensors.grads, group["maximize"], ok)
+    if tensors.momenta:
+        momentum.advance(group["momentum_form"], tensors.momenta, grads, group["momentum"], ok)
+    return Update(parts, _look_ahead(group, grads, tensors.momenta))
+
+
+def _fused_update(group: Group, parts: list[Part], makers: list[Maker], flag: Flag | None) -> FusedUpdate | None:
+    """The whole step by the first kernel that takes these tensors; None where there is none."""
+    tensors = _tensors(group, parts)
+    for make in makers:
+        take = make(group, parts, tensors)
         if take is not None:
-            yield FusedUpdate(parts, take, partial(_directions, group, grads, momenta, budget.ok))
-        else:
-            clean_grads = clean(grads, momenta or grads, group["maximize"], budget.ok)
-            if momenta:
-                momentum.advance(group["momentum_form"], momenta, clean_grads, group["momentum"], budget.ok)
-            yield Update(parts, _look_ahead(group, clean_grads, momenta))
+            return FusedUpdate(parts, take, partial(_directions, group, tensors, flag))
+    return None
 
 
-def _directions(group: Group, grads: list[Tensor], momenta: list[Tensor], ok: Tensor | None) -> list[Tensor]:
+def _directions(group: Group, tensors: Tensors, flag: Flag | None) -> list[Tensor]:
     """Where the last step went, from the advanced momentum."""
+    _, grads, momenta = tensors
+    ok = None if flag is None else flag.ok
     return _look_ahead(group, clean(grads, momenta or grads, group["maximize"], ok), momenta)
 
 
@@ -69,10 +111,9 @@ def _look_ahead(group: Group, grads: list[Tensor], momenta: list[Tensor]) -> lis
     return ahead
 
 
-def _kernel(
-    group: Group, parts: list[Part], weights: list[Tensor], grads: list[Tensor], momenta: list[Tensor]
-) -> Callable[[Coefficients], None] | None:
+def _kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | None:
     """The step as one pass of our kernel, if it takes these tensors."""
+    weights, grads, momenta = tensors
     if not kernels.available(weights[0].device):
         return None
     from muonsw.kernels.elementwise import Motion, takes
@@ -89,32 +130,57 @@ def _kernel(
     return take
 
 
-def _torch_kernel(
-    group: Group, weights: list[Tensor], grads: list[Tensor], momenta: list[Tensor]
-) -> Callable[[Coefficients], None] | None:
-    """The step as torch's own; it couples decay to momentum, so with momentum the decay goes first, by itself."""
+def _takes_torch_two_passes(group: Group) -> bool:
+    """Whether torch's kernel cannot decay: it couples decay to momentum, so with momentum the decay goes first."""
+    return bool(group["momentum"]) and decays(group)
+
+
+def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | None:  # noqa: ARG001
+    """The step as torch's own, after the decay where that needs a pass of its own."""
+    weights, grads, momenta = tensors
     ema = bool(momenta) and group["momentum_form"] == "ema"
     if (ema and group["nesterov"]) or not suits_torch(group, weights, grads, momenta or grads):
         return None
 
     def take(coefficients: Coefficients) -> None:
-        eta, phi = float(coefficients.eta), float(coefficients.phi)
-        if momenta and phi:
-            torch._foreach_mul_(weights, 1 - phi)
-        torch._fused_sgd_(
-            weights,
-            grads,
-            momenta,
-            weight_decay=0.0 if momenta else phi / eta,
-            momentum=group["momentum"],
-            lr=eta,
-            dampening=group["momentum"] if ema else 0.0,
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            is_first_step=False,
-        )
+        eta, phi, flag = float(coefficients.eta), float(coefficients.phi), coefficients.flag
+        decays_first = bool(momenta) and phi != 0
+        shrink = 1 - phi * (flag.factor(weights[0].dtype) if flag is not None and decays_first else 1)
+        for piece in _pieces(tensors) if decays_first and weights[0].device.type == "cpu" else (tensors,):
+            if decays_first:
+                torch._foreach_mul_(piece.weights, shrink)
+            torch._fused_sgd_(
+                *piece,
+                weight_decay=0.0 if momenta else phi / eta,
+                momentum=group["momentum"],
+                lr=eta,
+                dampening=group["momentum"] if ema else 0.0,
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                is_first_step=False,
+                found_inf=None if flag is None else flag.bad,
+            )
 
     return take
+
+
+def _pieces(tensors: Tensors) -> Iterator[Tensors]:
+    """The same tensors in pieces of about `CACHED` entries: large ones cut, small ones together."""
+    together, room = Tensors([], [], []), CACHED
+    for three in zip(*tensors, strict=True):
+        size = three[0].numel()
+        if size > CACHED:
+            for cut in zip(*(torch.split(tensor.view(-1), CACHED) for tensor in three), strict=True):
+                yield Tensors(*([part] for part in cut))
+            continue
+        if size > room:
+            yield together
+            together, room = Tensors([], [], []), CACHED
+        for column, tensor in zip(together, three, strict=True):
+            column.append(tensor)
+        room -= size
+    if together.weights:
+        yield together
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001

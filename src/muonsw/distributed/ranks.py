@@ -16,7 +16,7 @@ from muonsw.algorithms.base import Group, Item
 from muonsw.distributed.agreement import Agreed, Agreement, Member
 from muonsw.distributed.layout import COPIES, HERE, OTHER, Layout, Layouts
 from muonsw.distributed.plan import Met, Round, make_rounds, share_by_cost
-from muonsw.distributed.shards import as_spread, is_spread
+from muonsw.distributed.shards import any_spread, as_spread, is_spread
 from muonsw.precision import state_dtype
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Ranks:
 
     def needed(self, groups: Sequence[Group]) -> bool:
         """Whether any parameter has parts or copies on other ranks; parameters may be swapped at any time."""
-        return any(self.agreement.concerns(param) for group in groups for param in group["params"])
+        return self.process_group is not None or any(any_spread(group["params"]) for group in groups)
 
     def agree(self, groups: Sequence[Group], ok: Tensor | bool, *, settings: str, measured: bool) -> Agreed:
         """Agree with the other ranks on this step, and on whether telemetry measures it where that takes them all."""

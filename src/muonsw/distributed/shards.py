@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 def is_spread(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor, as FSDP2 and tensor parallelism make; importing their module would be slow."""
     return hasattr(tensor, "device_mesh")
+
+
+def any_spread(tensors: Sequence[Tensor]) -> bool:
+    """Whether any tensor is a DTensor: asked of their few types, because every step asks it of all parameters."""
+    return any(hasattr(kind, "device_mesh") for kind in set(map(type, tensors)))
 
 
 def as_spread(tensor: Tensor) -> DTensor:

@@ -6,7 +6,7 @@
 | `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
 | `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
 | `adamw`, `sgd` | the whole step, from gradient to weight | `algorithms.adamw`, `algorithms.sgd` and `apply` |
-| `finite` | whether all gradients are finite | `nonfinite.all_finite` |
+| `finite` | whether a gradient is not finite | `nonfinite.all_finite` |
 
 The modules import Triton, so they are imported where `available` has said yes and nowhere else.
 """
@@ -47,10 +47,10 @@ def _usable(device: torch.device) -> bool:
 
 def _failure(device: torch.device) -> str:
     """Why the smallest kernel does not run on this device; empty if it does."""
-    from muonsw.kernels.finite import all_finite
+    from muonsw.kernels.finite import find_bad
 
     try:
-        all_finite([torch.zeros(1, device=device)])
+        find_bad([torch.zeros(1, device=device)], torch.zeros((), device=device))
     except Exception as error:  # whatever a compiler or a driver may raise
         return f"{type(error).__name__}: {error}"
     return ""

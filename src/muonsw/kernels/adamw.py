@@ -37,13 +37,13 @@ def _adamw(
     eta,
     phi,
     scale,
-    ok,
+    bad,
     STATE_ROW: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     GAIN_SMALL: tl.constexpr,
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
-    HAS_OK: tl.constexpr,
+    HAS_FLAG: tl.constexpr,
     ETA_ON_DEVICE: tl.constexpr,
     PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
@@ -54,7 +54,7 @@ def _adamw(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    owner, offsets, inside = place(sizes, blocks, ok, HAS_OK, ALIGNED, BLOCK)
+    owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
     g = tl.load(start(pointers, STATE_ROW * tensors + owner, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
     g = g.to(STATE).to(tl.float32)
     averages = start(pointers, (STATE_ROW + 1) * tensors + owner, STATE, ALIGNED)

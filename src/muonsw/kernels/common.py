@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muonsw.flag import Flag
+
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 NEAREST, STOCHASTIC, KAHAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -23,9 +25,9 @@ def scalar(value, ON_DEVICE: tl.constexpr):
     return number
 
 
-def flag(ok: Tensor | None, unused: Tensor) -> Tensor:
-    """A boolean scalar as a kernel takes it, or any tensor where there is none."""
-    return unused if ok is None else ok.view(torch.uint8)
+def flag_or(flag: Flag | None, unused: Tensor) -> Tensor:
+    """A flag as a kernel takes it, or any tensor where there is none."""
+    return unused if flag is None else flag.bad
 
 
 @triton.jit
@@ -38,10 +40,10 @@ def whole_number(table, entry, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def limit(size, ok, HAS_OK: tl.constexpr):
+def limit(size, bad, HAS_FLAG: tl.constexpr):
     """How many of `size` entries this step may change: all or none."""
-    if HAS_OK:
-        size = size * tl.load(ok).to(tl.int64)
+    if HAS_FLAG:
+        size = size * (tl.load(bad) == 0.0).to(tl.int64)
     return size
 
 

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muonsw.flag import Flag
 from muonsw.kernels.common import (
     DTYPES,
     KAHAN,
     ROUNDINGS,
     STOCHASTIC,
-    flag,
+    flag_or,
     limit,
     scalar,
     shrink_and_move,
@@ -28,18 +29,19 @@ from muonsw.kernels.common import (
     stochastic_round,
     whole_number,
 )
-from muonsw.kernels.tables import Run, aligned, all_contiguous, block_map, runs, table
+from muonsw.kernels.tables import Run, addresses, block_map, lengths, runs, table
+from muonsw.tensors import all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4
 
 
 class Motion(NamedTuple):
-    """How weights move: `W <- (1 - phi) W - eta * scale * direction` unless `ok` is false; see `apply.Coefficients`."""
+    """How weights move: `W <- (1 - phi) W - eta * scale * direction` unless `flag` forbids it, as in `apply`."""
 
     eta: float | Tensor
     phi: float | Tensor
-    ok: Tensor | None
+    flag: Flag | None
     scale: float
     cautious: bool
 
@@ -55,12 +57,12 @@ class Weights(NamedTuple):
 
 
 @triton.jit
-def place(sizes, blocks, ok, HAS_OK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def place(sizes, blocks, bad, HAS_FLAG: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The tensor that this program works on, and the entries."""
     program = tl.program_id(0)
     owner = tl.load(blocks + program)
     offsets = tl.load(blocks + tl.num_programs(0) + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return owner, offsets, offsets < limit(whole_number(sizes, owner, ALIGNED), ok, HAS_OK)
+    return owner, offsets, offsets < limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)
 
 
 @triton.jit
@@ -104,20 +106,17 @@ def write(
 
 def takes(*lists: Sequence[Tensor]) -> bool:
     """Whether each list has one dtype that the kernels read, and only contiguous tensors."""
-    return all(
-        tensors[0].dtype in DTYPES and len({t.dtype for t in tensors}) == 1 and all_contiguous(tensors)
-        for tensors in lists
-    )
+    return all(tensors[0].dtype in DTYPES and one_dtype(tensors) and all_contiguous(tensors) for tensors in lists)
 
 
 def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) -> None:
     """Run the kernel of an algorithm on weights, gradients and state of any sizes."""
-    sizes = tuple([t.numel() for t in weights.tensors])
-    columns = [[t.data_ptr() for t in tensors] for tensors in (weights.tensors, *state)]
+    sizes = lengths(weights.tensors)
     nearest = weights.rounding == "nearest"
     companions = [] if nearest else rounding_rows(weights, [Run(0, 0, owner, 0) for owner in range(len(sizes))])
     device = weights.tensors[0].device
-    pointers = table((columns[0], *companions, *columns[1:], sizes), device)
+    rows = (addresses(weights.tensors), *companions, *map(addresses, state), sizes)
+    pointers, is_aligned = table(rows, device, loose_rows(weights))
     blocks = block_map(sizes, BLOCK, device)
     kernel[(blocks.shape[1],)](
         pointers,
@@ -129,7 +128,7 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) 
         STATE_ROW=1 + len(companions),
         GRAD=DTYPES[state[0][0].dtype],
         **options,
-        **choices(weights, motion, aligned(*columns, sizes)),
+        **choices(weights, motion, is_aligned),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -146,9 +145,14 @@ def rounding_rows(weights: Weights, stretches: Sequence[Run]) -> list[list[int]]
     return [[counters[o] for o in owners], [weights.keys[o] for o in owners], [run.position for run in stretches]]
 
 
+def loose_rows(weights: Weights) -> int:
+    """How many of those rows hold no addresses of many entries."""
+    return 3 if weights.rounding == "stochastic" else 0
+
+
 def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:
     """The arguments of a kernel that say how far weights move."""
-    return motion.eta, motion.phi, motion.scale, flag(motion.ok, unused)
+    return motion.eta, motion.phi, motion.scale, flag_or(motion.flag, unused)
 
 
 def choices(weights: Weights, motion: Motion, is_aligned: bool) -> dict[str, object]:
@@ -156,7 +160,7 @@ def choices(weights: Weights, motion: Motion, is_aligned: bool) -> dict[str, obj
     dtype = weights.tensors[0].dtype
     info = torch.finfo(dtype)
     return {
-        "HAS_OK": motion.ok is not None,
+        "HAS_FLAG": motion.flag is not None,
         "ETA_ON_DEVICE": isinstance(motion.eta, Tensor),
         "PHI_ON_DEVICE": isinstance(motion.phi, Tensor),
         "CAUTIOUS": motion.cautious,

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonsw.kernels.common import DTYPES, advance, flag, limit, look_ahead, start
-from muonsw.kernels.tables import aligned, all_contiguous, table
+from muonsw.flag import Flag
+from muonsw.kernels.common import DTYPES, advance, flag_or, limit, look_ahead, start
+from muonsw.kernels.tables import addresses, table
+from muonsw.tensors import all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4
@@ -31,11 +33,11 @@ def _advance(
     out,
     sums,
     exponents,
-    ok,
+    bad,
     beta,
     gain,
     numel,
-    HAS_OK: tl.constexpr,
+    HAS_FLAG: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
@@ -48,7 +50,7 @@ def _advance(
 ):
     block, matrix = tl.program_id(0), tl.program_id(1)
     offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, live = offsets < numel, offsets < limit(numel, ok, HAS_OK)
+    inside, live = offsets < numel, offsets < limit(numel, bad, HAS_FLAG)
     grads = start(pointers, matrix, GRAD, ALIGNED)
     momenta = start(pointers, tl.num_programs(1) + matrix, MOMENTUM, ALIGNED)
     g = tl.load(grads + offsets, mask=live, other=0.0).to(tl.float32)
@@ -111,7 +113,7 @@ def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype
     """Whether all matrices of these stacks are contiguous and in dtypes that the kernel reads."""
     return dtype in DTYPES and all(
         tensors[0].dtype in DTYPES
-        and len({t.dtype for t in tensors}) == 1
+        and one_dtype(tensors)
         and (all_contiguous(tensors) or all(t.dim() <= 3 and t[0].is_contiguous() for t in tensors))
         for tensors in (grads, momenta)
     )
@@ -120,16 +122,16 @@ def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype
 def matrix_addresses(stacks: Sequence[Tensor]) -> list[int]:
     """Where each matrix of these matrices and stacks begins."""
     if stacks[0].dim() == 2 and all(stack.dim() == 2 for stack in stacks):
-        return [stack.data_ptr() for stack in stacks]
-    addresses: list[int] = []
+        return addresses(stacks)
+    found: list[int] = []
     for stack in stacks:
         begin = stack.data_ptr()
         if stack.dim() == 2:
-            addresses.append(begin)
+            found.append(begin)
         else:
             stride = stack.stride(0) * stack.element_size()
-            addresses.extend(range(begin, begin + stride * stack.shape[0], stride))
-    return addresses
+            found.extend(range(begin, begin + stride * stack.shape[0], stride))
+    return found
 
 
 def normalized_momentum(
@@ -140,7 +142,7 @@ def normalized_momentum(
     beta: float,
     nesterov: bool,
     maximize: bool,
-    ok: Tensor | None,
+    flag: Flag | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Advance momenta in place; return the directions, divided by their norms, as one batch `(n, rows, columns)`.
@@ -152,7 +154,7 @@ def normalized_momentum(
         beta: the momentum's decay.
         nesterov: whether to look ahead.
         maximize: whether gradients point uphill.
-        ok: where false, nothing changes and the directions are zero.
+        flag: where it forbids the step, nothing changes and the directions are zero.
         dtype: of the result.
     """
     rows, columns = grads[0].shape[-2:]
@@ -162,17 +164,18 @@ def normalized_momentum(
     blocks = triton.cdiv(numel, BLOCK)
     sums = torch.empty(len(sources), blocks, dtype=torch.float32, device=device)
     exponents = torch.empty(len(sources), blocks, dtype=torch.int32, device=device)
+    pointers, is_aligned = table((sources, targets), device)
     gain = 1 - beta if form == "ema" else 1.0
     _advance[(blocks, len(sources))](
-        table((sources, targets), device),
+        pointers,
         out,
         sums,
         exponents,
-        flag(ok, out),
+        flag_or(flag, out),
         beta,
         gain,
         numel,
-        HAS_OK=ok is not None,
+        HAS_FLAG=flag is not None,
         MAXIMIZE=maximize,
         EMA=form == "ema",
         NESTEROV=nesterov,
@@ -180,7 +183,7 @@ def normalized_momentum(
         BETA_SMALL=beta < 0.5,
         GRAD=DTYPES[grads[0].dtype],
         MOMENTUM=DTYPES[momenta[0].dtype],
-        ALIGNED=aligned(sources, targets),
+        ALIGNED=is_aligned,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

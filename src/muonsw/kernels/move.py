@@ -10,8 +10,20 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels.common import DTYPES, whole_number
-from muonsw.kernels.elementwise import BLOCK, WARPS, Motion, Weights, choices, place, rounding_rows, scalars, write
-from muonsw.kernels.tables import aligned, block_map, runs, table
+from muonsw.kernels.elementwise import (
+    BLOCK,
+    WARPS,
+    Motion,
+    Weights,
+    choices,
+    loose_rows,
+    place,
+    rounding_rows,
+    scalars,
+    write,
+)
+from muonsw.kernels.tables import addresses, block_map, lengths, runs, table
+from muonsw.tensors import all_contiguous
 
 
 @triton.jit
@@ -24,10 +36,9 @@ def _move(
     eta,
     phi,
     scale,
-    ok,
+    bad,
     STATE_ROW: tl.constexpr,
-    DIRECTIONS_ALIGNED: tl.constexpr,
-    HAS_OK: tl.constexpr,
+    HAS_FLAG: tl.constexpr,
     ETA_ON_DEVICE: tl.constexpr,
     PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
@@ -38,8 +49,8 @@ def _move(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    owner, offsets, inside = place(sizes, blocks, ok, HAS_OK, ALIGNED, BLOCK)
-    first = whole_number(pointers, STATE_ROW * tensors + owner, DIRECTIONS_ALIGNED)
+    owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
+    first = whole_number(pointers, STATE_ROW * tensors + owner, ALIGNED)
     direction = tl.load(directions + first + offsets, mask=inside, other=0.0).to(tl.float32)
     write(
         pointers,
@@ -64,15 +75,20 @@ def _move(
 
 def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
     """Move weights along directions that lie one after another in memory; False, and nothing done, if they do not."""
-    stretches = runs(weights.tensors)
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
-    if stretches is None or not _are_one_batch(directions) or not all(dtype in DTYPES for dtype in dtypes):
+    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions):
         return False
-    addresses, sizes = [run.address for run in stretches], tuple([run.size for run in stretches])
-    companions = rounding_rows(weights, stretches)
+    if weights.rounding == "nearest" and all_contiguous(weights.tensors):
+        begins, sizes, companions = addresses(weights.tensors), lengths(weights.tensors), []
+    else:
+        stretches = runs(weights.tensors)
+        if stretches is None:
+            return False
+        begins, sizes = [run.address for run in stretches], tuple([run.size for run in stretches])
+        companions = rounding_rows(weights, stretches)
     first = [0, *accumulate(sizes[:-1])]
     device = directions[0].device
-    pointers = table((addresses, *companions, first, sizes), device)
+    pointers, is_aligned = table((begins, *companions, first, sizes), device, loose_rows(weights))
     blocks = block_map(sizes, BLOCK, device)
     _move[(blocks.shape[1],)](
         pointers,
@@ -82,8 +98,7 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
         directions[0],
         *scalars(motion, pointers),
         STATE_ROW=1 + len(companions),
-        DIRECTIONS_ALIGNED=not any(place % 16 for place in first),
-        **choices(weights, motion, aligned(addresses, sizes)),
+        **choices(weights, motion, is_aligned),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -91,9 +106,8 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
 
 
 def _are_one_batch(directions: Sequence[Tensor]) -> bool:
-    expected = directions[0].data_ptr()
-    for direction in directions:
-        if not direction.is_contiguous() or direction.data_ptr() != expected:
-            return False
-        expected += direction.numel() * direction.element_size()
-    return True
+    if not all_contiguous(directions):
+        return False
+    begins, width = addresses(directions), directions[0].element_size()
+    ends = accumulate([begins[0], *(size * width for size in lengths(directions))])
+    return begins == list(ends)[:-1]

@@ -23,7 +23,7 @@ def _sgd(
     eta,
     phi,
     scale,
-    ok,
+    bad,
     STATE_ROW: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
@@ -33,7 +33,7 @@ def _sgd(
     BETA_SMALL: tl.constexpr,
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
-    HAS_OK: tl.constexpr,
+    HAS_FLAG: tl.constexpr,
     ETA_ON_DEVICE: tl.constexpr,
     PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
@@ -44,7 +44,7 @@ def _sgd(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    owner, offsets, inside = place(sizes, blocks, ok, HAS_OK, ALIGNED, BLOCK)
+    owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
     g = tl.load(start(pointers, STATE_ROW * tensors + owner, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
     g = g.to(STATE).to(tl.float32)
     if MAXIMIZE:

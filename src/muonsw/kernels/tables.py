@@ -7,36 +7,69 @@ small and change rarely (parameters and state stay where they are, gradients mos
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import reduce
 from itertools import chain
 from operator import or_
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from muonsw.tensors import all_contiguous
+
+T = TypeVar("T")
+
+
+class Kept(OrderedDict[Hashable, T]):
+    """What was made lately, by what it was made from."""
+
+    def keep(self, key: Hashable, made: T) -> T:
+        """Keep something new, and let go of what was not asked for longest."""
+        self[key] = made
+        if len(self) > _KEPT:
+            self.popitem(last=False)
+        return made
+
+    def recall(self, key: Hashable) -> T | None:
+        """What was made from this, if it is still here."""
+        found = self.get(key)
+        if found is not None:
+            self.move_to_end(key)
+        return found
+
+
+class Table(NamedTuple):
+    """Whole numbers on the device, int64 `(rows, tensors)`; and whether a kernel may read sixteen bytes at a time."""
+
+    numbers: Tensor
+    aligned: bool
+
+
 _KEPT = 1024
-_cache: OrderedDict[Hashable, Tensor] = OrderedDict()
+_tables: Kept[Table] = Kept()
+_maps: Kept[Tensor] = Kept()
 
 
-def _kept(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-    found = _cache.get(key)
-    if found is None:
-        found = _cache[key] = make()
-        if len(_cache) > _KEPT:
-            _cache.popitem(last=False)
-    else:
-        _cache.move_to_end(key)
-    return found
+def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -> Table:
+    """Rows of addresses and other whole numbers, one column for each tensor.
 
-
-def table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of addresses or other whole numbers, one column for each tensor, as int64 on the device."""
+    Args:
+        rows: the numbers.
+        device: where they are wanted.
+        loose: how many rows after the first need not be aligned.
+    """
     numbers = tuple(chain.from_iterable(rows))
-    if (device, numbers) not in _cache and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _in_graph(numbers, device).view(len(rows), -1)  # not kept: it is filled when this graph is replayed
-    return _kept((device, numbers), lambda: _on_device(numbers, device).view(len(rows), -1))
+    key = (device, len(rows), loose, numbers)
+    found = _tables.recall(key)
+    if found is not None:
+        return found
+    is_aligned = aligned(rows[0], *rows[1 + loose :])
+    if (
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    ):  # not kept: filled when the graph is replayed
+        return Table(_in_graph(numbers, device).view(len(rows), -1), is_aligned)
+    return _tables.keep(key, Table(_on_device(numbers, device).view(len(rows), -1), is_aligned))
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -70,21 +103,26 @@ def _in_graph(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
     """For each program: the number of its tensor, and of its block in that tensor; int32 `(2, n)`."""
+    key = (device, block, sizes)
+    found = _maps.recall(key)
+    if found is not None:
+        return found
+    counts = torch.tensor([-(-size // block) for size in sizes])
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    first = counts.cumsum(0) - counts
+    place = torch.arange(len(owner)) - first[owner]
+    both = torch.stack([owner, place]).int()
+    return _maps.keep(key, both if device.type == "cpu" else both.pin_memory().to(device, non_blocking=True))
 
-    def make() -> Tensor:
-        counts = torch.tensor([-(-size // block) for size in sizes])
-        owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-        first = counts.cumsum(0) - counts
-        place = torch.arange(len(owner)) - first[owner]
-        both = torch.stack([owner, place]).int()
-        return both if device.type == "cpu" else both.pin_memory().to(device, non_blocking=True)
 
-    return _kept((device, block, sizes), make)
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Where tensors begin."""
+    return list(map(Tensor.data_ptr, tensors))
 
 
-def all_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Whether no tensor has gaps; a list is several times faster here than a generator."""
-    return False not in [tensor.is_contiguous() for tensor in tensors]
+def lengths(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How many entries tensors have."""
+    return tuple(map(Tensor.numel, tensors))
 
 
 class Run(NamedTuple):

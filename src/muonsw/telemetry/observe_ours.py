@@ -160,8 +160,9 @@ class OurOptimizerObserver:
         if group["algorithm"] == "muon" and (rule is None or rule.update is None):
             side = min(self._matrix(group, bundle.parts[0])[1:])
         follows = change_follows(group, bundle.parts[0].item.param)
-        phi = coefficients.phi if rule is None else None  # a norm rule takes another share of every weight
-        factors = (side, with_momentum, coefficients.eta, scale, phi, follows)
+        eta, phi = coefficients.applied(bundle.parts[0].item.param.dtype)
+        share = phi if rule is None else None  # a norm rule takes another share of every weight
+        factors = (side, with_momentum, eta, scale, share, follows)
         return [
             Piece(part.item.parameter, block.first, block.rows, block.area, *factors)
             for part, block in zip(bundle.parts, bundle.blocks, strict=True)

@@ -1,0 +1,191 @@
+"""The finite check and its flag: what is found, what is counted, and that nobody waits for it."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from muonsw import AdamWSW, nonfinite
+from muonsw.flag import Flag, Flags
+from muonsw.work import work_of
+from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, matrices, run, set_gradients
+
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+def on_the_device(monkeypatch, bad=0.0):
+    """Let the optimizers hear from the device alone whether gradients are finite, as on an accelerator."""
+    flag = torch.tensor(bad)
+    monkeypatch.setattr("muonsw.optimizer.finite_flag", lambda *_: Flag(flag.clone()))
+    return flag
+
+
+def check_by_amp(grads):
+    return not bool(nonfinite._raised_by_amp(torch.zeros(()), nonfinite._by_dtype(grads)))
+
+
+def check_on_host(grads):
+    return nonfinite._finite_on_host(grads)
+
+
+def check_exactly(grads):
+    return bool(nonfinite.all_finite(grads))
+
+
+@pytest.mark.parametrize("check", [check_by_amp, check_on_host, check_exactly])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_one_bad_entry_is_found_wherever_it_is(check, dtype, bad):
+    grads = [torch.randn(3, 5), torch.randn(()), torch.empty(0, 4), torch.randn(70).to(dtype)]
+    assert check(grads)
+    for grad in (grad for grad in grads if grad.numel()):
+        for place in (0, grad.numel() - 1):
+            kept = grad.view(-1)[place].clone()
+            grad.view(-1)[place] = bad
+            assert not check(grads)
+            grad.view(-1)[place] = kept
+    assert check(grads)
+
+
+@pytest.mark.parametrize("check", [check_by_amp, check_on_host, check_exactly])
+def test_large_numbers_are_finite_also_where_their_norm_is_not(check):
+    for dtype in (torch.float32, torch.float16):
+        grads = [torch.full(shape, torch.finfo(dtype).max).to(dtype) for shape in ((40, 40), (8, 8), (256, 257))]
+        assert check(grads)
+        grads[1][7, 7] = float("inf")
+        assert not check(grads)
+
+
+@pytest.mark.parametrize("size", [2**16, 2**16 + 1])
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_no_bad_entry_of_a_long_gradient_hides_behind_a_zero(size, bad):
+    grad = torch.zeros(size)
+    assert check_on_host([grad])
+    for place in (0, size // 2 - 1, size // 2, size - 1):
+        grad[place] = bad
+        assert not check_on_host([torch.randn(3), grad])
+        grad[place] = 0.0
+
+
+def test_without_entries_everything_is_finite():
+    assert check_on_host([])
+    assert check_on_host([torch.empty(0)])
+
+
+def test_the_check_of_mixed_precision_leaves_gradients_bit_for_bit():
+    grad = torch.cat([torch.randn(100), torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3.4e38, *BAD])])
+    before = grad.view(torch.int32).clone()
+    assert not check_by_amp([grad])
+    assert torch.equal(grad.view(torch.int32), before)
+
+
+def test_flags_are_zero_when_taken_and_counted_over_more_steps_than_there_is_room():
+    flags = Flags(torch.device("cpu"))
+    expected = 0
+    for step in range(600):
+        flag = flags.next()
+        assert flag == 0
+        assert flag.data_ptr() % 16 == 0
+        if step % 7 == 0:
+            flag.fill_(1)
+            expected += 1
+        if step % 100 == 0:
+            assert flags.raised == expected
+    assert flags.raised == expected
+
+
+def test_a_flag_in_all_its_forms():
+    for bad in (0.0, 1.0):
+        for flag in (Flag(torch.tensor(bad)), Flag.from_ok(torch.tensor(bad == 0))):
+            assert bool(flag.ok) == (bad == 0)
+            assert float(flag.bad) == bad
+            assert float(flag.taken) == 1 - bad
+            assert flag.factor(torch.float64).dtype == torch.float64
+            assert flag.to(torch.device("cpu")) is flag
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses to bring a number from a tensor to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host asks for a value"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_under_the_flag_asks_for_no_value(algorithm, dtype, monkeypatch):
+    on_the_device(monkeypatch)
+    params = matrices((6, 4), (4, 4), dtype=dtype)
+    options = {"momentum": 0.9} if algorithm == "sgd" else {}
+    optimizer = OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **options)
+    run(optimizer, params, 2)
+    set_gradients(params, 2)
+    with NoWaiting():
+        optimizer.step()
+
+
+def test_adamw_under_the_flag_is_torchs_fused_step_bit_for_bit(monkeypatch):
+    flag = on_the_device(monkeypatch)
+    ours = matrices((8, 8), (5,), (2, 3, 4))
+    theirs = clones(ours)
+    optimizer = AdamWSW(ours, lr=0.05, weight_decay=0.1, decay="constant", betas=(0.9, 0.99))
+    torchs = torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1, betas=(0.9, 0.99), fused=True)
+    for step in range(10):
+        if step == 5:  # a step that is skipped leaves no trace
+            flag.fill_(1)
+            run(optimizer, ours, 1, start=99)
+            flag.zero_()
+        for one, params in ((optimizer, ours), (torchs, theirs)):
+            run(one, params, 1, start=step)
+    assert_same(ours, theirs)
+    assert optimizer.skipped_steps == 1
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(
+            [optimizer.state[mine][key] for key in ("step", "exp_avg", "exp_avg_sq")],
+            [torchs.state[other][key] for key in ("step", "exp_avg", "exp_avg_sq")],
+        )
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "momentum"])
+def test_scaled_decay_under_the_flag_follows_its_formula_in_float64(name, monkeypatch):
+    """W <- (1 - lambda eta^2 / eta_max) W - eta d, with d of torch's own optimizer without decay."""
+    on_the_device(monkeypatch)
+    schedule = cosine(0.05, 20)
+    (param,) = matrices((6, 5), dtype=torch.float64)
+    moving, W = torch.nn.Parameter(torch.zeros_like(param)), param.detach().clone()
+    momentum = {"momentum": 0.9} if name == "momentum" else {}
+    if name == "adamw":
+        optimizer = OPTIMIZERS["adamw"]([param], lr=0.05, weight_decay=0.3)
+        torchs = torch.optim.AdamW([moving], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0)
+    else:
+        optimizer = OPTIMIZERS["sgd"]([param], lr=0.05, weight_decay=0.3, **momentum)
+        torchs = torch.optim.SGD([moving], lr=0.05, **momentum)
+    for step in range(20):
+        before = moving.detach().clone()
+        run(optimizer, [param], 1, start=step, schedule=schedule)
+        run(torchs, [moving], 1, start=step, schedule=schedule)
+        eta = schedule(step)
+        W = (1 - 0.3 * eta * eta / 0.05) * W + (moving.detach() - before)
+    torch.testing.assert_close(param.detach(), W, rtol=1e-11, atol=1e-13)
+
+
+def test_work_is_found_anew_whatever_has_changed_since_the_last_step():
+    """Gradients that come and go, parameters that are added, replaced or change their dtype."""
+    params = matrices((4, 4), (3,), (2, 5))
+    optimizer = AdamWSW(params[:2], lr=0.1)
+    set_gradients(params, 0)
+    assert [item.name for batch in work_of(optimizer) for item in batch.items] == [
+        "parameter 0 of group 0",
+        "parameter 1 of group 0",
+    ]
+    params[0].grad = None
+    assert [item.param is params[1] for batch in work_of(optimizer) for item in batch.items] == [True]
+    optimizer.add_param_group({"params": [params[2]]})
+    (other,) = matrices((3,), seed=1)
+    set_gradients([other], 0)
+    optimizer.param_groups[0]["params"][1] = other
+    assert work_of(optimizer)[0].items[0].param is other
+    assert [item.position for batch in work_of(optimizer) for item in batch.items] == [1, 2]
+    params[2].data = params[2].data.double()
+    params[2].grad = torch.zeros_like(params[2])
+    assert [batch.dtype for batch in work_of(optimizer)] == [torch.float32, torch.float64]
