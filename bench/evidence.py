@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -319,17 +319,18 @@ def _in_all(totals: Sequence[float]) -> str:
 
 def _other_rules(evidence: Evidence) -> str:
     """Whether anything was better than choosing lambda well, among the rules that have all their strengths."""
-    seeds, found = strengths(evidence)
-    best = {rule: _best(values) for rule, values in whole(found).items()}
-    if not {"constant", "none"} <= best.keys():
+    gaps = gaps_to_constant(strengths(evidence))
+    if "none" not in gaps:
         return ""
+    best = {rule: _mean(gap) for rule, gap in gaps.items()}
     lowest = min(best, key=lambda rule: best[rule])
-    gain = best["constant"] - best[lowest]
-    better = "No rule is better than choosing lambda well" if gain <= GOOD else f"One rule is better, `{lowest}`"
-    close = ", ".join(f"`{rule}`" for rule in best if rule != "constant" and abs(best[rule] - best["constant"]) <= GOOD)
+    better = (
+        f"One rule is better, `{lowest}`" if best[lowest] < -GOOD else "No rule is better than choosing lambda well"
+    )
+    close = ", ".join(f"`{rule}`" for rule in best if rule != "constant" and abs(best[rule]) <= GOOD)
     return (
         f"{better}: at the best of three strengths {close} end within {GOOD} nats of constant decay, no decay at all "
-        f"{best['none'] - best['constant']:+.3f} from it (1,600 updates, {len(seeds)} seeds)."
+        f"{best['none']:+.3f} from it (1,600 updates, {len(gaps['constant'])} seeds)."
     )
 
 
@@ -414,38 +415,37 @@ def _curve(rule: str, seeds: list[dict[float, float]]) -> Curve:
 
 
 def rules_section(evidence: Evidence) -> str:
-    """Every rule at its strengths, on the seeds that all of them have, or on the first."""
-    seeds, found = strengths(evidence)
-    arms = candidates(rules_run(MINI))
+    """Every rule at its strengths, on the seeds that it has; its best against constant decay's, on the same seeds."""
+    found, arms = strengths(evidence), candidates(rules_run(MINI))
     rows = []
     for rule, values in found.items():
         for arm, losses in zip(arms[rule], values, strict=False):
             strength = "" if arm.name == rule else arm.name.removeprefix(f"{rule}, ")
-            rows.append([rule, strength, _bold(_mean(losses), min(map(_mean, values)))])
-    # The best of some strengths is not a rule's best.
-    whole = {rule: values for rule, values in found.items() if len(values) == len(arms[rule])}
-    ranked = ", ".join(
-        f"{rule} {_best(whole[rule]):.3f}" for rule in sorted(whole, key=lambda rule: _best(whole[rule]))
-    )
-    judged = claim_table(judge_strengths(whole)) if "constant" in whole else ""
-    claims = judged if len(seeds) > 1 else "One seed: nothing is judged yet."
-    told = f"Mean over seeds {', '.join(map(str, sorted(seeds)))}. "
-    told += f"Best of each that has all its strengths, from the lowest loss: {ranked}."
-    return f"{_table(['rule', 'strength', 'loss'], rows, texts=2)}\n\n{told}\n\n{claims}"
+            rows.append([rule, strength, _bold(_mean(losses), min(map(_mean, values))), str(len(losses))])
+    gaps = gaps_to_constant(found)
+    ranked = ", ".join(f"{rule} {_mean(gap):+.3f}" for rule, gap in sorted(gaps.items(), key=lambda one: _mean(one[1])))
+    judged = {rule: whole(found)[rule] for rule, gap in gaps.items() if len(gap) > 1}
+    claims = claim_table(judge_strengths(judged)) if len(judged) > 1 else "One seed: nothing is judged yet."
+    single = ", ".join(rule for rule, gap in gaps.items() if len(gap) == 1)
+    alone = f" Of one seed, so not judged: {single}." if single and len(judged) > 1 else ""
+    told = f"The best of each that has all its strengths, minus constant decay's on the same seeds: {ranked}.{alone}"
+    return f"{_table(['rule', 'strength', 'loss', 'seeds'], rows, texts=2)}\n\n{told}\n\n{claims}"
 
 
-def strengths(evidence: Evidence) -> tuple[list[int], dict[str, list[list[float]]]]:
-    """The seeds that all rules have, or the first; by rule, of each strength that was tried, the losses of those."""
+def strengths(evidence: Evidence) -> dict[str, list[list[float]]]:
+    """By rule, of each strength that was tried, the losses of the first seeds that all of them have."""
     losses = {(one.arm, one.config.seed): evidence.loss(one) for one in all_rules()}
-    arms = candidates(rules_run(MINI))
-    names = [arm.name for those in arms.values() for arm in those]
-    tried = [name for name in names if losses[name, 0] is not None]
-    seeds = [s for s in {seed for _, seed in losses} if tried and all(losses[name, s] is not None for name in tried)]
-    seeds = seeds or [0]
-    return seeds, {
-        rule: [[losses[arm.name, seed] for seed in seeds] for arm in those if losses[arm.name, seeds[0]] is not None]
-        for rule, those in arms.items()
-    }
+    seeds, found = sorted({seed for _, seed in losses}), {}
+    for rule, arms in candidates(rules_run(MINI)).items():
+        tried = [arm.name for arm in arms if losses[arm.name, seeds[0]] is not None]
+        had = _first_seeds(losses, tried, seeds)
+        found[rule] = [[losses[name, seed] for seed in had] for name in tried]
+    return found
+
+
+def _first_seeds(losses: Mapping[tuple[str, int], float | None], names: Sequence[str], seeds: list[int]) -> list[int]:
+    """The seeds up to the first that one of these arms lacks."""
+    return list(takewhile(lambda seed: all(losses[name, seed] is not None for name in names), seeds))
 
 
 def whole(found: Mapping[str, list[list[float]]]) -> dict[str, list[list[float]]]:
@@ -454,8 +454,17 @@ def whole(found: Mapping[str, list[list[float]]]) -> dict[str, list[list[float]]
     return {rule: values for rule, values in found.items() if len(values) == len(arms[rule])}
 
 
-def _best(losses: Sequence[Sequence[float]]) -> float:
-    return _mean(losses[best_strength(losses)])
+def gaps_to_constant(found: Mapping[str, list[list[float]]]) -> dict[str, list[float]]:
+    """By rule, its best strength minus constant decay's best, seed by seed; nothing before constant decay is whole."""
+    tried = whole(found)
+    if "constant" not in tried:
+        return {}
+    gaps = {}
+    for rule, values in tried.items():
+        constant = [losses[: len(values[0])] for losses in tried["constant"]]
+        pairs = zip(values[best_strength(values)], constant[best_strength(constant)], strict=False)
+        gaps[rule] = [ours - theirs for ours, theirs in pairs]
+    return gaps
 
 
 def hard_section(evidence: Evidence) -> str:
