@@ -130,7 +130,7 @@ def passes(block: int, warps: int) -> dict:
     move.move(elementwise.Weights(weights), list(X.split(8)), motion)
     errors.append(distance(weights[0], expected))
     squares = [torch.rand(shape, device="cuda") for _ in range(5)]
-    corrections = torch.ones(2, 5, device="cuda")
+    steps = [torch.ones((), device="cuda") for _ in range(5)]
     result = {"errors": [f"{e:.1e}" for e in errors]}
     times = {
         "momentum": (lambda: momentum.normalized_momentum(grads, momenta, **options), 14 + 4),
@@ -138,7 +138,7 @@ def passes(block: int, warps: int) -> dict:
         "finite": (lambda: finite.find_bad(grads, flag.bad), 4),
         "adamw": (
             lambda: adamw.adamw(
-                elementwise.Weights(weights), grads, momenta, squares, corrections, (0.9, 0.95), False, motion
+                elementwise.Weights(weights), grads, momenta, squares, steps, (0.9, 0.95), 1e-8, False, motion
             ),
             28,
         ),
@@ -146,7 +146,6 @@ def passes(block: int, warps: int) -> dict:
     for name, (work, size) in times.items():
         ms = milliseconds(work)
         result |= {f"{name} ms": ms, f"{name} TB/s": size * count / ms / 1e9}
-    steps = [torch.ones((), device="cuda") for _ in range(5)]
     fused = milliseconds(
         lambda: torch._fused_adamw_(
             weights,

@@ -12,7 +12,6 @@ SOURCE = Path(muonsw.__file__).parent
 OTHERS = {
     "_replace",
     "_asdict",
-    "_make",
     "_exit",
     "_pat_str",
     "_post_init",

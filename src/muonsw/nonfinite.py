@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.algorithms.base import TORCH_BELOW, Item
+from muonsw.algorithms import base
+from muonsw.algorithms.base import Item
 from muonsw.flag import Flag, Flags
 from muonsw.tensors import all_contiguous, dtypes_of, entries
 
@@ -84,7 +85,7 @@ def _product_of_halves(grad: Tensor) -> Tensor:
 def _raised(bad: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """A zero on the device of these gradients, set to one if an entry is not finite."""
     if bad.device.type == "cuda" and not torch.compiler.is_compiling():
-        if entries(grads) < TORCH_BELOW and all_contiguous(grads):
+        if entries(grads) < base.TORCH_BELOW and all_contiguous(grads):
             by_dtype = _by_dtype(grads)
             if all(same[0].dtype in _AMP_DTYPES for same in by_dtype):
                 return _raised_by_amp(bad, by_dtype)

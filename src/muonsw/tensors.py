@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+def rows_of(kind: type[Row], rows: Iterable[tuple[Any, ...]]) -> list[Row]:
+    """Complete rows as named tuples, without the Python of their constructor for each."""
+    if torch.compiler.is_compiling():
+        return [kind(*row) for row in rows]
+    return list(map(partial(tuple.__new__, kind), rows))
 
 
 def dtypes_of(tensors: Sequence[Tensor]) -> set[torch.dtype]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from muonsw.algorithms import Item
 from muonsw.algorithms.base import Group
 from muonsw.distributed.shards import any_spread, is_spread, local_item
+from muonsw.tensors import rows_of
 
 States = dict[Tensor, dict[str, Any]]
 
@@ -89,7 +90,7 @@ def _items(places: Sequence[int], names: Sequence[str], params: Sequence[Tensor]
     rows = [(place, name, param, grad, state[param], None) for place, name, param, grad in columns if grad is not None]
     for name, grad in [(row[1], row[3]) for row in rows if row[3].layout is not torch.strided]:
         _refuse_layout(name, grad)
-    return [Item._make(row) for row in rows]
+    return rows_of(Item, rows)
 
 
 def _items_over_ranks(

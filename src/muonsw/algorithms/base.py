@@ -8,7 +8,7 @@ bounded whatever the size of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muonsw.flag import Flag
 from muonsw.precision import LOW_PRECISION
-from muonsw.tensors import all_contiguous, dtypes_of, entries
+from muonsw.tensors import all_contiguous, dtypes_of, entries, rows_of
 
 if TYPE_CHECKING:
     from muonsw.apply import Coefficients
@@ -268,7 +268,7 @@ def uncut(items: Sequence[Item], budget: Budget) -> bool:
 
 def whole_parts(items: Sequence[Item]) -> list[Part]:
     """Every item as one part."""
-    return [Part(item, WHOLE) for item in items]
+    return rows_of(Part, zip(items, repeat(WHOLE)))
 
 
 def columns(parts: Sequence[Part], keys: Sequence[str]) -> list[list[Tensor]]:
