@@ -105,7 +105,8 @@ _AMP_DTYPES = {torch.float32, torch.float16}
 def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
     """The check of torch's mixed precision, in few launches and without a table of addresses.
 
-    It multiplies by one in place, so gradients keep every bit; it writes what it reads, so large sets have a kernel.
+    It multiplies by one in place, which leaves every number as it is (a NaN of half precision may become another NaN);
+    it writes what it reads, so large sets have a kernel.
     """
     for same in by_dtype:
         torch._amp_foreach_non_finite_check_and_unscale_(same, bad, _one(bad.device))
