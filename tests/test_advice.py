@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from muonsw import DECAY_RULES, advice, advise
@@ -117,6 +117,8 @@ def test_under_a_flat_rate_both_rules_are_one():
     schedule=st.sampled_from(advice.SCHEDULES),
     algorithm=st.sampled_from(["muon", "adamw"]),
 )
+@example(steps=4_000_000, lr=0.5, lam=5e-324, schedule="constant", algorithm="muon")
+@example(steps=10**9, lr=0.5, lam=0.0, schedule="constant", algorithm="adamw")
 def test_it_fits_eighty_columns_and_is_data(steps, lr, lam, schedule, algorithm):
     monkey, advice.MOST_STEPS = advice.MOST_STEPS, 50
     try:

@@ -105,10 +105,10 @@ class Advice:
         rows += [
             (
                 one.rule,
-                f"{one.total:.3g}",
+                "<1e-6" if 0 < one.total < 1e-6 else f"{one.total:.3g}",
                 f"{one.left:.0%}",
-                f"{one.highest_norm:.3f}",
-                f"{one.end_norm:.3f}",
+                _rms(one.highest_norm),
+                _rms(one.end_norm),
                 "-" if one.cost is None else f"{one.cost:.3f}",
                 f"{one.weight_decay:.2g}",
                 f"{one.low:.2g}, {one.high:.2g}",
@@ -425,6 +425,10 @@ def _check(
     for rule in rules:
         if DECAY_RULES[rule].uses_gradient:
             raise ValueError(f"decay rule {rule!r} follows the gradients, which nobody knows before the run")
+
+
+def _rms(norm: float) -> str:
+    return f"{norm:.3f}" if norm < 1000 else f"{norm:.0f}"
 
 
 def _wrapped(text: str, bullet: str) -> str:
