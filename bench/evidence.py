@@ -28,6 +28,7 @@ from muonsw.lab.diagnose.fits import fit_alignment
 from muonsw.lab.paper import CONSTANT_OFFSET, CONSTANT_SLOPE, DEFECT, ROWS, SCALED_SLOPE
 from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Level, Sheet
 from muonsw.lab.report.static import write_sheet
+from muonsw.lab.studies.arms import CONSTANT, CONTROL_SUFFIX, SCALED
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.training.best_rules import best_strength, candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import GOOD, RULES, at_horizon, judge_losses, octaves_within, regrets
@@ -78,7 +79,8 @@ class Evidence:
 def main() -> None:
     evidence = load()
     if "--figures" in sys.argv[1:]:
-        draw(regret_map(evidence))
+        draw(map_sheet(regret_map(evidence)))
+        draw(dynamics_sheet(evidence))
     PAGE.write_text(page(evidence), encoding="utf-8")
     MEASURED.write_text(json.dumps(measured(evidence), indent=1) + "\n", encoding="utf-8")
 
@@ -386,7 +388,7 @@ def too_large_table(found: Map) -> str:
     return _table(["updates", "lambda", "constant", "scaled", "scaled of the same total"], rows, texts=0)
 
 
-def draw(found: Map) -> None:
+def map_sheet(found: Map) -> Sheet:
     charts = [
         Chart(
             f"regret-{steps}",
@@ -399,9 +401,15 @@ def draw(found: Map) -> None:
         )
         for steps in found["constant"]
     ]
-    arms = [LegendEntry(rule, rule) for rule in RULES]
-    (ASSETS / "regret-map.png").unlink(missing_ok=True)
-    for path in write_sheet(Sheet("regret-map", "", charts, columns=len(charts)), arms, ASSETS):
+    return Sheet("regret-map", "", charts, columns=len(charts))
+
+
+def draw(sheet: Sheet) -> None:
+    """Write a picture into docs/assets, or nothing if there is nothing to see."""
+    (ASSETS / f"{sheet.name}.png").unlink(missing_ok=True)
+    if not any(chart.curves for chart in sheet.charts):
+        return
+    for path in write_sheet(sheet, [LegendEntry(rule, rule) for rule in RULES], ASSETS):
         if path.suffix == ".svg":
             path.unlink()
 
@@ -525,11 +533,43 @@ def table_section(evidence: Evidence) -> str:
         if row.constant_norm is not None
     )
     note = f"The paper's end norms under constant and scaled decay: {printed}."
-    return f"{_table(['width', 'arm', 'lambda', 'loss', 'end norm (RMS)', 'seeds'], rows, texts=2)}\n\n{note}"
+    told = " ".join(filter(None, (gains(evidence, width) for width in MINI.rows)))
+    table = _table(["width", "arm", "lambda", "loss", "end norm (RMS)", "seeds"], rows, texts=2)
+    return "\n\n".join(filter(None, (table, told, note)))
 
 
-def dynamics_section(evidence: Evidence) -> str:
-    rows = []
+def gains(evidence: Evidence, width: int) -> str:
+    """What scaled decay gains at the matched lambda, how much of it less decay alone would, and how much sooner."""
+    of_arm: dict[str, list[Record]] = {}
+    for one in GROUPS[f"table-{width}"].runs():
+        record = evidence.of(one)
+        if record is not None:
+            of_arm.setdefault(one.arm, []).append(record)
+    arms = [of_arm.get(name, []) for name in (CONSTANT, SCALED, f"{CONSTANT}, {CONTROL_SUFFIX}")]
+    seeds = min(map(len, arms))
+    if not seeds or len({record["seed"] for arm in arms for record in arm[:seeds]}) != seeds:
+        return ""
+    constant, scaled, same = (_mean([_loss(record) for record in arm[:seeds]]) for arm in arms)
+    gain, share = constant - scaled, (constant - same) / (constant - scaled)
+    told = f"Width {width}, the matched lambda: scaled decay ends {gain:.3f} below constant decay"
+    told += f", of which constant decay of the same total gets {share:.0%}"
+    sooner = [_first_below(ours["losses"], _loss(theirs)) for ours, theirs in zip(arms[1], arms[0], strict=False)]
+    steps = arms[0][0]["steps"]
+    known = [step for step in sooner[:seeds] if step is not None]
+    return f"{told}; it is there after {_mean(known) / steps:.0%} of the updates." if known else f"{told}."
+
+
+def _first_below(losses: Sequence[Sequence[float]], level: float) -> float | None:
+    """The update at which a curve of evaluations first comes down to a level, by lines; None if it never does."""
+    for (x0, y0), (x1, y1) in pairwise(losses):
+        if y1 <= level < y0:
+            return x0 + (x1 - x0) * (y0 - level) / (y0 - y1)
+    return None
+
+
+def sampled(evidence: Evidence) -> dict[str, dict[str, Sequence[float]]]:
+    """By arm, what its telemetry sampled, column by column, and the norm that the recursion gives."""
+    found = {}
     for one in GROUPS["dynamics"].runs():
         record = evidence.of(one)
         if record is None or "samples" not in record:
@@ -539,11 +579,18 @@ def dynamics_section(evidence: Evidence) -> str:
             columns["step"], r=columns["weight_rms"], s=columns["update_rms"], phi=columns["decay"],
             a=columns["alignment_update"],
         )  # fmt: skip
-        predicted = float(predict_norms(history)[-1])
+        found[one.arm] = {**columns, "predicted": predict_norms(history).tolist()}
+    return found
+
+
+def dynamics_section(evidence: Evidence) -> str:
+    rows = []
+    for arm, columns in sampled(evidence).items():
+        norms = columns["weight_rms"]
         rows.append(
-            [one.arm, f"{max(columns['weight_rms']):.3f}", f"{columns['weight_rms'][-1]:.3f}", f"{predicted:.3f}"]
+            [arm, f"{max(norms):.3f}", f"{norms[-1]:.3f}", f"{columns['predicted'][-1]:.3f}"]
             + [f"{_mean(columns[key]):+.4f}" for key in ("alignment_gradient", "alignment_momentum")]
-            + [late_fit(columns, one.arm), f"{_mean(columns['defect']):.3f}"]
+            + [late_fit(columns, arm), f"{_mean(columns['defect']):.3f}"]
         )
     headings = ["rule", "highest norm", "end norm", "by the recursion", "cos(W, gradient)", "cos(W, momentum)"]
     headings += ["late alignment", "orthogonality"]
@@ -552,7 +599,31 @@ def dynamics_section(evidence: Evidence) -> str:
         f"{LATE:.0%} of the run; the paper, at width 1024, has a = -{SCALED_SLOPE:g} eta under scaled and "
         f"a = -{CONSTANT_OFFSET:g} - {CONSTANT_SLOPE:g} eta under constant decay, and an orthogonality of {DEFECT:g}."
     )
-    return f"{_table(headings, rows, texts=1)}\n\n{note}"
+    picture = (
+        "![Weight RMS over the updates: under constant decay it rises and then falls to a third, under scaled decay it "
+        "settles; the recursion lies on both. Beside it the alignment of weights and updates.](assets/dynamics.png)"
+    )
+    return f"{picture}\n\n{_table(headings, rows, texts=1)}\n\n{note}"
+
+
+def dynamics_sheet(evidence: Evidence) -> Sheet:
+    norms, alignments = [], []
+    for arm, columns in sampled(evidence).items():
+        steps = columns["step"]
+        norms += [
+            Curve(arm, arm, steps, columns["weight_rms"]),
+            Curve(f"{arm}, recursion", arm, steps, columns["predicted"], line="dashed", neutral=True),
+        ]
+        alignments.append(Curve(arm, arm, steps, columns["alignment_update"]))
+    key = [("solid", "observed"), ("dashed", "by the recursion")]
+    return Sheet(
+        "dynamics",
+        "",
+        [
+            Chart("norms", "Weight RMS", norms, y=Axis("RMS of the entries"), key=key),
+            Chart("alignment", "cos(weights, update)", alignments, y=Axis("alignment"), levels=[Level(0.0)]),
+        ],
+    )
 
 
 def late_fit(columns: Mapping[str, Sequence[float]], rule: str) -> str:
