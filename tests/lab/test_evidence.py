@@ -1,5 +1,6 @@
 """The page of evidence says what the records say, and the runs that it rests on can be made."""
 
+import importlib
 import json
 import math
 import runpy
@@ -18,8 +19,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def script():
+    """Everything that the page is made of, by name."""
     sys.path.insert(0, str(ROOT / "bench"))
-    yield runpy.run_path(str(ROOT / "bench" / "evidence.py"))
+    page = runpy.run_path(str(ROOT / "bench" / "evidence.py"))
+    parts = [vars(importlib.import_module(f"evidence_page.{name}")) for name in ("records", "regret_map", "groups")]
+    yield {key: value for part in (*parts, page) for key, value in part.items()}
     sys.path.remove(str(ROOT / "bench"))
 
 
@@ -28,7 +32,7 @@ def made(script, planned, loss, norm=0.2):
     sampled = ["step", "weight_rms", "update_rms", "decay", "alignment_update", "alignment_gradient"]
     sampled += ["alignment_momentum", "defect", "lr"]
     samples = [[100 * t, norm, 0.002, 1e-4, -0.002 * t, 0.01, -0.1, 0.9, 0.001 * t] for t in range(1, 40)]
-    results = {"final_loss": loss, "end_norm": norm, "epochs": 1.0, "seconds": 10.0}
+    results = {"final_loss": loss, "end_norm": norm, "epochs": 1.0, "seconds": 10.0, "losses": []}
     return {**script["settings"](planned.config), **results, "sampled": sampled, "samples": samples}
 
 
@@ -134,6 +138,19 @@ def test_too_large_a_lambda_is_compared_at_the_same_lambda_and_at_the_same_total
     assert first.same_total == pytest.approx(0.1 * (1 + math.log2(more)), rel=1e-3)
     assert second.same_total == pytest.approx(0.1 * (2 + math.log2(more)), rel=1e-3)
     assert third.same_total is None  # beyond the lambdas that were tried
+
+
+def test_gains_are_told_with_their_share_and_when(script):
+    """Scaled decay passes constant decay's end between two evaluations, and less decay gets half of the gain."""
+    runs = {one.arm: one for one in script["GROUPS"]["table-128"].runs() if one.config.seed == 0}
+    ends = {"constant": 3.4, "scaled": 3.2, "constant, same total": 3.3}
+    records = [made(script, runs[arm], loss) for arm, loss in ends.items()]
+    for record in records:
+        record["losses"] = [[400, 3.6], [800, 3.5], [1200, 3.3], [1600, 3.2]]
+    told = script["gains"](script["Evidence"](records), 128)
+    assert "ends 0.200 below constant decay, of which constant decay of the same total gets 50%" in told
+    assert "after 62% of the updates" in told
+    assert script["gains"](script["Evidence"](records[:2]), 128) == ""
 
 
 def test_a_wider_basin_has_more_octaves():
