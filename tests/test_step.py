@@ -283,6 +283,27 @@ def test_sparse_gradients_are_refused_with_nothing_changed():
     assert not any(optimizer.state.values())
 
 
+def flattened(optimizer):
+    """What ZeRO does: one long vector takes the place of a group's parameters, whose names stay."""
+    for group in optimizer.param_groups:
+        group["params"] = [nn.Parameter(torch.cat([param.detach().flatten() for param in group["params"]]))]
+    set_gradients([group["params"][0] for group in optimizer.param_groups], 0)
+    return optimizer
+
+
+def test_parameters_that_were_flattened_after_construction_are_stepped_or_refused_by_reason():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="ZeRO"):
+        flattened(MuonSW.for_model(model, lr=0.05)).step()
+    whole = OPTIMIZERS["adamw"](model.named_parameters(), lr=0.05)
+    flattened(whole).step()
+    vector = whole.param_groups[0]["params"][0]
+    alone = nn.Parameter(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    set_gradients([alone], 0)
+    OPTIMIZERS["adamw"]([alone], lr=0.05).step()
+    assert torch.equal(vector, alone)
+
+
 def test_complex_and_integer_parameters_are_refused_by_name():
     with pytest.raises(ValueError, match=r"z has dtype torch\.complex64"):
         MuonSW([("z", nn.Parameter(torch.ones(2, 2, dtype=torch.complex64)))], lr=0.1)

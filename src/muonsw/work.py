@@ -62,7 +62,9 @@ def work_of(optimizer: Optimizer, absent: Sequence[Tensor] = (), *, here: bool =
     work: list[Batch] = []
     for number, group in enumerate(optimizer.param_groups):
         params = group["params"]
-        names = group.get("param_names") or numbered(number, len(params))
+        names = group.get("param_names")
+        if names is None or len(names) != len(params):  # somebody has put other parameters there, as ZeRO does
+            names = numbered(number, len(params))
         places = range(position, position + len(params))
         if not here and (zero or any_spread(params)):
             items = _items_over_ranks(places, names, params, optimizer.state, zero)
