@@ -120,19 +120,14 @@ def _refuse_layout(name: str, grad: Tensor) -> None:
 
 def _batches(number: int, group: Group, items: list[Item]) -> list[Batch]:
     """The items of a group, those of one device and dtype together, in the order in which they come first."""
-    kinds = dict.fromkeys([(item.param.device, item.param.dtype) for item in items])
-    batches = [
-        Batch(
-            number,
-            group,
-            device,
-            dtype,
-            items
-            if len(kinds) == 1
-            else [item for item in items if (item.param.device, item.param.dtype) == (device, dtype)],
-        )
-        for device, dtype in kinds
-    ]
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Item]] = {}
+    kinds = [(item.param.device, item.param.dtype) for item in items]
+    if len(set(kinds)) == 1:  # nearly always
+        by_kind[kinds[0]] = items
+    else:
+        for kind, item in zip(kinds, items, strict=True):
+            by_kind.setdefault(kind, []).append(item)
+    batches = [Batch(number, group, *kind, of_kind) for kind, of_kind in by_kind.items()]
     for batch in batches:
         if batch.device.type == "meta":
             raise ValueError(

@@ -65,9 +65,8 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -
     if found is not None:
         return found
     is_aligned = aligned(rows[0], *rows[1 + loose :])
-    if (
-        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    ):  # not kept: filled when the graph is replayed
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if capturing:  # not kept: it is filled when the graph is replayed
         return Table(_in_graph(numbers, device).view(len(rows), -1), is_aligned)
     return _tables.keep(key, Table(_on_device(numbers, device).view(len(rows), -1), is_aligned))
 
