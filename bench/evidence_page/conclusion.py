@@ -76,7 +76,8 @@ def _other_rules(evidence: Evidence) -> str:
     better = (
         f"One rule is better, `{lowest}`" if best[lowest] < -GOOD else "No rule is better than choosing lambda well"
     )
-    close = ", ".join(f"`{rule}`" for rule in best if rule != "constant" and abs(best[rule]) <= GOOD)
+    near = [rule for rule in best if rule != "constant" and abs(best[rule]) <= GOOD]
+    close = ", ".join(f"`{rule}`" + (" (one seed)" if len(gaps[rule]) == 1 else "") for rule in near)
     return (
         f"{better}: at the best of three strengths {close} end within {GOOD} nats of constant decay, no decay at all "
         f"{best['none']:+.3f} from it (1,600 updates, {len(gaps['constant'])} seeds)."
