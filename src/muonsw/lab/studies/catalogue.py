@@ -187,8 +187,8 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         title="every decay and norm rule at its best of three strengths",
         reference=best_rules.BEYOND.reference,
         scaled=_scaled(
-            "Width 64, 420 updates of 1,536 tokens, 28 arms, two seeds; decay acts only where lambda is large.",
-            "Width 128 of 6 layers, 1,600 updates of 16,384 tokens, 28 arms, two seeds.",
+            "Width 64, 420 updates of 1,536 tokens, 31 arms, two seeds; decay acts only where lambda is large.",
+            "Width 128 of 6 layers, 1,600 updates of 16,384 tokens, 31 arms, two seeds.",
             "Width 256, 10,000 updates, 28 arms, one seed.",
         ),
         comparisons=best_rules.best_of_three,
