@@ -1,6 +1,7 @@
 """Training studies: valid at every scale, every run once, and judges that tell a known answer from its opposite."""
 
 import json
+import re
 import math
 from dataclasses import replace
 from functools import cache
@@ -48,6 +49,8 @@ def test_every_study_builds_runs_that_can_be_written_and_read_back(name, scale):
             config = one.config(arm, one.seeds[0])
             assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config
     assert bool(comparisons) == (name != "recipes")
+    told = re.search(r"(\d+) arms", str(study.scaled[scale]))
+    assert told is None or int(told[1]) == len(comparisons[0].arms)
 
 
 @pytest.mark.parametrize("scale", ["cpu", "mini"])

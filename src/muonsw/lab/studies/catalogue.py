@@ -189,7 +189,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         scaled=_scaled(
             "Width 64, 420 updates of 1,536 tokens, 31 arms, two seeds; decay acts only where lambda is large.",
             "Width 128 of 6 layers, 1,600 updates of 16,384 tokens, 31 arms, two seeds.",
-            "Width 256, 10,000 updates, 28 arms, one seed.",
+            "Width 256, 10,000 updates, 31 arms, one seed.",
         ),
         comparisons=best_rules.best_of_three,
         claims=best_rules.judge_best_rules,
