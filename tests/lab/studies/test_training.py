@@ -1,8 +1,8 @@
 """Training studies: valid at every scale, every run once, and judges that tell a known answer from its opposite."""
 
 import json
-import re
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
