@@ -124,7 +124,7 @@ def test_pieces_hold_every_entry_once(monkeypatch):
     weights = [
         torch.arange(size * 1.0).view(shape) for size, shape in ((60, (6, 10)), (50, (50,)), (333, (333,)), (9, (9,)))
     ]
-    pieces = list(sgd._pieces(sgd.Tensors(weights, [w + 1 for w in weights], [w + 2 for w in weights])))
+    pieces = list(sgd._pieces(sgd.SGDTensors(weights, [w + 1 for w in weights], [w + 2 for w in weights])))
     assert all(sum(w.numel() for w in piece.weights) <= 100 for piece in pieces)
     for piece in pieces:
         for weight, grad, average in zip(*piece, strict=True):

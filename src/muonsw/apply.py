@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from muonsw import kernels, norms
-from muonsw.algorithms.base import FusedUpdate, Group, Part, Update, are_large, kernel_weights, rounding_key, views
-from muonsw.flag import Flag
+from muonsw.algorithms.base import (
+    Coefficients,
+    FusedUpdate,
+    Group,
+    Part,
+    Update,
+    are_large,
+    kernel_weights,
+    rounding_key,
+    views,
+)
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
-
-
-class Coefficients(NamedTuple):
-    """The learning rate and the decay of one group at one step, on the host or on the group's device.
-
-    Where there is a flag and it forbids the step, nothing may change.
-    """
-
-    eta: float | Tensor
-    phi: float | Tensor
-    flag: Flag | None = None
-
-    @property
-    def on_host(self) -> bool:
-        """Whether these are numbers by which the host can divide."""
-        return isinstance(self.eta, float) and isinstance(self.phi, float) and self.eta > 0
-
-    @property
-    def ok(self) -> Tensor | None:
-        """The flag as a boolean scalar."""
-        return None if self.flag is None else self.flag.ok
-
-    def applied(self, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
-        """Learning rate and decay of weights of this dtype, zero where the flag forbids the step."""
-        if self.flag is None:
-            return self.eta, self.phi
-        factor = self.flag.factor(dtype)
-        return factor * self.eta, factor * self.phi
 
 
 class Observer(Protocol):

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from muonsw import adopting, loading, moments, norms, peak
 from muonsw.algorithms import ALGORITHMS, Budget, Item
-from muonsw.apply import Coefficients, Observer, apply_update
+from muonsw.algorithms.base import Coefficients
+from muonsw.apply import Observer, apply_update
 from muonsw.decay import DECAY_RULES, decay_factor, decays
 from muonsw.distributed import Ranks, exchanged_updates, redistributed_updates
 from muonsw.flag import Flag

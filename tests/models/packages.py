@@ -7,6 +7,7 @@ import importlib.util
 import warnings
 
 import torch
+from torch import library
 
 PACKAGES = ("peft", "timm", "torchvision", "transformers")
 
@@ -29,10 +30,10 @@ def prepare():
     except RuntimeError as error:
         if "torchvision::nms does not exist" not in str(error):
             raise
-        library = torch.library.Library("torchvision", "DEF")
+        operators = library.Library("torchvision", "DEF")
         for name in COMPILED_OPERATORS:
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _libraries.append(library)
+            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _libraries.append(operators)
     import transformers
 
     transformers.logging.set_verbosity_error()

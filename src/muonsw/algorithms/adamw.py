@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from muonsw.algorithms import momentum
 from muonsw.algorithms.base import (
     Algorithm,
     Budget,
+    Coefficients,
     FusedUpdate,
     Group,
     Item,
@@ -31,9 +32,6 @@ from muonsw.algorithms.base import (
     whole_parts,
 )
 
-if TYPE_CHECKING:
-    from muonsw.apply import Coefficients
-
 KEYS = ("exp_avg", "exp_avg_sq")
 
 
@@ -42,7 +40,7 @@ def state_keys(group: Group) -> tuple[str, ...]:  # noqa: ARG001
     return (*KEYS, "step")
 
 
-class Tensors(NamedTuple):
+class AdamWTensors(NamedTuple):
     """What one chunk of AdamW works on."""
 
     weights: list[Tensor]
@@ -51,7 +49,7 @@ class Tensors(NamedTuple):
     squares: list[Tensor]
 
 
-Maker = Callable[[Group, list[Part], Tensors], Take | None]
+Maker = Callable[[Group, list[Part], AdamWTensors], Take | None]
 
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
@@ -70,14 +68,14 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update 
 
 
 def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
-    tensors = Tensors(*columns(parts, KEYS))
+    tensors = AdamWTensors(*columns(parts, KEYS))
     _advance(group, tensors, ok)
     return Update(parts, _directions(group, parts, tensors))
 
 
 def _fused_update(group: Group, parts: list[Part], makers: list[Maker]) -> FusedUpdate | None:
     """The whole step by the first kernel that takes these tensors; None where there is none."""
-    tensors = Tensors(*columns(parts, KEYS))
+    tensors = AdamWTensors(*columns(parts, KEYS))
     for make in makers:
         take = make(group, parts, tensors)
         if take is not None:
@@ -85,7 +83,7 @@ def _fused_update(group: Group, parts: list[Part], makers: list[Maker]) -> Fused
     return None
 
 
-def _kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | None:
+def _kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Take | None:
     """The step as one pass of our kernel, if it takes these tensors."""
     if not kernels.available(tensors.weights[0].device):
         return None
@@ -104,7 +102,7 @@ def _kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | None:
     return take
 
 
-def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | None:
+def _torch_kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Take | None:
     """The step as torch's own, which takes the decay as a number: `weight_decay = phi / eta` makes it ours."""
     if not suits_torch(group, *tensors):
         return None
@@ -150,7 +148,7 @@ def _corrections(group: Group, parts: list[Part]) -> tuple[Tensor, Tensor]:
     return correction1 / correction2.sqrt(), correction1 * eps
 
 
-def _advance(group: Group, tensors: Tensors, ok: Tensor | None) -> None:
+def _advance(group: Group, tensors: AdamWTensors, ok: Tensor | None) -> None:
     beta1, beta2 = group["betas"]
     grads = clean(tensors.grads, tensors.averages, group["maximize"], ok)
     momentum.advance("ema", tensors.averages, grads, beta1, ok)
@@ -158,7 +156,7 @@ def _advance(group: Group, tensors: Tensors, ok: Tensor | None) -> None:
     torch._foreach_addcmul_(tensors.squares, grads, grads, value=1 - beta2)
 
 
-def _directions(group: Group, parts: list[Part], tensors: Tensors) -> list[Tensor]:
+def _directions(group: Group, parts: list[Part], tensors: AdamWTensors) -> list[Tensor]:
     factors, addends = _corrections(group, parts)
     denominators = torch._foreach_sqrt(tensors.squares)
     torch._foreach_mul_(denominators, factors.unbind())

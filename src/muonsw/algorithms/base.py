@@ -19,7 +19,6 @@ from muonsw.precision import LOW_PRECISION
 from muonsw.tensors import all_contiguous, dtypes_of, entries, rows_of
 
 if TYPE_CHECKING:
-    from muonsw.apply import Coefficients
     from muonsw.kernels.elementwise import Weights
 
 Group = dict[str, Any]
@@ -106,6 +105,34 @@ class Update(NamedTuple):
     parts: list[Part]
     directions: list[Tensor]
     scale: float = 1.0
+
+
+class Coefficients(NamedTuple):
+    """The learning rate and the decay of one group at one step, on the host or on the group's device.
+
+    Where there is a flag and it forbids the step, nothing may change.
+    """
+
+    eta: float | Tensor
+    phi: float | Tensor
+    flag: Flag | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether these are numbers by which the host can divide."""
+        return isinstance(self.eta, float) and isinstance(self.phi, float) and self.eta > 0
+
+    @property
+    def ok(self) -> Tensor | None:
+        """The flag as a boolean scalar."""
+        return None if self.flag is None else self.flag.ok
+
+    def applied(self, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
+        """Learning rate and decay of weights of this dtype, zero where the flag forbids the step."""
+        if self.flag is None:
+            return self.eta, self.phi
+        factor = self.flag.factor(dtype)
+        return factor * self.eta, factor * self.phi
 
 
 Take = Callable[["Coefficients"], None]

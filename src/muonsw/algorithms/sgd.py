@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from muonsw.algorithms import momentum
 from muonsw.algorithms.base import (
     Algorithm,
     Budget,
+    Coefficients,
     FusedUpdate,
     Group,
     Item,
@@ -30,10 +31,7 @@ from muonsw.algorithms.base import (
     whole_parts,
 )
 from muonsw.decay import decays
-
-if TYPE_CHECKING:
-    from muonsw.apply import Coefficients
-    from muonsw.flag import Flag
+from muonsw.flag import Flag
 
 
 def state_keys(group: Group) -> tuple[str, ...]:
@@ -45,7 +43,7 @@ def state_keys(group: Group) -> tuple[str, ...]:
 CACHED = 2**17
 
 
-class Tensors(NamedTuple):
+class SGDTensors(NamedTuple):
     """What one chunk of SGD works on; `momenta` is empty where there is no momentum."""
 
     weights: list[Tensor]
@@ -53,7 +51,7 @@ class Tensors(NamedTuple):
     momenta: list[Tensor]
 
 
-Maker = Callable[[Group, list[Part], Tensors], Take | None]
+Maker = Callable[[Group, list[Part], SGDTensors], Take | None]
 
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
@@ -71,9 +69,9 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update 
         yield _plain_update(group, parts, budget.ok) if fused is None else fused
 
 
-def _tensors(group: Group, parts: list[Part]) -> Tensors:
+def _tensors(group: Group, parts: list[Part]) -> SGDTensors:
     weights, grads, *momenta = columns(parts, state_keys(group))
-    return Tensors(weights, grads, momenta[0] if momenta else [])
+    return SGDTensors(weights, grads, momenta[0] if momenta else [])
 
 
 def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
@@ -94,7 +92,7 @@ def _fused_update(group: Group, parts: list[Part], makers: list[Maker], flag: Fl
     return None
 
 
-def _directions(group: Group, tensors: Tensors, flag: Flag | None) -> list[Tensor]:
+def _directions(group: Group, tensors: SGDTensors, flag: Flag | None) -> list[Tensor]:
     """Where the last step went, from the advanced momentum."""
     _, grads, momenta = tensors
     ok = None if flag is None else flag.ok
@@ -111,7 +109,7 @@ def _look_ahead(group: Group, grads: list[Tensor], momenta: list[Tensor]) -> lis
     return ahead
 
 
-def _kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | None:
+def _kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take | None:
     """The step as one pass of our kernel, if it takes these tensors."""
     weights, grads, momenta = tensors
     if not kernels.available(weights[0].device):
@@ -135,7 +133,7 @@ def _takes_torch_two_passes(group: Group) -> bool:
     return bool(group["momentum"]) and decays(group)
 
 
-def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | None:  # noqa: ARG001
+def _torch_kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take | None:  # noqa: ARG001
     """The step as torch's own, after the decay where that needs a pass of its own."""
     weights, grads, momenta = tensors
     ema = bool(momenta) and group["momentum_form"] == "ema"
@@ -164,18 +162,18 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: Tensors) -> Take | N
     return take
 
 
-def _pieces(tensors: Tensors) -> Iterator[Tensors]:
+def _pieces(tensors: SGDTensors) -> Iterator[SGDTensors]:
     """The same tensors in pieces of about `CACHED` entries: large ones cut, small ones together."""
-    together, room = Tensors([], [], []), CACHED
+    together, room = SGDTensors([], [], []), CACHED
     for three in zip(*tensors, strict=True):
         size = three[0].numel()
         if size > CACHED:
             for cut in zip(*(torch.split(tensor.view(-1), CACHED) for tensor in three), strict=True):
-                yield Tensors(*([part] for part in cut))
+                yield SGDTensors(*([part] for part in cut))
             continue
         if size > room:
             yield together
-            together, room = Tensors([], [], []), CACHED
+            together, room = SGDTensors([], [], []), CACHED
         for column, tensor in zip(together, three, strict=True):
             column.append(tensor)
         room -= size

@@ -29,7 +29,7 @@ from muonsw.kernels.common import (
     stochastic_round,
     whole_number,
 )
-from muonsw.kernels.tables import Run, addresses, block_map, lengths, runs, table
+from muonsw.kernels.tables import Stretch, addresses, block_map, lengths, runs, table
 from muonsw.tensors import all_contiguous, one_dtype
 
 BLOCK = 2048
@@ -110,10 +110,10 @@ def takes(*lists: Sequence[Tensor]) -> bool:
 
 
 def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) -> None:
-    """Run the kernel of an algorithm on weights, gradients and state of any sizes."""
+    """Stretch the kernel of an algorithm on weights, gradients and state of any sizes."""
     sizes = lengths(weights.tensors)
     nearest = weights.rounding == "nearest"
-    companions = [] if nearest else rounding_rows(weights, [Run(0, 0, owner, 0) for owner in range(len(sizes))])
+    companions = [] if nearest else rounding_rows(weights, [Stretch(0, 0, owner, 0) for owner in range(len(sizes))])
     device = weights.tensors[0].device
     rows = (addresses(weights.tensors), *companions, *map(addresses, state), sizes)
     pointers, is_aligned = table(rows, device, loose_rows(weights))
@@ -134,7 +134,7 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) 
     )
 
 
-def rounding_rows(weights: Weights, stretches: Sequence[Run]) -> list[list[int]]:
+def rounding_rows(weights: Weights, stretches: Sequence[Stretch]) -> list[list[int]]:
     """The rows of the table that belong to the rounding, one column for each stretch of the weights."""
     if weights.rounding == "nearest":
         return []

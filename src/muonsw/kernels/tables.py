@@ -39,7 +39,7 @@ class Kept(OrderedDict[Hashable, T]):
         return found
 
 
-class Table(NamedTuple):
+class AddressTable(NamedTuple):
     """Whole numbers on the device, int64 `(rows, tensors)`; and whether a kernel may read sixteen bytes at a time."""
 
     numbers: Tensor
@@ -47,11 +47,11 @@ class Table(NamedTuple):
 
 
 _KEPT = 1024
-_tables: Kept[Table] = Kept()
+_tables: Kept[AddressTable] = Kept()
 _maps: Kept[Tensor] = Kept()
 
 
-def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -> Table:
+def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -> AddressTable:
     """Rows of addresses and other whole numbers, one column for each tensor.
 
     Args:
@@ -67,8 +67,8 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -
     is_aligned = aligned(rows[0], *rows[1 + loose :])
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if capturing:  # not kept: it is filled when the graph is replayed
-        return Table(_in_graph(numbers, device).view(len(rows), -1), is_aligned)
-    return _tables.keep(key, Table(_on_device(numbers, device).view(len(rows), -1), is_aligned))
+        return AddressTable(_in_graph(numbers, device).view(len(rows), -1), is_aligned)
+    return _tables.keep(key, AddressTable(_on_device(numbers, device).view(len(rows), -1), is_aligned))
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -124,7 +124,7 @@ def lengths(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(map(Tensor.numel, tensors))
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of memory that belongs to one tensor of a list."""
 
     address: int
@@ -137,24 +137,24 @@ class Run(NamedTuple):
 _SHORTEST_RUN = 1024
 
 
-def runs(tensors: Sequence[Tensor]) -> list[Run] | None:
+def runs(tensors: Sequence[Tensor]) -> list[Stretch] | None:
     """The stretches of memory that tensors consist of, in the order of their entries; None if there are too many.
 
     A tensor is one stretch, or one for each index of its first axis.
     """
     if all_contiguous(tensors):
-        return [Run(tensor.data_ptr(), tensor.numel(), owner, 0) for owner, tensor in enumerate(tensors)]
-    found: list[Run] = []
+        return [Stretch(tensor.data_ptr(), tensor.numel(), owner, 0) for owner, tensor in enumerate(tensors)]
+    found: list[Stretch] = []
     for owner, tensor in enumerate(tensors):
         begin, size = tensor.data_ptr(), tensor.numel()
         if tensor.is_contiguous():
-            found.append(Run(begin, size, owner, 0))
+            found.append(Stretch(begin, size, owner, 0))
             continue
         size //= max(1, tensor.shape[0])
         if size < _SHORTEST_RUN or not tensor[0].is_contiguous():
             return None
         stride = tensor.stride(0) * tensor.element_size()
-        found.extend(Run(begin + stride * k, size, owner, size * k) for k in range(tensor.shape[0]))
+        found.extend(Stretch(begin + stride * k, size, owner, size * k) for k in range(tensor.shape[0]))
     return found
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from muonsw import norms
 from muonsw.algorithms import ALGORITHMS, Item
-from muonsw.algorithms.base import WHOLE, FusedUpdate, Group, Part, Update
+from muonsw.algorithms.base import WHOLE, Coefficients, FusedUpdate, Group, Part, Update
 from muonsw.algorithms.muon import STACK, matrix_shape
-from muonsw.apply import Coefficients, apply_update
+from muonsw.apply import apply_update
 from muonsw.distributed.shards import local, offset
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION
@@ -31,7 +31,7 @@ CPU_BUNDLE = (2**15, 2**20)
 ACCELERATOR_BUNDLE = (2**22, 2**24)
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Whole matrices, or one piece of one, within a part of a parameter: rows of a (rows, area) view."""
 
     start: int
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 class Bundle(NamedTuple):
     """Blocks of one shape that are measured together, with the parts they lie in and the directions of those."""
 
-    blocks: list[Block]
+    blocks: list[RowBlock]
     parts: list[Part]
     directions: list[Tensor]
 
@@ -186,7 +186,7 @@ class OurOptimizerObserver:
                 bundle.directions.append(direction)
         return bundles.values()
 
-    def _blocks(self, group: Group, part: Part) -> list[Block]:
+    def _blocks(self, group: Group, part: Part) -> list[RowBlock]:
         """How a part falls into matrices: Muon's are whole, those of other rules may have been cut anywhere.
 
         Matrices of a parameter that is spread over ranks have the same numbers on every rank.
@@ -200,7 +200,7 @@ class OurOptimizerObserver:
             count = size // (rows * columns)
             first = self._matrices[item.param] if item.whole is None else self._matrix(group, part)[0]
             self._matrices[item.param] += count
-            return [Block(0, count, rows * columns, first)]
+            return [RowBlock(0, count, rows * columns, first)]
         area, before = self._area(group, item)
         start = part.region.narrows[0][1] if part.region.flat else 0
         return [block._replace(first=block.first + before) for block in _cut_blocks(start, size, area)]
@@ -261,7 +261,7 @@ def _momentum_key(part: Part) -> str | None:
     return next((key for key in MOMENTUM_KEYS if key in part.item.state), None)
 
 
-def _cut_blocks(start: int, size: int, area: int) -> Iterator[Block]:
+def _cut_blocks(start: int, size: int, area: int) -> Iterator[RowBlock]:
     """The flat range [start, start + size) at the borders of matrices of `area` entries."""
     position, end = start, start + size
     while position < end:
@@ -270,5 +270,5 @@ def _cut_blocks(start: int, size: int, area: int) -> Iterator[Block]:
             length, count = min(area - offset, end - position), 1
         else:
             length, count = area, (end - position) // area
-        yield Block(position - start, count, length, index)
+        yield RowBlock(position - start, count, length, index)
         position += count * length

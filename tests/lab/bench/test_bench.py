@@ -46,7 +46,7 @@ def test_everyone_is_timed_and_a_failure_is_named():
         raise ValueError("it cannot")
 
     chosen, _ = steps.contenders(["muonsw", "AdamWSW"])
-    rows = steps.measure(TWO, steps.Tensors(CPU), rounds=1, chosen={**chosen, "broken": broken})
+    rows = steps.measure(TWO, steps.MatrixSource(CPU), rounds=1, chosen={**chosen, "broken": broken})
     assert rows.pop("broken") == {"error": "ValueError: it cannot"}
     for row in rows.values():
         assert 0 < row["ms_min"] <= row["ms"]
@@ -64,7 +64,7 @@ def test_a_peer_that_takes_gradients_away_gets_them_back():
             for p in params:
                 p.grad = None
 
-    steps.measure(TWO, steps.Tensors(CPU), rounds=2, chosen={"taker": steps.theirs(lambda p: Taker(p, lr=0.1))})
+    steps.measure(TWO, steps.MatrixSource(CPU), rounds=2, chosen={"taker": steps.theirs(lambda p: Taker(p, lr=0.1))})
     assert all(seen[:-1])
     assert len(seen) == 2 + steps.WARMING_ROUNDS + 2
 
@@ -83,7 +83,7 @@ def test_peers_that_are_missing_are_named(monkeypatch):
 
 
 def test_the_same_gradients_for_everyone():
-    a, b = (steps.Tensors(CPU).make(TWO.plain) for _ in range(2))
+    a, b = (steps.MatrixSource(CPU).make(TWO.plain) for _ in range(2))
     assert all(isinstance(p, nn.Parameter) for p in a)
     assert all(torch.equal(x.grad, y.grad) and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 

@@ -70,7 +70,7 @@ SETS: Mapping[str, Matrices] = MappingProxyType(
 )
 
 
-class Tensors(NamedTuple):
+class MatrixSource(NamedTuple):
     """Where and in which precision a set of matrices is made."""
 
     device: torch.device
@@ -90,13 +90,13 @@ class Tensors(NamedTuple):
 
 
 Built = tuple[Optimizer, list[nn.Parameter]]
-Contender = Callable[[Matrices, Tensors], Built]
+Contender = Callable[[Matrices, MatrixSource], Built]
 
 
 def ours(orthogonalizer: str = "auto", **options: Any) -> Contender:
     """Muon-SW."""
 
-    def make(matrices: Matrices, tensors: Tensors) -> Built:
+    def make(matrices: Matrices, tensors: MatrixSource) -> Built:
         params = tensors.make([shape for shape, _ in matrices.ours])
         groups: dict[str, dict[str, Any]] = {}
         for (_, settings), param in zip(matrices.ours, params, strict=True):
@@ -110,7 +110,7 @@ def ours(orthogonalizer: str = "auto", **options: Any) -> Contender:
 def captured(contender: Contender) -> Contender:
     """The same step, replayed from a CUDA graph."""
 
-    def make(matrices: Matrices, tensors: Tensors) -> Built:
+    def make(matrices: Matrices, tensors: MatrixSource) -> Built:
         if tensors.device.type != "cuda":
             raise ValueError("graphs are captured on CUDA devices")
         optimizer, params = contender(matrices, tensors)
@@ -131,7 +131,7 @@ def captured(contender: Contender) -> Contender:
 def theirs(build: Callable[[list[nn.Parameter]], Any], *, stacked: bool = False) -> Contender:
     """An optimizer that takes a list of parameters."""
 
-    def make(matrices: Matrices, tensors: Tensors) -> Built:
+    def make(matrices: Matrices, tensors: MatrixSource) -> Built:
         params = tensors.make(matrices.stacks if stacked else matrices.plain)
         return cast("Optimizer", build(params)), params
 
@@ -259,13 +259,13 @@ def check(device: torch.device, shapes: Sequence[tuple[int, ...]] = CHECKED_SHAP
     """
     distances = {}
     for name, pair in PAIRS.items():
-        distances[name] = _distance(pair, Tensors(device), shapes)
+        distances[name] = _distance(pair, MatrixSource(device), shapes)
         if not distances[name] < pair.bound:
             raise WrongStepError(f"our {name} step differs from torch's by {distances[name]:.1%}; nothing was timed")
     return distances
 
 
-def _distance(pair: Pair, tensors: Tensors, shapes: Sequence[tuple[int, ...]]) -> float:
+def _distance(pair: Pair, tensors: MatrixSource, shapes: Sequence[tuple[int, ...]]) -> float:
     mine, other = tensors.make(shapes), tensors.make(shapes)
     start = [param.detach().clone() for param in mine]
     for optimizer in (pair.ours(mine), pair.torchs(other)):
@@ -276,7 +276,7 @@ def _distance(pair: Pair, tensors: Tensors, shapes: Sequence[tuple[int, ...]]) -
 
 
 def measure(
-    matrices: Matrices, tensors: Tensors, rounds: int, chosen: Mapping[str, Contender]
+    matrices: Matrices, tensors: MatrixSource, rounds: int, chosen: Mapping[str, Contender]
 ) -> dict[str, dict[str, Any]]:
     """Median milliseconds of a step for each contender; one that fails is left out, with its error."""
     running: dict[str, Callable[[], float]] = {}

@@ -11,7 +11,7 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, arg
 
 from muonsw.lab.bench.machine import chosen_device, environment, product_rate
-from muonsw.lab.bench.steps import PACKAGES, SETS, Tensors, WrongStepError, check, contenders, measure
+from muonsw.lab.bench.steps import PACKAGES, SETS, MatrixSource, WrongStepError, check, contenders, measure
 from muonsw.lab.bench.training import Amount, WrongLossError, measure_training
 from muonsw.lab.errors import FAILED, OK, UsageError
 from muonsw.lab.model import preset
@@ -63,7 +63,7 @@ class Bench:
             record["steps"] = {}
             for name in sets:
                 say(console, f"timing steps on {name} ...")
-                record["steps"][name] = measure(SETS[name], Tensors(device), self.rounds, chosen)
+                record["steps"][name] = measure(SETS[name], MatrixSource(device), self.rounds, chosen)
             if trained:
                 say(console, f"timing training of {trained} ...")
                 record["product_tflops"] = product_rate(device) / 1e12
