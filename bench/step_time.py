@@ -16,9 +16,17 @@ from pathlib import Path
 import torch
 
 from muonsw.lab.bench.machine import chosen_device, environment, synchronize
-from muonsw.lab.bench.steps import PACKAGES, PEERS, SETS, Matrices, Tensors, check, contenders, measure, ours
+from muonsw.lab.bench.steps import PACKAGES, PEERS, SETS, Matrices, MatrixSource, check, contenders, measure, ours
 
-MUONS = ("muonsw", "muonsw plain", "muonsw unchecked", "muonsw captured", "muonsw gram", "torch.optim.Muon")
+MUONS = (
+    "muonsw",
+    "muonsw plain",
+    "muonsw unchecked",
+    "muonsw captured",
+    "muonsw replayed",
+    "muonsw gram",
+    "torch.optim.Muon",
+)
 
 
 def main() -> None:
@@ -29,7 +37,7 @@ def main() -> None:
     usual = ["small", "wide", "w1024"] if device.type == "cuda" else ["small", "square512", "wide", "w256"]
     sets = args.sets or usual
     if args.profile:
-        print(profile(SETS[sets[0]], Tensors(device, dtype)))
+        print(profile(SETS[sets[0]], MatrixSource(device, dtype)))
         return
     found, missing = contenders(args.only or (*MUONS, *PEERS))
     checked = check(device) if dtype == torch.float32 else {}
@@ -37,7 +45,7 @@ def main() -> None:
     args.json.parent.mkdir(parents=True, exist_ok=True)
     for name in sets:
         print(f"timing {name} ...", flush=True)
-        record["results"][name] = measure(SETS[name], Tensors(device, dtype), args.rounds, found)
+        record["results"][name] = measure(SETS[name], MatrixSource(device, dtype), args.rounds, found)
         args.json.write_text(json.dumps(record, indent=1))
     print(json.dumps(record["environment"]))
     print(f"our steps are within {checked} of torch's; not installed: {missing}; written to {args.json}")
@@ -57,7 +65,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def profile(matrices: Matrices, tensors: Tensors) -> str:
+def profile(matrices: Matrices, tensors: MatrixSource) -> str:
     """Where the time of our step goes, kernel by kernel."""
     optimizer, _ = ours()(matrices, tensors)
     for _ in range(3):

@@ -1,13 +1,17 @@
 """Promises about the code itself."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import muonsw
 
 SOURCE = Path(muonsw.__file__).parent
+BENCH = Path(__file__).parents[1] / "bench"
 STANDARD = sys.stdlib_module_names
 
 # Modules that nothing else imports, each for the users of one other package.
@@ -64,3 +68,15 @@ def test_importing_the_library_loads_nothing_but_torch():
 def test_the_public_names_are_what_the_package_says():
     assert all(hasattr(muonsw, name) for name in muonsw.__all__)
     assert muonsw.__all__ == sorted(muonsw.__all__, key=lambda n: (n.upper() != n, n.lower() == n, n))
+
+
+@pytest.mark.parametrize("path", sorted(BENCH.glob("*.py")), ids=lambda path: path.name)
+def test_the_scripts_that_measure_find_what_they_import(path):
+    """They run by hand and seldom, so a name that has changed would wait for them."""
+    if path.name == "kernel_time.py" and importlib.util.find_spec("triton") is None:
+        pytest.skip("it times Triton's kernels, and Triton is not installed")
+    tree = ast.parse(path.read_text())
+    wanted = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "muonsw" in str(node.module)]
+    for node in wanted:
+        exec(compile(ast.unparse(node), path.name, "exec"), {})
+    assert wanted

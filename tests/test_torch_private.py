@@ -12,6 +12,7 @@ SOURCE = Path(muonsw.__file__).parent
 OTHERS = {
     "_replace",
     "_asdict",
+    "_fields",
     "_exit",
     "_pat_str",
     "_post_init",

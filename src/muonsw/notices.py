@@ -107,6 +107,10 @@ class Notices:
         if message is not None:
             self._tell("peak never reached", message, PeakLRWarning)
 
+    def not_replayed(self, reason: str) -> None:
+        """A step that was meant to be replayed and is not is slower, and right."""
+        self._tell("not replayed", f"replay=True: steps are taken as they are written, because {reason}")
+
     def unfrozen(self, name: str) -> None:
         """Warn of a parameter that was frozen when the optimizer was built, and is not any more."""
         self._tell(

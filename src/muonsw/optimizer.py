@@ -32,6 +32,7 @@ from muonsw.options import (
 )
 from muonsw.peak import Group, PeakLRWarning
 from muonsw.precision import LOW_PRECISION
+from muonsw.replay import Numbers, Replay, obstacle
 from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import ensure_state
 from muonsw.summary import GroupSummary, Summary
@@ -60,6 +61,7 @@ class ScaledDecayOptimizer(Optimizer):
     """
 
     algorithm: ClassVar[str]
+    replay: bool = False
     _notices: Notices
     _observer: Observer | None
     _last: list[tuple[Group, list[Tensor], float | Tensor]]
@@ -67,6 +69,7 @@ class ScaledDecayOptimizer(Optimizer):
     _left_out: list[tuple[str, weakref.ref[Tensor]]]
     _reasons: dict[str, str]
     _ranks: Ranks
+    _replay: Replay
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class ScaledDecayOptimizer(Optimizer):
         *,
         nonfinite: str,
         chunk_bytes: int | None,
+        replay: bool = False,
         process_group: ProcessGroup | None = None,
         momentum_on_owner: bool = False,
     ) -> None:
@@ -88,8 +92,13 @@ class ScaledDecayOptimizer(Optimizer):
             raise ValueError(f"nonfinite={nonfinite!r}: must be one of {', '.join(map(repr, POLICIES))}")
         if chunk_bytes is not None and chunk_bytes < 1:
             raise ValueError(f"chunk_bytes={chunk_bytes}: must be at least 1, or None for the default")
+        if replay and process_group is not None:
+            raise ValueError(
+                "replay=True captures no step that talks to other ranks; leave out process_group or replay"
+            )
         self.nonfinite = nonfinite
         self.chunk_bytes = chunk_bytes
+        self.replay = replay
         self._reset()
         self._ranks = Ranks(process_group, momentum_on_owner=momentum_on_owner)
         checked = {key: validate_option(key, value) for key, value in options.items()}
@@ -219,6 +228,8 @@ class ScaledDecayOptimizer(Optimizer):
         if self._ranks.needed(self.param_groups):
             self._step_with_others()
             return loss
+        if self.replay and self._replayed():
+            return loss
         work = work_of(self, here=True)
         if torch.compiler.is_compiling():
             self._prepare_uncompiled(work)
@@ -230,9 +241,23 @@ class ScaledDecayOptimizer(Optimizer):
             self._update_uncompiled(work)
         return loss
 
+    def _replayed(self) -> bool:
+        """Take the step by a graph, if one is bound to exactly what is there now."""
+        if self._observer is not None or torch.compiler.is_compiling():
+            return False
+        batches = self._replay.ready(self.param_groups, self.state, (self.nonfinite, self.chunk_bytes))
+        if batches is None:
+            return False
+        self._prepare(batches)
+        self._replay.again(self._numbers(batches))
+        moments.count_steps(self.param_groups)
+        return True
+
     @_disable_dynamo
     def _step_with_others(self) -> None:
         """A step of parameters that are spread over ranks: agree first, then move what is here."""
+        if self.replay:
+            self._notices.not_replayed("parameters are spread over ranks")
         try:
             work = work_of(self)
             ok = self._finite(work)
@@ -251,6 +276,11 @@ class ScaledDecayOptimizer(Optimizer):
         return self._ranks.agree(self.param_groups, known, settings=settings, measured=self._observer is not None)
 
     def _update(self, work: list[Batch], agreed: Flag | bool | None = None) -> None:
+        if self.replay and agreed is None and self._may_be_replayed(work):
+            numbers = self._numbers(work)
+            moments.count_steps(self.param_groups)
+            self._replay.take(work, numbers, self._update_on_device, measured=self._observer is not None)
+            return
         ok = self._decide(work, self._finite(work, counted=True) if agreed is None else agreed)
         if ok is False:
             self._notices.skip_on_host(items_of(work))
@@ -267,6 +297,27 @@ class ScaledDecayOptimizer(Optimizer):
             return
         for batch, factors in zip(work, coefficients, strict=True):
             self._step_group(batch.group, batch.items, factors)
+
+    def _may_be_replayed(self, work: list[Batch]) -> bool:
+        """Whether a step like this can be captured, now or later; if not, or if it never comes to it, that is told."""
+        if not work or torch.compiler.is_compiling():
+            return False
+        reason = obstacle(work, self.nonfinite)
+        if reason or self._replay.complaint:
+            self._notices.not_replayed(reason or self._replay.complaint)
+        return not reason
+
+    def _numbers(self, work: list[Batch]) -> Numbers:
+        """Learning rate and decay of each batch, which the host knows."""
+        rates = [self._coefficients(batch, None, None) for batch in work]
+        return [(float(one.eta), float(one.phi)) for one in rates]
+
+    def _update_on_device(self, work: list[Batch], rates: list[Coefficients]) -> None:
+        """An update whose rates lie on the device already."""
+        ok = self._decide(work, self._finite(work, counted=True))
+        flag = ok if isinstance(ok, Flag) else None
+        for batch, one in zip(work, rates, strict=True):
+            self._step_group(batch.group, batch.items, one._replace(flag=flag))
 
     def _update_spread(self, work: list[Batch], coefficients: list[Coefficients]) -> None:
         """Parameters whose matrices are whole here are moved as ever; the others meet their parts first."""
@@ -531,6 +582,7 @@ class ScaledDecayOptimizer(Optimizer):
         """
         before = [peak.built(group) for group in self.param_groups]
         self._ranks.elsewhere.clear()
+        self._replay = Replay()  # its graph would keep the old state alive
         with loading.through_hooks(self):
             super().load_state_dict(state_dict)
         surprises: dict[str, list[str]] = {}
@@ -555,6 +607,7 @@ class ScaledDecayOptimizer(Optimizer):
             peak_lr: the highest learning rate of the run, where no scheduler has left it in their groups.
         """
         plan = adopting.plan(self, others, peak_lr)
+        self._replay = Replay()
         groups, state = self.param_groups[:], self.state.copy()
         try:
             self.param_groups.clear()
@@ -570,7 +623,8 @@ class ScaledDecayOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._ranks.require_whole_state()
-        return {**super().__getstate__(), "nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes}
+        settings = {"nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes, "replay": self.replay}
+        return {**super().__getstate__(), **settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -593,6 +647,7 @@ class ScaledDecayOptimizer(Optimizer):
         self._last, self._last_was_skipped = [], False
         self._left_out, self._reasons = [], {}
         self._ranks = Ranks()
+        self._replay = Replay()
 
     def _chunk_bytes(self, device: torch.device) -> int:
         return self.chunk_bytes or (CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES)

@@ -28,6 +28,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._foreach_neg": _FOREACH,
         "torch._foreach_norm": _FOREACH,
         "torch._foreach_sqrt": _FOREACH,
+        "torch._foreach_zero_": _FOREACH,
         "torch._fused_adamw_": _FUSED,
         "torch._fused_sgd_": _FUSED,
         "torch._amp_foreach_non_finite_check_and_unscale_": "the check of a GradScaler, for all gradients at once",

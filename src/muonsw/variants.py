@@ -44,6 +44,8 @@ class MuonSW(ScaledDecayOptimizer):
         nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
             the device), or "propagate".
         chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 576 MiB elsewhere.
+        replay: capture the step as a CUDA graph once its tensors stay where they are, and replay it: for small models,
+            whose steps wait for the host. The graph keeps the step's temporary memory.
         process_group: ranks that hold the same plain parameters, as under DistributedDataParallel: each then
             orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
         momentum_on_owner: keep the momentum of such a parameter on the rank that orthogonalizes it alone; call
@@ -83,6 +85,7 @@ class MuonSW(ScaledDecayOptimizer):
         transposed: bool = False,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
+        replay: bool = False,
         process_group: ProcessGroup | None = None,
         momentum_on_owner: bool = False,
         **options: Unpack[GroupOptions],
@@ -108,6 +111,7 @@ class MuonSW(ScaledDecayOptimizer):
             {**own, **options},
             nonfinite=nonfinite,
             chunk_bytes=chunk_bytes,
+            replay=replay,
             process_group=process_group,
             momentum_on_owner=momentum_on_owner,
         )
@@ -127,6 +131,7 @@ class AdamWSW(ScaledDecayOptimizer):
         eps: added to the root of the average squared gradient.
         nonfinite: "skip", "raise" or "propagate", as for `MuonSW`.
         chunk_bytes: temporary memory that a batch may take.
+        replay: replay the step from a CUDA graph, as for `MuonSW`.
         **options: see `GroupOptions`.
 
     Examples:
@@ -150,10 +155,11 @@ class AdamWSW(ScaledDecayOptimizer):
         eps: float = 1e-8,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
+        replay: bool = False,
         **options: Unpack[GroupOptions],
     ) -> None:
         own = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes)
+        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes, replay=replay)
 
 
 class SGDSW(ScaledDecayOptimizer):
@@ -170,6 +176,7 @@ class SGDSW(ScaledDecayOptimizer):
         momentum_form: "heavy_ball" (`M <- beta M + G`) or "ema" (`M <- beta M + (1-beta) G`).
         nonfinite: "skip", "raise" or "propagate", as for `MuonSW`.
         chunk_bytes: temporary memory that a batch may take.
+        replay: replay the step from a CUDA graph, as for `MuonSW`.
         **options: see `GroupOptions`.
 
     Examples:
@@ -194,6 +201,7 @@ class SGDSW(ScaledDecayOptimizer):
         momentum_form: str = "heavy_ball",
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
+        replay: bool = False,
         **options: Unpack[GroupOptions],
     ) -> None:
         own = {
@@ -203,4 +211,4 @@ class SGDSW(ScaledDecayOptimizer):
             "nesterov": nesterov,
             "momentum_form": momentum_form,
         }
-        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes)
+        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes, replay=replay)

@@ -21,24 +21,21 @@ States = dict[Tensor, dict[str, Any]]
 class Batch(NamedTuple):
     """Parameters that are updated together: of one group, on one device, in one dtype.
 
-    Kernels and coefficients are chosen for a whole batch, so nothing in it may ask for another choice.
+    Kernels and coefficients are chosen for a whole batch, so nothing in it may ask for another choice. `parameters` are
+    those of the group, `items` what this rank works on, with gradients.
     """
 
     number: int
     group: Group
     device: torch.device
     dtype: torch.dtype
+    parameters: list[Tensor]
     items: list[Item]
 
     @property
     def grads(self) -> list[Tensor]:
         """The gradients."""
         return [item.grad for item in self.items]
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters as they stand in the group."""
-        return [item.param if item.whole is None else item.whole for item in self.items]
 
 
 def items_of(work: Sequence[Batch]) -> list[Item]:
@@ -127,7 +124,7 @@ def _batches(number: int, group: Group, items: list[Item]) -> list[Batch]:
     else:
         for kind, item in zip(kinds, items, strict=True):
             by_kind.setdefault(kind, []).append(item)
-    batches = [Batch(number, group, *kind, of_kind) for kind, of_kind in by_kind.items()]
+    batches = [Batch(number, group, *kind, _whole_parameters(of_kind), of_kind) for kind, of_kind in by_kind.items()]
     for batch in batches:
         if batch.device.type == "meta":
             raise ValueError(
@@ -135,3 +132,7 @@ def _batches(number: int, group: Group, items: list[Item]) -> list[Batch]:
                 f"model.to_empty(device=...), initialize it, and build the optimizer after that"
             )
     return batches
+
+
+def _whole_parameters(items: Sequence[Item]) -> list[Tensor]:
+    return [item.param if item.whole is None else item.whole for item in items]

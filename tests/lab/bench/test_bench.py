@@ -78,6 +78,7 @@ def test_peers_that_are_missing_are_named(monkeypatch):
     found, missing = steps.contenders()
     assert missing == ["absent"]
     assert set(found) == {*steps.USUAL, "present"}
+    assert set(steps.contenders(graphs=True)[0]) == {*found, *steps.USUAL_GRAPHS}
     with pytest.raises(UsageError, match="nobody here is called 'muonws'; known are muonsw"):
         steps.contenders(["muonws"])
 

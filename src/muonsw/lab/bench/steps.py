@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from muonsw import SGDSW, AdamWSW, MuonSW
 from muonsw.lab.bench.machine import milliseconds, peak_extra_bytes
 from muonsw.lab.errors import UsageError
+from muonsw.replay import SETTLED
 
 LR, LAMBDA = 1e-3, 0.1
 WARMING_ROUNDS = 2
@@ -128,6 +129,20 @@ def captured(contender: Contender) -> Contender:
     return make
 
 
+def replayed(contender: Contender) -> Contender:
+    """The same step, which captures itself; on CUDA devices only."""
+
+    def make(matrices: Matrices, tensors: MatrixSource) -> Built:
+        if tensors.device.type != "cuda":
+            raise ValueError("graphs are captured on CUDA devices")
+        optimizer, params = contender(matrices, tensors)
+        for _ in range(SETTLED + 2):
+            optimizer.step()
+        return optimizer, params
+
+    return make
+
+
 def theirs(build: Callable[[list[nn.Parameter]], Any], *, stacked: bool = False) -> Contender:
     """An optimizer that takes a list of parameters."""
 
@@ -181,6 +196,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "muonsw plain": ours("newton_schulz"),
         "muonsw unchecked": ours(nonfinite="propagate"),
         "muonsw captured": captured(ours(capturable=True)),
+        "muonsw replayed": replayed(ours(replay=True)),
         "muonsw gram": ours("gram_newton_schulz"),
         "torch.optim.Muon": theirs(
             lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
@@ -189,6 +205,9 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "AdamWSW unchecked": theirs(
             lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, nonfinite="propagate"), stacked=True
         ),
+        "AdamWSW replayed": replayed(
+            theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, replay=True), stacked=True)
+        ),
         "torch AdamW fused": theirs(
             lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True), stacked=True
         ),
@@ -196,26 +215,34 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "SGDSW unchecked": theirs(
             lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, nonfinite="propagate"), stacked=True
         ),
+        "SGDSW replayed": replayed(
+            theirs(lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, replay=True), stacked=True)
+        ),
         "torch SGD fused": theirs(
             lambda p: torch.optim.SGD(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, fused=True), stacked=True
         ),
     }
 )
-# What is timed unless somebody says otherwise, beside the peers that are installed.
+# What is timed unless somebody says otherwise, beside the peers that are installed; and what else on a CUDA device.
 USUAL = ("muonsw", "torch.optim.Muon", "AdamWSW", "torch AdamW fused", "SGDSW", "torch SGD fused")
+USUAL_GRAPHS = ("muonsw replayed", "AdamWSW replayed", "SGDSW replayed")
 
 
-def contenders(only: Sequence[str] | None = None) -> tuple[dict[str, Contender], list[str]]:
+def contenders(only: Sequence[str] | None = None, *, graphs: bool = False) -> tuple[dict[str, Contender], list[str]]:
     """Who is timed, and the names of peers that are not installed.
+
+    Args:
+        only: their names; the usual ones and all peers if None.
+        graphs: whether the usual ones include steps that are replayed.
 
     Raises:
         UsageError: If somebody is asked for whom nobody knows.
     """
-    known = (*OURS_AND_TORCHS, *PEERS)
+    known, usual = (*OURS_AND_TORCHS, *PEERS), (*USUAL, *(USUAL_GRAPHS if graphs else ()))
     wrong = [name for name in only or () if name not in known]
     if wrong:
         raise UsageError(f"nobody here is called {wrong[0]!r}; known are {', '.join(known)}")
-    found = {name: make for name, make in OURS_AND_TORCHS.items() if name in (only or USUAL)}
+    found = {name: make for name, make in OURS_AND_TORCHS.items() if name in (only or usual)}
     missing = []
     for name, load in PEERS.items():
         if only is None or name in only:

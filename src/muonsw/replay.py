@@ -1,0 +1,242 @@
+"""A step as a CUDA graph: captured once its tensors come to lie where they lay before, then replayed in one launch.
+
+A small step is over before the host has launched its kernels. With `replay=True` the host still decides every learning
+rate and every decay, with all its checks, and hands them over as numbers on the device; whatever comes after that (the
+finite check, state, directions, weights) is captured. Steps that are not replayed take the same numbers from the same
+place, so that both ways give the same weights.
+
+A graph reads and writes fixed addresses. Before each replay everything that it is bound to is compared with what is
+there now. Gradients are known by address alone: to hold on to them would keep their memory from the next backward pass.
+A loop that frees its gradients finds them in two or three places in turn, so there is a graph for each.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms.base import Coefficients, Group
+from muonsw.decay import DECAY_RULES, decays
+from muonsw.options import algorithm_defaults
+from muonsw.work import Batch
+
+# Steps that must have found the same tensors in the same places before one is captured.
+SETTLED = 3
+
+# Bindings that are remembered, each with its graph.
+_REMEMBERED = 8
+
+# A capture waits for the device, so each must be paid for by some replays; the first few have credit.
+_CREDIT, _REPLAYS_FOR_A_CAPTURE = 16, 16
+
+# Steps in a row without a replay after which the user is told.
+PATIENCE = 50
+
+Numbers = list[tuple[float, float]]
+Update = Callable[[list[Batch], list[Coefficients]], None]
+
+
+class Binding(NamedTuple):
+    """All that a captured step depends on beside learning rates and decay."""
+
+    gradients: tuple[Any, ...]
+    parameters: tuple[Any, ...]
+    state: tuple[Any, ...]
+    options: tuple[Any, ...]
+
+    def difference(self, other: Binding) -> str:
+        """What is not the same, in words."""
+        pairs = zip(self._fields, self, other, strict=True)
+        return " and ".join(name for name, mine, theirs in pairs if mine != theirs)
+
+
+def binding(
+    groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Tensor]], settings: Any = None
+) -> Binding | None:
+    """What a step captured now would be bound to; None where a tensor has no address, such as a sparse gradient.
+
+    Asked before every step, so no Python function runs for each tensor.
+    """
+    params = [param for group in groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    there = [grad for grad in grads if grad is not None]
+    missing = tuple([place for place, grad in enumerate(grads) if grad is None])
+    try:
+        places = (missing, *map(Tensor.data_ptr, there), *map(Tensor.stride, there), *[grad.dtype for grad in there])
+        owners = (*map(id, params), *map(Tensor.data_ptr, params))
+    except RuntimeError:
+        return None
+    kept = (*map(id, state), *[id(tensor) for one in state.values() for tensor in one.values()])
+    return Binding(places, owners, kept, (settings, *(_options(group) for group in groups)))
+
+
+def _options(group: Group) -> tuple[Any, ...]:
+    """The options of a group that a graph freezes, and of which kind those are that reach it as numbers."""
+    kinds = (decays(group), isinstance(group["lr"], Tensor), isinstance(group["weight_decay"], Tensor))
+    return (id(group), len(group["params"]), *kinds, *_frozen_options(group["algorithm"])(group))
+
+
+@cache
+def _frozen_options(algorithm: str) -> Callable[[Group], tuple[Any, ...]]:
+    names = algorithm_defaults(algorithm).keys() - {"lr", "weight_decay"}
+    return itemgetter("algorithm", *sorted(names - {"algorithm"}))
+
+
+class _Captured(NamedTuple):
+    """A graph, what it is bound to, and its batches without their gradients; `held` must outlive it."""
+
+    graph: torch.cuda.CUDAGraph
+    bound_to: Binding
+    batches: list[Batch]
+    held: list[Tensor]
+
+
+class Replay:
+    """The graphs of one optimizer's step, and when to capture one."""
+
+    def __init__(self) -> None:
+        self._graphs: list[_Captured] = []
+        self._chosen: _Captured | None = None
+        self._rates: list[Coefficients] = []
+        self._now: Binding | None = None
+        self._seen: list[tuple[Binding, int]] = []
+        self._captures = self._replays = self._steps_without = 0
+        self._failure = self._moving = ""
+
+    def ready(
+        self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Tensor]], settings: Any
+    ) -> list[Batch] | None:
+        """The batches of a step that can be replayed, without their gradients; None where none was captured."""
+        now, before = binding(groups, state, settings), self._now
+        self._now = now
+        self._chosen = next((one for one in self._graphs if one.bound_to == now), None)
+        if self._chosen is not None:
+            return self._chosen.batches
+        if now is not None and before is not None and now != before:
+            self._moving = now.difference(before)
+        return None
+
+    def again(self, numbers: Numbers) -> None:
+        """Replay the step that is ready."""
+        assert self._chosen is not None
+        self._replays += 1
+        self._steps_without = 0
+        torch._foreach_add_(self._cells(), _flat(numbers))
+        self._chosen.graph.replay()
+
+    def take(self, work: list[Batch], numbers: Numbers, update: Update, *, measured: bool) -> None:
+        """A step that is not ready: as it is written, or captured and replayed."""
+        self._place_rates(work)
+        self._steps_without += not measured
+
+        def program() -> None:
+            update(work, self._rates)
+            torch._foreach_zero_(self._cells())
+
+        torch._foreach_zero_(self._cells())  # an earlier step may have ended in an error
+        torch._foreach_add_(self._cells(), _flat(numbers))
+        captured = None if measured or not self._settled() else self._capture(program, work)
+        if captured is None:
+            program()
+        else:
+            captured.graph.replay()
+
+    @property
+    def complaint(self) -> str:
+        """Why steps are not replayed although they could be; empty while there is hope."""
+        if self._failure:
+            return f"the step cannot be captured: {self._failure}"
+        if self._steps_without < PATIENCE:
+            return ""
+        if self._now is None:
+            return "a parameter or a gradient has no memory of its own"
+        hint = "; keep them in place with zero_grad(set_to_none=False)" if self._moving == "gradients" else ""
+        return f"{self._moving} changed too often in {PATIENCE} steps{hint}"
+
+    def _settled(self) -> bool:
+        """Whether steps have found what there is now often enough; counts this one."""
+        now = self._now
+        if now is None or self._failure or self._captures > _CREDIT + self._replays // _REPLAYS_FOR_A_CAPTURE:
+            return False
+        times = next((count for seen, count in self._seen if seen == now), 0)
+        others = [entry for entry in self._seen if entry[0] != now]
+        self._seen = [(now, times + 1), *others][:_REMEMBERED]
+        return times >= SETTLED
+
+    def _place_rates(self, work: Sequence[Batch]) -> None:
+        """A learning rate and a decay on the device for each batch; between steps they are zero."""
+        wanted = [(batch.device, torch.float64 if batch.dtype == torch.float64 else torch.float32) for batch in work]
+        if [(cell.device, cell.dtype) for cell in self._cells()[::2]] != wanted:
+            self._graphs.clear()
+            cells = [[torch.zeros((), device=device, dtype=dtype) for _ in "ab"] for device, dtype in wanted]
+            self._rates = [Coefficients(eta, phi) for eta, phi in cells]
+
+    def _cells(self) -> list[Tensor]:
+        return [cell for rates in self._rates for cell in (rates.eta, rates.phi) if isinstance(cell, Tensor)]
+
+    def _capture(self, program: Callable[[], None], work: list[Batch]) -> _Captured | None:
+        """Record the program without running it; None, and the reason kept, if that cannot be done.
+
+        `torch.cuda.graph` would also empty the allocator's cache, and the gradients of the next steps would lie
+        elsewhere. Other threads, which read data ahead, may go on. Nothing in a graph's memory outlives its replay,
+        so all graphs share it.
+        """
+        assert self._now is not None
+        graph, device = torch.cuda.CUDAGraph(), work[0].device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        pool = self._graphs[0].graph.pool() if self._graphs else None
+        self._captures += 1
+        torch.cuda.synchronize(device)
+        try:
+            with torch.cuda.stream(stream), _no_garbage_collection():
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    program()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            self._failure = str(error.__context__ or error).splitlines()[0]
+            return None
+        items = [item for batch in work for item in batch.items]
+        held = [tensor for item in items for tensor in (item.param, *item.state.values())]
+        captured = _Captured(graph, self._now, [batch._replace(items=[]) for batch in work], held)
+        self._graphs = [captured, *self._graphs][:_REMEMBERED]
+        return captured
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph that is destroyed while another is captured would spoil it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _flat(numbers: Numbers) -> list[float]:
+    return [number for pair in numbers for number in pair]
+
+
+def obstacle(work: Sequence[Batch], nonfinite: str) -> str:
+    """Why a step of these batches cannot be replayed at all; empty if it can."""
+    devices = {batch.device for batch in work}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return f"its parameters are on {', '.join(sorted(map(str, devices)))}, not on one CUDA device"
+    if nonfinite == "raise":
+        return "nonfinite='raise' waits for the device"
+    for group in [batch.group for batch in work]:
+        if isinstance(group["lr"], Tensor) or isinstance(group["weight_decay"], Tensor):
+            return "a learning rate or a weight decay is a tensor, which the host does not know"
+        if DECAY_RULES[group["decay"]].uses_gradient and decays(group):
+            return f"decay={group['decay']!r} is decided on the device"
+    return ""
