@@ -256,14 +256,14 @@ def test_a_training_loop_that_frees_its_gradients_is_replayed():
         optimizer = MuonSW.for_model(model, lr=0.02, replay=True)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         batch = torch.randn(32, 64, device="cuda")
-        for _ in range(60):
+        for _ in range(PATIENCE - 5):
             model(batch).square().mean().backward()
             if not captured:
                 optimizer._replay._seen.clear()
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        assert optimizer._replay._replays > 40 or not captured
+        assert optimizer._replay._replays > 25 or not captured
         return [param.detach() for param in model.parameters()]
 
     assert_same(run(True), run(False))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile
 from operator import itemgetter
 
-from evidence_page.records import Evidence, Record, bold, claim_table, final_loss, markdown, mean
+from evidence_page.records import Evidence, Record, bold, chance, claim_table, final_loss, markdown, mean
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose.fits import fit_alignment
 from muonsw.lab.paper import CONSTANT_OFFSET, CONSTANT_SLOPE, DEFECT, ROWS, SCALED_SLOPE
@@ -131,7 +131,44 @@ def table_section(evidence: Evidence) -> str:
     note = f"The paper's end norms under constant and scaled decay: {printed}."
     told = " ".join(filter(None, (gains(evidence, width) for width in MINI.rows)))
     table = markdown(["width", "arm", "lambda", "loss", "end norm (RMS)", "seeds"], rows, texts=2)
-    return "\n\n".join(filter(None, (table, told, note)))
+    return "\n\n".join(filter(None, (table, pairs_table(evidence), told, note)))
+
+
+def pairs_table(evidence: Evidence) -> str:
+    """Scaled decay against constant decay seed by seed: at every lambda, and each at its best."""
+    rows = []
+    for group in ("table-128", "table-256", "table-512", "adamw"):
+        found = arms_of(evidence, group)
+        best = _best_arm(found, SCALED), _best_arm(found, CONSTANT)
+        for ours, theirs in dict.fromkeys([*of_one_lambda(found), *([best] if all(best) else [])]):
+            gaps = [final_loss(a) - final_loss(b) for a, b in of_one_seed(found[ours], found[theirs])]
+            if gaps:
+                gap, width = over_seeds(gaps), found[ours][0]["width"]
+                note = ", the best of each" if (ours, theirs) == best else ""
+                rows.append([str(width), ours, theirs + note, f"{gap.value:+.3f}", chance(gap), str(len(gaps))])
+    return markdown(["width", "ends", "from", "by, in nats", "chance", "seeds"], rows, texts=3) if rows else ""
+
+
+def of_one_lambda(found: Mapping[str, Sequence[Record]]) -> list[tuple[str, str]]:
+    """Arms and the constant decay of the same lambda."""
+    pairs = [(arm, arm.replace(SCALED, CONSTANT).replace("adamc", CONSTANT).split(", group")[0]) for arm in found]
+    return [(ours, theirs) for ours, theirs in pairs if ours != theirs and theirs in found]
+
+
+def _best_arm(found: Mapping[str, Sequence[Record]], rule: str) -> str | None:
+    """The arm with the lowest mean loss under a rule, over the seeds that all its lambdas have."""
+    tried = {arm: records for arm, records in found.items() if arm == rule or arm.startswith(f"{rule}, lambda")}
+    shared = set.intersection(*({one["seed"] for one in records} for records in tried.values())) if tried else set()
+    losses = {
+        arm: [final_loss(one) for one in records if one["seed"] in shared] for arm, records in tried.items() if shared
+    }
+    return min(losses, key=lambda arm: mean(losses[arm]), default=None)
+
+
+def of_one_seed(some: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Pairs of records that share their seed."""
+    by_seed = {record["seed"]: record for record in others}
+    return [(record, by_seed[record["seed"]]) for record in some if record["seed"] in by_seed]
 
 
 def arms_of(evidence: Evidence, group: str) -> dict[str, list[Record]]:

@@ -153,6 +153,22 @@ def test_gains_are_told_with_their_share_and_when(script):
     assert script["gains"](script["Evidence"](records[:2]), 128) == ""
 
 
+def test_pairs_are_of_one_seed_and_the_best_of_each_rule_is_named(script):
+    """A seed that only one of two arms has counts for neither; each rule is best at a lambda of its own."""
+    planned = script["GROUPS"]["table-128"].runs()
+    low, high = sorted({one.config.optimizer.weight_decay for one in planned})[:2]
+    ends = {"scaled": 3.6, "constant": 3.8, f"scaled, lambda {high:.3g}": 3.2, f"scaled, lambda {low:.3g}": 3.3}
+    ends |= {f"constant, lambda {high:.3g}": 3.4, f"constant, lambda {low:.3g}": 3.25}
+    runs = [one for one in planned if one.arm in ends and (one.config.seed < 2 or one.arm == "scaled")]
+    assert {one.arm for one in runs} == ends.keys()
+    records = [made(script, one, ends[one.arm] + 0.5 * one.config.seed) for one in runs]
+    rows = [row.split(" | ") for row in script["pairs_table"](script["Evidence"](records)).splitlines()[2:]]
+    found = {row[2]: (row[3], row[5].removesuffix(" |")) for row in rows}
+    assert found["constant"] == ("-0.200", "2")
+    assert found[f"constant, lambda {low:.3g}"] == ("+0.050", "2")
+    assert found[f"constant, lambda {low:.3g}, the best of each"] == ("-0.050", "2")
+
+
 def test_a_wider_basin_has_more_octaves():
     narrow, wide = parabola(0.1, 0.01), parabola(0.1, 0.0025)
     assert octaves_within(narrow) == pytest.approx(2.0)
