@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry
+from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, replay
+from muonsw import optimizer as optimizer_module
 from muonsw.replay import PATIENCE, SETTLED, binding
 from tests.common.cuda import no_waiting
 from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
@@ -125,6 +126,113 @@ def test_sparse_gradients_are_refused_by_name():
     optimizer = AdamWSW(table.parameters(), lr=0.1, replay=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="is sparse"):
+        optimizer.step()
+
+
+class Repeated:
+    """Stands for a graph where there are none: the program again, on the same tensors."""
+
+    def __init__(self, program, device, pool):
+        assert device.type == "cpu"
+        assert pool is None or isinstance(pool, Repeated)
+        self.replay = program
+
+    def pool(self):
+        return self
+
+
+@pytest.fixture
+def graphs_on_cpus(monkeypatch):
+    monkeypatch.setattr(replay, "recorded", Repeated)
+    monkeypatch.setattr(optimizer_module, "obstacle", lambda _work, _nonfinite: "")
+
+
+def places_for(params, count):
+    return [[torch.empty_like(param) for param in params] for _ in range(count)]
+
+
+def run_over(places, order, *, algorithm="adamw", captured=True):
+    """Steps whose gradients lie in one of several places, as `order` says."""
+    optimizer, params = optimizer_on("cpu", algorithm, replay=True)
+    buffers = places_for(params, places)
+    for step, place in enumerate(order):
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = cosine(0.05, len(order))(step)
+        for param, grad in zip(params, buffers[place], strict=True):
+            param.grad = grad
+        feed(params, step)
+        if not captured:
+            optimizer._replay._seen.clear()
+        optimizer.step()
+    return optimizer, params
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_each_of_several_places_gets_its_graph(algorithm):
+    """The first steps of a place are taken as written, the fourth is captured; the very first lacks its state."""
+    order = [0, 1, 2] * 8
+    optimizer, params = run_over(3, order, algorithm=algorithm)
+    assert len(optimizer._replay._graphs) == optimizer._replay._captures == 3
+    assert optimizer._replay._replays == len(order) - 3 * (SETTLED + 1) - 1
+    assert_same(tensors_of(optimizer, params), tensors_of(*run_over(3, order, algorithm=algorithm, captured=False)))
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
+@pytest.mark.filterwarnings("ignore:replay=True")
+def test_captures_are_rationed():
+    """Gradients that leave their place as soon as it was captured do not cost a capture every few steps."""
+    order = [place for place in range(60) for _ in range(SETTLED + 2)]
+    optimizer, params = run_over(60, order)
+    found = optimizer._replay
+    assert len(found._graphs) == replay._REMEMBERED
+    assert 0 <= found._captures - replay._FIRST_CAPTURES <= len(order) // replay._STEPS_FOR_A_CAPTURE
+    assert_same(tensors_of(optimizer, params), tensors_of(*run_over(60, order, captured=False)))
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
+def test_a_loaded_state_is_the_one_that_moves():
+    """Twice from one saved state, the second time with graphs of the state that it replaces."""
+    optimizer, params = run_over(1, [0] * 8)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+
+    def go_on():
+        optimizer.load_state_dict(saved)
+        for param, value in zip(params, weights, strict=True):
+            param.data.copy_(value)
+        for step in range(SETTLED + 4):
+            feed(params, step)
+            optimizer.step()
+        assert optimizer._replay._replays
+        return tensors_of(optimizer, params)
+
+    assert_same(go_on(), go_on())
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
+def test_measured_steps_are_written_and_change_nothing():
+    optimizer, params = run_over(1, [0] * 8)
+    other, twins = run_over(1, [0] * 8)
+    feed(params, 99)
+    feed(twins, 99)
+    with Telemetry(other, every=1) as telemetry:
+        optimizer.step()
+        other.step()
+        assert telemetry.last is not None
+    assert_same(tensors_of(optimizer, params), tensors_of(other, twins))
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
+def test_what_keeps_steps_from_being_replayed_is_told_once():
+    """Gradients that never lie in the same place, and a momentum that a scheduler moves."""
+    with pytest.warns(UserWarning, match=r"gradients changed too often.*set_to_none=False") as told:
+        run_over(PATIENCE + 20, range(PATIENCE + 20))
+    assert len(told) == 1
+    optimizer, params = optimizer_on("cpu", replay=True)
+    for step in range(PATIENCE):
+        feed(params, step)
+        optimizer.param_groups[0]["momentum"] = 0.8 + 0.001 * step
+        optimizer.step()
+    with pytest.warns(UserWarning, match="options changed too often in 50 steps$"):
         optimizer.step()
 
 

@@ -33,8 +33,8 @@ SETTLED = 3
 # Bindings that are remembered, each with its graph.
 _REMEMBERED = 8
 
-# A capture waits for the device, so each must be paid for by some replays; the first few have credit.
-_CREDIT, _REPLAYS_FOR_A_CAPTURE = 16, 16
+# A capture waits for the device, so after the first few there is one for so many steps.
+_FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 
 # Steps in a row without a replay after which the user is told.
 PATIENCE = 50
@@ -107,7 +107,7 @@ class Replay:
         self._rates: list[Coefficients] = []
         self._now: Binding | None = None
         self._seen: list[tuple[Binding, int]] = []
-        self._captures = self._replays = self._steps_without = 0
+        self._captures = self._replays = self._steps_taken = self._steps_without = 0
         self._failure = self._moving = ""
 
     def ready(
@@ -128,6 +128,7 @@ class Replay:
         assert self._chosen is not None
         self._replays += 1
         self._steps_without = 0
+        self._steps_taken += 1
         torch._foreach_add_(self._cells(), _flat(numbers))
         self._chosen.graph.replay()
 
@@ -135,6 +136,7 @@ class Replay:
         """A step that is not ready: as it is written, or captured and replayed."""
         self._place_rates(work)
         self._steps_without += not measured
+        self._steps_taken += 1
 
         def program() -> None:
             update(work, self._rates)
@@ -163,12 +165,12 @@ class Replay:
     def _settled(self) -> bool:
         """Whether steps have found what there is now often enough; counts this one."""
         now = self._now
-        if now is None or self._failure or self._captures > _CREDIT + self._replays // _REPLAYS_FOR_A_CAPTURE:
+        if now is None or self._failure:
             return False
         times = next((count for seen, count in self._seen if seen == now), 0)
         others = [entry for entry in self._seen if entry[0] != now]
         self._seen = [(now, times + 1), *others][:_REMEMBERED]
-        return times >= SETTLED
+        return times >= SETTLED and self._captures < _FIRST_CAPTURES + self._steps_taken // _STEPS_FOR_A_CAPTURE
 
     def _place_rates(self, work: Sequence[Batch]) -> None:
         """A learning rate and a decay on the device for each batch; between steps they are zero."""
@@ -182,25 +184,14 @@ class Replay:
         return [cell for rates in self._rates for cell in (rates.eta, rates.phi) if isinstance(cell, Tensor)]
 
     def _capture(self, program: Callable[[], None], work: list[Batch]) -> _Captured | None:
-        """Record the program without running it; None, and the reason kept, if that cannot be done.
+        """A graph of the program; None, and the reason kept, if there can be none.
 
-        `torch.cuda.graph` would also empty the allocator's cache, and the gradients of the next steps would lie
-        elsewhere. Other threads, which read data ahead, may go on. Nothing in a graph's memory outlives its replay,
-        so all graphs share it.
+        Nothing in a graph's memory outlives its replay, so all graphs share it.
         """
         assert self._now is not None
-        graph, device = torch.cuda.CUDAGraph(), work[0].device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        pool = self._graphs[0].graph.pool() if self._graphs else None
         self._captures += 1
-        torch.cuda.synchronize(device)
         try:
-            with torch.cuda.stream(stream), _no_garbage_collection():
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    program()
-                finally:
-                    graph.capture_end()
+            graph = recorded(program, work[0].device, self._graphs[0].graph.pool() if self._graphs else None)
         except RuntimeError as error:
             self._failure = str(error.__context__ or error).splitlines()[0]
             return None
@@ -209,6 +200,24 @@ class Replay:
         captured = _Captured(graph, self._now, [batch._replace(items=[]) for batch in work], held)
         self._graphs = [captured, *self._graphs][:_REMEMBERED]
         return captured
+
+
+def recorded(program: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
+    """A program as a graph, without running it.
+
+    `torch.cuda.graph` would also empty the allocator's cache, and the gradients of the next steps would lie elsewhere.
+    Other threads, which read data ahead, may go on.
+    """
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream), _no_garbage_collection():
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            program()
+        finally:
+            graph.capture_end()
+    return graph
 
 
 @contextmanager
