@@ -106,8 +106,20 @@ def test_a_graph_is_not_bound_to_rates_peaks_and_counters():
 
 def test_a_parameter_without_gradient_gets_no_state_by_being_looked_at():
     optimizer, params = optimizer_on("cpu")
-    assert bound(optimizer).gradients == (tuple(range(len(params))),)
+    assert bound(optimizer).gradients == ((), (), tuple(range(len(params))))
     assert not optimizer.state
+
+
+def test_tensors_without_memory_of_their_own_are_bound_to_nothing():
+    """Shells, as those of DTensors, have address zero wherever their numbers are; and so have tensors without any."""
+    param = nn.Parameter(torch.ones(2, 3))
+    optimizer = AdamWSW([param, nn.Parameter(torch.ones(0, 3))], lr=0.1)
+    param.grad = torch.ones(2, 3)
+    assert bound(optimizer) is None
+    del optimizer.param_groups[0]["params"][1]
+    assert bound(optimizer) is not None
+    param.grad = torch.ones(2, 3).to_sparse()
+    assert bound(optimizer) is None
 
 
 def test_copies_go_on_replaying():

@@ -225,10 +225,10 @@ class ScaledDecayOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.replay and self._replayed():
+            return loss
         if self._ranks.needed(self.param_groups):
             self._step_with_others()
-            return loss
-        if self.replay and self._replayed():
             return loss
         work = work_of(self, here=True)
         if torch.compiler.is_compiling():

@@ -69,12 +69,18 @@ def binding(
     there = [grad for grad in grads if grad is not None]
     missing = tuple([place for place, grad in enumerate(grads) if grad is None])
     try:
-        places = (missing, *map(Tensor.data_ptr, there), *map(Tensor.stride, there), *[grad.dtype for grad in there])
-        owners = (*map(id, params), *map(Tensor.data_ptr, params))
+        places, own = tuple(map(Tensor.data_ptr, there)), tuple(map(Tensor.data_ptr, params))
+        forms = (*map(Tensor.stride, there), *[grad.dtype for grad in there])
     except RuntimeError:
         return None
-    kept = (*map(id, state), *[id(tensor) for one in state.values() for tensor in one.values()])
-    return Binding(places, owners, kept, (settings, *(_options(group) for group in groups)))
+    if 0 in places or 0 in own:  # the shell of a tensor that keeps its numbers elsewhere
+        return None
+    return Binding(
+        (places, forms, missing),
+        (own, *map(id, params)),
+        (*map(id, state), *[id(tensor) for one in state.values() for tensor in one.values()]),
+        (settings, *(_options(group) for group in groups)),
+    )
 
 
 def _options(group: Group) -> tuple[Any, ...]:
