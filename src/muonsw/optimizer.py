@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,11 +12,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from muonsw import adopting, loading, moments, norms, peak
+from muonsw import adopting, loading, moments, norms, peak, rates
 from muonsw.algorithms import ALGORITHMS, Budget, Item
 from muonsw.algorithms.base import Coefficients
 from muonsw.apply import Observer, apply_update
-from muonsw.decay import DECAY_RULES, decay_factor, decays
 from muonsw.distributed import Ranks, exchanged_updates, redistributed_updates
 from muonsw.flag import Flag
 from muonsw.nonfinite import POLICIES, NonFiniteGradientError, describe_non_finite, finite_flag
@@ -46,9 +44,6 @@ if TYPE_CHECKING:
     from muonsw.distributed.plan import Met
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-
-# Schedules that end at zero may pass it by a rounding error.
-_ROUNDING = 1e-12
 
 CPU_CHUNK_BYTES = 4 * 2**20
 ACCELERATOR_CHUNK_BYTES = 9 * 2**26
@@ -289,7 +284,7 @@ class ScaledDecayOptimizer(Optimizer):
             return
         flag = ok if isinstance(ok, Flag) else None
         averages = moments.averages(work, flag)
-        coefficients = [self._coefficients(batch, flag, averages.get(batch.number)) for batch in work]
+        coefficients = [rates.coefficients(batch, flag, averages.get(batch.number), self._notices) for batch in work]
         moments.count_steps(self.param_groups)
         moments.keep(averages.values())
         if agreed is not None:
@@ -309,15 +304,15 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _numbers(self, work: list[Batch]) -> Numbers:
         """Learning rate and decay of each batch, which the host knows."""
-        rates = [self._coefficients(batch, None, None) for batch in work]
-        return [(float(one.eta), float(one.phi)) for one in rates]
+        found = [rates.coefficients(batch, None, None, self._notices) for batch in work]
+        return [(float(one.eta), float(one.phi)) for one in found]
 
-    def _update_on_device(self, work: list[Batch], rates: list[Coefficients]) -> None:
+    def _update_on_device(self, work: list[Batch], coefficients: list[Coefficients]) -> None:
         """An update whose rates lie on the device already."""
         ok = self._decide(work, self._finite(work, counted=True))
         flag = ok if isinstance(ok, Flag) else None
-        for batch, one in zip(work, rates, strict=True):
-            self._step_group(batch.group, batch.items, one._replace(flag=flag))
+        for batch, factors in zip(work, coefficients, strict=True):
+            self._step_group(batch.group, batch.items, factors._replace(flag=flag))
 
     def _update_spread(self, work: list[Batch], coefficients: list[Coefficients]) -> None:
         """Parameters whose matrices are whole here are moved as ever; the others meet their parts first."""
@@ -410,49 +405,7 @@ class ScaledDecayOptimizer(Optimizer):
             if param is not None and param.requires_grad and not self._has(param):
                 self._notices.unfrozen(name)
         for number, group in enumerate(self.param_groups):
-            label = self._label(number)
-            moments.require_length(group, label)
-            norms.refuse(group, label)
-            moments.place(group, label)
-            if isinstance(group["lr"], Tensor):
-                self._prepare_tensor_lr(group, label)
-            else:
-                self._prepare_lr(group, label)
-
-    def _prepare_lr(self, group: Group, label: str) -> None:
-        lr = float(group["lr"])
-        if any(p.is_cuda and _capturing(p) for p in group["params"][:1]):
-            raise RuntimeError(
-                f"a CUDA graph would freeze the learning rate {lr:g} of {label}; pass capturable=True or a tensor lr"
-            )
-        if not math.isfinite(lr) or lr < -_ROUNDING:
-            raise ValueError(f"the learning rate of {label} is {lr:g}; it must be a finite number of at least 0")
-        group["lr"] = lr  # numpy's numbers would compute in their own precision
-        peak.update_peak(group, label)
-        if _decay_needs_peak(group):
-            peak.check_lr(group, label)
-            self._notices.never_reached(group, label)
-
-    def _prepare_tensor_lr(self, group: Group, label: str) -> None:
-        if group["resolved_peak_lr"] is not None:
-            return
-        if not _capturing(group["lr"]):
-            peak.update_peak(group, label)
-        elif _decay_needs_peak(group):
-            peak.resolve_before_capture(group, label)
-
-    def _coefficients(self, batch: Batch, flag: Flag | None, average: moments.Average | None) -> Coefficients:
-        """Learning rate and decay of a batch; with a tensor learning rate nothing is read back from the device."""
-        group, device = batch.group, batch.device
-        eta, lam, top = group["lr"], group["weight_decay"], peak.eta_max(group)
-        eta, lam = (x.to(device, non_blocking=True).reshape(()) if isinstance(x, Tensor) else x for x in (eta, lam))
-        phi = _phi(group, lam, eta, top, moments.step_of(group, device), average.root if average else 0.0)
-        if isinstance(phi, Tensor):
-            needs_peak = isinstance(eta, Tensor) and _decay_needs_peak(group)
-            self._notices.record_rate(batch.number, group, eta, phi, needs_peak)
-        elif phi > 1:
-            raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
-        return Coefficients(eta, phi, None if flag is None else flag.to(device))
+            rates.prepare(group, self._label(number), self._notices)
 
     def check(self) -> None:
         """Raise if a learning rate held in a tensor has exceeded its peak since the last check.
@@ -463,7 +416,7 @@ class ScaledDecayOptimizer(Optimizer):
         """
         self._notices.read_rates(self.param_groups)
         for number, group in enumerate(self.param_groups):
-            if isinstance(group["lr"], Tensor) and _decay_needs_peak(group):
+            if isinstance(group["lr"], Tensor) and rates.needs_peak(group):
                 self._notices.never_reached(group, self._label(number))
         self._notices.check()
 
@@ -529,7 +482,7 @@ class ScaledDecayOptimizer(Optimizer):
         batches = [(params, lr) for stepped, params, lr in self._last if stepped is group]
         moved = [] if self._last_was_skipped else [param for params, _ in batches for param in params]
         lr = float(batches[0][1] if batches else group["lr"])
-        top, norm = peak.eta_max(group) if _decay_needs_peak(group) else None, norms.acting(group)
+        top, norm = peak.eta_max(group) if rates.needs_peak(group) else None, norms.acting(group)
         return GroupSummary(
             group=number,
             role=group["role"],
@@ -539,18 +492,10 @@ class ScaledDecayOptimizer(Optimizer):
             lr=lr,
             rule=group["decay"] if norm is None or norm.decays else "none",
             norm=norms.FREE if norm is None else group["norm"],
-            decay=float(self._last_phi(group, lr)),
+            decay=rates.last_decay(group, lr),
             peak_lr=top,
             highest_lr=group["highest_lr"],
         )
-
-    def _last_phi(self, group: Group, lr: float) -> float | Tensor:
-        """The decay of the last step, from what it has left in the group."""
-        average = group["gradient_average"]
-        known = isinstance(average, Tensor) and float(average[1]) > 0
-        root = float((average[0] / average[1]).sqrt()) if known else 0.0
-        count = max(1, int(group["step_count"]))
-        return _phi(group, float(group["weight_decay"]), lr, peak.eta_max(group), count, root)
 
     def gather_state(self) -> None:
         """Bring the momenta that other ranks keep (`momentum_on_owner`) to this one; every rank must call it.
@@ -587,7 +532,7 @@ class ScaledDecayOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         surprises: dict[str, list[str]] = {}
         for number, group in enumerate(self.param_groups):
-            message = peak.surprise_after_load(before[number], group) if _decay_needs_peak(group) else None
+            message = peak.surprise_after_load(before[number], group) if rates.needs_peak(group) else None
             if message is not None:
                 surprises.setdefault(message, []).append(self._label(number))
             if group["highest_lr"] is None:  # a state that does not tell: assume the best
@@ -670,26 +615,3 @@ def _count(counters: list[Tensor], flag: Flag | None) -> None:
         torch._foreach_add_(counters, 1)
     else:
         torch._foreach_add_(counters, flag.taken, alpha=1)  # without alpha torch would read the tensor on the host
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _decay_needs_peak(group: Group) -> bool:
-    return DECAY_RULES[group["decay"]].uses_peak and norms.uses_decay(group)
-
-
-def _phi(
-    group: Group,
-    lam: float | Tensor,
-    eta: float | Tensor,
-    top: float | None,
-    step: float | Tensor,
-    gradient: float | Tensor | None,
-) -> float | Tensor:
-    """The decay factor of a group; one without decay is not asked how long its run is."""
-    rule, norm = DECAY_RULES[group["decay"]], norms.acting(group)
-    if (norm is not None and not norm.decays) or ((rule.uses_length or rule.uses_gradient) and not decays(group)):
-        return 0.0
-    return decay_factor(group["decay"], lam, eta, top, step=step, steps=group["total_steps"], gradient=gradient)

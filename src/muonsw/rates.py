@@ -1,0 +1,105 @@
+"""The learning rate and the decay of a param group at one step: checked on the host before anything changes.
+
+Here those meet that each know one thing of it: peaks, decay rules, norm rules, and what rules must know of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from torch import Tensor, cuda
+
+from muonsw import moments, norms, peak
+from muonsw.algorithms.base import Coefficients, Group
+from muonsw.decay import DECAY_RULES, decay_factor, decays
+from muonsw.flag import Flag
+from muonsw.work import Batch
+
+if TYPE_CHECKING:
+    from muonsw.notices import Notices
+
+# Schedules that end at zero may pass it by a rounding error.
+_ROUNDING = 1e-12
+
+
+def needs_peak(group: Group) -> bool:
+    """Whether a group decays by a rule that divides by the peak."""
+    return DECAY_RULES[group["decay"]].uses_peak and norms.uses_decay(group)
+
+
+def prepare(group: Group, label: str, notices: Notices) -> None:
+    """Bring a group's peak up to date, and refuse what no step could be taken with."""
+    moments.require_length(group, label)
+    norms.refuse(group, label)
+    moments.place(group, label)
+    if isinstance(group["lr"], Tensor):
+        _settle_peak(group, label)
+        return
+    _check_number(group, label)
+    peak.update_peak(group, label)
+    if needs_peak(group):
+        peak.check_lr(group, label)
+        notices.never_reached(group, label)
+
+
+def _check_number(group: Group, label: str) -> None:
+    lr = float(group["lr"])
+    if any(_capturing(param) for param in group["params"][:1]):
+        raise RuntimeError(
+            f"a CUDA graph would freeze the learning rate {lr:g} of {label}; pass capturable=True or a tensor lr"
+        )
+    if not math.isfinite(lr) or lr < -_ROUNDING:
+        raise ValueError(f"the learning rate of {label} is {lr:g}; it must be a finite number of at least 0")
+    group["lr"] = lr  # numpy's numbers would compute in their own precision
+
+
+def _settle_peak(group: Group, label: str) -> None:
+    """The peak of a learning rate that is held in a tensor, once and before a graph is captured."""
+    if group["resolved_peak_lr"] is not None:
+        return
+    if not _capturing(group["lr"]):
+        peak.update_peak(group, label)
+    elif needs_peak(group):
+        peak.resolve_before_capture(group, label)
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and cuda.is_current_stream_capturing()
+
+
+def coefficients(batch: Batch, flag: Flag | None, average: moments.Average | None, notices: Notices) -> Coefficients:
+    """Learning rate and decay of a batch; with a tensor learning rate nothing is read back from the device."""
+    group, device = batch.group, batch.device
+    eta, lam, top = group["lr"], group["weight_decay"], peak.eta_max(group)
+    eta, lam = (x.to(device, non_blocking=True).reshape(()) if isinstance(x, Tensor) else x for x in (eta, lam))
+    phi = _phi(group, lam, eta, top, moments.step_of(group, device), average.root if average else 0.0)
+    if isinstance(phi, Tensor):
+        notices.record_rate(batch.number, group, eta, phi, isinstance(eta, Tensor) and needs_peak(group))
+    elif phi > 1:
+        raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
+    return Coefficients(eta, phi, None if flag is None else flag.to(device))
+
+
+def last_decay(group: Group, lr: float) -> float:
+    """The decay of the last step, from what it has left in the group; waits for the device."""
+    average = group["gradient_average"]
+    known = isinstance(average, Tensor) and float(average[1]) > 0
+    root = float((average[0] / average[1]).sqrt()) if known else 0.0
+    count = max(1, int(group["step_count"]))
+    return float(_phi(group, float(group["weight_decay"]), lr, peak.eta_max(group), count, root))
+
+
+def _phi(
+    group: Group,
+    lam: float | Tensor,
+    eta: float | Tensor,
+    top: float | None,
+    step: float | Tensor,
+    gradient: float | Tensor | None,
+) -> float | Tensor:
+    """The decay factor of a group; one without decay is not asked how long its run is."""
+    rule, norm = DECAY_RULES[group["decay"]], norms.acting(group)
+    if (norm is not None and not norm.decays) or ((rule.uses_length or rule.uses_gradient) and not decays(group)):
+        return 0.0
+    return decay_factor(group["decay"], lam, eta, top, step=step, steps=group["total_steps"], gradient=gradient)
