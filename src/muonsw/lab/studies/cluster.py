@@ -228,12 +228,13 @@ class _Watcher:
         """Leave the jobs or end them, and say which."""
         numbers = [attempt.id for attempt in self.under_way.values()]
         if not self.cluster.cancel_on_stop and self.cluster.kind == "slurm":
-            jobs = f"{len(numbers)} jobs go on (scancel {' '.join(numbers)} ends them)" if numbers else "no job goes on"
+            ending = f"(scancel {' '.join(numbers)} ends {'it' if len(numbers) == 1 else 'them'})" if numbers else ""
+            jobs = f"{counted(numbers, 'goes', 'go')} on {ending}".strip()
             return f"stopped watching; {jobs}; the same command again collects them"
         self.scheduler.cancel(numbers)
         while (states := self.scheduler.states()) is None or set(numbers) & set(states):
             time.sleep(POLL_SECONDS)
-        return f"stopped, {len(numbers)} jobs were told to save and end; {GOES_ON}"
+        return f"stopped, {counted(numbers, 'was', 'were')} told to save and end; {GOES_ON}"
 
     def _show(self, name: str, attempt: Attempt) -> None:
         self.audience.message(name, {"kind": "job", "job": f"{attempt.id} {attempt.state.lower()}"})
@@ -248,6 +249,11 @@ class _Watcher:
 
     def _failure(self, name: str) -> Path:
         return self.folder / f"{self.jobs[name].folder.name}.failed.json"
+
+
+def counted(jobs: Sequence[str], one: str, more: str) -> str:
+    """So many jobs, with the verb that goes with them."""
+    return f"{len(jobs) or 'no'} {'job' if len(jobs) < 2 else 'jobs'} {one if len(jobs) < 2 else more}"
 
 
 def saved_step(folder: Path) -> int:
