@@ -159,6 +159,10 @@ def graphs_on_cpus(monkeypatch):
     monkeypatch.setattr(optimizer_module, "obstacle", lambda _work, _nonfinite: "")
 
 
+def no_memory(*_arguments):
+    raise MemoryError
+
+
 def places_for(params, count):
     return [[torch.empty_like(param) for param in params] for _ in range(count)]
 
@@ -218,6 +222,25 @@ def test_a_loaded_state_is_the_one_that_moves():
         return tensors_of(optimizer, params)
 
     assert_same(go_on(), go_on())
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
+def test_a_step_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch):
+    optimizer, params = run_over(1, [0] * 8)
+    other, twins = run_over(1, [0] * 8)
+    known = [param.grad for param in params]
+    feed(params, 98, in_place=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "_step_group", no_memory)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    for param, grad in zip(params, known, strict=True):
+        param.grad = grad
+    for one, theirs in ((optimizer, params), (other, twins)):
+        feed(theirs, 99)
+        one.step()
+        assert one._replay._chosen is not None
+    assert_same(tensors_of(optimizer, params), tensors_of(other, twins))
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")

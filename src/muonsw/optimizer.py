@@ -30,7 +30,7 @@ from muonsw.options import (
 )
 from muonsw.peak import Group, PeakLRWarning
 from muonsw.precision import LOW_PRECISION
-from muonsw.replay import Numbers, Replay, obstacle
+from muonsw.replay import Replay, obstacle
 from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import ensure_state
 from muonsw.summary import GroupSummary, Summary
@@ -302,10 +302,10 @@ class ScaledDecayOptimizer(Optimizer):
             self._notices.not_replayed(reason or self._replay.complaint)
         return not reason
 
-    def _numbers(self, work: list[Batch]) -> Numbers:
-        """Learning rate and decay of each batch, which the host knows."""
+    def _numbers(self, work: list[Batch]) -> list[float]:
+        """Learning rate and decay of each batch in turn, which the host knows."""
         found = [rates.coefficients(batch, None, None, self._notices) for batch in work]
-        return [(float(one.eta), float(one.phi)) for one in found]
+        return [float(number) for one in found for number in (one.eta, one.phi)]
 
     def _update_on_device(self, work: list[Batch], coefficients: list[Coefficients]) -> None:
         """An update whose rates lie on the device already."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from torch import Tensor, cuda
+import torch
+from torch import Tensor
 
 from muonsw import moments, norms, peak
 from muonsw.algorithms.base import Coefficients, Group
@@ -65,7 +66,7 @@ def _settle_peak(group: Group, label: str) -> None:
 
 
 def _capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and cuda.is_current_stream_capturing()
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def coefficients(batch: Batch, flag: Flag | None, average: moments.Average | None, notices: Notices) -> Coefficients:

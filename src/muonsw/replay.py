@@ -7,7 +7,7 @@ place, so that both ways give the same weights.
 
 A graph reads and writes fixed addresses. Before each replay everything that it is bound to is compared with what is
 there now. Gradients are known by address alone: to hold on to them would keep their memory from the next backward pass.
-A loop that frees its gradients finds them in two or three places in turn, so there is a graph for each.
+A loop that frees its gradients often finds them in two places in turn, so there is a graph for each.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 # Steps in a row without a replay after which the user is told.
 PATIENCE = 50
 
-Numbers = list[tuple[float, float]]
-Update = Callable[[list[Batch], list[Coefficients]], None]
+# Takes the step of these batches, with the learning rate and the decay of each.
+StepTaker = Callable[[list[Batch], list[Coefficients]], None]
 
 
 class Binding(NamedTuple):
@@ -110,7 +110,7 @@ class Replay:
     def __init__(self) -> None:
         self._graphs: list[_Captured] = []
         self._chosen: _Captured | None = None
-        self._rates: list[Coefficients] = []
+        self._numbers: list[Tensor] = []
         self._now: Binding | None = None
         self._seen: list[tuple[Binding, int]] = []
         self._captures = self._replays = self._steps_taken = self._steps_without = 0
@@ -129,32 +129,35 @@ class Replay:
             self._moving = now.difference(before)
         return None
 
-    def again(self, numbers: Numbers) -> None:
-        """Replay the step that is ready."""
+    def again(self, numbers: list[float]) -> None:
+        """Replay the step that is ready, with the learning rate and the decay of each batch in turn."""
         assert self._chosen is not None
         self._replays += 1
         self._steps_without = 0
         self._steps_taken += 1
-        torch._foreach_add_(self._cells(), _flat(numbers))
+        torch._foreach_add_(self._numbers, numbers)
         self._chosen.graph.replay()
 
-    def take(self, work: list[Batch], numbers: Numbers, update: Update, *, measured: bool) -> None:
+    def take(self, work: list[Batch], numbers: list[float], step: StepTaker, *, measured: bool) -> None:
         """A step that is not ready: as it is written, or captured and replayed."""
-        self._place_rates(work)
+        self._place_numbers(work)
         self._steps_without += not measured
         self._steps_taken += 1
 
         def program() -> None:
-            update(work, self._rates)
-            torch._foreach_zero_(self._cells())
+            step(work, [Coefficients(*pair) for pair in zip(self._numbers[::2], self._numbers[1::2], strict=True)])
+            torch._foreach_zero_(self._numbers)
 
-        torch._foreach_zero_(self._cells())  # an earlier step may have ended in an error
-        torch._foreach_add_(self._cells(), _flat(numbers))
-        captured = None if measured or not self._settled() else self._capture(program, work)
-        if captured is None:
-            program()
-        else:
-            captured.graph.replay()
+        torch._foreach_add_(self._numbers, numbers)
+        try:
+            captured = None if measured or not self._settled() else self._capture(program, work)
+            if captured is None:
+                program()
+            else:
+                captured.graph.replay()
+        except BaseException:
+            torch._foreach_zero_(self._numbers)  # or the next step would be too long
+            raise
 
     @property
     def complaint(self) -> str:
@@ -178,16 +181,13 @@ class Replay:
         self._seen = [(now, times + 1), *others][:_REMEMBERED]
         return times >= SETTLED and self._captures < _FIRST_CAPTURES + self._steps_taken // _STEPS_FOR_A_CAPTURE
 
-    def _place_rates(self, work: Sequence[Batch]) -> None:
+    def _place_numbers(self, work: Sequence[Batch]) -> None:
         """A learning rate and a decay on the device for each batch; between steps they are zero."""
-        wanted = [(batch.device, torch.float64 if batch.dtype == torch.float64 else torch.float32) for batch in work]
-        if [(cell.device, cell.dtype) for cell in self._cells()[::2]] != wanted:
+        dtypes = [torch.float64 if batch.dtype == torch.float64 else torch.float32 for batch in work]
+        wanted = [(batch.device, dtype) for batch, dtype in zip(work, dtypes, strict=True) for _ in ("lr", "decay")]
+        if [(number.device, number.dtype) for number in self._numbers] != wanted:
             self._graphs.clear()
-            cells = [[torch.zeros((), device=device, dtype=dtype) for _ in "ab"] for device, dtype in wanted]
-            self._rates = [Coefficients(eta, phi) for eta, phi in cells]
-
-    def _cells(self) -> list[Tensor]:
-        return [cell for rates in self._rates for cell in (rates.eta, rates.phi) if isinstance(cell, Tensor)]
+            self._numbers = [torch.zeros((), device=device, dtype=dtype) for device, dtype in wanted]
 
     def _capture(self, program: Callable[[], None], work: list[Batch]) -> _Captured | None:
         """A graph of the program; None, and the reason kept, if there can be none.
@@ -236,10 +236,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _flat(numbers: Numbers) -> list[float]:
-    return [number for pair in numbers for number in pair]
 
 
 def obstacle(work: Sequence[Batch], nonfinite: str) -> str:

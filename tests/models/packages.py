@@ -7,7 +7,7 @@ import importlib.util
 import warnings
 
 import torch
-from torch import library
+from torch.library import Library
 
 PACKAGES = ("peft", "timm", "torchvision", "transformers")
 
@@ -30,7 +30,7 @@ def prepare():
     except RuntimeError as error:
         if "torchvision::nms does not exist" not in str(error):
             raise
-        operators = library.Library("torchvision", "DEF")
+        operators = Library("torchvision", "DEF")
         for name in COMPILED_OPERATORS:
             operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _libraries.append(operators)
