@@ -36,7 +36,14 @@ def rules_section(evidence: Evidence) -> str:
     single = ", ".join(rule for rule, gap in gaps.items() if len(gap) == 1)
     alone = f" Of one seed, so not judged: {single}." if single and len(judged) > 1 else ""
     told = f"The best of each that has all its strengths, minus constant decay's on the same seeds: {ranked}.{alone}"
+    if ends := best_at_an_end(whole(found)):
+        told += f" Best at the weakest or strongest that was tried, so perhaps better beyond it: {', '.join(ends)}."
     return f"{markdown(['rule', 'strength', 'loss', 'seeds'], rows, texts=2)}\n\n{told}\n\n{claims}"
+
+
+def best_at_an_end(found: Mapping[str, list[list[float]]]) -> list[str]:
+    """The rules whose best strength has no other on one side of it."""
+    return [rule for rule, values in found.items() if len(values) > 1 and best_strength(values) in (0, len(values) - 1)]
 
 
 def strengths(evidence: Evidence) -> dict[str, list[list[float]]]:

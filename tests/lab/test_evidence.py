@@ -153,6 +153,16 @@ def test_gains_are_told_with_their_share_and_when(script):
     assert script["gains"](script["Evidence"](records[:2]), 128) == ""
 
 
+def test_a_best_strength_at_the_end_of_its_range_is_told(script):
+    found = {
+        "low": [[3.0], [3.1], [3.2]],
+        "inside": [[3.1], [3.0], [3.2]],
+        "high": [[3.1], [3.2], [3.0]],
+        "none": [[3]],
+    }
+    assert script["best_at_an_end"](found) == ["low", "high"]
+
+
 def test_pairs_are_of_one_seed_and_the_best_of_each_rule_is_named(script):
     """A seed that only one of two arms has counts for neither; each rule is best at a lambda of its own."""
     planned = script["GROUPS"]["table-128"].runs()
