@@ -175,6 +175,18 @@ def test_the_next_steps_are_the_pairs(pair, head_by_muon):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_a_group_that_becomes_muons_has_the_optimizers_own_options_of_muon():
+    """The head was AdamW's until now, so its group held no options of Muon worth keeping."""
+    model = Net()
+    pair = dion(model, head_by_muon=True)
+    go(model, pair, 0, 1)
+    chosen = {"ns_dtype": "float32", "ns_steps": 7, "orthogonalizer": "polar_express"}
+    optimizer = MuonSW.for_model(model, lr=1.0, decay="constant", **chosen)
+    optimizer.adopt(*pair)
+    head = next(group for group in optimizer.param_groups if "head.weight" in group["param_names"])
+    assert {key: head[key] for key in chosen} == chosen
+
+
 def torch_pair(model):
     named = dict(model.named_parameters())
     matrices = [named["down.weight"], named["up.weight"]]

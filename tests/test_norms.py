@@ -38,9 +38,8 @@ def test_it_is_the_reference(algorithm, norm, dtype, rule, chunk_bytes):
     build, reference = CLASSES[algorithm]
     params = matrices((6, 6), (4, 10), dtype=dtype)
     references = [reference(p.detach(), Decay(rule, 0.5, PEAK, norm=norm)) for p in params]
-    optimizer = build(
-        params, lr=PEAK, weight_decay=0.5, decay=rule, norm=norm, chunk_bytes=chunk_bytes, **OWN.get(algorithm, {})
-    )
+    own = {**OWN, "muon": {"ns_dtype": dtype}}.get(algorithm, {})
+    optimizer = build(params, lr=PEAK, weight_decay=0.5, decay=rule, norm=norm, chunk_bytes=chunk_bytes, **own)
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = SCHEDULE(step)
         set_gradients(params, step)

@@ -144,8 +144,15 @@ LAYOUTS: tuple[tuple[Callable[[Group], bool], Layout], ...] = (
 
 
 def _group(own: Group, options: Group, peak_lr: float | None) -> Group:
-    """Our group with what the other one did: everything that is not said there stays ours, decay rule included."""
-    kept = {key: value for key, value in own.items() if key not in ("params", "param_names")}
+    """Our group with what the other one did: everything that is not said there stays ours, decay rule included.
+
+    A group that changes its algorithm takes no options of algorithms along: those of its new one meant nothing in it
+    so far, and `add_param_group` fills in the constructor's.
+    """
+    left_out = {"params", "param_names"}
+    if options["algorithm"] != own["algorithm"]:
+        left_out |= {key for entry in ALGORITHMS.values() for key in entry.defaults}
+    kept = {key: value for key, value in own.items() if key not in left_out}
     fresh = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None, "constructor_lr": None}
     peak = {} if peak_lr is None else {"peak_lr": float(peak_lr) * float(own["lr_multiplier"])}
     return {**kept, **fresh, **options, **peak, "params": []}
