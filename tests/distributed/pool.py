@@ -1,21 +1,19 @@
 """Processes that form ranks: started once, they run one function after another.
 
-They are forked from a server that has imported torch, so that a pool costs one import. A case that does not come back
-in time, as a collective that waits for ever, is a failure; its pool is ended and the next case gets a new one.
+They are forked from the server of `tests.common.children`, so that a pool costs no import. A case that does not come
+back in time, as a collective that waits for ever, is a failure; its pool is ended and the next case gets a new one.
 """
 
 import contextlib
-import multiprocessing
 import tempfile
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from tests.common.children import SERVER
+
 TIMEOUT = 60.0
 # How long the others may go on when one rank has failed: they may be waiting for it.
 GRACE = 5.0
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.distributed.worker"])
 
 
 class CaseError(AssertionError):
@@ -38,8 +36,8 @@ class Pool:
         store = Path(self._folder.name) / f"store{self._started}"
         self._pipes, self._processes = [], []
         for rank in range(self.size):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=serve, args=(rank, self.size, str(store), theirs), daemon=True)
+            ours, theirs = SERVER.Pipe()
+            process = SERVER.Process(target=serve, args=(rank, self.size, str(store), theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -1,7 +1,6 @@
 """A process that is ended at its n-th file operation, or when a file reaches n bytes, or whose disk is full.
 
-The deed is done in a forked child, so that the parent's imports serve all of them, and by SIGKILL, so that no `finally`
-runs.
+The deed is done in a child process, and by SIGKILL, so that no `finally` runs.
 """
 
 import ctypes
@@ -10,17 +9,17 @@ import os
 import resource
 import signal
 import sys
-import traceback
-import warnings
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.common.children import start_child
 
 # Operations on names, as Python's audit events call them, and calls of C functions that write or wait for the disk.
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 CALLS = {"write", "fsync", "serialize_file"}
 NEVER = 1 << 60
-FAILED = 99
 
 
 class Counter:
@@ -58,39 +57,29 @@ class Counter:
 
 
 def in_child(work: Callable[[], int]) -> int:
-    """Run in a forked child and return its exit code, or minus the signal that ended it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test runner, which the child never needs
-        child = os.fork()
-    if child == 0:
-        code = FAILED
-        try:
-            code = work()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Run in a child process and return its exit code, or minus the signal that ended it; show what it printed."""
+    with tempfile.NamedTemporaryFile() as output:
+        child = start_child(work, Path(output.name))
+        child.join()
+        print(Path(output.name).read_text())
+    return child.exitcode
 
 
 def operations(work: Callable[[], object], folder: Path) -> int:
     """How many file operations below a folder the work takes."""
-    reading, writing = os.pipe()
+    with tempfile.NamedTemporaryFile() as answer:
+        path = Path(answer.name)
 
-    def counted() -> int:
-        counter = Counter(folder, NEVER)
-        counter.start()
-        work()
-        sys.setprofile(None)
-        os.write(writing, str(counter.count).encode())
-        return 0
+        def counted() -> int:
+            counter = Counter(folder, NEVER)
+            counter.start()
+            work()
+            sys.setprofile(None)
+            path.write_text(str(counter.count))
+            return 0
 
-    assert in_child(counted) == 0
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        return int(pipe.read())
+        assert in_child(counted) == 0
+        return int(path.read_text())
 
 
 def killed_at(number: int, work: Callable[[], object], folder: Path) -> bool:

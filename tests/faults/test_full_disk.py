@@ -26,13 +26,13 @@ def checked(said, folder: Path) -> bool:
     return True
 
 
-def training(folder: Path):
-    return say("train", "--config", made().whole / "config.json", "--out", folder)
+def training(settings: Path, folder: Path):
+    return say("train", "--config", settings, "--out", folder)
 
 
 def test_training_on_a_disk_of_any_size_says_so_and_goes_on_once_there_is_room(record_property):
     """A disk of the kernel's, of so many pages; made larger in the end, as one makes room."""
-    disk = made().root / "disk"
+    settings, disk = made().whole / "config.json", made().root / "disk"
     disk.mkdir(exist_ok=True)
     expected, full = ending(made().whole), 0
     for pages in range(1, 110) if LONG else (6, 60):
@@ -40,9 +40,9 @@ def test_training_on_a_disk_of_any_size_says_so_and_goes_on_once_there_is_room(r
         def work(pages: int = pages) -> int:
             if not mount_disk(disk, pages):
                 return NO_DISK
-            refused = checked(training(disk / "run"), disk)
+            refused = checked(training(settings, disk / "run"), disk)
             assert mount_disk(disk, PLENTY, again=True)
-            assert training(disk / "run").code == 0
+            assert training(settings, disk / "run").code == 0
             assert ending(disk / "run") == expected
             return 10 + refused
 
@@ -59,18 +59,19 @@ def test_training_on_a_disk_of_any_size_says_so_and_goes_on_once_there_is_room(r
 
 def test_training_with_files_of_any_size_says_so_and_goes_on(record_property):
     """The system refuses to write beyond a number of bytes, in whichever file."""
-    expected, folder, full = ending(made().whole), made().root / "limited", 0
+    settings, expected = made().whole / "config.json", ending(made().whole)
+    folder, full = made().root / "limited", 0
     for size in range(0, 56_000, 397) if LONG else (1, 20_000):
         shutil.rmtree(folder, ignore_errors=True)
 
         def work(size: int = size) -> int:
             limit_files(size)
-            return 10 + checked(training(folder), folder)
+            return 10 + checked(training(settings, folder), folder)
 
         code = in_child(work)
         assert code in (10, 11), f"files of {size} bytes"
         full += code == 11
-        assert training(folder).code == 0
+        assert training(settings, folder).code == 0
         assert ending(folder) == expected
     record_property("cases", ("training with files that may not grow", full, "refused with 3, then same bits"))
     assert full

@@ -16,7 +16,7 @@ from muonsw.lab.train.loop import train
 from tests.faults.killing import killed_at, killed_at_size, operations
 from tests.faults.made import LONG, config, ending, fill_data, made
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 
 
 def places(total: int, few: int) -> list[int]:
@@ -45,7 +45,8 @@ def train_after_kills(record_property, kill, cases):
 def test_training_that_is_ended_before_any_file_operation_goes_on_to_the_same_bits(record_property):
     folder = made().root / "killed"
     shutil.rmtree(folder, ignore_errors=True)
-    total = operations(lambda: train(config(made().data), folder), folder)
+    settings = config(made().data)
+    total = operations(lambda: train(settings, folder), folder)
     assert total > 60
     cases = places(total, 3)
     ended, wrong = train_after_kills(record_property, killed_at, cases)
@@ -79,18 +80,18 @@ def test_preparing_data_that_is_ended_goes_on_to_the_same_folder(record_property
 
 
 def test_an_export_that_is_ended_is_whole_the_next_time_and_never_taken_for_whole_before(record_property):
-    folder, ended = made().root / "killed-export", 0
+    trained, folder, ended = made().whole, made().root / "killed-export", 0
     whole, _ = load_model(made().export)
     shutil.rmtree(folder, ignore_errors=True)
     expected = {path.name: path.read_bytes() for path in made().export.rglob("*") if path.is_file()}
-    for number in places(operations(lambda: export(made().whole, folder), folder), 4):
+    for number in places(operations(lambda: export(trained, folder), folder), 4):
         shutil.rmtree(folder, ignore_errors=True)
-        if killed_at(number, lambda: export(made().whole, folder), folder):
+        if killed_at(number, lambda: export(trained, folder), folder):
             ended += 1
             with suppress(UsageError):  # a whole model, or none
                 model, _ = load_model(folder)
                 assert all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
-        export(made().whole, folder)
+        export(trained, folder)
         assert {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == expected
     record_property("cases", ("`export` ended by SIGKILL", ended, "repaired: written again whole"))
     assert ended > 2

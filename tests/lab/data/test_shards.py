@@ -135,7 +135,7 @@ def test_a_shorter_file_put_in_a_shards_place_leaves_what_is_open(folder):
     assert opened.tokens.tolist() == before, "what was open stays the old file"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 @pytest.mark.parametrize("moment", ["while writing", "before the rename"])
 def test_a_kill_leaves_no_shard_and_does_not_disturb_the_next_writer(tmp_path, moment):
     path = tmp_path / "train-00000-01234567.tokens"

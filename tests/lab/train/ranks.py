@@ -1,38 +1,36 @@
-"""Ranks that really run: forked from this process, so that its imports serve all of them, and joined over gloo.
+"""Ranks that really run: child processes joined over gloo.
 
 What torchrun does for a run is to start processes with four variables and to end them all when one ends; `start` does
 the first. Tests of torchrun itself are slow, and in `test_torchrun.py`.
 """
 
+import functools
 import json
 import os
-import signal
 import socket
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed.fsdp  # once, before any fork
+import torch.distributed.fsdp  # once, in the server of children
 
 from muonsw.lab.settings import as_data
 from muonsw.lab.train.__main__ import main
 from muonsw.lab.train.config import ParallelConfig, RunConfig
+from tests.common.children import start_child
 
 assert torch.distributed.fsdp
 
-# What forks, and sends itself signals.
+# Ranks send themselves signals and limit their disks; with a GPU they would train on it.
 NEEDED = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork, limits and mounts of Linux"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive: CUDA_VISIBLE_DEVICES="),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs limits and mounts of Linux"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="ranks of CPUs: set CUDA_VISIBLE_DEVICES="),
 ]
-FAULT = 99
 SECONDS = 180.0
 
 
@@ -70,45 +68,33 @@ class Started:
         self.begun, given = time.monotonic(), [str(write_config(config)), str(folder)]
         self.outputs = [Path(tempfile.mkstemp()[1]) for _ in range(size)]
         environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        self.pids = [self._fork(rank, environment, given, before) for rank in range(size)]
-
-    def _fork(self, rank, environment, given, before) -> int:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child:
-            return child
-        code = FAULT
-        try:
-            with self.outputs[rank].open("w") as output:
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-                sys.stdout = sys.stderr = output
-                os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-                if before is not None:
-                    before(rank)
-                code = main(given)
-        except BaseException:
-            os.write(2, traceback.format_exc().encode())
-        os._exit(code)
+        self.children = [
+            start_child(functools.partial(_rank, rank, environment, given, before), self.outputs[rank])
+            for rank in range(size)
+        ]
 
     def wait(self, seconds: float = SECONDS) -> list[Ended]:
         """How each ended; whoever takes too long is ended by force, and the test fails."""
         ended: dict[int, Ended] = {}
-        while len(ended) < len(self.pids):
-            for rank, pid in enumerate(self.pids):
-                if rank not in ended:
-                    done, status = os.waitpid(pid, os.WNOHANG)
-                    if done:
-                        text = self.outputs[rank].read_text()
-                        ended[rank] = Ended(os.waitstatus_to_exitcode(status), text, time.monotonic() - self.begun)
+        while len(ended) < len(self.children):
+            for rank, child in enumerate(self.children):
+                if rank not in ended and child.exitcode is not None:
+                    ended[rank] = Ended(child.exitcode, self.outputs[rank].read_text(), time.monotonic() - self.begun)
             if time.monotonic() - self.begun > seconds:
-                for rank in set(range(len(self.pids))) - set(ended):
-                    os.kill(self.pids[rank], signal.SIGKILL)
+                late = set(range(len(self.children))) - set(ended)
+                for rank in late:
+                    self.children[rank].kill()
                 said = "\n".join(output.read_text() for output in self.outputs)
-                raise AssertionError(f"ranks {set(range(len(self.pids))) - set(ended)} did not end:\n{said}")
+                raise AssertionError(f"ranks {late} did not end:\n{said}")
             time.sleep(0.02)
-        return [ended[rank] for rank in range(len(self.pids))]
+        return [ended[rank] for rank in range(len(self.children))]
+
+
+def _rank(rank: int, environment: dict[str, str], given: list[str], before: Callable[[int], None] | None) -> int:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    if before is not None:
+        before(rank)
+    return main(given)
 
 
 def start(size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None = None) -> Started:

@@ -77,7 +77,7 @@ def test_another_seed_gives_another_run(uninterrupted, tmp_path):
 
 
 @pytest.mark.parametrize("kill_at", [1, 5, 9])
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_a_killed_run_ends_as_if_it_had_never_stopped(uninterrupted, tmp_path, kill_at):
     """SIGKILL at an update: no handler runs, so what is on disk is whatever happened to be there."""
     run, notes = tmp_path / "run", []

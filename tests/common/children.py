@@ -1,0 +1,51 @@
+"""Child processes of tests, which may be killed, starved of disk space or patched without harm to the tests.
+
+They are forked from a server that has imported what they need and has never run a backward pass: torch refuses to run
+one in a fork of a process that has. A child that itself starts children, in a mount namespace of its own say, forks.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import cloudpickle
+import torch
+
+FAILED = 99
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.distributed.worker", "tests.lab.train.ranks", "tests.faults.tried"])
+
+
+def start_child(work: Callable[[], int], output: Path) -> BaseProcess:
+    """Start a process that ends with the exit code `work` returns; what it prints goes to a file."""
+    context = SERVER if multiprocessing.parent_process() is None else multiprocessing.get_context("fork")
+    sent = cloudpickle.dumps(work)
+    child = context.Process(target=_serve, args=(sent, dict(os.environ), torch.get_num_threads(), output))
+    child.start()
+    return child
+
+
+def _serve(sent: bytes, environment: dict[str, str], threads: int, output: Path) -> None:
+    """Run what was sent, and end at once: a clean-up would meet what `work` has broken."""
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    code, stream = FAILED, output.open("w", buffering=1)
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = stream
+    with contextlib.suppress(OSError):  # of a traceback for which there is no room
+        try:
+            code = pickle.loads(sent)()
+        except BaseException:
+            traceback.print_exc()
+        stream.flush()
+    os._exit(code)
