@@ -19,7 +19,7 @@ from muonsw import NonFiniteGradientWarning
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.shared import SharedShelf
 from muonsw.lab.train.state import Training
-from tests.faults.killing import LIBC, REMOUNT, Counter, in_child, limit_files, mount_disk
+from tests.faults.killing import Counter, in_child, limit_files, mount_disk, set_read_only
 from tests.faults.made import LONG
 from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
 from tests.lab.train.small import losses, small_run
@@ -349,11 +349,11 @@ def test_a_folder_that_is_read_only_is_refused_on_all_ranks_and_nothing_is_lost(
     def work(disk):
         folder = disk / "run"
         run(2, config(), folder, at_update(4, 1, kill))
-        assert LIBC.mount(b"tmpfs", str(disk).encode(), b"tmpfs", REMOUNT | 1, None) == 0
+        assert set_read_only(disk, True)
         ended = run(2, config(), folder)
         assert [one.code for one in ended] == [2, 2], ended
         assert f"cannot write to the folder {folder}: Read-only file system; choose another" in ended[0].text
-        assert LIBC.mount(b"tmpfs", str(disk).encode(), b"tmpfs", REMOUNT, None) == 0
+        assert set_read_only(disk, False)
         assert_goes_on(folder)
 
     on_a_disk(tmp_path, 1 << 20, work)
