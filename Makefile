@@ -1,8 +1,11 @@
 # Everything runs inside .venv, which the first target that needs it makes.
 PYTHON ?= python3
+# Which build of torch: cpu, default (on Linux for CUDA, 5 GB), or unset: the CPU build where pip finds it.
+export TORCH
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+EXTRAS := .[lab,data,tensorboard,dev]
 # Apart from the rest: a torchvision that cannot load its operators would break other packages' imports.
 MODELS_VENV := .venv-models
 MODELS_INSTALLED := $(MODELS_VENV)/.installed
@@ -18,7 +21,7 @@ WORKERS ?= 2
 WORKS_TABLE ?= check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models test-integrations
+.PHONY: help install demo test check lint types pytest test-again test-pythons test-slow test-gpu test-models test-integrations
 .PHONY: test-browser test-kernels test-faults test-slurm test-package bench evidence docs docs-version clean
 
 help:  ## show this list
@@ -28,7 +31,8 @@ install: $(INSTALLED)  ## make .venv and install the project with pinned version
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[lab,data,tensorboard,dev]'
+	.ci/install-torch $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt -e '$(EXTRAS)'
 	@touch $@
 
 demo: install  ## the main job on its built-in default: constant against scaled decay on a small model, 5 minutes
@@ -47,19 +51,24 @@ types: install
 
 # One thread for each worker: two workers with two threads each on two cores run many times slower. Work is stolen, not
 # dealt out: the tests of a file stay together, so that what they share is made once.
-QUICK := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not models and not integrations and not slurm and not browser"
+QUICK := pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not models and not integrations and not slurm and not browser"
 
 pytest: install
-	$(QUICK) -p no:randomly
+	OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK) -p no:randomly
 
-# No result may rest on one machine's rounding or on the order of the tests; every name must be the same at each
-# collection, or the workers refuse to share the tests. The seed of the order is printed; `--randomly-seed=N` repeats it.
-test-again: install  ## the same tests on the plainest instruction set, in a random order
+# No result may rest on one machine's rounding and answers, or on the order of the tests; every name must be the same at
+# each collection, or the workers refuse to share the tests. The seed of the order is printed; `--randomly-seed=N` repeats
+# it.
+test-again: install  ## the same tests as on another machine: plainest instruction set, other answers; in a random order
 	PYTHONHASHSEED=1 $(BIN)/pytest -q --collect-only -p no:randomly > $(VENV)/collected-once
 	PYTHONHASHSEED=2 $(BIN)/pytest -q --collect-only -p no:randomly > $(VENV)/collected-twice
 	@grep -h :: $(VENV)/collected-once > $(VENV)/names && grep -h :: $(VENV)/collected-twice | diff $(VENV)/names - \
 	  || { echo "the tests above have other names at each collection: give their parameters ids"; exit 1; }
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(QUICK)
+	MUONSW_MACHINE="$$($(BIN)/python -m tests.other_machine)" FORCE_COLOR=1 COLUMNS=40 \
+	  ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK)
+
+test-pythons:  ## the same tests under each of Python 3.11, 3.12 and 3.13 that is found; see .ci/pythons
+	OMP_NUM_THREADS=1 .ci/pythons '$(EXTRAS)' PYTHON_HERE -m $(QUICK) -p no:randomly
 
 test-browser: install  ## the pages of reports in a real Chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m browser tests/lab/report
@@ -86,6 +95,7 @@ test-kernels: $(KERNELS_INSTALLED)  ## the Triton kernels in its interpreter, on
 
 $(KERNELS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS_VENV)
+	.ci/install-torch $(KERNELS_VENV)/bin/python
 	$(KERNELS_VENV)/bin/python -m pip install -q -c constraints.txt -e . numpy triton pytest pytest-xdist hypothesis
 	@touch $@
 
@@ -94,6 +104,7 @@ test-models: $(MODELS_INSTALLED)  ## routing of 145 models of transformers, timm
 
 $(MODELS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(MODELS_VENV)
+	.ci/install-torch $(MODELS_VENV)/bin/python
 	$(MODELS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[models]' pytest pytest-xdist hypothesis
 	@touch $@
 
@@ -103,6 +114,7 @@ test-integrations: $(INTEGRATIONS_INSTALLED)  ## the optimizers in Trainer, Ligh
 # DeepSpeed builds no operators: none are needed on CPUs. torchtitan asks for an older datasets than TRL needs.
 $(INTEGRATIONS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	.ci/install-torch $(INTEGRATIONS_VENV)/bin/python
 	{ DS_BUILD_OPS=0 $(INTEGRATIONS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[integrations]' pytest \
 	    pytest-xdist && $(INTEGRATIONS_VENV)/bin/python -m pip install -q -c constraints.txt --no-deps torchtitan; } \
 	  || { echo "the packages of the extra 'integrations' could not be installed, so nothing was tested"; exit 1; }
@@ -134,4 +146,4 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@touch $@
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(KERNELS_VENV) $(MODELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-3.* $(KERNELS_VENV) $(MODELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonsw import MuonSW
+from muonsw import MuonSW, machine
 
 
 def decoder(width: int, layers: int) -> list[tuple[int, int]]:
@@ -125,7 +125,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def worker(options: argparse.Namespace) -> None:
-    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
+    device = "cuda" if machine.gpus() and not options.cpu else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help="be one rank of a torchrun")
     parser.add_argument("--out", type=Path, help="write the table as JSON, too")
     options = parser.parse_args()
-    gpus = 0 if options.cpu else torch.cuda.device_count()
+    gpus = 0 if options.cpu else machine.gpus()
     options.set = options.set or ("1b" if gpus else "tiny")
     if options.worker:
         worker(options)

@@ -1,7 +1,6 @@
 """Promises about the code itself."""
 
 import ast
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import muonsw
+from muonsw import machine
 
 SOURCE = Path(muonsw.__file__).parent
 BENCH = Path(__file__).parents[1] / "bench"
@@ -73,7 +73,7 @@ def test_the_public_names_are_what_the_package_says():
 @pytest.mark.parametrize("path", sorted(BENCH.glob("*.py")), ids=lambda path: path.name)
 def test_the_scripts_that_measure_find_what_they_import(path):
     """They run by hand and seldom, so a name that has changed would wait for them."""
-    if path.name == "kernel_time.py" and importlib.util.find_spec("triton") is None:
+    if path.name == "kernel_time.py" and not machine.triton():
         pytest.skip("it times Triton's kernels, and Triton is not installed")
     tree = ast.parse(path.read_text())
     wanted = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "muonsw" in str(node.module)]

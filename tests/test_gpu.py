@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry
+from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, machine
 from muonsw.algorithms import base
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
@@ -13,7 +13,7 @@ from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not machine.gpus(), reason="needs a CUDA device"),
 ]
 
 SHAPES = [(64, 64), (32, 96), (4, 48, 32), (64, 64), (96, 32)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import MuonSW
+from muonsw import MuonSW, machine
 from muonsw.precision import compute_dtype, cuda_dtype, stochastic_round
 from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run
 
@@ -165,11 +165,13 @@ def test_muon_keeps_one_buffer():
     assert list(optimizer.state[param]) == ["momentum_buffer"]
 
 
-def test_automatic_compute_dtype():
+def test_automatic_compute_dtype(monkeypatch):
     cpu, mps = torch.device("cpu"), torch.device("mps")
     assert compute_dtype("auto", torch.float64, cpu) == torch.float64
     assert compute_dtype("auto", torch.float32, mps) == torch.float32
-    assert compute_dtype("auto", torch.float32, cpu) in (torch.float32, torch.bfloat16)
+    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setitem(machine.FORCED, "fast_bfloat16", fast)
+        assert compute_dtype("auto", torch.float32, cpu) == dtype
     assert compute_dtype("float16", torch.float32, cpu) == torch.float16
 
 
@@ -181,7 +183,5 @@ def test_gpus_without_bfloat16_units_compute_in_what_they_have():
 
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
 def test_cpus_told_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, isa):
-    from muonsw.precision import cpu_multiplies_bfloat16
-
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
-    assert cpu_multiplies_bfloat16() is False
+    assert machine.cpu_has_bfloat16_units() is False

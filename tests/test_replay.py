@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, replay
+from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, machine, replay
 from muonsw import optimizer as optimizer_module
 from muonsw.replay import PATIENCE, SETTLED, binding
 from tests.common.cuda import no_waiting
@@ -15,7 +15,7 @@ from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
 
 SHAPES = [(64, 64), (32, 96), (4, 48, 32), (96, 32)]
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+on_a_gpu = pytest.mark.skipif(not machine.gpus(), reason="needs a CUDA device")
 
 
 def optimizer_on(device, algorithm="muon", dtype=torch.float32, **options):

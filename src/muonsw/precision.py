@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
+
+from muonsw import machine
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -42,7 +42,7 @@ def compute_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) 
     if param_dtype == torch.float64:
         return torch.float64
     if device.type == "cpu":
-        return torch.bfloat16 if CPU_MULTIPLIES_BFLOAT16 else torch.float32
+        return torch.bfloat16 if machine.fast_bfloat16() else torch.float32
     if device not in _FASTEST:
         _FASTEST[device] = _ask(device)
     return _FASTEST[device]
@@ -54,7 +54,7 @@ _FASTEST: dict[torch.device, torch.dtype] = {}
 
 def _ask(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
-        return cuda_dtype(torch.cuda.is_bf16_supported(including_emulation=False), _has_tensor_cores(device))
+        return cuda_dtype(bool(machine.gpu_fast_bfloat16()), has_tensor_cores=machine.gpu_capability(device) >= 70)
     return torch.float32 if device.type == "mps" else torch.bfloat16
 
 
@@ -66,25 +66,6 @@ def cuda_dtype(multiplies_bfloat16: bool, has_tensor_cores: bool) -> torch.dtype
     if multiplies_bfloat16:
         return torch.bfloat16
     return torch.float16 if has_tensor_cores else torch.float32
-
-
-def _has_tensor_cores(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 0)
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 units (AVX512-BF16 or AMX) that oneDNN is allowed to use.
-
-    Without them bfloat16 products are emulated, some 25 times slower than float32.
-    """
-    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
-    if allowed not in ("ALL", "DEFAULT") and "BF16" not in allowed and "AMX" not in allowed and "FP16" not in allowed:
-        return False
-    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
-
-
-CPU_MULTIPLIES_BFLOAT16 = cpu_multiplies_bfloat16()
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonsw import MuonSW
+from muonsw import MuonSW, machine
 from muonsw.distributed.layout import Layouts
 from tests.common.cuda import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not machine.gpus(), reason="needs a CUDA device"),
 ]
 
 SHAPES = [(64, 64), (32, 96), (64, 64), (1, 48), (96, 32)]

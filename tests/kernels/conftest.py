@@ -1,17 +1,17 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU, as the root's conftest says."""
 
-import importlib.util
-
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
+from muonsw import machine
+
+if not machine.triton():
     collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture
 def device():
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if machine.gpus() else "cpu")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from muonsw import machine
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.processes import VISIBLE, Audience, next_device, run_jobs, stop_requests, visible_gpus
 
@@ -128,7 +129,7 @@ def test_no_gpu_is_given_to_a_second_process_before_all_have_one():
     ],
 )
 def test_the_gpus_of_this_process_keep_the_names_that_it_was_given(environment, number, names, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setitem(machine.FORCED, "gpus", number)
     if environment is None:
         monkeypatch.delenv(VISIBLE, raising=False)
     else:

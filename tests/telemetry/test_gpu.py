@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import ALGORITHMS, MuonSW, Telemetry
+from muonsw import ALGORITHMS, MuonSW, Telemetry, machine
 from tests.common.cuda import no_waiting
 from tests.common.problems import assert_same, matrices
 from tests.telemetry.brute import Step, assert_values
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not machine.gpus(), reason="needs a CUDA device"),
 ]
 
 

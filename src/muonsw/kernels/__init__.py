@@ -14,11 +14,12 @@ The modules import Triton, so they are imported where `available` has said yes a
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import warnings
 
 import torch
+
+from muonsw import machine
 
 # Set to "0" to take the torch path everywhere, to compare or to search for an error.
 SWITCH = "MUONSW_KERNELS"
@@ -38,8 +39,7 @@ def available(device: torch.device) -> bool:
 def _usable(device: torch.device) -> bool:
     if os.environ.get(SWITCH) == "0":
         return False
-    installed = importlib.util.find_spec("triton") is not None
-    reason = _failure(device) if installed else "Triton is not installed"
+    reason = _failure(device) if machine.triton() else "Triton is not installed"
     if reason:
         warnings.warn(f"steps on {device} use plain torch operations, which are slower: {reason}", stacklevel=2)
     return not reason

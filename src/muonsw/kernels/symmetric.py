@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from muonsw import machine
+
 
 class Tiles(NamedTuple):
     """How a product is cut: rows of a tile, its columns as a multiple of them, the depth of a step of the sum.
@@ -35,8 +37,7 @@ WITHOUT_ENGINE = Tiles(128, 1, 64, 8, 3)
 @functools.cache
 def best_tiles(device: torch.device) -> Tiles:
     """How to cut products on this device."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return WITH_ENGINE if nvidia and torch.cuda.get_device_capability(device)[0] >= 9 else WITHOUT_ENGINE
+    return WITH_ENGINE if machine.gpu_capability(device) >= 90 else WITHOUT_ENGINE
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from muonsw import machine
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.version import __version__
 
@@ -36,14 +37,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 GOES_ON = "the same command again goes on"
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def visible_gpus() -> tuple[str, ...]:
     """GPUs that this process may use, under the names that CUDA_VISIBLE_DEVICES has for them."""
-    number, given = torch.cuda.device_count(), os.environ.get(VISIBLE, "")
+    number, given = machine.gpus(), os.environ.get(VISIBLE, "")
     names = given.split(",") if given else [str(place) for place in range(number)]
     return tuple(name.strip() for name in names[:number])
 
@@ -61,7 +57,7 @@ def environment() -> dict[str, Any]:
         **{name: _version(name) for name in PACKAGES},
         "system": platform.system(),
         "machine": platform.machine(),
-        "cpu_cores": cores(),
+        "cpu_cores": machine.cores(),
     }
 
 

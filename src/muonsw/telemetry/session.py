@@ -13,6 +13,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from muonsw import machine
 from muonsw.clipping import clipped_share
 from muonsw.distributed.shards import is_spread, whole
 from muonsw.optimizer import ScaledDecayOptimizer
@@ -191,7 +192,7 @@ class Telemetry:
 
 def _capturing() -> bool:
     """Whether a CUDA graph is being recorded, which is not an update."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return machine.gpus() > 0 and torch.cuda.is_current_stream_capturing()
 
 
 def _as_sinks(sink: Sink | Iterable[Sink] | None) -> list[Sink]:

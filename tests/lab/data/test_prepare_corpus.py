@@ -2,13 +2,13 @@
 
 import json
 import multiprocessing
-import os
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
+from muonsw import machine
 from muonsw.lab.data import prepare as module
 from muonsw.lab.data.corpus import Corpus
 from muonsw.lab.data.loader import TokenLoader, ValidationLoader
@@ -185,7 +185,7 @@ def test_who_asks_for_a_folder_at_work_waits(folder):
     ],
 )
 def test_every_core_is_used_once(monkeypatch, cores, corpus, processes, expected):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setitem(machine.FORCED, "cores", cores)
     assert module._workforce(corpus, processes) == expected
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from muonsw import machine
 from muonsw.lab.model import Decoder
 from muonsw.lab.model.grouped import choose_product, grouped_gemm, masked, slice_by_slice
 from tests.common.cuda import no_waiting
@@ -10,7 +11,7 @@ from tests.lab.model.small import small, tokens
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not machine.gpus(), reason="needs a CUDA device"),
 ]
 
 CONFIG = small(width=128, head_dim=64, ff=256, vocab=1000, sequence=128)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-import torch
 
+from muonsw import machine
 from muonsw.lab.cli import main as cli
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.compare import Compare
@@ -398,7 +398,7 @@ def test_what_sbatch_is_asked_for():
     assert (four.ranks, four.parameters["gpus_per_node"]) == (4, 4)
     rehearsal = ClusterOptions(cluster="local").cluster_for("cpu", 2)
     assert (rehearsal.kind, rehearsal.ranks, rehearsal.parameters["gpus_per_node"]) == ("local", 1, 0)
-    assert ClusterOptions(cluster="local").gpus("auto") == int(torch.cuda.is_available())
+    assert ClusterOptions(cluster="local").gpus("auto") == min(1, machine.gpus())
     assert ClusterOptions(cluster="slurm").gpus("auto") == 1, "a cluster has GPUs where this machine has none"
     assert ClusterOptions().cluster_for("auto", None) is None
     with pytest.raises(UsageError, match="trains nothing"):

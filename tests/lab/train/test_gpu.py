@@ -6,8 +6,8 @@ import sys
 import time
 
 import pytest
-import torch
 
+from muonsw import machine
 from muonsw.lab.train.graph import WARM_CALLS
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
@@ -17,7 +17,7 @@ from tests.lab.train.test_torchrun import finished, torchrun
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not machine.gpus(), reason="needs a CUDA device"),
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from muonsw import machine
 from muonsw.lab.errors import UsageError
 
 
@@ -24,9 +25,9 @@ def chosen_device(name: str) -> torch.device:
     """
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device is auto, cpu or cuda, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not machine.gpus():
         raise UsageError("there is no CUDA device here that torch can use; take --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if name != "cpu" and machine.gpus() else "cpu")
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
+from muonsw import machine
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
-from muonsw.lab.processes import cores
 from muonsw.lab.report.report import check_target
 from muonsw.lab.studies.arms import Arm, parse_arm
 from muonsw.lab.studies.compare import CompareStudy
@@ -144,5 +144,5 @@ class Compare:
             at_once = self.workers or self.seeds * len(self.arms)
             return Workshop(console, at_once, places, self.retry_diverged, cluster=cluster)
         gpus = gpus_for(self.device)
-        workers = self.workers or (cores() if on_cpu(self.device) else max(1, len(gpus)))
+        workers = self.workers or (machine.cores() if on_cpu(self.device) else max(1, len(gpus)))
         return Workshop(console, workers, places, self.retry_diverged, gpus)

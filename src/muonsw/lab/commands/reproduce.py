@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
+from muonsw import machine
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.errors import UsageError
-from muonsw.lab.processes import cores
 from muonsw.lab.report.report import check_target
 from muonsw.lab.storage import prepare_folder
 from muonsw.lab.studies.catalogue import STUDIES, find_study
@@ -99,7 +99,7 @@ class Reproduce:
         """A study of experiments that are run anew each time."""
         if self.cluster.cluster is not None:
             raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
-        processes = _at_least_one("--processes", self.processes) or cores()
+        processes = _at_least_one("--processes", self.processes) or machine.cores()
         if self.scale is not None:
             say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
         if self.dry_run:
@@ -142,7 +142,7 @@ class Reproduce:
         if (cluster := self.cluster.cluster_for(self.device, workers)) is not None:
             return Workshop(console, workers or runs, places, self.retry_diverged, cluster=cluster)
         gpus = gpus_for(self.device)
-        usual = cores() if places.device == "cpu" else max(1, len(gpus))
+        usual = machine.cores() if places.device == "cpu" else max(1, len(gpus))
         return Workshop(console, workers or usual, places, self.retry_diverged, gpus)
 
     def _study(self) -> ExperimentStudy | TrainingStudy:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from muonsw import machine
 from muonsw.lab import storage
 from muonsw.lab.data.corpus import Corpus, Source, up_to
 from muonsw.lab.data.shards import (
@@ -37,7 +38,7 @@ from muonsw.lab.data.shards import (
 )
 from muonsw.lab.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer, store
 from muonsw.lab.errors import UsageError
-from muonsw.lab.processes import Audience, Tell, cores, run_jobs
+from muonsw.lab.processes import Audience, Tell, run_jobs
 
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
@@ -408,5 +409,5 @@ def _workforce(corpus: Corpus, processes: int | None) -> tuple[int, int]:
     if processes is not None:
         return processes, 1
     size = corpus.extent().bytes
-    few = cores() <= _FEW_CORES or (size is not None and size < _SMALL_BYTES)
-    return (1, cores()) if few else (cores(), 1)
+    few = machine.cores() <= _FEW_CORES or (size is not None and size < _SMALL_BYTES)
+    return (1, machine.cores()) if few else (machine.cores(), 1)

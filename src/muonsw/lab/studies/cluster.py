@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol
 
-import torch
 from filelock import FileLock
 
+from muonsw import machine
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.processes import GOES_ON, POLL_SECONDS, Audience, StopRequest, stop_requests
 from muonsw.lab.storage import LOCK, parse_json, prepare_folder, read_object, write_json
@@ -439,7 +439,7 @@ class Local:
 
     def submit(self, order: Callable[[], None], name: str) -> str:  # noqa: ARG002 (a process needs no name)
         """Start a process."""
-        wanted, there = self.executor.parameters.get("gpus_per_node", 0), torch.cuda.device_count()
+        wanted, there = self.executor.parameters.get("gpus_per_node", 0), machine.gpus()
         if wanted > there:
             raise UsageError(f"--gpus-per-run {wanted} is more than the {there} GPUs of this machine: lower it")
         first = len(self.started) * wanted

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from muonsw import machine
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import environment
 from muonsw.lab.settings import differences
@@ -103,7 +104,7 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
 
 def write_environment(folder: Path, **more: Any) -> None:
     """Say on what the run is trained, once it has set its threads."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = torch.cuda.get_device_name() if machine.gpus() else "cpu"
     threads = torch.get_num_threads()
     content = {**environment(), "device": device, "threads": threads, "command": sys.argv, **more}
     write_json(folder / ENVIRONMENT, content)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw import machine
 from muonsw.distributed.shards import whole
 from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetch
 from muonsw.lab.data.shards import fingerprint, open_split, read_record
@@ -352,7 +353,7 @@ def resolve_device(name: str) -> torch.device:
         UsageError: If this machine does not have it.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if machine.gpus() else "cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # the meta device gives tensors without numbers
@@ -370,7 +371,7 @@ def own_device(config: RunConfig, world: World) -> torch.device:
     device = resolve_device(config.device)
     if world.alone or device.type != "cuda":
         return device
-    there = torch.cuda.device_count()
+    there = machine.gpus()
     if world.local >= there:
         many = f"rank {world.rank} has no GPU of its own: {there} are seen on its machine"
         raise UsageError(f"{many}; start at most as many processes there, or set device to cpu")

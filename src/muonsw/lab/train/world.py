@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from muonsw import machine
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.train.checkpoint import CheckpointError
 from muonsw.lab.train.watchdog import AGAIN, STARTING_SECONDS, Watchdog
@@ -96,7 +97,7 @@ class SharedWorld(World):
         self.local = int(os.environ.get("LOCAL_RANK", "0"))
         store, self.rank, self.size = _meet()
         self._watchdog = Watchdog(self.rank, self.size, store.clone())  # type: ignore[attr-defined]
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if machine.gpus() else "gloo"
         # How long to wait for each other is the watchdog's business, which can say more about it.
         dist.init_process_group(
             backend,

@@ -1,0 +1,104 @@
+"""What this machine has: the only place that asks, so that a test or a variable can answer instead.
+
+`MUONSW_MACHINE="fast_bfloat16=0 cores=1"` answers for a process and those it starts, an entry of `FORCED` for a test.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import ParamSpec
+
+import torch
+
+VARIABLE = "MUONSW_MACHINE"
+FORCED: dict[str, int] = {}
+QUESTIONS: dict[str, Callable[..., int]] = {}
+
+Given = ParamSpec("Given")
+
+
+def _question(ask: Callable[Given, int]) -> Callable[Given, int]:
+    name = ask.__name__
+
+    @functools.wraps(ask)
+    def answer(*given: Given.args, **named: Given.kwargs) -> int:
+        return FORCED[name] if name in FORCED else ask(*given, **named)
+
+    QUESTIONS[name] = answer
+    return answer
+
+
+@_question
+def fast_bfloat16() -> int:
+    """Whether this CPU multiplies bfloat16 faster than float32."""
+    return _CPU_HAS_BFLOAT16_UNITS
+
+
+@_question
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@_question
+def triton() -> int:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@_question
+def gpus() -> int:
+    """GPUs (CUDA or ROCm) that this process may use."""
+    return torch.cuda.device_count()
+
+
+@_question
+def gpu_fast_bfloat16() -> int:
+    """Whether the current GPU multiplies bfloat16 without emulation."""
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+@_question
+def gpu_capability(device: torch.device) -> int:
+    """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def cpu_has_bfloat16_units() -> bool:
+    """Whether there is AVX512-BF16 or AMX that oneDNN is allowed to use.
+
+    Without them bfloat16 products are emulated, some 25 times slower than float32.
+    """
+    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
+    if allowed not in ("ALL", "DEFAULT") and "BF16" not in allowed and "AMX" not in allowed and "FP16" not in allowed:
+        return False
+    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
+
+
+_CPU_HAS_BFLOAT16_UNITS = cpu_has_bfloat16_units()  # asked once: torch.compile cannot trace the probes
+
+
+def read_forced(text: str) -> dict[str, int]:
+    """The answers that a text of `name=number` words gives.
+
+    Examples:
+        >>> read_forced("cores=1 triton=0")
+        {'cores': 1, 'triton': 0}
+    """
+    forced = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        if name not in QUESTIONS or not value.isdecimal():
+            raise ValueError(f"{VARIABLE} holds {word!r}; write name=number, with a name of {', '.join(QUESTIONS)}")
+        forced[name] = int(value)
+    return forced
+
+
+FORCED.update(read_forced(os.environ.get(VARIABLE, "")))
