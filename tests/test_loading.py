@@ -237,3 +237,144 @@ def test_states_that_mean_the_same_load(make):
     run(theirs, params, 3, start=3)
     run(ours, resumed, 3, start=3)
     torch.testing.assert_close(resumed[0], params[0], rtol=1e-5, atol=1e-7)
+
+
+class Layers(nn.Module):
+    """A GRU, whose matrices are split, and two Linear layers, as attributes in an order of the caller's."""
+
+    def __init__(self, order):
+        super().__init__()
+        torch.manual_seed(0)
+        parts = {"gru": nn.GRU(6, 6), "up": nn.Linear(6, 18), "down": nn.Linear(18, 6), "norm": nn.LayerNorm(6)}
+        for name in order:
+            setattr(self, name, parts[name])
+
+
+def set_gradients_by_name(model, step):
+    for number, (_, param) in enumerate(sorted(model.named_parameters())):
+        generator = torch.Generator().manual_seed(1009 * step + number)
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def go_on_by_name(model, optimizer, start, end):
+    for step in range(start, end):
+        set_gradients_by_name(model, step)
+        optimizer.step()
+
+
+def options_by_name(optimizer):
+    left_out = ("params", "param_names")
+    return {
+        name: {key: value for key, value in group.items() if key not in left_out}
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+
+
+def test_a_model_whose_attributes_are_in_another_order_goes_on():
+    """Its groups come in another order too: options by place would split a Linear as the GRU was."""
+    patterns = {"down.weight": {"lr": 0.002, "weight_decay": 0.4}}
+    models = [Layers(order) for order in (("gru", "up", "down", "norm"), ("norm", "down", "up", "gru"))]
+    models[1].load_state_dict(models[0].state_dict())
+    before, after = (
+        MuonSW.for_model(model, lr=0.02, weight_decay=0.1, patterns=patterns, ns_dtype="float32") for model in models
+    )
+    go_on_by_name(models[0], before, 0, 3)
+    models[1].load_state_dict(models[0].state_dict())
+    after.load_state_dict(via_file(before.state_dict()))
+    assert options_by_name(after) == options_by_name(before)
+    go_on_by_name(models[0], before, 3, 6)
+    go_on_by_name(models[1], after, 3, 6)
+    for name, param in models[0].named_parameters():
+        torch.testing.assert_close(dict(models[1].named_parameters())[name], param, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def two_groups(first, second, **options):
+    a, b = named("ab")
+    members = {"a": [a], "b": [b]}
+    groups = [{"params": members[name], **given} for name, given in (first, second)]
+    return MuonSW(groups, **{"lr": 0.05, **options})
+
+
+def test_groups_in_another_order_keep_their_own_decay():
+    saved = two_groups(("a", {"weight_decay": 0.3}), ("b", {"weight_decay": 0.01})).state_dict()
+    other = two_groups(("b", {}), ("a", {}))
+    other.load_state_dict(saved)
+    assert {name: group["weight_decay"] for name, group in options_by_name(other).items()} == {"a": 0.3, "b": 0.01}
+
+
+def test_groups_that_are_divided_or_joined_are_matched_by_name():
+    joined = MuonSW(named("abc"), lr=0.05, weight_decay=0.2, decay="constant")
+    run(joined, joined.param_groups[0]["params"], 2)
+    a, b, c = named("abc")
+    divided = MuonSW([{"params": [c]}, {"params": [b, a]}], lr=0.01, weight_decay=0.7)
+    divided.load_state_dict(joined.state_dict())
+    assert [group["weight_decay"] for group in divided.param_groups] == [0.2, 0.2]
+    back = MuonSW(named("abc"), lr=0.01, weight_decay=0.7)
+    back.load_state_dict(divided.state_dict())
+    assert options_by_name(back) == options_by_name(joined)
+    for mine, theirs in zip(back.param_groups[0]["params"], joined.param_groups[0]["params"], strict=True):
+        assert torch.equal(back.state[mine]["momentum_buffer"], joined.state[theirs]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_decay": 0.01}, r"a and b .*weight_decay is 0\.1 and 0\.01"),
+        ({"lr": torch.tensor(0.0501)}, r"a and b .*lr is 0\.0500000.* and 0\.0500999"),
+        ({"nesterov": False, "momentum": 0.5}, r"a and b .*momentum is 0\.95 and 0\.5.*nesterov is True and False"),
+    ],
+)
+def test_a_group_whose_parameters_were_saved_with_different_options_is_refused(options, message):
+    saved = two_groups(("a", {}), ("b", options), lr=torch.tensor(0.05)).state_dict()
+    other = MuonSW(named("ab"), lr=0.03, weight_decay=0.5)
+    before = copy.deepcopy(other.param_groups[0])
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(saved)
+    assert other.param_groups[0]["weight_decay"] == before["weight_decay"]
+    assert not other.state
+
+
+def test_names_that_agree_in_part_must_not_contradict_the_places():
+    """By place, `b` would get what was saved for `a`; nothing but a new name at the same place can be meant."""
+    saved = MuonSW(named("abc"), lr=0.05).state_dict()
+    b, a, c = named("bac")
+    with pytest.raises(ValueError, match="b would get what was saved for a"):
+        MuonSW([b, a, ("new", c[1])], lr=0.05).load_state_dict(saved)
+    renamed = MuonSW([a, b, ("new", c[1])], lr=0.05)
+    renamed.load_state_dict(saved)
+    assert renamed.param_groups[0]["param_names"] == ["a", "b", "new"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ({"split_sizes": (3, 2)}, "split_sizes"),
+        ({"momentum": 1.5}, "momentum=1.5"),
+        ({"decay": "cosine"}, "pass total_steps"),
+        ({"norm": "target", "cautious": True}, "cautious=True is for norm='free'"),
+        ({"peak_lr": "running_max"}, "running_max"),
+    ],
+)
+def test_loaded_options_are_validated_like_given_ones(spoil, message):
+    saved = MuonSW(named("abc"), lr=0.05).state_dict()
+    saved["param_groups"][0].update(spoil)
+    other = MuonSW(named("abc"), lr=torch.tensor(0.05), weight_decay=0.5)
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(saved)
+    assert other.param_groups[0]["weight_decay"] == 0.5
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_groups_that_share_a_tensor_rate_each_get_their_own(capturable):
+    a, b, c = named("abc")
+    rates = [0.02, 3e-4, 0.02]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip((a, b, c), rates, strict=True)]
+    saved = MuonSW(groups, lr=0.1, decay="constant").state_dict()
+    shared = torch.tensor(0.02)
+    other = MuonSW([{"params": [p]} for p in (a, b, c)], lr=shared, capturable=capturable)
+    other.load_state_dict(saved)
+    assert [float(group["lr"]) for group in other.param_groups] == pytest.approx(rates)
+    assert all(isinstance(group["lr"], torch.Tensor) for group in other.param_groups)
+    assert other.param_groups[0]["lr"] is shared
+    assert other.param_groups[2]["lr"] is shared  # equal rates go on sharing it

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonsw import moments
+from muonsw import moments, norms
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Group
 from muonsw.distributed.shards import put_like
-from muonsw.options import CHECKS, validate_option
+from muonsw.options import CHECKS, differing_options, refuse_running_max, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.state import dtype_of
@@ -23,57 +23,144 @@ StateDict = dict[str, Any]
 # What may be held in a tensor of the group that a graph knows.
 _KINDS = ("lr", "step_count", "gradient_average")
 
+# What groups are called, which says nothing of how their parameters are trained.
+_LABELS = ("name", "role")
+
 # Keys of torch's groups that mean nothing here once they have been looked at.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
 
+class Saved(NamedTuple):
+    """A parameter of a saved state: its name, the key of its state, and the group that it was saved in."""
+
+    name: str
+    key: Any
+    group: Group
+
+
 def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
-    """A copy of a saved state whose groups have every key that this optimizer needs.
+    """A copy of a saved state in this optimizer's groups, whose options are those that each parameter was saved with.
 
     What the saved groups do not say, this optimizer's own settings do; a peak they do not know is found anew.
     """
-    if len(saved["param_groups"]) != len(groups):
+    theirs = [_checked(translate(group)) for group in saved["param_groups"]]
+    for group in theirs:
+        _refuse_regrouped(group)
+    matched = _by_name(theirs, groups)
+    if matched is None:
+        matched = _by_place(theirs, groups)
+    adopted = [_completed(old, own) for old, own in zip(matched, groups, strict=True)]
+    for number, (group, own) in enumerate(zip(adopted, groups, strict=True)):
+        _refuse_unfit(group, own, f"param group {number}")
+        _check_states(saved["state"], group, own)
+    return {**saved, "param_groups": adopted}
+
+
+def _refuse_regrouped(group: Group) -> None:
+    """Refuse groups that torch's distributed checkpoint has joined or divided: it hands over the options of one."""
+    named = {plain_name(name) for name in group.get("param_names") or ()}
+    params = [param for param in group["params"] if isinstance(param, str)]
+    strangers = [param for param in params if plain_name(param) not in named]
+    if params and ("lr" not in group or 0 < len(strangers) < len(params)):  # all of them: names of another model
         raise ValueError(
-            f"the saved state has {len(saved['param_groups'])} param groups and this optimizer {len(groups)}; "
+            f"{strangers[0] if strangers else params[0]} was saved in another param group than those that share its "
+            f"group here; build the optimizer with the groups that were saved"
+        )
+
+
+def _completed(saved: Group, own: Group) -> Group:
+    """A saved group with every key that this optimizer needs, under its names for the parameters."""
+    settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
+    fresh: Group = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None}
+    fresh |= {"step_count": 0, "gradient_average": None}
+    kept: Group = {
+        key: own[key] for key in ("param_names", "capturable") if key in own
+    }  # as the kind of its learning rate
+    return {**settings, **fresh, **saved, **kept}
+
+
+def _by_name(saved: list[Group], groups: list[Group]) -> list[Group] | None:
+    """The saved options and state keys for each group, where both sides know the same names; else None.
+
+    torch goes by position alone, so two parameters of equal shape that have changed places would swap their states, and
+    two groups their options.
+    """
+    members = [Saved(*entry, group) for group in saved for entry in zip(_names(group), group["params"], strict=False)]
+    found = {member.name: member for member in members}
+    wanted = [_names(group) for group in groups]
+    own = [name for names in wanted for name in names]
+    complete = len(found) == _count(saved) and len(set(own)) == len(own) == _count(groups)
+    if not complete or set(own) != found.keys():
+        return None
+    return [_gathered([found[name] for name in names]) for names in wanted]
+
+
+def _names(group: Group) -> list[str]:
+    """The names of a group's parameters, or nothing; distributed checkpoints have them in place of numbers."""
+    params = group["params"]
+    named = bool(params) and all(isinstance(param, str) for param in params)
+    names = params if named else group.get("param_names") or ()
+    return [plain_name(name) for name in names] if len(names) == len(params) else []
+
+
+def _count(groups: list[Group]) -> int:
+    return sum(len(group["params"]) for group in groups)
+
+
+def _gathered(members: list[Saved]) -> Group:
+    """One group of parameters that may have been saved in several, if their options are the same."""
+    keys = [member.key for member in members]
+    if not members:
+        return {"params": keys}
+    first = members[0]
+    others = [member for member in members if member.group is not first.group]
+    for other in others:
+        _refuse_mixture(first, other)
+    labels = _LABELS if others else ()
+    return {**{key: value for key, value in first.group.items() if key not in labels}, "params": keys}
+
+
+def _refuse_mixture(one: Saved, other: Saved) -> None:
+    found = differing_options(one.group, other.group, ignored=("params", "param_names", *_LABELS))
+    if found:
+        raise ValueError(
+            f"{one.name} and {other.name} are in one param group of this optimizer and were saved with different "
+            f"options: {'; '.join(f'{key} is {a!r} and {b!r}' for key, (a, b) in found.items())}. Build it with the "
+            f"groups that were saved"
+        )
+
+
+def _by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
+    """The saved groups one by one, as torch matches them; names that both sides know must not contradict it."""
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"the saved state has {len(saved)} param groups and this optimizer {len(groups)}; "
             f"build it with the same groups"
         )
-    adopted = []
-    for old, own in zip(_match_by_name(saved["param_groups"], groups), groups, strict=True):
+    known, wanted = ({name for group in side for name in _names(group)} for side in (saved, groups))
+    for old, own in zip(saved, groups, strict=True):
         if len(old["params"]) != len(own["params"]):
             raise ValueError(
                 f"a saved param group has {len(old['params'])} parameters and this optimizer's has "
                 f"{len(own['params'])}; build it with the same groups"
             )
-        own_settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
-        fresh: Group = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None}
-        fresh |= {"step_count": 0, "gradient_average": None}
-        adopted.append({**own_settings, **fresh, **_checked(translate(old))})
-        _check_states(saved["state"], adopted[-1], own)
-    return {**saved, "param_groups": adopted}
+        for theirs, mine in zip(_names(old), _names(own), strict=False):
+            if theirs != mine and (theirs in wanted or mine in known):
+                raise ValueError(
+                    f"{mine} would get what was saved for {theirs}: the names of the saved state are not all known "
+                    f"here, and those that are have changed places; write today's names into param_names of its groups"
+                )
+    return saved
 
 
-def _match_by_name(saved: list[Group], groups: list[Group]) -> list[Group]:
-    """Saved groups with their parameters in the order of this optimizer's, where both know the same names.
-
-    torch goes by position alone, so two parameters of equal shape that have changed places would swap their states.
-    """
-    theirs = {
-        plain_name(name): number
-        for group in saved
-        for name, number in zip(group.get("param_names") or (), group["params"], strict=False)
-    }
-    wanted = [[plain_name(name) for name in group.get("param_names") or ()] for group in groups]
-    own = [name for names in wanted for name in names]
-    if (
-        len(own) != sum(len(group["params"]) for group in groups)
-        or len(set(own)) != len(own)
-        or set(own) != set(theirs)
-    ):
-        return saved
-    return [
-        {**old, "params": [theirs[name] for name in names], "param_names": list(group["param_names"])}
-        for old, group, names in zip(saved, groups, wanted, strict=True)
-    ]
+def _refuse_unfit(group: Group, own: Group, label: str) -> None:
+    """Refuse loaded options that could not have been given to this optimizer, before anything is replaced."""
+    moments.require_length(group, label)
+    norms.refuse(group, label)
+    refuse_running_max({**group, "lr": own["lr"]})
+    names = own.get("param_names") or [f"parameter {place} of {label}" for place in range(len(own["params"]))]
+    for name, param in zip(names, own["params"], strict=True):
+        ALGORITHMS[group["algorithm"]].validate(group, name, param)
 
 
 def plain_name(name: str) -> str:
@@ -166,8 +253,8 @@ def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     def after(_: torch.optim.Optimizer) -> None:
         restore_dtypes(loaded[0], optimizer)
+        keep_kinds(optimizer.param_groups, [own["lr"] for own in before_load])
         for group, own in zip(optimizer.param_groups, before_load, strict=True):
-            group["lr"] = keep_kind(group["lr"], own["lr"])
             for key in ("step_count", "gradient_average"):
                 group[key] = moments.loaded(group[key], own[key])
 
@@ -182,8 +269,18 @@ def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             handle.remove()
 
 
-def keep_kind(loaded: float | Tensor, own: float | Tensor) -> float | Tensor:
-    """A loaded learning rate as the kind this optimizer was built with; its tensor is filled in place."""
-    if isinstance(own, Tensor):
-        return own.fill_(float(loaded))
-    return float(loaded)
+def keep_kinds(groups: list[Group], own: list[float | Tensor]) -> None:
+    """Make loaded learning rates of the kind this optimizer was built with; its tensors are filled in place.
+
+    Groups that share a tensor go on sharing it where their rates are equal.
+    """
+    filled: dict[tuple[int, float], Tensor] = {}
+    taken: set[int] = set()
+    for group, before in zip(groups, own, strict=True):
+        rate = float(group["lr"])
+        if isinstance(before, Tensor):
+            tensor = torch.full_like(before, rate) if id(before) in taken else before
+            taken.add(id(before))
+            group["lr"] = filled.setdefault((id(before), rate), tensor).fill_(rate)
+        else:
+            group["lr"] = rate

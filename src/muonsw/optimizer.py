@@ -26,6 +26,7 @@ from muonsw.options import (
     algorithm_defaults,
     refuse_options_of_others,
     refuse_parameter,
+    refuse_running_max,
     validate_option,
 )
 from muonsw.peak import Group, PeakLRWarning
@@ -195,10 +196,7 @@ class ScaledDecayOptimizer(Optimizer):
         for key in ("lr", "peak_lr"):  # what a group says of itself is its own; what it inherits is multiplied
             if key not in group and isinstance(completed[key], float | Tensor) and completed["lr_multiplier"] != 1:
                 completed[key] = completed[key] * completed["lr_multiplier"]
-        if completed["peak_lr"] == peak.RUNNING_MAX and (
-            completed["capturable"] or isinstance(completed["lr"], Tensor)
-        ):
-            raise ValueError("peak_lr='running_max' needs a learning rate that the host knows, not a tensor")
+        refuse_running_max(completed)
         if completed["constructor_lr"] is None:
             completed["constructor_lr"] = float(completed["lr"])
         return completed
@@ -523,13 +521,15 @@ class ScaledDecayOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of torch's Muon, AdamW or SGD, and go on from there.
 
-        The saved peak learning rate wins over this optimizer's own, with a warning where they differ.
+        State and options follow the names of the parameters where both sides know them, else their places. The saved
+        peak learning rate wins over this optimizer's own, with a warning where they differ. Nothing is changed when it
+        raises.
         """
         before = [peak.built(group) for group in self.param_groups]
-        self._ranks.elsewhere.clear()
-        self._replay = Replay()  # its graph would keep the old state alive
         with loading.through_hooks(self):
             super().load_state_dict(state_dict)
+        self._ranks.elsewhere.clear()
+        self._replay = Replay()  # its graph would keep the old state alive
         surprises: dict[str, list[str]] = {}
         for number, group in enumerate(self.param_groups):
             message = peak.surprise_after_load(before[number], group) if rates.needs_peak(group) else None

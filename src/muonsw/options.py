@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
@@ -168,6 +168,23 @@ def refuse_options_of_others(options: Group, algorithm: str) -> None:
                 f"{key!r} is an option of {' and '.join(owners)}, not of {algorithm}; set it in a param "
                 f"group with that algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
             )
+
+
+def refuse_running_max(group: Group) -> None:
+    """Refuse to follow the highest learning rate where the host does not know it."""
+    if group["peak_lr"] == RUNNING_MAX and (group["capturable"] or isinstance(group["lr"], Tensor)):
+        raise ValueError("peak_lr='running_max' needs a learning rate that the host knows, not a tensor")
+
+
+def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """What two groups hold under the keys in which they differ; of tensors it is their numbers."""
+    keys = sorted((left.keys() | right.keys()) - set(ignored))
+    pairs = {key: (_plain(left.get(key)), _plain(right.get(key))) for key in keys}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def refuse_parameter(name: str, param: Tensor) -> None:
