@@ -7,6 +7,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from muonsw import SGDSW, AdamWSW, MuonSW
@@ -378,3 +383,59 @@ def test_groups_that_share_a_tensor_rate_each_get_their_own(capturable):
     assert all(isinstance(group["lr"], torch.Tensor) for group in other.param_groups)
     assert other.param_groups[0]["lr"] is shared
     assert other.param_groups[2]["lr"] is shared  # equal rates go on sharing it
+
+
+flatten = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+
+
+def in_another_order_by_checkpoint(flat, patterns, other_patterns):
+    """Save by `get_optimizer_state_dict` and load into a model whose attributes are in another order."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    models = [Layers(("gru", "up", "down", "norm")), Layers(("norm", "down", "up", "gru"))]
+    before, after = (
+        MuonSW.for_model(model, lr=0.02, weight_decay=0.1, patterns=given, decay="constant")
+        for model, given in zip(models, (patterns, other_patterns), strict=True)
+    )
+    go_on_by_name(models[0], before, 0, 2)
+    saved = get_optimizer_state_dict(models[0], before, options=options)
+    set_optimizer_state_dict(models[1], after, saved, options=options)
+    return before, after
+
+
+@flatten
+def test_distributed_checkpoints_keep_names_and_options_together(flat):
+    """They keep `param_names` as it was saved and order `params` as they are now."""
+    patterns = {"down.weight": {"weight_decay": 0.4}}
+    before, after = in_another_order_by_checkpoint(flat, patterns, patterns)
+    assert options_by_name(after) == options_by_name(before)
+    mine, theirs = (
+        {
+            name: optimizer.state[param]
+            for group in optimizer.param_groups
+            for name, param in zip(group["param_names"], group["params"], strict=True)
+        }
+        for optimizer in (after, before)
+    )
+    for name, state in theirs.items():
+        assert_same(mine[name].values(), state.values())
+
+
+ONE_GROUP, TWO_GROUPS = {}, {"down.weight": {"weight_decay": 0.4}}
+
+
+def test_a_flat_distributed_checkpoint_may_be_divided_into_more_groups():
+    before, after = in_another_order_by_checkpoint(True, ONE_GROUP, TWO_GROUPS)
+    assert {name: group["weight_decay"] for name, group in options_by_name(after).items()} == {
+        name: group["weight_decay"] for name, group in options_by_name(before).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("flat", "saved", "built"),
+    [(False, ONE_GROUP, TWO_GROUPS), (False, TWO_GROUPS, ONE_GROUP), (True, TWO_GROUPS, ONE_GROUP)],
+    ids=["nested divided", "nested joined", "flat joined"],
+)
+def test_what_distributed_checkpoints_make_of_other_groups_is_refused(flat, saved, built):
+    """torch takes the options of one saved group for those that it joins, and forgets them for those it divides."""
+    with pytest.raises(ValueError, match="was saved in another param group"):
+        in_another_order_by_checkpoint(flat, saved, built)

@@ -253,3 +253,19 @@ def test_existing_rules_keep_no_count():
     run(optimizer, params, 3)
     assert optimizer.param_groups[0]["step_count"] == 0
     assert optimizer.param_groups[0]["gradient_average"] is None
+
+
+@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
+@rules
+def test_a_saved_state_holds_the_same_kinds_before_and_after_the_first_step(rule, lr):
+    """What a checkpoint is read into may be a state that has not been stepped; and no step changes what was saved."""
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=lr, weight_decay=0.3, decay=rule, **OF_THE_RUN[rule])
+    before = optimizer.state_dict()["param_groups"][0]
+    run(optimizer, params, 2)
+    after = optimizer.state_dict()["param_groups"][0]
+    for key in ("step_count", "gradient_average"):
+        assert type(before[key]) is type(after[key]), key
+    kept = copy.deepcopy(after)
+    run(optimizer, params, 2, start=2)
+    assert (kept["step_count"], kept["gradient_average"]) == (after["step_count"], after["gradient_average"])

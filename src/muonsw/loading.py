@@ -242,6 +242,20 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
+def saved_as_numbers(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a state that is saved meanwhile hold numbers where groups hold tensors that a graph changes."""
+
+    def plain(_: torch.optim.Optimizer, saved: StateDict) -> None:
+        saved["param_groups"] = [moments.as_saved(group) for group in saved["param_groups"]]
+
+    handle = optimizer.register_state_dict_post_hook(plain, prepend=True)  # before those of the user
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
 def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Adopt a state after the user's hooks before loading, and restore dtypes before those after it."""
     before_load = [{key: group[key] for key in _KINDS} for group in optimizer.param_groups]

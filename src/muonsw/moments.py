@@ -139,6 +139,18 @@ def keep(found: Iterable[Average]) -> None:
         average.group["gradient_average"].copy_(average.kept)
 
 
+def as_saved(group: Group) -> Group:
+    """A group whose counter and average are plain numbers, as many before the first step as after it.
+
+    A distributed checkpoint is read into the state of a fresh optimizer, which must hold the same kinds.
+    """
+    average = group["gradient_average"]
+    if average is None and DECAY_RULES[group["decay"]].uses_gradient:
+        average = [0.0, 0.0]
+    plain = average.tolist() if isinstance(average, Tensor) else average
+    return {**group, "step_count": int(group["step_count"]), "gradient_average": plain}
+
+
 def loaded(value: Any, own: Any) -> Any:
     """A counter or average from a saved state, as the kind that this optimizer has; its tensor is filled in place."""
     if isinstance(own, Tensor):

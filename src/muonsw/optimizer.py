@@ -516,7 +516,8 @@ class ScaledDecayOptimizer(Optimizer):
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`."""
         self._ranks.require_whole_state()
         self.check()
-        return super().state_dict()
+        with loading.saved_as_numbers(self):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of torch's Muon, AdamW or SGD, and go on from there.

@@ -41,13 +41,13 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(x))) + torch.einsum("eoi,bi->bo", self.experts, x)
 
 
-def build(mesh=None, owner_group=None):
+def build(mesh=None, owner_group=None, **options):
     torch.manual_seed(3)
     model = Net().double()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
     own = {} if owner_group is None else {"process_group": owner_group, "momentum_on_owner": True}
-    optimizer = MuonSW.for_model(model, lr=0.05, weight_decay=0.5, **own)
+    optimizer = MuonSW.for_model(model, lr=0.05, **{"weight_decay": 0.5, **own, **options})
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 
 
@@ -70,8 +70,8 @@ def distance(model, reference):
     return max((a - b).abs().max().item() for a, b in zip(weights(model), weights(reference), strict=True))
 
 
-def uninterrupted():
-    parts = build()
+def uninterrupted(**options):
+    parts = build(**options)
     train(parts, 0, BEFORE + AFTER)
     return parts[0]
 
@@ -87,30 +87,30 @@ def template(parts, flatten):
     }
 
 
-def save(folder, flatten, kind):
+def save(folder, flatten, kind, **options):
     mesh = mesh_of(dist.get_world_size()) if kind == "shards" else None
-    parts = build(mesh, dist.group.WORLD if kind == "owners" else None)
+    parts = build(mesh, dist.group.WORLD if kind == "owners" else None, **options)
     train(parts, 0, BEFORE)
     momentum = next((s["momentum_buffer"] for s in parts[1].state.values() if "momentum_buffer" in s), None)
     dcp.save(template(parts, flatten), checkpoint_id=folder)
     return isinstance(momentum, DTensor)
 
 
-def resume(folder, flatten, kind, ranks):
+def resume(folder, flatten, kind, ranks, **options):
     """Go on with the first ranks; the difference to a run that never stopped."""
     mesh, group = mesh_of(ranks), group_of(ranks)
     if group is None:
         return 0.0
-    parts = build(mesh if kind == "shards" else None, group if kind == "owners" else None)
+    parts = build(mesh if kind == "shards" else None, group if kind == "owners" else None, **options)
     found = template(parts, flatten)
     dcp.load(found, checkpoint_id=folder, process_group=group)
     model, optimizer, scheduler = parts
     set_model_state_dict(model, found["model"])
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    set_optimizer_state_dict(model, optimizer, found["optimizer"], options=options)
+    layout = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    set_optimizer_state_dict(model, optimizer, found["optimizer"], options=layout)
     scheduler.load_state_dict(found["scheduler"])
     train(parts, BEFORE, AFTER)
-    return distance(model, uninterrupted())
+    return distance(model, uninterrupted(**options))
 
 
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
@@ -120,6 +120,15 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, flatten, 
     assert set(pool.run(save, folder, flatten, saved)) == {saved == "shards"}
     for ranks in (4, 2, 1) if saved == resumed else (1,):
         assert max(pool.run(resume, folder, flatten, resumed, ranks)) < CLOSE
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("kind", ["shards", "owners"])
+def test_what_rules_know_of_the_run_is_of_one_kind_before_and_after_the_first_step(pool, tmp_path, flatten, kind):
+    """A distributed checkpoint is read into what a fresh optimizer holds, tensor for tensor and number for number."""
+    folder, options = str(tmp_path / "checkpoint"), {"decay": "gradient_norm", "weight_decay": 0.01}
+    pool.run(save, folder, flatten, kind, **options)
+    assert max(pool.run(resume, folder, flatten, kind, 4, **options)) < CLOSE
 
 
 @pytest.mark.slow
