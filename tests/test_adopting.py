@@ -296,3 +296,56 @@ def test_plain_sgd_goes_on():
     go(ours, [optimizer], 3, 6)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_rates_in_tensors_are_told_apart_by_their_numbers():
+    """They print alike."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    rates = [torch.tensor(1.1e-4), torch.tensor(1.4e-4), torch.tensor(1.1e-4)]
+    assert len(set(map(str, rates))) == 1
+    groups = [{"params": [layer.weight], "lr": lr} for layer, lr in zip(model, rates, strict=True)]
+    pair = torch.optim.AdamW(groups, weight_decay=0.1)
+    optimizer = MuonSW.for_model(model, lr=0.1, decay="constant")
+    optimizer.adopt(pair)
+    found = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert {name: float(lr) for name, lr in found.items()} == {f"{i}.weight": float(lr) for i, lr in enumerate(rates)}
+    assert len(optimizer.param_groups) == 2
+
+
+def test_what_is_filled_there_afterwards_does_not_reach_us():
+    model = Net()
+    lr = torch.tensor(0.003)
+    pair = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    optimizer = MuonSW.for_model(model, lr=1.0, decay="constant")
+    optimizer.adopt(pair)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    lr.fill_(0.5)
+    rates[0].fill_(0.25)
+    assert [float(rate) for rate in rates] == pytest.approx([0.25, *[0.003] * (len(rates) - 1)])
+
+
+def test_a_parameter_that_two_optimizers_hold_is_refused():
+    model = Net()
+    adamw, muon = torch_pair(model)
+    adamw.add_param_group({"params": [model.up.weight]})
+    optimizer = MuonSW.for_model(model, lr=1.0, decay="constant")
+    for order in ((adamw, muon), (muon, adamw)):
+        names = " and in ".join(type(other).__name__ for other in order)
+        with pytest.raises(ValueError, match=f"up.weight is in {names}"):
+            optimizer.adopt(*order)
+
+
+@pytest.mark.parametrize("joined", [0, 5, 50, 90])
+def test_the_rest_of_the_schedule_decays_as_an_uninterrupted_run(joined):
+    """Below its peak and falling, the rate is where the run has brought it: no warning (here an error), right decay."""
+    model, total = Net(), 100
+    pair = torch_pair(model)
+    schedulers = [CosineAnnealingLR(o, total) for o in pair]
+    go(model, pair, 0, joined, schedulers)
+    optimizer = MuonSW.for_model(model, lr=0.02)
+    optimizer.adopt(*pair)
+    scheduler = CosineAnnealingLR(optimizer, total, last_epoch=schedulers[0].last_epoch - 1)
+    for step in range(joined, total):
+        go(model, [optimizer], step, step + 1, [scheduler])
+        lr = 0.01 * (1 + math.cos(math.pi * step / total))
+        assert optimizer.summary().groups[0].decay == pytest.approx(0.1 * lr**2 / 0.02, rel=1e-6, abs=1e-15), step

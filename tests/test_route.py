@@ -403,3 +403,15 @@ def test_groups_have_readable_names_that_no_other_group_has():
     assert len(set(found)) == len(found)
     assert found[0] == "first"
     assert {"hidden", "hidden-2", "experts", "embedding"} <= set(found)
+
+
+@pytest.mark.parametrize("values", [(1.1e-4, 1.4e-4), (1e-4, 1e-4)], ids=["different", "equal"])
+def test_tensor_rates_of_two_patterns_stay_two(values):
+    """Numbers that print alike are not equal, and a tensor that is equal today may be filled with another rate."""
+    first, second = map(torch.tensor, values)
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    patterns = {"0.*": {"lr": first}, "1.*": {"lr": second}, "2.*": {"lr": first}}
+    optimizer = MuonSW.for_model(model, lr=0.1, patterns=patterns)
+    rates = {tuple(group["param_names"]): group["lr"] for group in optimizer.param_groups}
+    assert rates == {("0.weight", "2.weight"): first, ("1.weight",): second}
+    assert rates["1.weight",] is second

@@ -17,18 +17,28 @@ from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.loading import translate as translate_torch
-from muonsw.peak import scheduler_record
+from muonsw.options import differing_options
+from muonsw.peak import expected_peak, scheduler_record
 from muonsw.state import dtype_of
 from muonsw.wrapped import unwrap_optimizer
 
 Group = dict[str, Any]
 State = dict[str, Any]
+Holders = dict[Tensor, tuple[Optimizer, Group]]
 
 # What a scheduler has written; a new one that is made with last_epoch= asks for it.
 _RECORDS = ("initial_lr", "max_lr", "min_lr", "lr_scale")
 # How Muon sees a matrix when nobody says anything: as it is.
 _PLAIN_VIEW: Group = {"split_sizes": None, "heads": None, "transposed": False, "split_dim": 0}
 _DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
+
+
+class Part(NamedTuple):
+    """Parameters of one of our groups that others treated alike: their options, our group, and states in its order."""
+
+    options: Group
+    group: Group
+    states: list[State]
 
 
 class Adopted(NamedTuple):
@@ -40,28 +50,58 @@ class Adopted(NamedTuple):
 
 def plan(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> list[tuple[Group, list[State]]]:
     """Our groups after the take-over, each with the states of its parameters; nothing is changed yet."""
-    theirs = dict(_members(map(unwrap_optimizer, others)))
-    _refuse_mismatch(optimizer, theirs)
-    parts: dict[str, tuple[Group, list[State]]] = {}
-    for number, own in enumerate(optimizer.param_groups):
-        names = own.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(own["params"]))]
-        if "initial_lr" in own:
-            raise ValueError("a scheduler was already made for this optimizer: adopt first, then make the scheduler")
-        for name, param in zip(names, own["params"], strict=True):
-            found = _adopted(name, param, *theirs[param])
-            key = f"{number} {sorted(found.options.items(), key=str)}"
-            group, states = parts.setdefault(key, (_group(own, found.options, peak_lr), []))
-            group["params"].append((name, param) if "param_names" in own else param)
-            states.append(_checked(name, param, group, found.state))
-    _refuse_unknown_peak([group for group, _ in parts.values()])
-    return list(parts.values())
+    holders = _holders(optimizer, [unwrap_optimizer(other) for other in others])
+    _refuse_mismatch(optimizer, holders)
+    numbers = range(len(optimizer.param_groups))
+    parts = [part for number in numbers for part in _parts(optimizer, number, holders, peak_lr)]
+    _refuse_unknown_peak([part.group for part in parts])
+    for part in parts:
+        _assume_peak_reached(part.group)
+    return [(part.group, part.states) for part in parts]
 
 
-def _members(others: Iterable[Optimizer]) -> Iterable[tuple[Tensor, tuple[Optimizer, Group]]]:
+def _parts(optimizer: Optimizer, number: int, holders: Holders, peak_lr: float | None) -> list[Part]:
+    """One of our groups, divided where the others treated its parameters differently."""
+    own = optimizer.param_groups[number]
+    if "initial_lr" in own:
+        raise ValueError("a scheduler was already made for this optimizer: adopt first, then make the scheduler")
+    parts: list[Part] = []
+    for name, param in zip(_names(own, number), own["params"], strict=True):
+        found = _adopted(name, param, *holders[param])
+        part = next((part for part in parts if not differing_options(part.options, found.options)), None)
+        if part is None:
+            part = Part(found.options, _group(own, found.options, peak_lr), [])
+            parts.append(part)
+        part.group["params"].append((name, param) if "param_names" in own else param)
+        part.states.append(_checked(name, param, part.group, found.state))
+    return parts
+
+
+def _names(own: Group, number: int) -> list[str]:
+    names: list[str] | None = own.get("param_names")
+    return names or [f"parameter {i} of group {number}" for i in range(len(own["params"]))]
+
+
+def _holders(optimizer: Optimizer, others: Iterable[Optimizer]) -> Holders:
+    """Which of the others has a parameter, and in which group."""
+    holders: Holders = {}
     for other in others:
         for group in other.param_groups:
             for param in group["params"]:
-                yield param, (other, group)
+                if holders.setdefault(param, (other, group))[0] is not other:
+                    raise ValueError(
+                        f"{_name_of(optimizer, param)} is in {type(holders[param][0]).__name__} and in "
+                        f"{type(other).__name__}; pass the one that trains it, or remove it from the other"
+                    )
+    return holders
+
+
+def _name_of(optimizer: Optimizer, param: Tensor) -> str:
+    for number, own in enumerate(optimizer.param_groups):
+        for name, mine in zip(_names(own, number), own["params"], strict=True):
+            if mine is param:
+                return name
+    return f"a parameter of shape {tuple(param.shape)}"
 
 
 def _adopted(name: str, param: Tensor, other: Optimizer, group: Group) -> Adopted:
@@ -155,7 +195,9 @@ def _group(own: Group, options: Group, peak_lr: float | None) -> Group:
     kept = {key: value for key, value in own.items() if key not in left_out}
     fresh = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None, "constructor_lr": None}
     peak = {} if peak_lr is None else {"peak_lr": float(peak_lr) * float(own["lr_multiplier"])}
-    return {**kept, **fresh, **options, **peak, "params": []}
+    group = {**kept, **fresh, **options, **peak, "params": []}
+    # A scheduler of the others, and another part of this group, must not fill a tensor of ours.
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
 
 def _checked(name: str, param: Tensor, group: Group, state: State) -> State:
@@ -169,7 +211,7 @@ def _checked(name: str, param: Tensor, group: Group, state: State) -> State:
     return {key: torch.as_tensor(state[key]).to(param.device, dtype_of(key, group, param), copy=True) for key in needed}
 
 
-def _refuse_mismatch(optimizer: Optimizer, theirs: dict[Tensor, Any]) -> None:
+def _refuse_mismatch(optimizer: Optimizer, theirs: Holders) -> None:
     own = {param for group in optimizer.param_groups for param in group["params"]}
     if own - theirs.keys():
         raise ValueError(
@@ -191,3 +233,9 @@ def _refuse_unknown_peak(groups: list[Group]) -> None:
                 f"no scheduler has left its peak in the adopted groups, and their rate is now {float(group['lr']):g}; "
                 f"pass peak_lr=<the highest learning rate of the run>"
             )
+
+
+def _assume_peak_reached(group: Group) -> None:
+    """A run that is under way may be past its peak, so a rate that only falls from now on is no sign of a wrong one."""
+    if isinstance(group["peak_lr"], float) or scheduler_record(group) is not None:
+        group["highest_lr"] = expected_peak(group)

@@ -179,7 +179,8 @@ def refuse_running_max(group: Group) -> None:
 def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
     """What two groups hold under the keys in which they differ; of tensors it is their numbers."""
     keys = sorted((left.keys() | right.keys()) - set(ignored))
-    pairs = {key: (_plain(left.get(key)), _plain(right.get(key))) for key in keys}
+    unequal = [key for key in keys if left.get(key) is not right.get(key)]
+    pairs = {key: (_plain(left.get(key)), _plain(right.get(key))) for key in unequal}
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import count
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
@@ -38,22 +38,33 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
     if not routed:
         raise ValueError("the model has no parameter that requires a gradient")
     chosen = {entry.name: _first_match(patterns, entry) for entry in routed}
-    groups: dict[str, Group] = {}
+    found: list[tuple[Group, list[tuple[str, Tensor]]]] = []
     adamw_used = False
     for entry in routed:
         pattern = patterns.get(chosen[entry.name] or "", {})
         takes_adamw = _takes_adamw(entry, algorithm, pattern)
         adamw_used |= takes_adamw
         options = _role_options(entry, algorithm, pattern) | (adamw if takes_adamw else {}) | pattern
-        key = repr(sorted(options.items(), key=lambda item: item[0]))
-        groups.setdefault(key, {**options, "params": []})["params"].append((entry.name, entry.param))
-    ordered = sorted(groups.values(), key=lambda group: group["role"] not in MATRIX_ROLES)
+        members = next((members for other, members in found if _same(other, options)), None)
+        if members is None:
+            found.append((options, members := []))
+        members.append((entry.name, entry.param))
+    groups = [{**options, "params": members} for options, members in found]
+    ordered = sorted(groups, key=lambda group: group["role"] not in MATRIX_ROLES)
     _name(ordered)
     _refuse_unused(patterns, set(chosen.values()), routed)
     _refuse_idle(adamw, adamw_used)
     if algorithm == MUON:
         _warn_without_matrices(ordered)
     return Routing(ordered, {entry.name: _reason(entry, chosen[entry.name]) for entry in routed})
+
+
+def _same(one: Group, other: Group) -> bool:
+    """Whether two sets of options are equal; a tensor equals itself alone, as each may be filled with another rate."""
+    return one.keys() == other.keys() and all(
+        value is other[key] if isinstance(value, Tensor) or isinstance(other[key], Tensor) else value == other[key]
+        for key, value in one.items()
+    )
 
 
 def _name(groups: list[Group]) -> None:
