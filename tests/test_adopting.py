@@ -349,3 +349,13 @@ def test_the_rest_of_the_schedule_decays_as_an_uninterrupted_run(joined):
         go(model, [optimizer], step, step + 1, [scheduler])
         lr = 0.01 * (1 + math.cos(math.pi * step / total))
         assert optimizer.summary().groups[0].decay == pytest.approx(0.1 * lr**2 / 0.02, rel=1e-6, abs=1e-15), step
+
+
+def test_rules_that_follow_the_step_count_on():
+    model = Net()
+    pair = torch_pair(model)
+    go(model, pair, 0, 10)
+    optimizer = MuonSW.for_model(model, lr=0.02, decay="cosine", total_steps=40)
+    optimizer.adopt(*pair)
+    go(model, [optimizer], 10, 11)
+    assert optimizer.summary().groups[0].decay == pytest.approx(0.1 * 0.02 * (1 + math.cos(math.pi * 10 / 40)) / 2)

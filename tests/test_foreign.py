@@ -5,7 +5,15 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CyclicLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, drive_weight_decay
 from tests.common.problems import clones, matrices, run
@@ -133,6 +141,19 @@ def test_a_state_that_was_not_driven_leaves_the_peak_where_it_was():
     assert group["weight_decay"] == pytest.approx(0.3 * 0.01 / 0.1)
 
 
+def test_groups_of_a_state_that_was_not_driven_keep_peaks_of_their_own():
+    first, second = matrices((4, 4), (4, 4))
+    groups = [{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.03}]
+    plain, driven = (torch.optim.AdamW(copy.deepcopy(groups), weight_decay=0.3) for _ in range(2))
+    drive_weight_decay(driven)
+    for group in plain.param_groups:
+        group["lr"] /= 10
+    driven.load_state_dict(plain.state_dict())
+    run(driven, [group["params"][0] for group in driven.param_groups], 1)
+    assert [group["resolved_peak_lr"] for group in driven.param_groups] == [0.1, 0.03]
+    assert [group["weight_decay"] for group in driven.param_groups] == pytest.approx([0.03, 0.03])
+
+
 def test_layer_decay_is_part_of_the_peak_of_a_driven_optimizer():
     first, second = matrices((4, 4), (4, 4))
     groups = [{"params": [first], "lr_scale": 1.0}, {"params": [second], "lr_scale": 0.25}]
@@ -167,3 +188,180 @@ def test_a_wrapped_optimizer_is_unwrapped():
     optimizer = torch.optim.AdamW(matrices((4, 4)), lr=0.1, weight_decay=0.3)
     assert drive_weight_decay(Wrapped(optimizer)).optimizer is optimizer
     assert Telemetry(Wrapped(optimizer)).optimizer is optimizer
+
+
+PEAK, LENGTH = 0.05, 40
+SCHEDULES = {
+    "cosine": lambda o: CosineAnnealingLR(o, LENGTH),
+    "one_cycle": lambda o: OneCycleLR(o, max_lr=PEAK, total_steps=LENGTH + 1, cycle_momentum=False),
+    "warmup": lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=10), CosineAnnealingLR(o, LENGTH - 10)], [10]),
+    "steps": lambda o: MultiStepLR(o, [10, 25], gamma=0.3),
+}
+at_five_points = pytest.mark.parametrize("joined", [0, 5, 12, 20, 35])
+of_four_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+def scheduled(schedule, params):
+    optimizer = torch.optim.AdamW(params, lr=PEAK, weight_decay=0.3)
+    return optimizer, SCHEDULES[schedule](optimizer)
+
+
+def assert_decayed_to_the_end(optimizer, scheduler, params, joined):
+    """Step by step, with warnings as errors."""
+    for step in range(joined, LENGTH):
+        lr = optimizer.param_groups[0]["lr"]
+        run(optimizer, params, 1, start=step)
+        assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.3 * lr / PEAK), step
+        scheduler.step()
+
+
+@at_five_points
+@of_four_schedules
+def test_a_driver_may_join_a_run_under_way(schedule, joined):
+    params = matrices((4, 4))
+    optimizer, scheduler = scheduled(schedule, params)
+    run(optimizer, params, joined, scheduler=scheduler)
+    drive_weight_decay(optimizer)
+    assert_decayed_to_the_end(optimizer, scheduler, params, joined)
+
+
+@pytest.mark.parametrize("order", ["driven after the load", "driven before the load", "saved by a driver"])
+@at_five_points
+@of_four_schedules
+def test_a_driver_joins_again_after_a_resume(schedule, joined, order):
+    params = matrices((4, 4))
+    optimizer, scheduler = scheduled(schedule, params)
+    run(optimizer, params, joined // 2, scheduler=scheduler)
+    if order == "saved by a driver":
+        drive_weight_decay(optimizer)
+    run(optimizer, params, joined - joined // 2, start=joined // 2, scheduler=scheduler)
+    saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+
+    resumed = clones(params)
+    other, other_scheduler = scheduled(schedule, resumed)
+    if order == "driven before the load":
+        drive_weight_decay(other)
+    other.load_state_dict(saved[0])
+    other_scheduler.load_state_dict(saved[1])
+    if order != "driven before the load":
+        drive_weight_decay(other)
+    assert_decayed_to_the_end(other, other_scheduler, resumed, joined)
+
+
+@pytest.mark.parametrize("rule", ["cosine", "log_time"])
+def test_a_driver_that_joins_late_counts_on(rule):
+    params, others = matrices((4, 4), (4, 4)), matrices((4, 4), (4, 4))
+    early, late = (torch.optim.AdamW(p, lr=0.1, weight_decay=0.3) for p in (params[:1], others[:1]))
+    drive_weight_decay(early, rule, total_steps=20)
+    run(early, params[:1], 5)
+    run(late, others[:1], 5)
+    drive_weight_decay(late, rule, total_steps=20, peak_lr=0.1)
+    for optimizer, own in ((early, params), (late, others)):
+        optimizer.add_param_group({"params": [own[1]]})
+        run(optimizer, own, 2, start=5)
+    decays = [[group["weight_decay"] for group in optimizer.param_groups] for optimizer in (early, late)]
+    assert decays[0] == decays[1]
+    assert decays[0][0] == decays[0][1]
+
+
+def test_a_driver_that_joins_late_asks_for_a_peak_that_was_not_recorded():
+    params = matrices((4, 4))
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
+    run(optimizer, params, 5, schedule=lambda t: 0.1 / (t + 1))  # by hand, so that no scheduler leaves a record
+    with pytest.raises(ValueError, match=r"is now 0\.02; pass peak_lr="):
+        drive_weight_decay(optimizer)
+    drive_weight_decay(optimizer, "constant")
+
+
+def test_a_peak_that_is_given_to_a_late_driver_counts():
+    params = matrices((4, 4))
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
+    run(optimizer, params, 5, schedule=lambda t: 0.1 / (t + 1))
+    drive_weight_decay(optimizer, peak_lr=0.1)
+    run(optimizer, params, 1, start=5)
+    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.3 * 0.02 / 0.1)
+
+
+def test_a_group_that_joins_a_driven_run_has_the_peak_of_its_neighbours():
+    first, second = matrices((4, 4), (4, 4))
+    optimizer = torch.optim.AdamW([first], lr=0.1, weight_decay=0.3)
+    drive_weight_decay(optimizer)
+    run(optimizer, [first], 3, schedule=lambda t: 0.1 / (t + 1))
+    optimizer.add_param_group({"params": [second], "lr": optimizer.param_groups[0]["lr"]})
+    run(optimizer, [first, second], 1, start=3)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
+
+
+def test_a_weight_decay_that_is_set_later_is_the_lambda_from_then_on():
+    params = matrices((4, 4))
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
+    driver = drive_weight_decay(optimizer)
+    group = optimizer.param_groups[0]
+    group["weight_decay"] = 0.6  # before the first step
+    for step, (lr, given, lam) in enumerate([(0.1, None, 0.6), (0.05, None, 0.6), (0.05, 0.2, 0.2), (0.02, None, 0.2)]):
+        group["lr"] = lr
+        if given is not None:
+            group["weight_decay"] = given
+        run(optimizer, params, 1, start=step)
+        assert group["weight_decay"] == pytest.approx(lam * lr / 0.1), step
+    resumed = clones(params)
+    other = torch.optim.AdamW(resumed, lr=0.1, weight_decay=0.9)
+    drive_weight_decay(other)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(other, resumed, 1, start=4)
+    assert other.param_groups[0]["weight_decay"] == pytest.approx(0.2 * 0.02 / 0.1)
+    group["weight_decay"] = 0.7
+    driver.remove()
+    assert group["weight_decay"] == 0.7
+
+
+def test_a_second_driver_is_refused_until_the_first_is_removed():
+    params = matrices((4, 4))
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
+    driver = drive_weight_decay(optimizer)
+    with pytest.raises(ValueError, match=r"driven already.*remove\(\)"):
+        drive_weight_decay(Wrapped(optimizer), "cosine", total_steps=10)
+    driver.remove()
+    drive_weight_decay(optimizer, "cosine", total_steps=10)
+    run(optimizer, params, 3)
+    assert optimizer.param_groups[0]["step_count"] == 3
+
+
+def test_a_step_that_is_refused_changes_no_group():
+    first, second = matrices((4, 4), (4, 4))
+    groups = [{"params": [first], "weight_decay": 0.3}, {"params": [second], "weight_decay": 30.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    drive_weight_decay(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.05
+    with pytest.raises(ValueError, match="3 times the weight"):
+        run(optimizer, [first, second], 1)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+
+
+def theirs(name, **keys):
+    """An optimizer of another library, as far as its class and its groups say how it decays."""
+    made = type(name, (torch.optim.Optimizer,), {})
+    return made([{"params": matrices((4, 4)), **keys}], {"lr": 0.1, "weight_decay": 0.3})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"decoupled": False}, "adds its decay to the gradient"),
+        ({"decoupled_decay": False}, "adds its decay to the gradient"),
+        ({"weight_decouple": False}, "adds its decay to the gradient"),
+        ({"corrected_weight_decay": True}, "corrected_weight_decay=True"),
+        ({"unscaled_wd": True}, "unscaled_wd=True"),
+    ],
+)
+def test_what_says_that_it_decays_otherwise_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        drive_weight_decay(theirs("Theirs", **keys))
+    drive_weight_decay(theirs("Theirs", **{key: not value for key, value in keys.items()}))
+
+
+@pytest.mark.parametrize("name", ["Lars", "Lamb", "MADGRAD", "NAdamLegacy", "NvNovoGrad", "SGDP"])
+def test_what_is_known_to_decay_otherwise_and_does_not_say_so_is_warned_of(name):
+    with pytest.warns(UserWarning, match=f"{name} does not shrink weights by lr \\* weight_decay"):
+        drive_weight_decay(theirs(name))
+    drive_weight_decay(theirs(name, decoupled_decay=True))

@@ -55,7 +55,9 @@ def plan(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> 
     numbers = range(len(optimizer.param_groups))
     parts = [part for number in numbers for part in _parts(optimizer, number, holders, peak_lr)]
     _refuse_unknown_peak([part.group for part in parts])
+    steps = max((int(state["step"]) for part in parts for state in part.states if "step" in state), default=0)
     for part in parts:
+        part.group["step_count"] = steps
         _assume_peak_reached(part.group)
     return [(part.group, part.states) for part in parts]
 

@@ -23,6 +23,14 @@ _COUPLED = (
     torch.optim.RMSprop,
 )
 
+# The words in which groups of torch's, timm's and other optimizers say whether their decay is decoupled.
+_DECOUPLED = ("decoupled_weight_decay", "decoupled_decay", "decoupled", "weight_decouple")
+# Settings of timm under which the decay of a decoupled optimizer is not `lr * weight_decay`.
+_OTHERWISE = ("corrected_weight_decay", "unscaled_wd", "fixed_decay")
+# Classes of timm whose groups do not say it: decay is added to the gradient or enters a trust ratio (Lars, Lamb), or it
+# is divided by 1 - momentum (SGDP).
+_KNOWN_OTHERWISE = frozenset({"Lars", "Lamb", "MADGRAD", "NAdamLegacy", "NvNovoGrad", "SGDP"})
+
 
 def drive_weight_decay(
     optimizer: Optimizer,
@@ -35,8 +43,10 @@ def drive_weight_decay(
 
     Such an optimizer shrinks weights by `lr * weight_decay`. Before each of its steps this sets `weight_decay` so
     that the product is the rule's. Each group's own lambda is kept under `base_weight_decay`, and the peak
-    under `resolved_peak_lr`, both in the group, so that they are saved and loaded with the optimizer. The peak
-    is found as for our own optimizers.
+    under `resolved_peak_lr`, both in the group, so that they are saved and loaded with the optimizer. A `weight_decay`
+    that is set later is the group's lambda from then on. The peak is found as for our own optimizers; in the middle of
+    a run it must have been recorded by a scheduler, or be given. Rules that follow the step count on from the `step` in
+    the optimizer's state, or from here where it has none.
 
     Args:
         optimizer: one whose decay is decoupled: torch's AdamW and Muon, timm's and dion's optimizers. One that
@@ -64,9 +74,16 @@ def drive_weight_decay(
         raise ValueError(f"decay={decay!r} ends with the run; pass total_steps=<updates of the whole run>")
     optimizer = unwrap_optimizer(optimizer)
     setting = validate_option("peak_lr", peak_lr)
+    if hasattr(optimizer, _DRIVER):
+        raise ValueError(f"this {type(optimizer).__name__} is driven already; call remove() on its driver first")
     for group in optimizer.param_groups:
         _refuse_coupled(optimizer, group)
-        _adopt_group(group, decay, setting)
+        if optimizer.state and DECAY_RULES[decay].uses_peak:
+            _refuse_unknown_peak(group, setting)
+    _warn_of_coupled(optimizer)
+    for group in optimizer.param_groups:
+        group.setdefault("step_count", _steps_taken(optimizer, group))
+        _adopt_group(group, decay, setting, under_way=bool(optimizer.state))
     return DecayDriver(optimizer, decay, setting, length)
 
 
@@ -82,6 +99,7 @@ class DecayDriver:
         self.total_steps = total_steps
         self._told = False
         self._before_load: list[dict[str, Any]] = []
+        setattr(optimizer, _DRIVER, self)
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_load_state_dict_pre_hook(self._remember),
@@ -92,9 +110,11 @@ class DecayDriver:
         """Stop driving, and give the groups their own `weight_decay` back."""
         for handle in self._handles:
             handle.remove()
+        vars(self.optimizer).pop(_DRIVER, None)
         for group in self.optimizer.param_groups:
+            _follow_edit(group)
             group["weight_decay"] = group.pop("base_weight_decay", group["weight_decay"])
-            for key in (*_KEYS, "decay"):
+            for key in (*_KEYS, "driven_weight_decay", "decay"):
                 group.pop(key, None)
 
     def _remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:  # noqa: ARG002
@@ -109,52 +129,107 @@ class DecayDriver:
             if "constructor_lr" not in group:
                 group.update({**known, "highest_lr": None})
                 group["highest_lr"] = peak.expected_peak(group)
+            _adopt_group(group, self.decay, self.peak_lr)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        for number, group in enumerate(optimizer.param_groups):
-            _adopt_group(group, self.decay, self.peak_lr)
-            label = f"param group {number}"
-            peak.update_peak(group, label)
-            lam, eta = group["base_weight_decay"], float(group["lr"])
-            if DECAY_RULES[self.decay].uses_peak and lam:
-                peak.check_lr(group, label)
-                self._tell_if_never_reached(group, label)
-            step = group["step_count"] + 1
-            top, length = group["resolved_peak_lr"], self.total_steps
-            phi = float(decay_factor(self.decay, lam, eta, top, step=step, steps=length))
-            if phi > 1:
-                raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
-            group["weight_decay"] = phi / eta if eta else 0.0
-        for group in optimizer.param_groups:
+        groups = optimizer.param_groups
+        decays = [self._decay_of(group, f"param group {number}") for number, group in enumerate(groups)]
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = group["driven_weight_decay"] = decay
             group["step_count"] += 1
+
+    def _decay_of(self, group: dict[str, Any], label: str) -> float:
+        """The `weight_decay` with which the next step follows the rule."""
+        if "base_weight_decay" not in group:
+            _adopt_group(group, self.decay, self.peak_lr)
+            self._join(group, label)
+        _follow_edit(group)
+        group["decay"] = self.decay
+        peak.update_peak(group, label)
+        lam, eta = group["base_weight_decay"], float(group["lr"])
+        if DECAY_RULES[self.decay].uses_peak and lam:
+            peak.check_lr(group, label)
+            self._tell_if_never_reached(group, label)
+        step, top = group["step_count"] + 1, group["resolved_peak_lr"]
+        phi = float(decay_factor(self.decay, lam, eta, top, step=step, steps=self.total_steps))
+        if phi > 1:
+            raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
+        return phi / eta if eta else 0.0
+
+    def _join(self, group: dict[str, Any], label: str) -> None:
+        """A group that is added during the run counts and peaks with those that are at the same learning rate."""
+        groups = [other for other in self.optimizer.param_groups if other is not group and "step_count" in other]
+        if DECAY_RULES[self.decay].uses_peak:
+            peak.join_in_mid_run(group, groups, label)
+        group["step_count"] = max((other["step_count"] for other in groups), default=0)
 
     def _tell_if_never_reached(self, group: dict[str, Any], label: str) -> None:
         message = peak.never_reached(group, label)
         if message is not None and not self._told:
             self._told = True
-            warnings.warn(message, peak.PeakLRWarning, stacklevel=4)
+            warnings.warn(message, peak.PeakLRWarning, stacklevel=5)
 
 
+# Where an optimizer keeps its driver.
+_DRIVER = "_decay_driver"
 # What driving keeps in a group, beside its lambda.
 _KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr", "step_count")
 
 
-def _adopt_group(group: dict[str, Any], decay: str, peak_lr: float | str | None) -> None:
+def _adopt_group(group: dict[str, Any], decay: str, peak_lr: float | str | None, *, under_way: bool = False) -> None:
     """Add the keys that driving needs; those that a loaded state brought along stay."""
     group.setdefault("base_weight_decay", float(group["weight_decay"]))
+    group.setdefault("driven_weight_decay", float(group["weight_decay"]))
     group.setdefault("constructor_lr", float(group["lr"]))
     group.setdefault("peak_lr", peak_lr)
     group.setdefault("resolved_peak_lr", None)
     group.setdefault("peak_record", None)
-    group.setdefault("highest_lr", None)
+    # A run under way may be past its peak: that its rate is lower now says nothing against it.
+    group.setdefault("highest_lr", peak.expected_peak(group) if under_way else None)
     group.setdefault("step_count", 0)
     group["decay"] = decay
 
 
+def _steps_taken(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """How many steps the parameters of a group have taken, where their state counts them."""
+    counts = [optimizer.state[param].get("step", 0) for param in group["params"] if param in optimizer.state]
+    return int(max(map(float, counts), default=0.0))
+
+
+def _follow_edit(group: dict[str, Any]) -> None:
+    """A `weight_decay` that no step was driven with was set by the user, and is the group's lambda."""
+    if group["weight_decay"] != group.get("driven_weight_decay", group["weight_decay"]):
+        group["base_weight_decay"] = group["driven_weight_decay"] = float(group["weight_decay"])
+
+
 def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    coupled = isinstance(optimizer, _COUPLED) or group.get("decoupled_weight_decay") is False
+    name = type(optimizer).__name__
+    coupled = isinstance(optimizer, _COUPLED) or any(group.get(key) is False for key in _DECOUPLED)
     if coupled or "weight_decay" not in group:
         reason = "adds its decay to the gradient" if coupled else "has no weight_decay in its groups"
-        raise ValueError(f"{type(optimizer).__name__} {reason}, so driving weight_decay cannot make it decoupled")
+        raise ValueError(f"{name} {reason}, so driving weight_decay cannot make it decoupled")
+    otherwise = [key for key in _OTHERWISE if group.get(key)]
+    if otherwise:
+        raise ValueError(f"{name} has {otherwise[0]}=True, so its decay is not lr * weight_decay; build it without")
     if "algorithm" in group and "resolved_peak_lr" in group:
-        raise ValueError(f"{type(optimizer).__name__} is one of ours; pass decay= to it instead")
+        raise ValueError(f"{name} is one of ours; pass decay= to it instead")
+
+
+def _refuse_unknown_peak(group: dict[str, Any], peak_lr: float | str | None) -> None:
+    known = peak_lr is not None or "constructor_lr" in group or peak.scheduler_record(group) is not None
+    if not known and group["weight_decay"]:
+        raise ValueError(
+            f"this optimizer has taken steps, no scheduler has left its peak in the groups, and the learning rate is "
+            f"now {float(group['lr']):g}; pass peak_lr=<the highest learning rate of the run>"
+        )
+
+
+def _warn_of_coupled(optimizer: Optimizer) -> None:
+    """Warn of a class that is known to decay in another way, unless its groups say that this one does not."""
+    names = {cls.__name__ for cls in type(optimizer).__mro__} & _KNOWN_OTHERWISE
+    if names and not any(group.get(key) for group in optimizer.param_groups for key in _DECOUPLED):
+        warnings.warn(
+            f"{names.pop()} does not shrink weights by lr * weight_decay, so driving its weight_decay gives it no "
+            f"decay rule; use an optimizer whose decay is decoupled",
+            stacklevel=3,
+        )
