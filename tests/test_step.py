@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
+from muonsw import AdamWSW, MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
 from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run, set_gradients
 
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -362,3 +362,22 @@ def test_capturable_keeps_lr_in_a_tensor_that_schedulers_fill():
     assert optimizer.param_groups[0]["lr"] is lr
     assert float(lr) == pytest.approx(0.025)
     assert optimizer.param_groups[0]["resolved_peak_lr"] == pytest.approx(0.1)
+
+
+def test_it_says_once_that_no_group_decays():
+    """As under a framework whose own groups say 0.0, whatever the optimizer was given."""
+    params = matrices((4, 6), (6,))
+    groups = [{"params": [param], "weight_decay": 0.0} for param in params]
+    optimizer = AdamWSW(groups, lr=0.1, weight_decay=0.25)
+    with pytest.warns(UserWarning, match="no param group decays") as told:
+        run(optimizer, params, 3)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "in_one_group"), [({"weight_decay": 0.0}, {}), ({"decay": "none"}, {}), ({}, {"weight_decay": 0.1})]
+)
+def test_it_says_nothing_where_no_decay_is_meant_or_one_group_decays(given, in_one_group):
+    params = matrices((4, 6), (6,))
+    groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:], "weight_decay": 0.0, **in_one_group}]
+    run(AdamWSW(groups, lr=0.1, **given), params, 2)

@@ -26,6 +26,12 @@ _NO_GRADIENT = (
     "optimizer was built, build the optimizer last"
 )
 
+_NO_DECAY = (
+    "no param group decays: each has weight_decay=0 of its own, as frameworks and routing give it to what should not "
+    "decay, whatever the optimizer was built with; set it in the groups that should, or build the optimizer with "
+    "weight_decay=0"
+)
+
 
 class Notices:
     """Flags and counters of one optimizer. None of them is saved."""
@@ -100,6 +106,10 @@ class Notices:
     def no_gradient(self) -> None:
         """A step that finds nothing to do is most often an optimizer of another model's parameters."""
         self._tell("no gradient", _NO_GRADIENT)
+
+    def no_decay(self) -> None:
+        """Groups that a framework has made may all say no to the decay that the optimizer was built with."""
+        self._tell("no decay", _NO_DECAY)
 
     def never_reached(self, group: Group, label: str) -> None:
         """Warn of a schedule that has turned down well below its peak."""

@@ -16,6 +16,7 @@ from muonsw import adopting, loading, moments, norms, peak, rates
 from muonsw.algorithms import ALGORITHMS, Budget, Item
 from muonsw.algorithms.base import Coefficients
 from muonsw.apply import Observer, apply_update
+from muonsw.decay import decays
 from muonsw.distributed import Ranks, exchanged_updates, redistributed_updates
 from muonsw.flag import Flag
 from muonsw.nonfinite import POLICIES, NonFiniteGradientError, describe_non_finite, finite_flag
@@ -32,7 +33,7 @@ from muonsw.options import (
 from muonsw.peak import Group, PeakLRWarning
 from muonsw.precision import LOW_PRECISION
 from muonsw.replay import Replay, obstacle
-from muonsw.routing import reasons_table, route, routing_table
+from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import ensure_state
 from muonsw.summary import GroupSummary, Summary
 from muonsw.work import Batch, items_of, work_of
@@ -137,9 +138,14 @@ class ScaledDecayOptimizer(Optimizer):
             >>> [(g["role"], g["algorithm"], g["weight_decay"]) for g in optimizer.param_groups]
             [('hidden', 'muon', 0.1), ('embedding', 'adamw', 0.0), ('bias', 'adamw', 0.0), ('head', 'adamw', 0.0)]
         """
-        groups, reasons = route(model, cls.algorithm, patterns=patterns or {}, adamw=adamw or {})
-        optimizer = cls(groups, lr=lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg]
-        optimizer._reasons = reasons
+        routing = route(model, cls.algorithm, patterns=patterns or {}, adamw=adamw or {})
+        return cls._routed(model, routing, lr=lr, weight_decay=weight_decay, **options)
+
+    @classmethod
+    def _routed(cls, model: torch.nn.Module, routing: Routing, **options: Any) -> Self:
+        """Build the optimizer on groups that were made for a model, and remember why and what was left out."""
+        optimizer = cls(routing.groups, **options)  # type: ignore[call-arg]
+        optimizer._reasons = routing.reasons
         frozen = ((name, param) for name, param in model.named_parameters() if not param.requires_grad)
         optimizer._left_out = [(name, weakref.ref(param)) for name, param in frozen]
         return optimizer
@@ -402,6 +408,8 @@ class ScaledDecayOptimizer(Optimizer):
             param = reference()
             if param is not None and param.requires_grad and not self._has(param):
                 self._notices.unfrozen(name)
+        if decays(self.defaults) and not any(decays(group) or group["decay"] == "none" for group in self.param_groups):
+            self._notices.no_decay()
         for number, group in enumerate(self.param_groups):
             rates.prepare(group, self._label(number), self._notices)
 

@@ -10,7 +10,7 @@ import timm
 from timm.optim import param_groups_layer_decay
 from timm.scheduler import create_scheduler_v2
 
-from muonsw import AdamWSW, MuonSW
+from muonsw import AdamWSW, MuonSW, drive_weight_decay
 from muonsw.integrations.timm import layer_decay
 
 LR, STEPS = 0.01, 8
@@ -84,6 +84,62 @@ def test_layer_decay_gives_each_depth_its_own_rate_and_peak(build):
     role = {name: group["role"] for group in plain.param_groups for name in group["param_names"]}
     for group in optimizer.param_groups:
         assert {role[name] for name in group["param_names"]} == {group["role"]}
+
+
+def test_layer_decay_keeps_the_options_of_the_class_and_of_for_model():
+    options = {"nonfinite": "raise", "chunk_bytes": 4096, "decay": "constant", "momentum": 0.8}
+    options |= {"patterns": {"blocks.0.mlp.fc1.weight": {"weight_decay": 0.3}}, "adamw": {"betas": (0.8, 0.9)}}
+    optimizer = layer_decay(MuonSW, vit(), lr=LR, **options)
+    plain = MuonSW.for_model(vit(), lr=LR, **options)
+    assert (optimizer.nonfinite, optimizer.chunk_bytes) == ("raise", 4096)
+    assert optimizer.defaults == plain.defaults
+    found, expected = (
+        {
+            name: {
+                key: value for key, value in group.items() if key not in ("params", "param_names", "name", "lr_scale")
+            }
+            for group in made.param_groups
+            for name in group["param_names"]
+        }
+        for made in (optimizer, plain)
+    )
+    spared = vit().no_weight_decay()
+    for name, wanted in expected.items():
+        assert found[name] == (wanted | {"weight_decay": 0.0} if name in spared else wanted), name
+    assert layer_decay(MuonSW, vit(), lr=LR, replay=True).replay
+    assert optimizer.routing(reasons=True).count("\n") == plain.routing(reasons=True).count("\n")
+
+
+COUPLED = {
+    "lars": "warned",
+    "lamb": "refused",
+    "madgrad": "refused",
+    "adopt": "refused",
+    "rmsproptf": "refused",
+    "nadamlegacy": "warned",
+    "novograd": "warned",
+    "sgdp": "warned",
+    "nadamw": "driven",
+    "lion": "driven",
+    "sgdw": "driven",
+    "adoptw": "driven",
+    "madgradw": "driven",
+    "adamwlegacy": "driven",
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_its_optimizers_are_driven_refused_or_warned_of(name):
+    """By what their groups say of decay, and by what is known of those that do not say."""
+    optimizer = timm.optim.create_optimizer_v2(vit(), name, lr=LR, weight_decay=0.1)
+    if COUPLED[name] == "refused":
+        with pytest.raises(ValueError, match="adds its decay to the gradient"):
+            drive_weight_decay(optimizer)
+    elif COUPLED[name] == "warned":
+        with pytest.warns(UserWarning, match="does not shrink weights"):
+            drive_weight_decay(optimizer)
+    else:
+        drive_weight_decay(optimizer)
 
 
 def test_what_timm_does_not_decay_is_not_decayed():

@@ -208,6 +208,27 @@ def test_a_checkpoint_of_another_release_loads():
     assert {group["resolved_peak_lr"] for group in optimizer.param_groups} == {LR}
 
 
+@pytest.mark.parametrize(
+    "options", [{"decay": "gradient_norm"}, {"decay": "cosine", "total_steps": STEPS}], ids=["gradient_norm", "cosine"]
+)
+def test_what_rules_know_of_the_run_is_saved_and_the_step_that_makes_state_is_not_counted(options):
+    config = for_model(lr=LR, weight_decay=0.01, **options)
+    training = Training([llama()], config)
+    training.optimizers.state_dict()  # before the first step
+    training.go(0, 3)
+    saved = training.saved()
+    expected = training.go(3, STEPS)
+    assert_same(expected, Training([llama()], config).resume(*saved, 3).go(3, STEPS))
+    assert_same(expected, Training([llama()], config).go(0, STEPS))
+
+
+def test_parameters_that_were_saved_with_other_options_are_not_joined():
+    saved = Training([llama()], for_model(lr=LR, patterns={"layers.1.*.wq.*": {"weight_decay": 0.7}}))
+    saved.go(0, 1)
+    with pytest.raises(ValueError, match=r"saved with different options: weight_decay is 0\.1 and 0\.7"):
+        Training([llama()]).resume(*saved.saved(), 1)
+
+
 def test_a_run_goes_on_in_other_stages_of_a_pipeline():
     whole = Training([llama()])
     whole.go(0, 3)

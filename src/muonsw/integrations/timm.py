@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.routing import Routing, route
 
 
 def layer_decay(
@@ -16,6 +17,8 @@ def layer_decay(
     weight_decay: float = 0.1,
     *,
     layer_decay: float = 0.75,
+    patterns: dict[str, dict[str, Any]] | None = None,
+    adamw: dict[str, Any] | None = None,
     **options: Any,
 ) -> ScaledDecayOptimizer:
     """An optimizer whose groups carry timm's `lr_scale`, which timm's schedulers multiply into the rate.
@@ -29,7 +32,9 @@ def layer_decay(
         lr: the peak of the learning rate, of the layers next to the output.
         weight_decay: lambda of the decayed groups.
         layer_decay: by how much the rate shrinks from one layer to the one before it.
-        **options: see `MuonSW.for_model`.
+        patterns: options by parameter name or role, see `MuonSW.for_model`.
+        adamw: options for everything that is routed to AdamW.
+        **options: options of the class, such as `decay` and `nonfinite`.
     """
     from timm.optim import param_groups_layer_decay
 
@@ -39,11 +44,9 @@ def layer_decay(
         model, weight_decay=weight_decay, no_weight_decay_list=tuple(spared), layer_decay=layer_decay
     )
     scales = {id(param): group["lr_scale"] for group in theirs for param in group["params"]}
-    routed = optimizer.for_model(model, lr=lr, weight_decay=weight_decay, **options)
-    groups = [part for group in routed.param_groups for part in _by_depth(group, scales, spared)]
-    built = optimizer(groups, lr=lr, weight_decay=weight_decay)  # type: ignore[call-arg,arg-type]
-    built._reasons, built._left_out = routed._reasons, routed._left_out
-    return built
+    routing = route(model, optimizer.algorithm, patterns=patterns or {}, adamw=adamw or {})
+    groups = [part for group in routing.groups for part in _by_depth(group, scales, spared)]
+    return optimizer._routed(model, Routing(groups, routing.reasons), lr=lr, weight_decay=weight_decay, **options)
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -56,15 +59,15 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def _by_depth(group: dict[str, Any], scales: dict[int, float], spared: set[str]) -> list[dict[str, Any]]:
     """A routed group as one group for each scale, the layers next to the output first."""
     parts: dict[tuple[float, bool], list[tuple[str, torch.Tensor]]] = {}
-    for name, param in zip(group["param_names"], group["params"], strict=True):
+    for name, param in group["params"]:
         parts.setdefault((scales[id(param)], name in spared), []).append((name, param))
     return [
         {
-            **{key: value for key, value in group.items() if key != "param_names"},
+            **group,
             "params": members,
             "lr_scale": scale,
             "name": f"{group['name']} x{scale:.3g}" + (" undecayed" if undecayed else ""),
-            "weight_decay": 0.0 if undecayed else group["weight_decay"],
+            **({"weight_decay": 0.0} if undecayed else {}),
         }
         for (scale, undecayed), members in sorted(parts.items(), reverse=True)
     ]

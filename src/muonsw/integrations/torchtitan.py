@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -169,11 +168,14 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     That step is not counted, so that the first real one is the first.
     """
     fresh = not optimizer.state
+    counts = [group.get("step_count") for group in optimizer.param_groups]
     init_optim_state(optimizer)
     if fresh and isinstance(optimizer, ScaledDecayOptimizer):
         for state in optimizer.state.values():
             if "step" in state:
                 state["step"].zero_()
+        for group, count in zip(optimizer.param_groups, counts, strict=True):
+            group["step_count"] = count
 
 
 def _packed(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
@@ -181,21 +183,27 @@ def _packed(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str,
     packed = {key: value for key, value in flat.items() if not key.startswith("param_groups.")}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        line = json.dumps(options, default=float)  # a learning rate may be a tensor
+        line = json.dumps(options, default=lambda tensor: tensor.squeeze().tolist())  # a rate, or what a graph changes
         packed |= {f"param_groups.{name}.options": line for name in group["param_names"]}
     return packed
 
 
 def _unpacked(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer in torch's own layout, from a flat one that may hold others' as well."""
-    state: dict[int, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    numbers = count()
-    for group in optimizer.param_groups:
-        names = group["param_names"]
-        own = [next(numbers) for _ in names]
-        for number, name, param in zip(own, names, group["params"], strict=True):
-            state[number] = {key: flat[f"state.{name}.{key}"] for key in optimizer.state[param]}
-        options = json.loads(flat[f"param_groups.{names[0]}.options"])
-        groups.append({**options, "params": own, "param_names": list(names)})
+    """The state of an optimizer in torch's own layout, from a flat one that may hold others' as well.
+
+    Each parameter is a group by itself, so that loading sees which options it was saved with.
+    """
+    named = {
+        name: param
+        for group in optimizer.param_groups
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+    }
+    state = {
+        number: {key: flat[f"state.{name}.{key}"] for key in optimizer.state[param]}
+        for number, (name, param) in enumerate(named.items())
+    }
+    groups = [
+        {**json.loads(flat[f"param_groups.{name}.options"]), "params": [number], "param_names": [name]}
+        for number, name in enumerate(named)
+    ]
     return {"state": state, "param_groups": groups}
