@@ -144,7 +144,7 @@ class ScaledDecayOptimizer(Optimizer):
     @classmethod
     def _routed(cls, model: torch.nn.Module, routing: Routing, **options: Any) -> Self:
         """Build the optimizer on groups that were made for a model, and remember why and what was left out."""
-        optimizer = cls(routing.groups, **options)  # type: ignore[call-arg]
+        optimizer = cls(routing.groups, **options)
         optimizer._reasons = routing.reasons
         frozen = ((name, param) for name, param in model.named_parameters() if not param.requires_grad)
         optimizer._left_out = [(name, weakref.ref(param)) for name, param in frozen]
