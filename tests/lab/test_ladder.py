@@ -11,6 +11,7 @@ LADDER = (
     "errors",
     "storage",
     "settings",
+    "launcher",
     "terminal",
     "tables",
     "progress",

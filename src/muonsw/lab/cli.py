@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError
+from muonsw.lab.launcher import end, report_error
 from muonsw.lab.terminal import enduring, harmless
 from muonsw.version import __version__
 
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(given)
     except (UsageError, Interrupted) as error:
+        report_error(f"muonsw: {harmless(error)}")
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
     except MemoryError:
@@ -47,4 +49,4 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from muonsw.lab.errors import INTERRUPTED
+from muonsw.lab.launcher import end
 
 
 def main() -> int:
@@ -18,4 +19,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 
+from muonsw.lab.launcher import end
 from muonsw.lab.train.__main__ import main
 from muonsw.lab.train.state import Training
 
@@ -32,4 +33,4 @@ def meet(fault: str) -> None:
 
 if __name__ == "__main__":
     meet(sys.argv[1])
-    sys.exit(main(sys.argv[2:]))
+    end(main(sys.argv[2:]))

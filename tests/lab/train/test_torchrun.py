@@ -87,3 +87,21 @@ def test_two_nodes(tmp_path):
     answers = [finished(launcher) for launcher in launchers]
     assert [code for code, _ in answers] == [0, 0], answers
     assert ending(tmp_path / "run") == undisturbed()
+
+
+def test_a_users_error_is_the_last_thing_that_is_read(tmp_path):
+    code, said = finished(torchrun("muonsw.lab.run", write_config(config(batch=5)), tmp_path / "run"))
+    assert code != 0
+    assert "batch=5 does not split into accumulation=1 micro-batches on each of 2 ranks" in last_words(said)
+
+
+def last_words(said):
+    """The last line that says something; torchrun closes its report with a rule."""
+    return [line for line in said.splitlines() if line.strip("= ")][-1]
+
+
+def test_a_complete_run_of_four_ranks_ends_well_each_time(tmp_path):
+    """One of eight used to end in SIGABRT after its result was written."""
+    for number in range(24):
+        code, said = finished(torchrun("muonsw.lab.run", write_config(config()), tmp_path / f"run{number}", ranks=4))
+        assert code == 0, said

@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock
 
 from muonsw.lab.errors import OK, Diverged, Interrupted, MachineError, UsageError
+from muonsw.lab.launcher import end, report_error
 from muonsw.lab.processes import POLL_SECONDS, Tell, explain, stop_requests
 from muonsw.lab.storage import prepare_folder, write_json
 from muonsw.lab.train.config import RunConfig
@@ -146,10 +147,11 @@ def main(arguments: Sequence[str]) -> int:
         with joined() as world:
             train_alone(read_config_file(config), folder, note, world)
     except (UsageError, Interrupted) as error:
+        report_error(f"muonsw: {error}")
         print(f"muonsw: {error}", file=sys.stderr)
         return error.exit_code
     return OK
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))

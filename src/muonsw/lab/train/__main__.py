@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from muonsw.lab.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
+from muonsw.lab.launcher import end, report_error
 from muonsw.lab.terminal import enduring, harmless, say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report(error: Exception) -> None:
     """Say how it ended; what all ranks know is said by rank 0 alone."""
     other = speaker()
+    report_error(f"muonsw: {harmless(error)}")
     if other is None or not known_to_all(error):
         print(f"muonsw: {other or ''}{harmless(error)}", file=sys.stderr)
 
@@ -64,4 +66,4 @@ def run(config: RunConfig, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

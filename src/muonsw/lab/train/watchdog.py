@@ -13,6 +13,7 @@ from contextlib import suppress
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from muonsw.lab.errors import MACHINE
+from muonsw.lab.launcher import report_error
 
 # Until the first update: importing, compiling and reading a checkpoint take their time.
 STARTING_SECONDS = 1800.0
@@ -55,7 +56,9 @@ class Watchdog:
         here = f"rank {self.rank} has made no progress for {self.patience:g} s, in: {self._doing}"
         behind = "; ".join(lines) or "the other ranks cannot be asked"
         longer = "if updates may take that long, raise parallel.timeout"
-        print(f"muonsw: {here} ({behind}); {AGAIN}; {longer}", file=sys.stderr, flush=True)
+        sentence = f"muonsw: {here} ({behind}); {AGAIN}; {longer}"
+        report_error(sentence)
+        print(sentence, file=sys.stderr, flush=True)
         os._exit(MACHINE)
 
     def _report(self) -> None:

@@ -22,13 +22,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from muonsw import machine
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
+from muonsw.lab.launcher import is_rank
 from muonsw.lab.train.checkpoint import CheckpointError
 from muonsw.lab.train.watchdog import AGAIN, STARTING_SECONDS, Watchdog
 
 T = TypeVar("T")
 
-# What torchrun tells every process that it starts.
-TOLD_BY_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CONNECTING_SECONDS = 3.0
 # How a lost connection is called by gloo and NCCL, which raise plain errors.
 LOST = ("connection", "timed out", "timeout", "gloo", "nccl", "broken pipe", "socket", "recvvalue", "sendbytes")
@@ -155,7 +154,7 @@ class SharedWorld(World):
         self._watchdog.end()
 
     def leave(self) -> None:
-        """Part in peace: all ranks are here."""
+        """Destroy the process group; all ranks are here."""
         self.unwatch()
         dist.destroy_process_group()
 
@@ -195,7 +194,7 @@ def joined() -> Iterator[World]:
     Raises:
         MachineError: If another rank was lost.
     """
-    if not all(name in os.environ for name in TOLD_BY_LAUNCHER):
+    if not is_rank():
         yield World()
         return
     ranks = None
@@ -218,7 +217,7 @@ def joined() -> Iterator[World]:
 
 def speaker() -> str | None:
     """How a message of this process begins: nothing on its own or on rank 0, else the rank."""
-    rank = os.environ.get("RANK", "0") if all(name in os.environ for name in TOLD_BY_LAUNCHER) else "0"
+    rank = os.environ["RANK"] if is_rank() else "0"
     return None if rank == "0" else f"rank {rank}: "
 
 

@@ -1,0 +1,76 @@
+"""A rank that a launcher has started: it ends without harm, and its error is the launcher's last word."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from muonsw.lab.launcher import ERROR_FILE, VARIABLES, is_rank, report_error
+
+# Rank 0 ends while a thread of gloo waits for Python's lock, to let go of a tensor of a collective that is over.
+ENDING = """
+import atexit, os, sys, time
+import torch, torch.distributed as dist
+from muonsw.lab.launcher import end
+
+def keep_the_lock():
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        pass
+
+dist.init_process_group("gloo")
+if os.environ["RANK"] == "1":
+    time.sleep(1)
+    dist.all_reduce(torch.ones(8))
+    os._exit(0)
+dist.all_reduce(torch.ones(8), async_op=True)
+sys.setswitchinterval(1000)
+atexit.register(keep_the_lock)
+atexit.register(print, "said at exit")
+print("done", end=" ")
+end(5)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo's threads, as on Linux")
+def test_a_rank_ends_with_its_code_whatever_threads_of_gloo_still_do():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDING],
+            env={**os.environ, **given, "RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    (said, complained), _ = [rank.communicate(timeout=120) for rank in ranks]
+    assert ranks[0].returncode == 5, complained
+    assert said == "done said at exit\n"
+
+
+def test_a_process_on_its_own_ends_as_every_program_does(monkeypatch):
+    from muonsw.lab.launcher import end
+
+    monkeypatch.delenv(VARIABLES[0], raising=False)
+    assert not is_rank()
+    with pytest.raises(SystemExit) as ended:
+        end(3)
+    assert ended.value.code == 3
+
+
+def test_the_launcher_reads_the_error_as_torch_writes_one(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    report_error("muonsw: choose a multiple")
+    assert json.loads((tmp_path / "error.json").read_text())
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
+    assert str(ChildFailedError("run", {0: failure})).splitlines()[-2].endswith("muonsw: choose a multiple")
