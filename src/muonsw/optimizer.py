@@ -260,21 +260,21 @@ class ScaledDecayOptimizer(Optimizer):
         try:
             work = work_of(self)
             ok = self._finite(work)
-        except ValueError:
+        except Exception:
             self._agree(False)  # the others skip this step instead of waiting for ever
             raise
         agreed = self._agree(ok)
         if agreed.absent:
             work = work_of(self, agreed.absent)
         self._prepare(work)
-        self._update(work, Flag.from_ok(agreed.ok) if isinstance(agreed.ok, Tensor) else agreed.ok)
+        self._update(work, agreed.ok)
 
     def _agree(self, ok: Flag | bool) -> Agreed:
-        settings = f"nonfinite={self.nonfinite!r}, chunk_bytes={self.chunk_bytes}"
+        settings = {"nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes}
         known = ok.ok if isinstance(ok, Flag) else ok
         return self._ranks.agree(self.param_groups, known, settings=settings, measured=self._observer is not None)
 
-    def _update(self, work: list[Batch], agreed: Flag | bool | None = None) -> None:
+    def _update(self, work: list[Batch], agreed: bool | None = None) -> None:
         if self.replay and agreed is None and self._may_be_replayed(work):
             numbers = self._numbers(work)
             moments.count_steps(self.param_groups)
@@ -382,7 +382,7 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _decide(self, work: list[Batch], ok: Flag | bool) -> Flag | bool:
         """What follows from the finite flag: go on, skip, or raise."""
-        if ok is True or self.nonfinite == "propagate":
+        if ok is True:
             return True
         if self.nonfinite == "raise":
             if not (bool(ok.ok) if isinstance(ok, Flag) else ok):

@@ -12,6 +12,7 @@ from tests.distributed.problems import (
     PEAK,
     give_plain,
     give_spread,
+    gradient,
     groups_of,
     mesh_of,
     parameters,
@@ -19,6 +20,7 @@ from tests.distributed.problems import (
     shard0,
     spread_over,
     take_step,
+    whole,
     worst,
 )
 
@@ -134,6 +136,68 @@ def test_a_plan_that_changes_later_on_one_rank_is_noticed(pool):
         assert "frozen" in message
 
 
+# What one rank alone may do to its second group between two steps, and how the error names it.
+LATER = {
+    "lr": (lambda o: o.param_groups[1].update(lr=0.01), "lr=0.01"),
+    "weight_decay": (lambda o: o.param_groups[1].update(weight_decay=0.3), "weight_decay=0.3"),
+    "betas": (lambda o: o.param_groups[1].update(betas=(0.8, 0.95)), "betas=(0.8, 0.95)"),
+    "rounding_seed": (lambda o: o.param_groups[1].update(rounding_seed=7), "rounding_seed=7"),
+    "peak_lr": (lambda o: o.set_peak_lr(0.25, group=1), "peak_lr=0.25"),
+    "scheduler's record": (lambda o: o.param_groups[1].update(initial_lr=0.125), "initial_lr=0.125"),
+    "tensor lr": (lambda o: o.param_groups[1]["lr"].mul_(0.5), f"lr={PEAK / 2}"),
+    "tensor weight_decay": (lambda o: o.param_groups[1]["weight_decay"].fill_(0.75), "weight_decay=0.75"),
+    "number of a tensor": (lambda o: o.param_groups[1].update(lr=0.01), "lr=0.01"),
+}
+
+
+def changed_later(kind, what):
+    """Two steps; between them rank 2 changes something. What it says, and whether the weights stayed."""
+    tensors = {"lr": torch.tensor(PEAK, dtype=torch.float64), "weight_decay": torch.tensor(0.5, dtype=torch.float64)}
+    optimizer, give = built(kind)
+    if "tensor" in what:
+        optimizer.param_groups[1].update({key: value.clone() for key, value in tensors.items()})
+    feed(optimizer, 0, give)
+    optimizer.step()
+    if dist.get_rank() == 2:
+        LATER[what][0](optimizer)
+    feed(optimizer, 1, give)
+    before = whole(optimizer)
+    try:
+        optimizer.step()
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    return message, all(map(torch.equal, before, whole(optimizer)))
+
+
+def feed(optimizer, step, give):
+    for number, param in enumerate(parameters(optimizer)):
+        param.grad = give(param, gradient(param.shape, step, number))
+
+
+@pytest.mark.parametrize("kind", ["shards", "copies"])
+@pytest.mark.parametrize("what", LATER)
+def test_a_setting_that_changes_on_one_rank_is_an_error_on_all(pool, kind, what):
+    for message, unchanged in pool.run(changed_later, kind, what, timeout=20):
+        assert "the ranks would take different steps" in message
+        assert f"param group 1: {LATER[what][1]}" in message
+        assert unchanged
+
+
+def changed_on_all():
+    """A schedule, a new peak and another seed on every rank are no reason to complain."""
+    optimizer, give = built("shards")
+    take_step(optimizer, 0, give)
+    optimizer.set_peak_lr(2 * PEAK)
+    optimizer.param_groups[0]["rounding_seed"] = 5
+    take_step(optimizer, 1, give)
+    return optimizer.summary().skipped
+
+
+def test_what_changes_on_all_ranks_is_welcome(pool):
+    assert pool.run(changed_on_all) == [False] * 4
+
+
 def nothing_to_do_here():
     """One rank has no gradient at all."""
     optimizer, give = built("shards")
@@ -145,9 +209,9 @@ def test_a_rank_without_any_gradient_takes_part(pool):
     assert set(pool.run(nothing_to_do_here)) == {5}
 
 
-def a_gradient_of_the_wrong_kind():
+def a_gradient_of_the_wrong_kind(nonfinite="skip"):
     """Rank 1 has a whole gradient for a sharded parameter, and cannot take the step."""
-    optimizer, give = built("shards")
+    optimizer, give = built("shards", nonfinite=nonfinite)
     wrong = torch.ones(8, 8, dtype=torch.float64)
     before = [p.to_local().clone() for p in parameters(optimizer)]
     with warnings.catch_warnings():
@@ -164,8 +228,10 @@ def a_gradient_of_the_wrong_kind():
     )
 
 
-def test_others_skip_a_step_that_one_rank_cannot_take(pool):
-    for rank, (message, skipped, unchanged) in enumerate(pool.run(a_gradient_of_the_wrong_kind, timeout=20)):
+@pytest.mark.parametrize("nonfinite", ["skip", "propagate"])
+def test_others_skip_a_step_that_one_rank_cannot_take(pool, nonfinite):
+    answers = pool.run(a_gradient_of_the_wrong_kind, nonfinite, timeout=20)
+    for rank, (message, skipped, unchanged) in enumerate(answers):
         assert unchanged
         assert skipped == (rank != 1)
         assert bool(message) == (rank == 1)

@@ -1,8 +1,9 @@
-"""What the ranks that hold a model together must agree on before a step: that they do the same, and whether they do it.
+"""What the ranks that hold a model together must agree on before a step: their plans, their settings, whether to skip.
 
-Each step begins with one small reduction over all of them. It carries the finite flag, a digest of the plan, and which
-parameters lack a gradient. Its length hardly depends on the plan, so ranks with different plans find out instead of
-waiting for each other for ever. A GPU is asked for the result only when the plan is new or a gradient is missing here.
+Each step begins with one small reduction over all of them. It carries the finite flag, a digest of parameters and
+settings, the options that are held in tensors, and which parameters lack a gradient. Its length hardly depends on the
+plan, so ranks with different plans find out instead of waiting for each other for ever. Every rank reads the result
+before it sends anything else; that one read is all that a step waits for on a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +29,34 @@ if TYPE_CHECKING:
 # Lengths of the reduction are multiples of this, so that plans which differ by a few parameters still meet in it.
 _BLOCK = 1024
 
-# Settings of a group that may differ from rank to rank without harm, or that are no settings.
-_OWN_BUSINESS = ("params", "param_names", "role", "resolved_peak_lr", "peak_record", "constructor_lr", "highest_lr")
+# Settings of a group that make a rank move its parameters otherwise, besides those of its algorithm. The last ones
+# decide what the peak is or will be.
+_SETTINGS = (
+    "algorithm",
+    "lr",
+    "weight_decay",
+    "decay",
+    "total_steps",
+    "step_count",
+    "norm",
+    "target_norm",
+    "cautious",
+    "state_dtype",
+    "rounding",
+    "rounding_seed",
+    "maximize",
+    "peak",
+    "lr_multiplier",
+    "peak_lr",
+    "resolved_peak_lr",
+    "peak_record",
+    "constructor_lr",
+    "max_lr",
+    "initial_lr",
+    "lr_scale",
+)
+# Of these, what may be a number of numpy's or of Python's.
+_RATES = ("lr", "weight_decay")
 
 
 class Member(NamedTuple):
@@ -43,7 +70,7 @@ class Member(NamedTuple):
 class Agreed(NamedTuple):
     """Whether every rank may take the step, and the parameters that lack a gradient on this rank alone."""
 
-    ok: Tensor | bool
+    ok: bool
     absent: list[Tensor]
 
 
@@ -53,8 +80,8 @@ class Agreement:
     def __init__(self, process_group: ProcessGroup | None) -> None:
         self._process_group = process_group
         self._seen: Any = None
-        self._plan: list[str] = []
-        self._digest = 0
+        self._parameters: list[str] = []
+        self._digest = b""
         self._groups: list[ProcessGroup] = []
 
     def concerns(self, param: Tensor) -> bool:
@@ -62,13 +89,20 @@ class Agreement:
         return self._process_group is not None or is_spread(param)
 
     def reach(
-        self, members: Sequence[Member], ok: Tensor | bool, *, settings: str = "", measured: bool = False
+        self,
+        groups: Sequence[Group],
+        members: Sequence[Member],
+        ok: Tensor | bool,
+        *,
+        settings: Group,
+        measured: bool = False,
     ) -> Agreed:
         """Tell the others whether the gradients here are finite and complete, and hear the same from them.
 
         Args:
+            groups: the param groups.
             members: all parameters of the optimizer.
-            ok: whether the gradients on this rank are finite.
+            ok: whether the gradients on this rank are finite, and it can take the step.
             settings: settings of the whole optimizer, which must be the same on all ranks.
             measured: whether telemetry measures this step together with other ranks.
 
@@ -77,50 +111,65 @@ class Agreement:
             ValueError: if copies of a parameter differ, or have gradients on some ranks only.
         """
         watched = [member for member in members if self.concerns(member.param)]
-        is_new = self._look(members, watched, settings)
+        is_new = self._look(members, watched)
+        chosen = [settings, *map(_settings, groups)]
+        digest = _number(self._digest + repr([list(one.values()) for one in chosen]).encode())
         missing = [int(member.param.grad is None) for member in watched]
-        lacking = any(lack and member.param.requires_grad for lack, member in zip(missing, watched, strict=True))
-        header = [1, self._digest, -self._digest, int(measured), -int(measured), int(is_new)]
-        message = self._reduced(ok, [*header, *missing, *(-lack for lack in missing)], local(watched[0].param).device)
-        if not (message.is_cpu or is_new or lacking or measured):
-            return Agreed(message[0] > 0, [])
-        values = message.tolist()
-        self._check(values)
+        header = [1, digest, -digest, int(measured), -int(measured), int(is_new)]
+        values = [*header, *missing, *(-lack for lack in missing)]
+        tensors = _tensors(groups)
+        values = self._reduced(ok, values, [value for _, value in tensors], local(watched[0].param).device)
+        self._check(values, chosen, groups)
+        self._compare_tensors(tensors, values[len(header) + 2 * len(missing) :])
         if values[5]:
             self._compare_copies(watched)
-        absent = _absent(watched, missing, values[len(header) :])
-        return Agreed(bool(values[0]) if message.is_cpu else message[0] > 0, absent)
+        return Agreed(bool(values[0]), _absent(watched, missing, values[len(header) :]))
 
-    def _reduced(self, ok: Tensor | bool, values: list[int], device: torch.device) -> Tensor:
-        """The smallest of all ranks for each value; the first is whether gradients are finite."""
+    def _reduced(
+        self, ok: Tensor | bool, values: list[int], tensors: Sequence[Tensor], device: torch.device
+    ) -> list[int]:
+        """The smallest of all ranks for each value; the first is whether the step may be taken.
+
+        Tensors follow as their bits, and again inverted, so that both the smallest and the largest are found.
+        """
         values[0] = 1 if isinstance(ok, Tensor) else int(ok)
-        values += [0] * (math.ceil(len(values) / _BLOCK) * _BLOCK - len(values))
-        message = torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+        used = len(values) + 2 * len(tensors)
+        message = torch.zeros(math.ceil(used / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
+        message[: len(values)] = torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
         if isinstance(ok, Tensor):
             message[0] = ok.to(device, non_blocking=True)
+        if tensors:
+            numbers = [tensor.detach().to(device, torch.float64, non_blocking=True).reshape(()) for tensor in tensors]
+            bits = torch.stack(numbers).view(torch.int64)
+            message[len(values) : used] = torch.cat([bits, ~bits])
         for group in self._groups:
             dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
-        return message
+        return message[:used].tolist()
 
-    def _check(self, values: Sequence[int]) -> None:
+    def _check(self, values: Sequence[int], chosen: Sequence[Group], groups: Sequence[Group]) -> None:
         """Where the smallest value and the smallest negative value are not opposite, ranks differ."""
         _, digest, minus_digest, measured, minus_measured, *_ = values
         if digest != -minus_digest:
-            self._refuse()
+            self._refuse([*_described(chosen, groups), *self._parameters])
         if measured != -minus_measured:
             raise RuntimeError(
                 "telemetry would measure this step on some ranks only; attach it on every rank, with the same `every` "
                 "and `start_step`, and give the sink to one of them"
             )
 
-    def _look(self, members: Sequence[Member], watched: Sequence[Member], settings: str) -> bool:
-        """Notice whether parameters or groups have changed since the last step, and with them the plan."""
-        seen = (settings, [(id(member.param), member.param.requires_grad) for member in members])
+    def _compare_tensors(self, tensors: Sequence[tuple[str, Tensor]], bits: Sequence[int]) -> None:
+        for place, (name, value) in enumerate(tensors):
+            if bits[place] != ~bits[place + len(tensors)]:
+                self._refuse([f"{name}={float(value)!r}" for name, value in tensors])
+
+    def _look(self, members: Sequence[Member], watched: Sequence[Member]) -> bool:
+        """Notice whether parameters have changed since the last step."""
+        seen = [(id(member.param), member.param.requires_grad, member.group["algorithm"]) for member in members]
         if seen == self._seen:
             return False
         self._seen = seen
-        self._plan = [settings, *(_describe(member) for member in members)]
-        self._digest = int.from_bytes(hashlib.sha256("\n".join(self._plan).encode()).digest()[:7])
+        self._parameters = [_describe(member) for member in members]
+        self._digest = hashlib.sha256("\n".join(self._parameters).encode()).digest()
         self._groups = self._circles([member.param for member in watched])
         return True
 
@@ -136,20 +185,21 @@ class Agreement:
         groups += [] if self._process_group is None else [self._process_group]
         return groups if len(meshes) == 1 and self._process_group is None else groups * 2
 
-    def _refuse(self) -> NoReturn:
-        """Tell what this rank would do otherwise than another; all ranks are here."""
-        plans: list[list[str]] = [[] for _ in range(dist.get_world_size(self._groups[0]))]
-        dist.all_gather_object(plans, self._plan, group=self._groups[0])
-        for rank, theirs in zip(dist.get_process_group_ranks(self._groups[0]), plans, strict=True):
-            for here, there in zip_longest(self._plan, theirs, fillvalue="nothing"):
+    def _refuse(self, lines: list[str]) -> NoReturn:
+        """Say what this rank would do otherwise than another; all ranks are here."""
+        theirs: list[list[str]] = [[] for _ in range(dist.get_world_size(self._groups[0]))]
+        dist.all_gather_object(theirs, lines, group=self._groups[0])
+        for rank, others in zip(dist.get_process_group_ranks(self._groups[0]), theirs, strict=True):
+            for here, there in zip_longest(lines, others, fillvalue="nothing"):
                 if here != there:
                     raise RuntimeError(
                         f"the ranks would take different steps, so none is taken: rank {dist.get_rank()} has\n  {here}"
-                        f"\nwhere rank {rank} has\n  {there}\nbuild model and optimizer alike on every rank"
+                        f"\nwhere rank {rank} has\n  {there}\nbuild model and optimizer alike on every rank, and "
+                        f"change options on all of them"
                     )
         raise RuntimeError(
-            "the ranks would take different steps, so none is taken; compare optimizer.routing() of every rank, and "
-            "build model and optimizer alike on each"
+            "the ranks would take different steps, so none is taken; compare optimizer.routing() and the options of "
+            "every rank, and build model and optimizer alike on each"
         )
 
     def _compare_copies(self, watched: Sequence[Member]) -> None:
@@ -187,32 +237,56 @@ def _absent(watched: Sequence[Member], missing: Sequence[int], values: Sequence[
     return absent
 
 
+def _settings(group: Group) -> Group:
+    """What a group asks for, as plain data; of what is held in a tensor, only that it is."""
+    chosen: Group = {}
+    for key in (*_SETTINGS, *ALGORITHMS[group["algorithm"]].defaults):
+        value = group.get(key)
+        if isinstance(value, Tensor):
+            value = "a tensor"
+        elif key in _RATES:
+            value = float(group[key])
+        chosen[key] = value
+    return chosen
+
+
+def _tensors(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
+    """Settings that are held in tensors, each with its name and its group."""
+    return [
+        (f"{_label(number, group)}: {key}", value)
+        for number, group in enumerate(groups)
+        for key in _SETTINGS
+        if isinstance(value := group.get(key), Tensor)
+    ]
+
+
+def _described(chosen: Sequence[Group], groups: Sequence[Group]) -> list[str]:
+    """A line for each setting, of the optimizer and of its groups."""
+    labels = ["the optimizer", *(_label(number, group) for number, group in enumerate(groups))]
+    return [
+        f"{label}: {key}={value!r}"
+        for label, settings in zip(labels, chosen, strict=True)
+        for key, value in settings.items()
+    ]
+
+
+def _label(number: int, group: Group) -> str:
+    return f"param group {number}" + (f" ({group['role']})" if group.get("role") else "")
+
+
 def _describe(member: Member) -> str:
-    """A line about a parameter and all settings that make a rank move it otherwise."""
+    """A line about a parameter: what it is, how it lies over ranks, and in which precision it is orthogonalized."""
     group, name, param = member
     spread = f" {as_spread(param).placements} over {as_spread(param).device_mesh.shape}" if is_spread(param) else ""
     rule = ALGORITHMS[group["algorithm"]]
-    keys = sorted(key for key in group if key not in _OWN_BUSINESS and not isinstance(group[key], Tensor))
-    settings = ", ".join(f"{key}={group[key]!r}" for key in keys if key in rule.defaults or key in _SETTINGS)
     frozen = "" if param.requires_grad else " frozen"
     where = param.device.type if rule.whole is None else rule.whole.result_dtype(group, param.dtype, param.device)
-    return f"{name} {tuple(param.shape)} {param.dtype}{spread}{frozen}: {group['algorithm']} in {where}, {settings}"
+    return f"{name} {tuple(param.shape)} {param.dtype}{spread}{frozen}: {group['algorithm']} in {where}"
 
 
-_SETTINGS = (
-    "lr",
-    "weight_decay",
-    "decay",
-    "total_steps",
-    "norm",
-    "target_norm",
-    "cautious",
-    "peak",
-    "lr_multiplier",
-    "state_dtype",
-    "rounding",
-    "maximize",
-)
+def _number(data: bytes) -> int:
+    """A digest that fits into a signed number of eight bytes, as does its negative."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:7])
 
 
 def _checksum(param: Tensor) -> Tensor:

@@ -59,11 +59,11 @@ class Ranks:
         """Whether any parameter has parts or copies on other ranks; parameters may be swapped at any time."""
         return self.process_group is not None or any(any_spread(group["params"]) for group in groups)
 
-    def agree(self, groups: Sequence[Group], ok: Tensor | bool, *, settings: str, measured: bool) -> Agreed:
+    def agree(self, groups: Sequence[Group], ok: Tensor | bool, *, settings: Group, measured: bool) -> Agreed:
         """Agree with the other ranks on this step, and on whether telemetry measures it where that takes them all."""
         every = list(members(groups))
         together = self.momentum_on_owner or any(is_spread(member.param) for member in every)
-        return self.agreement.reach(every, ok, settings=settings, measured=measured and together)
+        return self.agreement.reach(groups, every, ok, settings=settings, measured=measured and together)
 
     def sort(self, group: Group, items: Sequence[Item]) -> Sorted:
         """Which items this rank moves on its own, which meet others, and which take the slow way."""
