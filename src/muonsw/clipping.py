@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonsw.algorithms import ALGORITHMS
+from muonsw.distributed.shards import as_spread, is_spread, whole
 from muonsw.wrapped import unwrap_optimizer
 
 LEFT_ALONE = ("muon",)
@@ -50,7 +51,8 @@ def clip_grad_norm_(optimizer: Any, limit: float, *, algorithms: Collection[str]
             norm.
 
     Returns:
-        The norm before clipping, of what is clipped.
+        The norm before clipping, of what is clipped: a plain tensor, the same on all ranks that hold shards. Gradients
+        may be plain, or DTensors of one mesh or of several.
 
     Examples:
         >>> from muonsw import MuonSW
@@ -74,7 +76,10 @@ def clip_grad_norm_(optimizer: Any, limit: float, *, algorithms: Collection[str]
         )
     groups = [group for group in optimizer.param_groups if group["algorithm"] in chosen]
     params = [param for group in groups for param in group["params"] if param.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(params, limit)
+    meshes = _by_mesh(params)
+    norm = _common_norm([[param.grad for param in same if param.grad is not None] for same in meshes])
+    for same in meshes:
+        torch.nn.utils.clip_grads_with_norm_(same, limit, norm)
     _count(optimizer, norm > limit)
     return norm
 
@@ -93,6 +98,23 @@ def _chosen(algorithms: Collection[str] | None) -> set[str]:
     for name in algorithms:
         ALGORITHMS[name]
     return set(algorithms)
+
+
+def _by_mesh(params: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Parameters of one mesh together, and plain ones; torch's functions take no mixture."""
+    found: dict[Any, list[Tensor]] = {}
+    for param in params:
+        found.setdefault(as_spread(param).device_mesh if is_spread(param) else None, []).append(param)
+    return list(found.values())
+
+
+def _common_norm(grads: Sequence[list[Tensor]]) -> Tensor:
+    """The norm of all gradients as a plain tensor; plain ones count as the same on every rank."""
+    norms = [whole(torch.nn.utils.get_total_norm(same)) for same in grads]
+    if len(norms) < 2:
+        return norms[0] if norms else torch.zeros(())
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+    return norm
 
 
 def _count(optimizer: Optimizer, clipped: Tensor) -> None:

@@ -128,7 +128,8 @@ def _sum_of_squares(item: Item) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     like = as_spread(item.parameter)
-    places = [Partial() if place.is_shard() else Replicate() for place in like.placements]
+    # A shard that tensor parallelism has cut before FSDP is no Shard to torch, so ask for the opposite.
+    places = [Replicate() if place.is_replicate() else Partial() for place in like.placements]
     total: Tensor = DTensor.from_local(squares, like.device_mesh, places, run_check=False).full_tensor()
     return total
 

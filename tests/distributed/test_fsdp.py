@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from muonsw import MuonSW
+from muonsw import MuonSW, clip_grad_norm_
 from tests.distributed.problems import PEAK, STEPS, mesh_of, parameters, worst
 from tests.distributed.test_replicated import Model, batch, loss_of
 
@@ -21,18 +21,29 @@ def blocks(model):
     return [model.conv, model.first, model.second, model.sometimes, model.frozen, model]
 
 
-def train(alone, together, steps=STEPS, shares=1, share=0, micro=2, use=lambda step: True):  # noqa: ARG005
+def clip_by_torch(optimizer):
+    torch.nn.utils.clip_grad_norm_([p for p in parameters(optimizer) if p.requires_grad], 0.5)
+
+
+def clip_by_ours(optimizer):
+    """One norm for the whole model."""
+    norm = clip_grad_norm_(optimizer, 0.5, algorithms=("adamw", "sgd", "muon"))
+    assert not hasattr(norm, "device_mesh")
+    return norm
+
+
+def train(alone, together, steps=STEPS, shares=1, share=0, micro=2, clip=clip_by_torch, **options):
     """Both models over the same schedule, with two micro-batches a step and clipping; the largest difference."""
-    options = {"lr": PEAK, "weight_decay": 0.5}
+    options = {"lr": PEAK, "weight_decay": 0.5, **options}
     optimizers = [MuonSW.for_model(model, **options) for model in (alone, together)]
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS) for o in optimizers]
     for step in range(steps):
         for half in range(micro):
             tokens = batch(step, half)
-            (loss_of(alone, tokens, use(step)) / micro).backward()
-            (loss_of(together, tokens.chunk(shares)[share], use(step)) / micro).backward()
-        for model, optimizer, scheduler in zip((alone, together), optimizers, schedulers, strict=True):
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
+            (loss_of(alone, tokens, True) / micro).backward()
+            (loss_of(together, tokens.chunk(shares)[share], True) / micro).backward()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            clip(optimizer)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -98,6 +109,26 @@ def test_tensor_parallel_training_does_not_depend_on_the_degree(pool, mesh_shape
     for difference, same_summary in pool.run(tensor_parallel, *mesh_shape):
         assert difference < CLOSE
         assert same_summary
+
+
+def mixed(*mesh_shape, **options):
+    """Two layers of a model over two axes of a mesh, the others over one of them; with one axis, the others plain."""
+    mesh = mesh_of(*mesh_shape, names=("dp", "tp")[-len(mesh_shape) :])
+    if mesh is None:
+        return 0.0
+    alone, together = models()
+    parallelize_module(together, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    if len(mesh_shape) == 1:
+        return train(alone, together, clip=clip_by_ours, **options)[0]
+    for block in blocks(together):
+        fully_shard(block, mesh=mesh["dp"])
+    return train(alone, together, shares=mesh_shape[0], share=mesh.get_coordinate()[0], clip=clip_by_ours, **options)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"decay": "gradient_norm", "weight_decay": 0.02}], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+def test_parameters_of_several_meshes_and_plain_ones_are_clipped_and_decayed_together(pool, mesh_shape, options):
+    assert max(pool.run(mixed, *mesh_shape, **options)) < CLOSE
 
 
 def experts(placements):
