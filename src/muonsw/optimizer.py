@@ -331,7 +331,7 @@ class ScaledDecayOptimizer(Optimizer):
                 self._step_group(batch.group, here, factors)
             if other is not None:
                 self._begin(batch.group, other.items, factors)
-                for update in redistributed_updates(other, factors.ok):
+                for update in redistributed_updates(other):
                     apply(batch.group, update, factors)
             if meeting is not None:
                 self._begin(batch.group, meeting.items, factors)
@@ -339,7 +339,7 @@ class ScaledDecayOptimizer(Optimizer):
         if met:
             batches, chunk_bytes = [batch for batch, _ in met], self._chunk_bytes(met[0][0].items[0].param.device)
             rounds = self._ranks.rounds(batches, chunk_bytes)
-            for number, update in exchanged_updates(batches, rounds, met[0][1].ok):
+            for number, update in exchanged_updates(batches, rounds):
                 apply(batches[number].group, update, met[number][1])
 
     @_disable_dynamo  # torch.compiler.disable would import the compiler at once

@@ -90,6 +90,38 @@ def test_replicated_matrices_cost_the_share_of_the_others(pool, kind, ranks):
         assert sum(calls.values()) <= ranks
 
 
+def agreement_bytes(rates):
+    """Bytes of every reduction in the second step, with rates as numbers or in tensors."""
+    mesh = mesh_of(4)
+    params = [nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in SHAPES]
+    groups = [{"params": params[:8]}, {"params": params[8:], "algorithm": "adamw"}]
+    optimizer = MuonSW(groups, lr=0.05, weight_decay=0.5)
+    if rates == "tensors":
+        for group in optimizer.param_groups:
+            group.update(lr=torch.tensor(0.05), weight_decay=torch.tensor(0.5))
+    sent, reduce = [], dist.all_reduce
+
+    def counted_reduce(tensor, *given, **more):
+        sent.append(tensor.numel() * tensor.element_size())
+        return reduce(tensor, *given, **more)
+
+    for _ in range(2):
+        for param in params:
+            param.grad = distribute_tensor(torch.ones(param.shape), mesh, [Shard(0)])
+        sent.clear()
+        dist.all_reduce = counted_reduce
+        try:
+            optimizer.step()
+        finally:
+            dist.all_reduce = reduce
+    return sent
+
+
+@pytest.mark.parametrize("rates", ["numbers", "tensors"])
+def test_settings_and_rates_travel_in_the_one_reduction_of_a_step(pool, rates):
+    assert pool.run(agreement_bytes, rates) == [[8 * 1024]] * 4
+
+
 def stacks():
     mesh = mesh_of(4)
     values = [torch.randn(experts, 6, 4) for experts in (8, 5)]

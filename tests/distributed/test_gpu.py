@@ -1,4 +1,6 @@
-"""One rank on a CUDA device with NCCL: the same steps as without ranks, and no waiting for the device."""
+"""One rank on a CUDA device with NCCL: the same steps as without ranks, and one wait for the device."""
+
+import warnings
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonsw import MuonSW, machine
 from muonsw.distributed.layout import Layouts
-from tests.common.cuda import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,12 +72,21 @@ def test_the_exchange_on_a_device_gives_the_steps_of_a_plain_optimizer(mesh, kin
 
 
 @pytest.mark.parametrize("kind", ["shards", "copies"])
-def test_a_step_with_others_waits_for_nothing(mesh, kind):
+@pytest.mark.parametrize("lr", [0.05, "tensor"])
+def test_a_step_with_others_waits_for_the_agreement_alone(mesh, kind, lr):
     optimizer, params = built(kind, mesh, torch.float32)
+    if lr == "tensor":
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(0.05, device="cuda")
     feed(params, 0)
-    optimizer.step()  # the first compares plans, which waits
-    torch.cuda.synchronize()
-    with no_waiting():
-        for _ in range(3):
-            optimizer.step()
+    optimizer.step()  # the first compares copies too
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(3):
+                optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum("called a synchronizing" in str(warning.message) for warning in caught) == 3
     assert optimizer.skipped_steps == 0

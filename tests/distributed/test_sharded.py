@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonsw import DECAY_RULES, MuonSW
-from muonsw.distributed.agreement import Agreed
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.problems import (
     GROUPS,
@@ -117,12 +116,20 @@ def with_a_rank_that_skips_its_decay():
         return 1.0
     alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
     together = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
+    prepare, decays = together._prepare, [group["weight_decay"] for group in together.param_groups]
+
+    def prepare_without_decay(work):
+        prepare(work)
+        for group in together.param_groups:
+            group["weight_decay"] = 0.0
+
+    if dist.get_rank() == 1:  # as a bug would, after the settings were compared
+        together._prepare = prepare_without_decay
     for step in range(STEPS):
         take_step(alone, step, give_plain)
         take_step(together, step, give_spread)
-        if dist.get_rank() == 1:  # as a bug would, after the plans were compared
-            for group in together.param_groups:
-                group["weight_decay"] = 1e-12
+        for group, decay in zip(together.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
     return worst(together, alone)
 
 
@@ -232,25 +239,6 @@ def test_other_placements_take_the_slow_way_and_say_so_once(pool):
         assert difference < CLOSE
         assert len(said) == 1
         assert "odd lie over ranks in a way that has no fast exchange" in said[0]
-
-
-def with_a_flag_on_the_device(flags):
-    """As on an accelerator: the host does not know whether a step is skipped."""
-    mesh = mesh_of(4)
-    alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
-    together = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
-    for step, flag in enumerate(flags):
-        together._ranks.agree = lambda *_, flag=flag, **__: Agreed(torch.tensor(flag), [])
-        take_step(together, step, give_spread)
-        if flag:
-            take_step(alone, step, give_plain)
-    return worst(together, alone), together.skipped_steps
-
-
-def test_a_flag_on_the_device_skips_state_and_weights_alike(pool):
-    for difference, skipped in pool.run(with_a_flag_on_the_device, [True, False, True]):
-        assert difference < CLOSE
-        assert skipped == 1
 
 
 def low_precision(rounding):

@@ -39,7 +39,7 @@ class Travelling(NamedTuple):
 class Exchange(Protocol):
     """How the matrices of one round meet at their owners and part again."""
 
-    def gather(self, met: Sequence[Met], one: Round, ok: Tensor | None) -> Travelling:
+    def gather(self, met: Sequence[Met], one: Round) -> Travelling:
         """Advance the momenta of a round and send what is to be orthogonalized."""
 
     def matrices(self, one: Round, arrived: Tensor) -> Blocks:
@@ -49,29 +49,29 @@ class Exchange(Protocol):
         """Send the results of the owned matrices to whoever holds pieces of them."""
 
 
-def exchanged_updates(met: Sequence[Met], rounds: Sequence[Round], ok: Tensor | None) -> Iterator[tuple[int, Update]]:
+def exchanged_updates(met: Sequence[Met], rounds: Sequence[Round]) -> Iterator[tuple[int, Update]]:
     """Updates of all parameters that need an exchange, each with the number of its batch."""
-    gathering = _gather(met, rounds, 0, ok)
+    gathering = _gather(met, rounds, 0)
     returning: Travelling | None = None
     for number, one in enumerate(rounds):
         arrived = gathering.wait()
-        gathering = _gather(met, rounds, number + 1, ok)
+        gathering = _gather(met, rounds, number + 1)
         exchange = EXCHANGES[one.wire.kind]
         results = _orthogonalize(met, one, exchange.matrices(one, arrived))
         before, returning = returning, exchange.scatter(one, results)
         if before is not None:
-            yield from _updates(met, rounds[number - 1], before.wait(), ok)
+            yield from _updates(met, rounds[number - 1], before.wait())
     if returning is not None:
-        yield from _updates(met, rounds[-1], returning.wait(), ok)
+        yield from _updates(met, rounds[-1], returning.wait())
 
 
-def _gather(met: Sequence[Met], rounds: Sequence[Round], number: int, ok: Tensor | None) -> Travelling:
+def _gather(met: Sequence[Met], rounds: Sequence[Round], number: int) -> Travelling:
     if number == len(rounds):
         return Travelling(torch.empty(0), [])
-    return EXCHANGES[rounds[number].wire.kind].gather(met, rounds[number], ok)
+    return EXCHANGES[rounds[number].wire.kind].gather(met, rounds[number])
 
 
-def redistributed_updates(batch: Met, ok: Tensor | None) -> Iterator[Update]:
+def redistributed_updates(batch: Met) -> Iterator[Update]:
     """The slow way that is always right: every rank gets every matrix whole and keeps its part of the direction."""
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -79,7 +79,7 @@ def redistributed_updates(batch: Met, ok: Tensor | None) -> Iterator[Update]:
         assert item.whole is not None
         like = as_spread(item.whole)
         ahead = torch.empty_like(item.param, dtype=batch.rule.sent_dtype(batch.group, item.param.dtype))
-        batch.rule.advance(batch.group, [Part(item, WHOLE)], [ahead], ok)
+        batch.rule.advance(batch.group, [Part(item, WHOLE)], [ahead], None)
         whole = as_spread(spread_like(item.whole, ahead)).full_tensor()
         direction = torch.zeros_like(whole, dtype=item.param.dtype)
         scales = []
@@ -98,10 +98,10 @@ def redistributed_updates(batch: Met, ok: Tensor | None) -> Iterator[Update]:
 class Shards:
     """Every rank holds a piece of each matrix: one all-to-all there, one back."""
 
-    def gather(self, met: Sequence[Met], one: Round, ok: Tensor | None) -> Travelling:
+    def gather(self, met: Sequence[Met], one: Round) -> Travelling:
         """Write what the momenta look ahead to straight into the buffer that is sent."""
         send = torch.empty(sum(one.held), dtype=one.wire.there, device=one.wire.device)
-        _advance(met, one.units, send, one.wire.me, ok)
+        _advance(met, one.units, send, one.wire.me)
         return _all_to_all(one, send, one.held, one.pieces)
 
     def matrices(self, one: Round, arrived: Tensor) -> Blocks:
@@ -124,12 +124,12 @@ class Shards:
 class Copies:
     """Every rank holds the same matrices: nothing is sent there, and the owners' results go to all."""
 
-    def gather(self, met: Sequence[Met], one: Round, ok: Tensor | None) -> Travelling:
+    def gather(self, met: Sequence[Met], one: Round) -> Travelling:
         """Advance the momenta that are kept here, and lay the owned ones side by side."""
         me = one.wire.me
         buffer = torch.empty(one.held[me], dtype=one.wire.there, device=one.wire.device)
-        _advance(met, one.owned[me], buffer, me, ok)
-        _advance(met, (unit for unit in one.units if unit.owner != me), None, me, ok)
+        _advance(met, one.owned[me], buffer, me)
+        _advance(met, (unit for unit in one.units if unit.owner != me), None, me)
         return Travelling(buffer, [])
 
     def matrices(self, one: Round, arrived: Tensor) -> Blocks:
@@ -177,9 +177,9 @@ def _orthogonalize(met: Sequence[Met], one: Round, blocks: Blocks) -> Blocks:
     return results
 
 
-def _updates(met: Sequence[Met], one: Round, arrived: Tensor, ok: Tensor | None) -> Iterator[tuple[int, Update]]:
+def _updates(met: Sequence[Met], one: Round, arrived: Tensor) -> Iterator[tuple[int, Update]]:
     """The directions of a round, cut out of what came back, one update for each shape."""
-    if ok is not None and sum(one.held) < LARGE * sum(map(len, one.owned)):
+    if not arrived.is_cpu and sum(one.held) < LARGE * sum(map(len, one.owned)):
         arrived = arrived.to(one.wire.home)  # one cast for all: kernels for many tensors want one dtype
     found: dict[Shape, tuple[list[Part], list[Tensor]]] = {}
     start = 0
@@ -196,7 +196,7 @@ def _updates(met: Sequence[Met], one: Round, arrived: Tensor, ok: Tensor | None)
         yield shape.batch, Update(parts, directions, batch.rule.scale(batch.group, shape.rows, shape.columns))
 
 
-def _advance(met: Sequence[Met], units: Iterable[Unit], buffer: Tensor | None, me: int, ok: Tensor | None) -> None:
+def _advance(met: Sequence[Met], units: Iterable[Unit], buffer: Tensor | None, me: int) -> None:
     """Advance the momenta of units, and write what they look ahead to into a buffer, one after another.
 
     A momentum that is not kept here is left to its owner.
@@ -212,7 +212,7 @@ def _advance(met: Sequence[Met], units: Iterable[Unit], buffer: Tensor | None, m
                 targets.append(buffer[start : start + size].view(part.grad.shape))
         start += size
     for number, (parts, targets) in chosen.items():
-        met[number].rule.advance(met[number].group, parts, targets if buffer is not None else None, ok)
+        met[number].rule.advance(met[number].group, parts, targets if buffer is not None else None, None)
 
 
 def _part(met: Sequence[Met], unit: Unit) -> Part:
