@@ -8,12 +8,14 @@ from muonsw import torch_private
 from muonsw.torch_private import ARGUMENTS, ATTRIBUTES, NAMES, missing
 
 SOURCE = Path(muonsw.__file__).parent
-# Not torch's: a named tuple's, the system's exit, a pattern of tiktoken's, what torchtitan leaves to its subclasses.
+# Not torch's: a named tuple's, the system's exit and Python's functions at exit, a pattern of tiktoken's, what
+# torchtitan leaves to its subclasses.
 OTHERS = {
     "_replace",
     "_asdict",
     "_fields",
     "_exit",
+    "_run_exitfuncs",
     "_pat_str",
     "_post_init",
     "_resolve_optimizer_factory",

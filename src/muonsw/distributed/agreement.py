@@ -80,7 +80,7 @@ class Agreement:
     def __init__(self, process_group: ProcessGroup | None) -> None:
         self._process_group = process_group
         self._seen: Any = None
-        self._parameters: list[str] = []
+        self._param_lines: list[str] = []
         self._digest = b""
         self._groups: list[ProcessGroup] = []
 
@@ -150,7 +150,7 @@ class Agreement:
         """Where the smallest value and the smallest negative value are not opposite, ranks differ."""
         _, digest, minus_digest, measured, minus_measured, *_ = values
         if digest != -minus_digest:
-            self._refuse([*_described(chosen, groups), *self._parameters])
+            self._refuse([*_described(chosen, groups), *self._param_lines])
         if measured != -minus_measured:
             raise RuntimeError(
                 "telemetry would measure this step on some ranks only; attach it on every rank, with the same `every` "
@@ -168,8 +168,8 @@ class Agreement:
         if seen == self._seen:
             return False
         self._seen = seen
-        self._parameters = [_describe(member) for member in members]
-        self._digest = hashlib.sha256("\n".join(self._parameters).encode()).digest()
+        self._param_lines = [_describe(member) for member in members]
+        self._digest = hashlib.sha256("\n".join(self._param_lines).encode()).digest()
         self._groups = self._circles([member.param for member in watched])
         return True
 
