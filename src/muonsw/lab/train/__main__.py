@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train and return an exit code: 0 done, 1 diverged, 2 not usable, 3 the machine, 130 or 143 stopped and saved."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if len(given) != 2:
-        print("usage: python -m muonsw.lab.run CONFIG.json RUN_FOLDER", file=sys.stderr)
+        usage = "usage: python -m muonsw.lab.run CONFIG.json RUN_FOLDER"
+        report_error(usage)
+        print(usage, file=sys.stderr)
         return USAGE
     try:
         return run(read_config_file(Path(given[0])), Path(given[1]))
