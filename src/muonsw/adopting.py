@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,7 +18,7 @@ from muonsw.decay import DECAY_RULES
 from muonsw.loading import translate as translate_torch
 from muonsw.options import differing_options
 from muonsw.peak import expected_peak, scheduler_record
-from muonsw.state import dtype_of
+from muonsw.state import as_state
 from muonsw.wrapped import unwrap_optimizer
 
 Group = dict[str, Any]
@@ -210,7 +209,7 @@ def _checked(name: str, param: Tensor, group: Group, state: State) -> State:
     missing = [key for key in needed if key not in state]
     if missing:
         raise ValueError(f"the state of {name} lacks {', '.join(missing)}, which {group['algorithm']} needs")
-    return {key: torch.as_tensor(state[key]).to(param.device, dtype_of(key, group, param), copy=True) for key in needed}
+    return {key: as_state(key, state[key], group, param) for key in needed}
 
 
 def _refuse_mismatch(optimizer: Optimizer, theirs: Holders) -> None:

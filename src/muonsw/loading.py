@@ -16,7 +16,7 @@ from muonsw.distributed.shards import put_like
 from muonsw.options import CHECKS, differing_options, refuse_running_max, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.routing.names import WRAPPER_WORDS
-from muonsw.state import dtype_of
+from muonsw.state import as_state
 
 StateDict = dict[str, Any]
 
@@ -235,10 +235,9 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
     for old, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for number, param in zip(old["params"], group["params"], strict=True):
             for key, value in (saved["state"].get(number) or {}).items():
-                if key == "step" or isinstance(value, Tensor):  # older states count steps in plain numbers
-                    dtype = dtype_of(key, group, param)
-                    kept = torch.as_tensor(value) if key == "step" else put_like(param, value)
-                    optimizer.state[param][key] = kept.to(param.device, dtype, copy=True)
+                if key == "step" or isinstance(value, Tensor):
+                    kept = value if key == "step" else put_like(param, value)
+                    optimizer.state[param][key] = as_state(key, kept, group, param)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ Honest rounding adds `compensation`, a norm rule `radius`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,16 @@ def ensure_state(group: Group, items: Sequence[Item], leave_out: tuple[str, ...]
         if key not in leave_out:
             for item in [item for item in items if key not in item.state]:
                 item.state[key] = _fresh(key, group, item)
+
+
+def as_state(key: str, value: Any, group: Group, param: Tensor) -> Tensor:
+    """A copy of a saved value as this key of a parameter's state: in its dtype, on its device, laid out like it."""
+    dtype = dtype_of(key, group, param)
+    if not isinstance(value, Tensor):  # older states count steps in plain numbers
+        return torch.tensor(value, dtype=dtype, device=param.device)
+    if key in ("step", "radius") or value.shape != param.shape or value.stride() == param.stride():
+        return value.to(param.device, dtype, copy=True)
+    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
 
 
 def _fresh(key: str, group: Group, item: Item) -> Tensor:
