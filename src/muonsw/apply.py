@@ -18,6 +18,7 @@ from muonsw.algorithms.base import (
     are_large,
     kernel_weights,
     rounding_key,
+    shrink,
     views,
 )
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
@@ -74,7 +75,7 @@ def shrink_and_move(
             for weight, direction in zip(weights, directions, strict=True):
                 weight.sub_(torch.where(weight * direction >= 0, weight, 0) * phi)
         else:
-            torch._foreach_mul_(weights, 1 - phi)
+            shrink(weights, phi)
     if isinstance(move, Tensor) and not are_large(weights) and directions[0].dtype == weights[0].dtype:
         torch._foreach_add_(weights, torch._foreach_mul(directions, move), alpha=-1)
     elif isinstance(move, Tensor):

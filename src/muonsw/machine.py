@@ -56,9 +56,10 @@ def gpus() -> int:
 
 
 @_question
-def gpu_fast_bfloat16() -> int:
-    """Whether the current GPU multiplies bfloat16 without emulation."""
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+def gpu_fast_bfloat16(device: torch.device) -> int:
+    """Whether a GPU multiplies bfloat16 without emulation."""
+    with torch.cuda.device(device):  # torch answers for the current one
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 @_question

@@ -54,7 +54,8 @@ _FASTEST: dict[torch.device, torch.dtype] = {}
 
 def _ask(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
-        return cuda_dtype(bool(machine.gpu_fast_bfloat16()), has_tensor_cores=machine.gpu_capability(device) >= 70)
+        has_tensor_cores = machine.gpu_capability(device) >= 70
+        return cuda_dtype(bool(machine.gpu_fast_bfloat16(device)), has_tensor_cores=has_tensor_cores)
     return torch.float32 if device.type == "mps" else torch.bfloat16
 
 

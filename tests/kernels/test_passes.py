@@ -7,8 +7,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw.algorithms import momentum as twin
 from muonsw.flag import Flag
-from muonsw.kernels import finite
+from muonsw.kernels import finite, momentum
+from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.momentum import normalized_momentum, takes
+from muonsw.kernels.sgd import sgd
 from muonsw.kernels.tables import runs
 from muonsw.orthogonalize import normalize
 
@@ -100,6 +102,27 @@ def test_runs_cover_a_tensor_in_order():
             start = (run.address - base.data_ptr()) // 4
             assert torch.equal(base.view(-1)[start : start + run.size], flat[run.position : run.position + run.size])
     assert runs([base.mT]) is None
+
+
+def test_any_number_of_matrices_is_one_launch(device, monkeypatch):
+    """Only the first axis of a grid is longer than 65,535."""
+    grids = []
+    monkeypatch.setattr(momentum, "launch_on", lambda _device, _kernel, grid, *_, **__: grids.append(grid))
+    stack = torch.zeros(70_000, 1, 1, device=device)
+    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": None}
+    normalized_momentum([stack], [stack.clone()], **options, dtype=torch.float16)
+    assert grids == [(70_000,), (70_000,)]
+
+
+def test_many_small_decays_are_not_rounded_to_one_side(device):
+    """As in test_layouts, by the kernel: the mean over the weights stays far below 2^-25 a step."""
+    phi, steps = 2.0**-10 + 2.0**-25 - 2.0**-40, 200
+    start = (torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) + 0.5).to(device)
+    weight, zero = start.clone(), torch.zeros_like(start)
+    for _ in range(steps):
+        sgd(Weights([weight]), [zero], [], 0.0, "ema", False, False, Motion(0.1, phi, None, 1.0, False))
+    error = weight.double() / (start.double() * (1 - phi) ** steps) - 1
+    assert abs(float(error.mean())) < 0.1 * steps * 2.0**-25
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

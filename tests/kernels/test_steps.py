@@ -97,6 +97,31 @@ def test_elementwise_steps(algorithm, options, dtype, device, kernels_on):
     assert largest_difference(lambda p: algorithm(p, **options), device, dtype, kernels_on) < bound
 
 
+@pytest.mark.parametrize("build", [muon, AdamWSW, SGDSW], ids=["muon", "adamw", "sgd"])
+def test_a_compensation_that_lies_otherwise_than_its_weight(build, device, kernels_on):
+    """With four tensors, a table without its row would be read as one with the sizes in the place of addresses."""
+    kernels_on(True)
+
+    def run(turned):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(24, 40, generator=generator).to(device, torch.bfloat16)) for _ in range(5)]
+        if build is muon:
+            optimizer = MuonSW(params, lr=0.05, weight_decay=0.3, rounding="kahan", ns_dtype="float16")
+        else:
+            optimizer = build(params, lr=0.05, weight_decay=0.3, rounding="kahan")
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.randn(24, 40, generator=generator).to(device, torch.bfloat16)
+            optimizer.step()
+            if turned:
+                for state in optimizer.state.values():
+                    state["compensation"].data = state["compensation"].mT.contiguous().mT
+        return [p.detach().double() + optimizer.state[p]["compensation"].double() for p in params]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert (a - b).norm() < 3e-4 * b.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
 def test_a_flag_on_the_device_skips_everything(cls, dtype, device, kernels_on, monkeypatch):

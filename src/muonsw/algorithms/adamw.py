@@ -90,11 +90,11 @@ def _kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Take | No
     from muonsw.kernels.adamw import adamw
     from muonsw.kernels.elementwise import Motion, takes
 
-    if not takes(*tensors) or tensors.averages[0].dtype != tensors.squares[0].dtype:
+    weights = kernel_weights(group, parts, tensors.weights)
+    if not takes(weights.every, *tensors[1:]) or tensors.averages[0].dtype != tensors.squares[0].dtype:
         return None
 
     def take(coefficients: Coefficients) -> None:
-        weights = kernel_weights(group, parts, tensors.weights)
         motion = Motion(*coefficients, 1.0, group["cautious"])
         counters = [part.item.state["step"] for part in parts]
         adamw(weights, *tensors[1:], counters, group["betas"], group["eps"], group["maximize"], motion)

@@ -285,6 +285,16 @@ def where_ok(ok: Tensor, value: float, otherwise: float, dtype: torch.dtype) -> 
     return torch.where(ok, torch.full_like(ok, value, dtype=wide), otherwise)
 
 
+def shrink(weights: list[Tensor], phi: float | Tensor) -> None:
+    """`W <- W - phi W`, in place: the factor `1 - phi` would be rounded, to the same side at every step."""
+    if not isinstance(phi, Tensor):
+        torch._foreach_add_(weights, weights, alpha=-phi)
+    elif are_large(weights):
+        torch._foreach_addcmul_(weights, weights, [phi] * len(weights), value=-1)
+    else:
+        torch._foreach_add_(weights, torch._foreach_mul(weights, phi), alpha=-1)
+
+
 def uncut(items: Sequence[Item], budget: Budget) -> bool:
     """Whether fused kernels are to be tried on all items at once: they need no memory of their own.
 
@@ -333,7 +343,8 @@ def elementwise_parts(items: list[Item], keys: tuple[str, ...], chunk_bytes: int
 
 def _cut(item: Item, keys: tuple[str, ...], chunk_bytes: int) -> Iterator[tuple[Region, int]]:
     numel, size = item.param.numel(), item.param.element_size()
-    tensors = (item.param, item.grad, *(item.state[k] for k in keys if item.state[k].dim()))
+    state = [item.state[key] for key in (*keys, "compensation") if key in item.state]
+    tensors = (item.param, item.grad, *(tensor for tensor in state if tensor.dim()))
     if numel * size <= chunk_bytes or not all(t.is_contiguous() for t in tensors):
         yield WHOLE, numel * size
         return

@@ -25,6 +25,7 @@ from muonsw.algorithms.base import (
     columns,
     elementwise_parts,
     kernel_weights,
+    shrink,
     suits_torch,
     torch_is_quicker,
     uncut,
@@ -117,13 +118,14 @@ def _kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take | None
     from muonsw.kernels.elementwise import Motion, takes
     from muonsw.kernels.sgd import sgd
 
-    if not takes(weights, grads, momenta or grads):
+    rounded = kernel_weights(group, parts, weights)
+    if not takes(rounded.every, grads, momenta or grads):
         return None
     settings = (group["momentum"], group["momentum_form"], group["nesterov"], group["maximize"])
 
     def take(coefficients: Coefficients) -> None:
         motion = Motion(*coefficients, 1.0, group["cautious"])
-        sgd(kernel_weights(group, parts, weights), grads, momenta, *settings, motion)
+        sgd(rounded, grads, momenta, *settings, motion)
 
     return take
 
@@ -143,10 +145,10 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take 
     def take(coefficients: Coefficients) -> None:
         eta, phi, flag = float(coefficients.eta), float(coefficients.phi), coefficients.flag
         decays_first = bool(momenta) and phi != 0
-        shrink = 1 - phi * (flag.factor(weights[0].dtype) if flag is not None and decays_first else 1)
+        applied = phi if flag is None or not decays_first else phi * flag.factor(weights[0].dtype)
         for piece in _pieces(tensors) if decays_first and weights[0].device.type == "cpu" else (tensors,):
             if decays_first:
-                torch._foreach_mul_(piece.weights, shrink)
+                shrink(piece.weights, applied)
             torch._fused_sgd_(
                 *piece,
                 weight_decay=0.0 if momenta else phi / eta,

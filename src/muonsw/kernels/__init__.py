@@ -13,9 +13,9 @@ The modules import Triton, so they are imported where `available` has said yes a
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
+from typing import Any
 
 import torch
 
@@ -32,10 +32,19 @@ def available(device: torch.device) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return device.type == "cuda" and _usable(device)
+    if device.type != "cuda":
+        return False
+    if device not in _USABLE:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # nothing can be compiled now; the next step outside the capture finds out
+        _USABLE[device] = _usable(device)
+    return _USABLE[device]
 
 
-@functools.cache
+# What each device answered, asked once.
+_USABLE: dict[torch.device, bool] = {}
+
+
 def _usable(device: torch.device) -> bool:
     if os.environ.get(SWITCH) == "0":
         return False
@@ -50,7 +59,20 @@ def _failure(device: torch.device) -> str:
     from muonsw.kernels.finite import find_bad
 
     try:
-        find_bad([torch.zeros(1, device=device)], torch.zeros((), device=device))
+        number = torch.zeros((), dtype=torch.float32, device=device)
+        find_bad([number], number.clone())
     except Exception as error:  # whatever a compiler or a driver may raise
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def launch_on(device: torch.device, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel on a device, in the stream that is current there.
+
+    Triton launches on the current device, whatever the device of its arguments; every launch goes through here.
+    """
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        kernel[grid](*arguments, **options)
+        return
+    with torch.cuda.device(device):
+        kernel[grid](*arguments, **options)

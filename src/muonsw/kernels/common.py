@@ -72,7 +72,7 @@ def shrink_and_move(weight, direction, move, phi, CAUTIOUS: tl.constexpr):
     if CAUTIOUS:
         weight = weight - tl.where(weight * direction >= 0, weight, 0.0) * phi
     else:
-        weight = weight * (1 - phi)
+        weight = weight - weight * phi  # 1 - phi would be rounded, to the same side at every step
     return weight - move * direction
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.flag import Flag
+from muonsw.kernels import launch_on
 from muonsw.kernels.common import (
     DTYPES,
     KAHAN,
@@ -54,6 +55,11 @@ class Weights(NamedTuple):
     compensations: Sequence[Tensor] = ()
     counters: Sequence[Tensor] = ()
     keys: Sequence[int] = ()
+
+    @property
+    def every(self) -> list[Tensor]:
+        """All tensors that a kernel reads as weights of this dtype."""
+        return [*self.tensors, *self.compensations]
 
 
 @triton.jit
@@ -112,13 +118,16 @@ def takes(*lists: Sequence[Tensor]) -> bool:
 def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) -> None:
     """Stretch the kernel of an algorithm on weights, gradients and state of any sizes."""
     sizes = lengths(weights.tensors)
-    nearest = weights.rounding == "nearest"
-    companions = [] if nearest else rounding_rows(weights, [Stretch(0, 0, owner, 0) for owner in range(len(sizes))])
+    companions = rounding_rows(weights, [Stretch(0, size, owner, 0) for owner, size in enumerate(sizes)])
+    assert companions is not None  # `takes` has looked
     device = weights.tensors[0].device
     rows = (addresses(weights.tensors), *companions, *map(addresses, state), sizes)
     pointers, is_aligned = table(rows, device, loose_rows(weights))
     blocks = block_map(sizes, BLOCK, device)
-    kernel[(blocks.shape[1],)](
+    launch_on(
+        device,
+        kernel,
+        (blocks.shape[1],),
         pointers,
         pointers[-1],
         blocks,
@@ -134,12 +143,16 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) 
     )
 
 
-def rounding_rows(weights: Weights, stretches: Sequence[Stretch]) -> list[list[int]]:
-    """The rows of the table that belong to the rounding, one column for each stretch of the weights."""
+def rounding_rows(weights: Weights, stretches: Sequence[Stretch]) -> list[list[int]] | None:
+    """The rows of the table that belong to the rounding, one column for each stretch of the weights.
+
+    None where compensations do not lie as their weights do.
+    """
     if weights.rounding == "nearest":
         return []
     if weights.rounding == "kahan":
-        return [[run.address for run in runs(weights.compensations) or ()]]
+        found = runs(weights.compensations) or []
+        return [[run.address for run in found]] if [r[1:] for r in found] == [r[1:] for r in stretches] else None
     counters = [counter.data_ptr() for counter in weights.counters]
     owners = [run.owner for run in stretches]
     return [[counters[o] for o in owners], [weights.keys[o] for o in owners], [run.position for run in stretches]]

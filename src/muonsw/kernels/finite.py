@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muonsw.kernels import launch_on
 from muonsw.kernels.common import DTYPES, start, whole_number
 from muonsw.kernels.tables import addresses, block_map, lengths, table
 from muonsw.tensors import all_contiguous
@@ -44,7 +45,10 @@ def find_bad(grads: Sequence[Tensor], bad: Tensor) -> None:
         sizes = lengths(same)
         both, blocks = table((addresses(same), sizes), device), block_map(sizes, BLOCK, device)
         programs = blocks.shape[1]
-        _set_if_not_finite[(programs,)](
+        launch_on(
+            device,
+            _set_if_not_finite,
+            (programs,),
             bad,
             both.numbers,
             len(sizes),

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.flag import Flag
+from muonsw.kernels import launch_on
 from muonsw.kernels.common import DTYPES, advance, flag_or, limit, look_ahead, start
 from muonsw.kernels.tables import addresses, table
 from muonsw.tensors import all_contiguous, one_dtype
@@ -37,6 +38,7 @@ def _advance(
     beta,
     gain,
     numel,
+    blocks,
     HAS_FLAG: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     EMA: tl.constexpr,
@@ -48,11 +50,13 @@ def _advance(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block, matrix = tl.program_id(0), tl.program_id(1)
+    # one axis of programs, because the others end at 65,535
+    place = tl.program_id(0)
+    matrix, block = place // blocks, place % blocks
     offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, live = offsets < numel, offsets < limit(numel, bad, HAS_FLAG)
     grads = start(pointers, matrix, GRAD, ALIGNED)
-    momenta = start(pointers, tl.num_programs(1) + matrix, MOMENTUM, ALIGNED)
+    momenta = start(pointers, tl.num_programs(0) // blocks + matrix, MOMENTUM, ALIGNED)
     g = tl.load(grads + offsets, mask=live, other=0.0).to(tl.float32)
     m = tl.load(momenta + offsets, mask=live, other=0.0).to(tl.float32)
     if MAXIMIZE:
@@ -67,7 +71,6 @@ def _advance(
     largest = tl.max(tl.abs(ahead), axis=0)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
     ahead = ahead * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    place = matrix * tl.num_programs(0) + block
     tl.store(sums + place, tl.sum(ahead * ahead, axis=0))
     tl.store(exponents + place, exponent)
     tl.store(out + matrix.to(tl.int64) * numel + offsets, ahead.to(out.dtype.element_ty), mask=inside)
@@ -84,7 +87,8 @@ def _normalize(
     BLOCKS_RESCALED: tl.constexpr,
     SUMS_READ: tl.constexpr,
 ):
-    group, matrix = tl.program_id(0), tl.program_id(1)
+    groups = tl.cdiv(blocks, BLOCKS_RESCALED)
+    matrix, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     first = matrix * blocks
     top = 0
     for begin in range(0, blocks, SUMS_READ):
@@ -166,7 +170,10 @@ def normalized_momentum(
     exponents = torch.empty(len(sources), blocks, dtype=torch.int32, device=device)
     pointers, is_aligned = table((sources, targets), device)
     gain = 1 - beta if form == "ema" else 1.0
-    _advance[(blocks, len(sources))](
+    launch_on(
+        device,
+        _advance,
+        (len(sources) * blocks,),
         pointers,
         out,
         sums,
@@ -175,6 +182,7 @@ def normalized_momentum(
         beta,
         gain,
         numel,
+        blocks,
         HAS_FLAG=flag is not None,
         MAXIMIZE=maximize,
         EMA=form == "ema",
@@ -187,7 +195,10 @@ def normalized_momentum(
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    _normalize[(triton.cdiv(blocks, BLOCKS_RESCALED), len(sources))](
+    launch_on(
+        device,
+        _normalize,
+        (len(sources) * triton.cdiv(blocks, BLOCKS_RESCALED),),
         out,
         sums,
         exponents,

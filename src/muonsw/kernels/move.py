@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muonsw.kernels import launch_on
 from muonsw.kernels.common import DTYPES, whole_number
 from muonsw.kernels.elementwise import (
     BLOCK,
@@ -85,12 +86,18 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
         if stretches is None:
             return False
         begins, sizes = [run.address for run in stretches], tuple([run.size for run in stretches])
-        companions = rounding_rows(weights, stretches)
+        rows = rounding_rows(weights, stretches)
+        if rows is None:
+            return False
+        companions = rows
     first = [0, *accumulate(sizes[:-1])]
     device = directions[0].device
     pointers, is_aligned = table((begins, *companions, first, sizes), device, loose_rows(weights))
     blocks = block_map(sizes, BLOCK, device)
-    _move[(blocks.shape[1],)](
+    launch_on(
+        device,
+        _move,
+        (blocks.shape[1],),
         pointers,
         pointers[-1],
         blocks,

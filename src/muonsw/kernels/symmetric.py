@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from muonsw import machine
+from muonsw.kernels import launch_on
 
 
 class Tiles(NamedTuple):
@@ -171,7 +172,10 @@ def symmetric_product(
             _descriptor(left, tiles.rows, tiles.depth, turned),
             _descriptor(right, tiles.rows * tiles.ratio, tiles.depth, turned),
         )
-    _symmetric[(batch * number,)](
+    launch_on(
+        left.device,
+        _symmetric,
+        (batch * number,),
         a,
         b,
         out if term is None else term,

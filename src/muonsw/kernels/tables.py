@@ -7,11 +7,13 @@ small and change rarely (parameters and state stay where they are, gradients mos
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import reduce
 from itertools import chain
 from operator import or_
-from typing import NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,23 +22,48 @@ from muonsw.tensors import all_contiguous
 
 T = TypeVar("T")
 
+# Brings whole numbers to a device, as int64.
+Copy = Callable[[Sequence[int], torch.device], Tensor]
 
-class Kept(OrderedDict[Hashable, T]):
-    """What was made lately, by what it was made from."""
+_KEPT = 1024
 
-    def keep(self, key: Hashable, made: T) -> T:
-        """Keep something new, and let go of what was not asked for longest."""
-        self[key] = made
-        if len(self) > _KEPT:
-            self.popitem(last=False)
-        return made
+# What graphs read at every replay: held by whoever captures (`held_by`), else for ever, because no callback tells when
+# a graph is destroyed.
+_for_ever: list[Any] = []
+_holder: ContextVar[list[Any]] = ContextVar("holder", default=_for_ever)
 
-    def recall(self, key: Hashable) -> T | None:
-        """What was made from this, if it is still here."""
-        found = self.get(key)
-        if found is not None:
-            self.move_to_end(key)
-        return found
+
+@contextmanager
+def held_by(holder: list[Any]) -> Iterator[None]:
+    """Let a list hold the tables that a graph captured meanwhile reads; it must live as long as the graph."""
+    token = _holder.set(holder)
+    try:
+        yield
+    finally:
+        _holder.reset(token)
+
+
+class Kept(Generic[T]):
+    """What was made lately, by what it was made from and where."""
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[Hashable, tuple[int, T]] = OrderedDict()
+
+    def get(self, key: Hashable, device: torch.device, make: Callable[[Copy], T]) -> T:
+        """What was made from this in the current stream, now or before; another stream might read it unfilled."""
+        found = self._made.get(key)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if found is None:
+                return make(_in_graph)  # not kept: it is filled when the graph is replayed
+            _holder.get().append(found[1])  # a capture waits for the device first, so it is filled
+            return found[1]
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if found is None or found[0] != stream:
+            found = self._made[key] = stream, make(_on_device)
+        self._made.move_to_end(key)
+        if len(self._made) > _KEPT:
+            self._made.popitem(last=False)
+        return found[1]
 
 
 class AddressTable(NamedTuple):
@@ -46,7 +73,6 @@ class AddressTable(NamedTuple):
     aligned: bool
 
 
-_KEPT = 1024
 _tables: Kept[AddressTable] = Kept()
 _maps: Kept[Tensor] = Kept()
 
@@ -55,40 +81,39 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -
     """Rows of addresses and other whole numbers, one column for each tensor.
 
     Args:
-        rows: the numbers.
+        rows: the numbers, equally many in each row.
         device: where they are wanted.
         loose: how many rows after the first need not be aligned.
     """
+    lengths_of_rows = [len(row) for row in rows]
+    if len(set(lengths_of_rows)) != 1:  # a kernel would read the numbers of one row as those of another
+        raise ValueError(f"rows of an address table must have one length, not {lengths_of_rows}")
     numbers = tuple(chain.from_iterable(rows))
-    key = (device, len(rows), loose, numbers)
-    found = _tables.recall(key)
-    if found is not None:
-        return found
-    is_aligned = aligned(rows[0], *rows[1 + loose :])
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if capturing:  # not kept: it is filled when the graph is replayed
-        return AddressTable(_in_graph(numbers, device).view(len(rows), -1), is_aligned)
-    return _tables.keep(key, AddressTable(_on_device(numbers, device).view(len(rows), -1), is_aligned))
+
+    def make(copy: Copy) -> AddressTable:
+        return AddressTable(copy(numbers, device).view(len(rows), -1), aligned(rows[0], *rows[1 + loose :]))
+
+    return _tables.get((device, len(rows), loose, numbers), device, make)
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copy without waiting."""
     if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         _reserve()
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
-# Numbers that graphs copy to the device at each replay, in pinned memory that no one else writes to. Such memory cannot
-# be had while a graph is captured, so some is kept ready; nobody says when a graph is gone, so none is taken back.
+# Numbers that graphs copy to the device at each replay, in pinned memory that nothing else writes to. Such memory
+# cannot be had while a graph is captured, so some is kept ready; none is taken back, as for tables above.
 _RESERVED = 2**17
 _ready: list[Tensor] = []
 
 
 def _reserve() -> None:
     if not _ready or _ready[-1].numel() < _RESERVED // 2:
-        _ready.append(torch.empty(_RESERVED, dtype=torch.int64, pin_memory=True))
+        _ready.append(torch.empty(_RESERVED, dtype=torch.int64, device="cpu", pin_memory=True))
 
 
 def _in_graph(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -96,22 +121,22 @@ def _in_graph(numbers: Sequence[int], device: torch.device) -> Tensor:
     if not _ready or _ready[-1].numel() < len(numbers):
         return torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
     room, _ready[-1] = _ready[-1][: len(numbers)], _ready[-1][len(numbers) :]
-    room.copy_(torch.tensor(numbers, dtype=torch.int64))
+    room.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
     return room.to(device, non_blocking=True)
 
 
 def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
     """For each program: the number of its tensor, and of its block in that tensor; int32 `(2, n)`."""
-    key = (device, block, sizes)
-    found = _maps.recall(key)
-    if found is not None:
-        return found
-    counts = torch.tensor([-(-size // block) for size in sizes])
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    first = counts.cumsum(0) - counts
-    place = torch.arange(len(owner)) - first[owner]
-    both = torch.stack([owner, place]).int()
-    return _maps.keep(key, both if device.type == "cpu" else both.pin_memory().to(device, non_blocking=True))
+
+    def make(copy: Copy) -> Tensor:
+        counts = [-(-size // block) for size in sizes]
+        blocks = copy(counts, device)
+        owner = torch.repeat_interleave(blocks, output_size=sum(counts))
+        first = blocks.cumsum(0) - blocks
+        place = torch.arange(len(owner), dtype=torch.int64, device=blocks.device) - first[owner]
+        return torch.stack([owner, place]).int()
+
+    return _maps.get((device, block, sizes), device, make)
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:

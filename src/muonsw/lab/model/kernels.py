@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muonsw.kernels import launch_on
+
 SOFTMAX_BLOCK, SOFTMAX_WARPS = 4096, 8
 # Tokens of one program; the second kernel reads the counts of all programs, so there should not be too many.
 ROUTE_BLOCK, ROUTE_WARPS = 256, 4
@@ -67,7 +69,10 @@ def softmax_losses_(
     """
     rows, columns = logits_NV.shape
     block = min(SOFTMAX_BLOCK, triton.next_power_of_2(columns))
-    _softmax[(rows,)](
+    launch_on(
+        logits_NV.device,
+        _softmax,
+        (rows,),
         logits_NV,
         targets_N,
         losses_N,
@@ -166,9 +171,10 @@ def choose_experts(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tenso
     counts = torch.empty(blocks, experts, dtype=torch.int32, device=logits_NE.device)
     ends = torch.empty(experts, dtype=torch.int32, device=logits_NE.device)
     shared = {"EXPERTS": experts, "TOP_K": top_k, "WIDE": wide, "BLOCK": ROUTE_BLOCK, "num_warps": ROUTE_WARPS}
-    _choose[(blocks,)](logits_NE, chosen, counts, tokens, **shared)
+    device = logits_NE.device
+    launch_on(device, _choose, (blocks,), logits_NE, chosen, counts, tokens, **shared)
     many = triton.next_power_of_2(blocks)
-    _place[(blocks,)](chosen, counts, order, inverse, ends, tokens, BLOCKS=many, **shared)
+    launch_on(device, _place, (blocks,), chosen, counts, order, inverse, ends, tokens, BLOCKS=many, **shared)
     return chosen, order, inverse, ends
 
 
@@ -204,7 +210,8 @@ def gate(fused_RF: Tensor) -> Tensor:
     rows, width = fused_RF.shape[0], fused_RF.shape[1] // 2
     gated = fused_RF.new_empty(rows, width)
     grid = (triton.cdiv(rows, GATE_ROWS), triton.cdiv(width, GATE_COLUMNS))
-    _gate[grid](fused_RF, gated, rows, width, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=GATE_WARPS)
+    sizes = {"ROWS": GATE_ROWS, "COLUMNS": GATE_COLUMNS, "num_warps": GATE_WARPS}
+    launch_on(fused_RF.device, _gate, grid, fused_RF, gated, rows, width, **sizes)
     return gated
 
 
@@ -214,7 +221,7 @@ def gate_backward(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
     grad_fused, gated = torch.empty_like(fused_RF), torch.empty_like(grad_RF)
     grid = (triton.cdiv(rows, GATE_ROWS), triton.cdiv(width, GATE_COLUMNS))
     sizes = {"ROWS": GATE_ROWS, "COLUMNS": GATE_COLUMNS, "num_warps": GATE_WARPS}
-    _gate_backward[grid](grad_RF, fused_RF, grad_fused, gated, rows, width, **sizes)
+    launch_on(grad_RF.device, _gate_backward, grid, grad_RF, fused_RF, grad_fused, gated, rows, width, **sizes)
     return grad_fused, gated
 
 
@@ -276,7 +283,10 @@ def _move_heads(qkv_BTD: Tensor, parts: list[Tensor], cos_TC: Tensor, sin_TC: Te
     batch, length, fused = qkv_BTD.shape
     rows, width = batch * length, fused // 3
     grid = (triton.cdiv(rows, HEAD_ROWS), triton.cdiv(width // 2, HEAD_PAIRS))
-    _heads[grid](
+    launch_on(
+        qkv_BTD.device,
+        _heads,
+        grid,
         qkv_BTD,
         *parts,
         cos_TC,

@@ -1,0 +1,86 @@
+"""Tables of addresses: their rows are checked, and whoever reads one finds it filled. On any machine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from muonsw import kernels
+from muonsw.kernels import tables
+from muonsw.kernels.tables import Kept, block_map, held_by, table
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_a_ragged_table_is_refused():
+    """Three rows of two, two and four numbers would fill four rows of two."""
+    with pytest.raises(ValueError, match=r"one length, not \[2, 2, 4\]"):
+        table(((16, 32), (48, 64), (1, 2, 3, 4)), CPU)
+    assert table(((16, 32), (48, 64)), CPU).numbers.tolist() == [[16, 32], [48, 64]]
+
+
+def test_a_map_names_the_tensor_and_the_block_of_each_program():
+    assert block_map((5, 1, 0, 8), 4, CPU).tolist() == [[0, 0, 1, 3, 3], [0, 1, 0, 0, 1]]
+    assert block_map((5, 1), 4, CPU).dtype == torch.int32
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A CUDA device as far as the cache asks: a stream, and whether it is capturing."""
+    state = SimpleNamespace(stream=1, capturing=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=state.stream))
+    return state
+
+
+def make(_):
+    return object()
+
+
+def test_a_stream_reads_what_was_made_in_it(device):
+    """The copy that fills a table waits for its turn in one stream; another would not wait for it."""
+    kept = Kept()
+    first = kept.get("a", CUDA, make)
+    assert kept.get("a", CUDA, make) is first
+    device.stream = 2
+    assert kept.get("a", CUDA, make) is not first
+
+
+def test_what_is_made_under_a_capture_is_not_kept(device):
+    """A graph fills it when it is replayed, so nothing else may read it."""
+    kept = Kept()
+    device.capturing = True
+    inside = kept.get("a", CUDA, make)
+    device.capturing = False
+    assert kept.get("a", CUDA, make) is not inside
+
+
+def test_maps_made_under_a_capture_are_copied_by_the_graph(device, monkeypatch):
+    made = []
+    monkeypatch.setattr(tables, "_in_graph", lambda numbers, _: made.append(numbers) or torch.tensor(numbers))
+    monkeypatch.setattr(tables, "_maps", Kept())
+    device.capturing = True
+    assert block_map((5, 1), 4, CUDA).tolist() == [[0, 0, 1], [0, 1, 0]]
+    assert made == [[2, 1]]
+    assert not tables._maps._made
+
+
+def test_who_captures_holds_what_the_graph_reads(device):
+    kept, holder = Kept(), []
+    found = kept.get("a", CUDA, make)
+    device.stream, device.capturing = 2, True
+    with held_by(holder):
+        assert kept.get("a", CUDA, make) is found
+    assert holder == [found]
+    kept.get("a", CUDA, make)
+    assert tables._for_ever.pop() is found
+
+
+def test_whether_kernels_run_is_not_asked_under_a_capture(device, monkeypatch):
+    """Nothing can be compiled then, and the answer would stay for the process."""
+    monkeypatch.setattr(kernels, "_USABLE", {})
+    monkeypatch.setattr(kernels, "_usable", lambda _: not device.capturing)
+    device.capturing = True
+    assert not kernels.available(CUDA)
+    device.capturing = False
+    assert kernels.available(CUDA)
