@@ -6,15 +6,17 @@ finite check, state, directions, weights) is captured. Steps that are not replay
 place, so that both ways give the same weights.
 
 A graph reads and writes fixed addresses. Before each replay everything that it is bound to is compared with what is
-there now. Gradients are known by address alone: to hold on to them would keep their memory from the next backward pass.
-A loop that frees its gradients often finds them in two places in turn, so there is a graph for each.
+there now. Gradients and state are known by address and layout alone: to hold on to them would keep their memory from
+the next backward pass, and from a user who moves state elsewhere. A loop that frees its gradients often finds them in
+two places in turn, so there is a graph for each.
 """
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from muonsw.algorithms.base import Coefficients, Group
 from muonsw.decay import DECAY_RULES, decays
+from muonsw.kernels.tables import held_by
 from muonsw.options import algorithm_defaults
 from muonsw.work import Batch
 
@@ -57,9 +60,7 @@ class Binding(NamedTuple):
         return " and ".join(name for name, mine, theirs in pairs if mine != theirs)
 
 
-def binding(
-    groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Tensor]], settings: Any = None
-) -> Binding | None:
+def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any = None) -> Binding | None:
     """What a step captured now would be bound to; None where a tensor has no address, such as a sparse gradient.
 
     Asked before every step, so no Python function runs for each tensor.
@@ -68,9 +69,10 @@ def binding(
     grads = [param.grad for param in params]
     there = [grad for grad in grads if grad is not None]
     missing = tuple([place for place, grad in enumerate(grads) if grad is None])
+    kept = [value for one in state.values() for value in one.values() if isinstance(value, Tensor)]
     try:
-        places, own = tuple(map(Tensor.data_ptr, there)), tuple(map(Tensor.data_ptr, params))
-        forms = (*map(Tensor.stride, there), *[grad.dtype for grad in there])
+        places, own, kept_at = _addresses(there), _addresses(params), _addresses(kept)
+        forms, kept_forms = _forms(there), _forms(kept)
     except RuntimeError:
         return None
     if 0 in places or 0 in own:  # the shell of a tensor that keeps its numbers elsewhere
@@ -78,9 +80,17 @@ def binding(
     return Binding(
         (places, forms, missing),
         (own, *map(id, params)),
-        (*map(id, state), *[id(tensor) for one in state.values() for tensor in one.values()]),
+        (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
         (settings, *(_options(group) for group in groups)),
     )
+
+
+def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(map(Tensor.data_ptr, tensors))
+
+
+def _forms(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return (*map(Tensor.stride, tensors), *[tensor.dtype for tensor in tensors])
 
 
 def _options(group: Group) -> tuple[Any, ...]:
@@ -96,12 +106,12 @@ def _frozen_options(algorithm: str) -> Callable[[Group], tuple[Any, ...]]:
 
 
 class _Captured(NamedTuple):
-    """A graph, what it is bound to, and its batches without their gradients; `held` must outlive it."""
+    """A graph, what it is bound to, its batches without their items, and the address tables that it reads."""
 
     graph: torch.cuda.CUDAGraph
     bound_to: Binding
     batches: list[Batch]
-    held: list[Tensor]
+    tables: list[Any]
 
 
 class Replay:
@@ -117,11 +127,13 @@ class Replay:
         self._failure = self._moving = ""
 
     def ready(
-        self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Tensor]], settings: Any
+        self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any
     ) -> list[Batch] | None:
         """The batches of a step that can be replayed, without their gradients; None where none was captured."""
         now, before = binding(groups, state, settings), self._now
         self._now = now
+        if now is not None:  # a graph of other parameters would keep them alive
+            self._graphs = [one for one in self._graphs if one.bound_to.parameters == now.parameters]
         self._chosen = next((one for one in self._graphs if one.bound_to == now), None)
         if self._chosen is not None:
             return self._chosen.batches
@@ -196,14 +208,14 @@ class Replay:
         """
         assert self._now is not None
         self._captures += 1
+        tables: list[Any] = []
         try:
-            graph = recorded(program, work[0].device, self._graphs[0].graph.pool() if self._graphs else None)
-        except RuntimeError as error:
-            self._failure = str(error.__context__ or error).splitlines()[0]
+            with held_by(tables):
+                graph = recorded(program, work[0].device, self._graphs[0].graph.pool() if self._graphs else None)
+        except Exception as error:  # the step is taken eagerly now, and raises what the capture did not cause
+            self._failure = (str(error) or type(error).__name__).splitlines()[0]
             return None
-        items = [item for batch in work for item in batch.items]
-        held = [tensor for item in items for tensor in (item.param, *item.state.values())]
-        captured = _Captured(graph, self._now, [batch._replace(items=[]) for batch in work], held)
+        captured = _Captured(graph, self._now, [batch._replace(items=[]) for batch in work], tables)
         self._graphs = [captured, *self._graphs][:_REMEMBERED]
         return captured
 
@@ -214,16 +226,45 @@ def recorded(program: Callable[[], None], device: torch.device, pool: Any) -> to
     `torch.cuda.graph` would also empty the allocator's cache, and the gradients of the next steps would lie elsewhere.
     Other threads, which read data ahead, may go on.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize(device)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream), _no_garbage_collection():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             program()
-        finally:
             graph.capture_end()
+        except BaseException:
+            _abandon(graph, device, pool)
+            raise
     return graph
+
+
+# Graphs whose capture was invalidated: torch's allocators go on asking them which streams they capture.
+_invalid: list[torch.cuda.CUDAGraph] = []
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """End a capture that has failed, in the stream of the capture.
+
+    Where the failure has invalidated it (something waited for the device), torch's own `capture_end` raises before it
+    has told anything that the capture is over. The allocator would then refuse to empty its cache, and up to torch
+    2.11 the generator would draw no number any more; only the end of a capture that succeeds sets it free.
+    """
+    from torch._C import _cuda_endAllocateToPool, _cuda_releasePool
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the graph is empty
+        with suppress(RuntimeError):
+            graph.capture_end()
+            return
+        _invalid.append(graph)
+        with suppress(RuntimeError):  # it was told after all
+            _cuda_endAllocateToPool(device.index, pool)
+            _cuda_releasePool(device.index, pool)
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")
+        empty.capture_end()
 
 
 @contextmanager
@@ -246,6 +287,8 @@ def obstacle(work: Sequence[Batch], nonfinite: str) -> str:
     if nonfinite == "raise":
         return "nonfinite='raise' waits for the device"
     for group in [batch.group for batch in work]:
+        if group.get("orthogonalizer") == "exact":
+            return "orthogonalizer='exact' waits for the device"
         if isinstance(group["lr"], Tensor) or isinstance(group["weight_decay"], Tensor):
             return "a learning rate or a weight decay is a tensor, which the host does not know"
         if DECAY_RULES[group["decay"]].uses_gradient and decays(group):

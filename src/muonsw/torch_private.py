@@ -32,6 +32,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._fused_adamw_": _FUSED,
         "torch._fused_sgd_": _FUSED,
         "torch._amp_foreach_non_finite_check_and_unscale_": "the check of a GradScaler, for all gradients at once",
+        "torch._C._cuda_endAllocateToPool": "the end of a capture that was invalidated, which torch leaves open",
+        "torch._C._cuda_releasePool": "the same",
         "torch._compile._disable_dynamo": "as torch.compiler.disable, but the compiler is imported only when it runs",
         "torch.nn.modules.batchnorm._NormBase": "the one parent of all batch and instance norms",
         "torch.nn.modules.conv._ConvNd": "the one parent of all convolutions, transposed ones included",
@@ -62,7 +64,7 @@ def missing() -> list[str]:
         >>> missing()
         []
     """
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    optimizer = torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     objects = {"module": torch.nn.Module(), "optimizer": optimizer, "scheduler": scheduler}
     gone = [name for name in NAMES if not _exists(name)]
