@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, machine
+from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, kernels, machine, nonfinite
 from muonsw.algorithms import base
+from muonsw.kernels import tables
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from tests.common.cuda import no_waiting
@@ -349,3 +350,133 @@ def test_rules_of_the_run_count_inside_a_graph(algorithm, options):
     for a, b in zip(captured, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert int(optimizer.param_groups[0]["step_count"]) == int(other.param_groups[0]["step_count"])
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request):
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def trained_at_once(algorithm, below, monkeypatch, device="cuda", **options):
+    monkeypatch.setattr(base, "TORCH_BELOW", below)
+    monkeypatch.setattr(kernels, "_USABLE", {})
+    monkeypatch.setattr(nonfinite, "_ones", tables.Kept())
+    params = [nn.Parameter(p.detach().to(device)) for p in matrices((64, 48), (32, 96))]
+    group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
+    optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, **options)
+    for step in range(6):
+        set_gradients(twins := [nn.Parameter(p.detach().cpu()) for p in params], step)
+        for param, twin in zip(params, twins, strict=True):
+            param.grad = twin.grad.to(device)
+        optimizer.step()
+    return [p.detach().cpu() for p in params]
+
+
+@pytest.mark.usefixtures("default_dtype")
+@pytest.mark.parametrize("options", [{}, {"replay": True}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("below", [base.TORCH_BELOW, 0])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_steps_under_another_default_dtype_are_the_same(algorithm, below, options, monkeypatch):
+    found = trained_at_once(algorithm, below, monkeypatch, **options)
+    torch.set_default_dtype(torch.float32)
+    expected = trained_at_once(algorithm, below, monkeypatch, **options)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_telemetry_under_another_default_device(algorithm):
+    def record():
+        params = on_gpu(*SHAPES)
+        group = {"params": params, "algorithm": algorithm, "matrix": "stack"}
+        optimizer = MuonSW([group], lr=0.05, weight_decay=0.3)
+        telemetry = Telemetry(optimizer, every=1, spectral_norm=True, condition=True)
+        for param in params:
+            param.grad = param.detach().sin()
+        optimizer.step()
+        return telemetry.last["all"]
+
+    expected = record()
+    torch.set_default_device("cuda")
+    try:
+        assert record() == expected
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("options", [{}, {"replay": True}], ids=str)
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_a_model_on_another_device_than_the_current_one(algorithm, options, monkeypatch):
+    expected = trained_at_once(algorithm, 0, monkeypatch, device="cuda:0", **options)
+    found = trained_at_once(algorithm, 0, monkeypatch, device="cuda:1", **options)
+    assert torch.cuda.current_device() == 0
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_two_streams_do_not_read_each_others_tables(algorithm, monkeypatch):
+    """The second optimizer steps while the tables of the first, of the same sizes, still wait to be filled."""
+    trained_at_once(algorithm, 0, monkeypatch)  # compiles the kernels
+    monkeypatch.setattr(tables, "_tables", tables.Kept())
+    monkeypatch.setattr(tables, "_maps", tables.Kept())
+    first, second = on_gpu((64, 48), (32, 96)), on_gpu((64, 48), (32, 96))
+    optimizers = [
+        MuonSW([{"params": params, "algorithm": algorithm, "momentum": 0.9}], lr=0.05, weight_decay=0.3)
+        for params in (first, second)
+    ]
+    for params in (first, second):
+        feed(params, 0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    optimizers[0].step()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        optimizers[1].step()
+    torch.cuda.synchronize()
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_more_matrices_than_a_grid_has_rows():
+    """70,000 in one chunk move as they do in chunks that a grid of rows would hold."""
+
+    def trained(**options):
+        (param,) = on_gpu((70_000, 8, 8))
+        optimizer = MuonSW([{"params": [param], "matrix": "stack"}], lr=0.05, **options)
+        param.grad = param.detach().sin()
+        optimizer.step()
+        return param.detach()
+
+    # the products of a batch may be taken in another order, in float16, of directions whose entries are below 1.2
+    bound = 0.05 * 0.2 * 8**0.5 * 1.2 * 2**-8
+    assert (trained() - trained(chunk_bytes=4 * 64 * 10_000)).abs().max() < bound
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_tables_and_maps_that_are_made_in_a_graph_are_its_own(algorithm, monkeypatch):
+    """Nothing is known before the capture; afterwards an eager step must not read what only a replay fills."""
+
+    def trained(captured):
+        monkeypatch.setattr(base, "TORCH_BELOW", 0)
+        params = on_gpu((64, 64), (32, 96))
+        group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
+        optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, capturable=True)
+        feed(params, 0)
+        optimizer.step()
+        step = optimizer.step
+        if captured:
+            monkeypatch.setattr(tables, "_tables", tables.Kept())
+            monkeypatch.setattr(tables, "_maps", tables.Kept())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            step = graph.replay
+        for t in range(1, 4):
+            feed(params, t)
+            (optimizer.step if t == 1 else step)()
+        return params
+
+    for a, b in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

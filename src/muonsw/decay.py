@@ -84,7 +84,7 @@ def independent(lam: Number, at: Moment) -> Number:
 def fixed(lam: Number, at: Moment) -> Number:
     """Phi = lambda, and 0 where the learning rate is: such a step changes nothing."""
     if isinstance(at.eta, Tensor):
-        return torch.where(at.eta > 0, lam, 0.0)
+        return lam * (at.eta > 0).to(at.eta.dtype)
     return lam if at.eta > 0 else 0.0
 
 

@@ -19,9 +19,9 @@ class Flags:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._room = torch.zeros(_ROOM, _APART, device=device)
+        self._room = torch.zeros(_ROOM, _APART, dtype=torch.float32, device=device)
         self._free = self._all()
-        self._counted = torch.zeros((), device=device)
+        self._counted = torch.zeros((), dtype=torch.float32, device=device)
 
     def next(self) -> Tensor:
         """A zero that nobody has used."""

@@ -62,7 +62,7 @@ def _placed(value: Any, fresh: Any, like: Tensor, label: str) -> Tensor:
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"the decay rule of {label} counts steps; take one step before a CUDA graph is captured")
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return torch.as_tensor(fresh if value is None else value, dtype=dtype).to(like.device, copy=True)
+    return torch.as_tensor(fresh if value is None else value, dtype=dtype, device=like.device).clone()
 
 
 def join_in_mid_run(group: Group, others: Iterable[Group]) -> None:
@@ -155,7 +155,8 @@ def as_saved(group: Group) -> Group:
 def loaded(value: Any, own: Any) -> Any:
     """A counter or average from a saved state, as the kind that this optimizer has; its tensor is filled in place."""
     if isinstance(own, Tensor):
-        return own.copy_(torch.as_tensor([0.0, 0.0] if value is None else value, dtype=own.dtype).reshape(own.shape))
+        number = [0.0, 0.0] if value is None else value
+        return own.copy_(torch.as_tensor(number, dtype=own.dtype, device=own.device).reshape(own.shape))
     if isinstance(value, Tensor) and not value.dim():
         return int(value)
     return value

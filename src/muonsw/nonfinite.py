@@ -13,6 +13,7 @@ from muonsw import kernels
 from muonsw.algorithms import base
 from muonsw.algorithms.base import Item
 from muonsw.flag import Flag, Flags
+from muonsw.kernels.tables import Kept
 from muonsw.tensors import all_contiguous, dtypes_of, entries
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
     """
     norms = [torch._foreach_norm(same, order) for same in _by_dtype(grads)]
     flags = [torch.stack(same).isfinite().all() for same in norms]
-    return torch.stack(flags).all() if len(flags) > 1 else flags[0] if flags else torch.ones((), dtype=torch.bool)
+    if not flags:
+        return torch.ones((), dtype=torch.bool, device=grads[0].device if grads else "cpu")
+    return torch.stack(flags).all() if len(flags) > 1 else flags[0]
 
 
 def finite_flag(work: Sequence[Batch], flags: Flags | None = None) -> Flag | bool:
@@ -52,7 +55,8 @@ def finite_flag(work: Sequence[Batch], flags: Flags | None = None) -> Flag | boo
         by_device.setdefault(batch.device, []).extend(batch.grads)
     if flags is not None and by_device.keys() == {flags.device}:
         return Flag(_raised(flags.next(), by_device[flags.device]), counted=True)
-    found = [_raised(torch.zeros((), device=device), grads) for device, grads in by_device.items()]
+    zeros = {device: torch.zeros((), dtype=torch.float32, device=device) for device in by_device}
+    found = [_raised(zeros[device], grads) for device, grads in by_device.items()]
     home = found[0].device
     return Flag(found[0] if len(found) == 1 else torch.stack([bad.to(home, non_blocking=True) for bad in found]).amax())
 
@@ -113,17 +117,12 @@ def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
     return bad
 
 
-_ones: dict[torch.device, Tensor] = {}
+_ones: Kept[Tensor] = Kept()
 
 
 def _one(device: torch.device) -> Tensor:
-    """The number one on a device, made once; not kept if a graph is being captured, which fills it at its replay."""
-    if device in _ones:
-        return _ones[device]
-    one = torch.ones((), device=device)
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        _ones[device] = one
-    return one
+    """The number one on a device."""
+    return _ones.get(device, device, lambda _: torch.ones((), dtype=torch.float32, device=device))
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:

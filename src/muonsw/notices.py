@@ -38,9 +38,9 @@ class Notices:
 
     def __init__(self) -> None:
         self.skipped_on_host = 0
-        self._skipped_on_device = torch.zeros(())
+        self._skipped_on_device = torch.zeros((), dtype=torch.float32, device="cpu")
         self._flags: Flags | None = None
-        self._excess = torch.zeros((), dtype=torch.bool)
+        self._excess = torch.zeros((), dtype=torch.bool, device="cpu")
         self._highest: list[Tensor] = []
         self._told: set[str] = set()
         self._told_of_skips = 0
@@ -51,7 +51,8 @@ class Notices:
             return
         self._skipped_on_device, self._excess = self._skipped_on_device.to(device), self._excess.to(device)
         self._highest = [highest.to(device) for highest in self._highest]
-        self._highest += [torch.zeros((), device=device) for _ in range(groups - len(self._highest))]
+        missing = range(groups - len(self._highest))
+        self._highest += [torch.zeros((), dtype=torch.float32, device=device) for _ in missing]
 
     @property
     def skipped_steps(self) -> int:

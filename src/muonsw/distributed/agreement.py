@@ -135,7 +135,7 @@ class Agreement:
         values[0] = 1 if isinstance(ok, Tensor) else int(ok)
         used = len(values) + 2 * len(tensors)
         message = torch.zeros(math.ceil(used / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
-        message[: len(values)] = torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+        message[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
         if isinstance(ok, Tensor):
             message[0] = ok.to(device, non_blocking=True)
         if tensors:

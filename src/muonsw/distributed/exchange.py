@@ -67,7 +67,7 @@ def exchanged_updates(met: Sequence[Met], rounds: Sequence[Round]) -> Iterator[t
 
 def _gather(met: Sequence[Met], rounds: Sequence[Round], number: int) -> Travelling:
     if number == len(rounds):
-        return Travelling(torch.empty(0), [])
+        return Travelling(torch.empty(0, dtype=torch.float32, device="cpu"), [])
     return EXCHANGES[rounds[number].wire.kind].gather(met, rounds[number])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -121,8 +122,8 @@ def spread_ranks(params: Iterable[Tensor]) -> set[int]:
 
 def _coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
     """Where each rank stands in a mesh."""
-    places = torch.cartesian_prod(*(torch.arange(size) for size in mesh.shape)).view(-1, mesh.ndim)
-    return {rank: tuple(place) for rank, place in zip(mesh.mesh.flatten().tolist(), places.tolist(), strict=True)}
+    places = product(*map(range, mesh.shape))
+    return dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
 
 
 def _ranks(group: ProcessGroup) -> list[int]:

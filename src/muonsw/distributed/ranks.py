@@ -147,7 +147,7 @@ class Ranks:
         """Bring the state of a parameter from its owner, if there is any yet; a collective."""
         owner, me = self._owners[param], dist.get_rank(self.process_group)
         for key in ALGORITHMS[group["algorithm"]].state_keys(group):
-            has = torch.tensor(int(key in state), device=param.device)
+            has = torch.tensor(int(key in state), dtype=torch.int64, device=param.device)
             dist.broadcast(has, group=self.process_group, group_src=owner)
             if has:
                 if owner != me:

@@ -120,7 +120,7 @@ def for_model(
         adamw: options for everything that is routed to AdamW.
         **options: options of the class, such as `decay`.
     """
-    probe = torch.nn.Parameter(torch.zeros(1, 1))
+    probe = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     optimizer([probe], lr=lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg,arg-type]
     return ScaledDecayOptimizers.Config(
         name=optimizer.__name__,

@@ -64,7 +64,7 @@ def for_model(
         adamw: options for everything that is routed to AdamW.
         **options: options of the class, such as `decay`.
     """
-    probe = torch.nn.Parameter(torch.zeros(1, 1))
+    probe = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     optimizer([probe], lr=1e-3 if lr is None else lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg,arg-type]
     given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "optimizer": optimizer, **options}
     return ModelFactory, given | ({"patterns": patterns} if patterns else {}) | ({"adamw": adamw} if adamw else {})

@@ -68,10 +68,11 @@ class Measurements:
         """All columns by row, as float64 on the CPU; one transfer for each device."""
         tables = []
         for found in self._found.values():
-            none = [torch.zeros_like(rows["weight"]) for _, rows in found]
-            entries = [rows.get(name, zero) for name in ROWS for (_, rows), zero in zip(found, none, strict=True)]
+            zeros = [torch.zeros_like(rows["weight"]) for _, rows in found]
+            entries = [rows.get(name, zero) for name in ROWS for (_, rows), zero in zip(found, zeros, strict=True)]
             tables.append(torch.cat(entries).cpu().double().view(len(ROWS), -1))
-        table = torch.cat(tables, dim=1) if tables else torch.zeros(len(ROWS), 0, dtype=torch.float64)
+        none = torch.zeros(len(ROWS), 0, dtype=torch.float64, device="cpu")
+        table = torch.cat(tables, dim=1) if tables else none
         return dict(zip(ROWS, table, strict=True))
 
 

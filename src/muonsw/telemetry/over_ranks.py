@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,12 +34,13 @@ def sum_over_ranks(
     """
     table = torch.stack(list(rows.values()))
     found_keys, found = [], []
-    alone = torch.ones(len(keys), dtype=torch.bool)
+    alone = torch.ones(len(keys), dtype=torch.bool, device="cpu")
     by_group: dict[ProcessGroup, list[int]] = {}
     for first in sorted(shared):
         by_group.setdefault(shared[first].group, []).append(first)
     for group, firsts in by_group.items():
-        wanted = torch.cat([first + torch.arange(shared[first].matrices) for first in firsts])
+        numbers = [range(first, first + shared[first].matrices) for first in firsts]
+        wanted = torch.tensor([*chain.from_iterable(numbers)], dtype=torch.int64, device="cpu")
         mine = torch.isin(keys, wanted)
         sums = table.new_zeros(len(rows), len(wanted))
         sums[:, torch.searchsorted(wanted, keys[mine])] = table[:, mine]

@@ -57,8 +57,8 @@ def parameter_columns(
 
 def pooled(rows: Rows, members: Sequence[list[int]]) -> Rows:
     """One column for each list of columns: their sum."""
-    chosen = torch.tensor([column for columns in members for column in columns], dtype=torch.long)
-    target = torch.tensor([i for i, columns in enumerate(members) for _ in columns], dtype=torch.long)
+    chosen = torch.tensor([column for columns in members for column in columns], dtype=torch.int64, device="cpu")
+    target = torch.tensor([i for i, columns in enumerate(members) for _ in columns], dtype=torch.int64, device="cpu")
     return _summed(rows, target, len(members), chosen)
 
 
@@ -72,10 +72,12 @@ def _summed(rows: Rows, target: Tensor, size: int, chosen: Tensor | None = None)
 def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[Tensor, Rows]:
     """One column for each matrix: which parameter it belongs to, and its rows."""
     pieces = measured.pieces
-    piece_of = torch.repeat_interleave(torch.tensor([piece.matrices for piece in pieces], dtype=torch.long))
+    piece_of = torch.repeat_interleave(
+        torch.tensor([piece.matrices for piece in pieces], dtype=torch.int64, device="cpu")
+    )
 
     def spread(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64)[piece_of]
+        return torch.tensor(values, dtype=torch.float64, device="cpu")[piece_of]
 
     factors = to_floats([piece.lr for piece in pieces] + [0.0 if piece.phi is None else piece.phi for piece in pieces])
     lrs, phis = factors[: len(pieces)], factors[len(pieces) :]
@@ -90,7 +92,7 @@ def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[T
     rows["count_decay"] = spread([piece.phi is not None for piece in pieces]) * rows["numel"]
 
     keys = [index[piece.param] * _STRIDE + piece.first + i for piece in pieces for i in range(piece.matrices)]
-    unique, inverse = torch.unique(torch.tensor(keys, dtype=torch.long), return_inverse=True)
+    unique, inverse = torch.unique(torch.tensor(keys, dtype=torch.int64, device="cpu"), return_inverse=True)
     matrices = _summed(rows, inverse, len(unique))
     if measured.shared:
         shared = {index[param] * _STRIDE: entry for param, entry in measured.shared.items() if param in index}
@@ -133,7 +135,7 @@ def _add_settings(rows: Rows, infos: list[ParameterInfo]) -> None:
     """Decay, learning rate and peak, each times the number of entries that have one."""
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     acted_on = torch.where(rows["ww"] == 0, 1.0, rows["decayed"] / rows["ww"])
     rows["decay"] = torch.where(rows["count_decay"] > 0, rows["phi_numel"] * acted_on, 0.0)
@@ -145,5 +147,9 @@ def _add_settings(rows: Rows, infos: list[ParameterInfo]) -> None:
 def _add_spectra(rows: Rows, params: list[Tensor], spectra: Spectra) -> None:
     for name in ("spectral_norm", "condition"):
         found = [spectra.get(name, {}).get(param) for param in params]
-        rows[name] = torch.tensor([0.0 if v is None else float(v.sum()) for v in found], dtype=torch.float64)
-        rows[f"count_{name}"] = torch.tensor([0 if v is None else len(v) for v in found], dtype=torch.float64)
+        rows[name] = torch.tensor(
+            [0.0 if v is None else float(v.sum()) for v in found], dtype=torch.float64, device="cpu"
+        )
+        rows[f"count_{name}"] = torch.tensor(
+            [0 if v is None else len(v) for v in found], dtype=torch.float64, device="cpu"
+        )

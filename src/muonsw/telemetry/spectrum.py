@@ -42,7 +42,7 @@ class SpectralNorms:
         iterations = COLD if V is None else WARM
         if V is None:
             shape = (W.shape[0], W.shape[2], min(BLOCK, *W.shape[1:]))
-            V = torch.randn(shape, generator=self._generator, dtype=torch.float32).to(W)
+            V = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu").to(W)
         for _ in range(iterations):
             V = torch.linalg.qr(W.mT @ (W @ V)).Q
         self._vectors[key] = V

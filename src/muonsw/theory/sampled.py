@@ -42,7 +42,7 @@ def windowed_line(steps: Tensor, values: Tensor, window: float) -> tuple[Tensor,
         >>> height.round(decimals=6).tolist(), slope.round(decimals=6).tolist()
         ([nan, 3.0, 5.0, nan], [nan, 2.0, 2.0, nan])
     """
-    known, nothing = values.isfinite(), torch.full(values.shape, torch.nan, dtype=torch.float64)
+    known, nothing = values.isfinite(), torch.full_like(values, torch.nan, dtype=torch.float64)
     x, y = steps[known].double(), values[known].double()
     if len(x) < MIN_SAMPLES:
         return nothing, nothing

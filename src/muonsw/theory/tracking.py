@@ -224,12 +224,12 @@ def predict_norms(history: NormHistory, *, step: Callable[..., float] = next_nor
         [1.0, 0.81]
     """
     first, last = int(history.steps[0]), int(history.steps[-1])
-    every = torch.arange(first, last)
+    every = torch.arange(first, last, dtype=torch.int64, device=history.steps.device)
     coefficients = (interpolate(history.steps, x, every).tolist() for x in (history.s, history.phi, history.a))
     norms = [float(history.r[0])]
     for s, phi, a in zip(*coefficients, strict=True):
         norms.append(step(norms[-1], s=s, phi=phi, a=a))
-    return torch.tensor(norms, dtype=torch.float64)[history.steps - first]
+    return history.r.new_tensor(norms)[history.steps - first]
 
 
 def alignment_memory(*, r: Number, s: Number, a: Number) -> Number:

@@ -1,0 +1,50 @@
+"""Rules that the library's source keeps: tensors say what and where they are, kernels are launched in one place."""
+
+import ast
+from pathlib import Path
+
+import muonsw
+
+SOURCE = Path(muonsw.__file__).parent
+
+# Functions whose result depends on torch.set_default_dtype or torch.set_default_device where it is not said.
+MAKERS = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "from_numpy", "full", "linspace", "logspace"),
+    *("normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+
+
+def files(*, lab):
+    """The source of the library, and of the lab too if asked: there torch's defaults are the program's own."""
+    return [path for path in sorted(SOURCE.rglob("*.py")) if lab or "lab" not in path.relative_to(SOURCE).parts]
+
+
+def calls(path):
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+
+
+def test_no_tensor_is_made_without_its_dtype_and_device():
+    """Users set torch's defaults: LLM code its dtype, notebooks its device."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{call.lineno}: {ast.unparse(call)}"
+        for path in files(lab=False)
+        for call in calls(path)
+        if isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == "torch"
+        and call.func.attr in MAKERS
+        and not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
+    ]
+    assert not found
+
+
+def test_triton_kernels_are_launched_in_one_place():
+    """`kernel[grid](...)` launches on the current device, whatever the device of its arguments."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{call.lineno}"
+        for path in files(lab=True)
+        if "import triton" in path.read_text() or path.parent.name == "kernels"
+        for call in calls(path)
+        if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name)
+    ]
+    assert found
+    assert {place.split(":")[0] for place in found} == {"kernels/__init__.py"}
