@@ -89,6 +89,22 @@ def test_so_are_those_of_low_precision(algorithm, rounding, other_defaults):
     assert_same(trained(algorithm, other_defaults, **options), trained(algorithm, **options))
 
 
+def test_a_rate_of_low_precision_is_computed_with_in_float32():
+    """What `lr=torch.tensor(0.0625)` is under a default of bfloat16, which holds this number and not its square."""
+
+    def run(dtype):
+        params, group = parameters("sgd")
+        optimizer = MuonSW([group], lr=torch.tensor(0.0625, dtype=dtype), weight_decay=0.3, peak_lr=0.07)
+        for grads in gradients(params, 3):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    for a, b in zip(run(torch.bfloat16), run(torch.float32), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_saved_count_of_steps_is_not_rounded(other_defaults):
     """Older states count in plain numbers; bfloat16 holds none of the odd ones above 256."""
     (param,) = matrices((4, 4))

@@ -632,6 +632,7 @@ def test_a_graph_holds_the_address_tables_that_it_reads(algorithm, monkeypatch):
 
 @on_a_gpu
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:replay=True")  # that the optimizer whose captures are prevented never replays
 @pytest.mark.parametrize("schedule", [cosine(1e-3, 1800), lambda _: 1e-3], ids=["cosine", "constant"])
 def test_over_1800_steps_replayed_weights_are_the_eager_ones(schedule):
     """Bit for bit those of an optimizer that was built with `replay`; without it torch's kernel rounds otherwise.

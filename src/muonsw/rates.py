@@ -73,13 +73,18 @@ def coefficients(batch: Batch, flag: Flag | None, average: moments.Average | Non
     """Learning rate and decay of a batch; with a tensor learning rate nothing is read back from the device."""
     group, device = batch.group, batch.device
     eta, lam, top = group["lr"], group["weight_decay"], peak.eta_max(group)
-    eta, lam = (x.to(device, non_blocking=True).reshape(()) if isinstance(x, Tensor) else x for x in (eta, lam))
+    eta, lam = (_placed(x, device) if isinstance(x, Tensor) else x for x in (eta, lam))
     phi = _phi(group, lam, eta, top, moments.step_of(group, device), average.root if average else 0.0)
     if isinstance(phi, Tensor):
         notices.record_rate(batch.number, group, eta, phi, isinstance(eta, Tensor) and needs_peak(group))
     elif phi > 1:
         raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
     return Coefficients(eta, phi, None if flag is None else flag.to(device))
+
+
+def _placed(rate: Tensor, device: torch.device) -> Tensor:
+    """A rate or a lambda on the device of a batch, in float32 or better: its square has more digits than bfloat16."""
+    return rate.to(device, torch.promote_types(rate.dtype, torch.float32), non_blocking=True).reshape(())
 
 
 def last_decay(group: Group, lr: float) -> float:

@@ -44,16 +44,15 @@ def mean_square(params):
 def matrices(*shapes, dtype=torch.float32, seed=0):
     """Parameters of the given shapes with entries of size 0.1."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        nn.Parameter((0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)) for shape in shapes
-    ]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
+    return [nn.Parameter((0.1 * values).to(dtype)) for values in drawn]
 
 
 def set_gradients(params, step, seed=0):
     """Gradients that depend on the step alone, so that two optimizers can be fed the same."""
     for number, param in enumerate(params):
         generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + number)
-        grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        grad = torch.randn(param.shape, generator=generator, dtype=torch.float64, device="cpu")
         param.grad = grad.to(param.dtype)
 
 

@@ -53,10 +53,11 @@ class Captured(Generic[Result]):
 
     def as_written(self, batches: list[Batch]) -> Result:
         """A plain call, on the stream of the capture: autograd remembers on which stream it met the weights."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             result = self.function(batches)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        current.wait_stream(self._stream)
         return result
 
     def _fits(self, batches: list[Batch]) -> bool:
