@@ -185,3 +185,23 @@ def test_gpus_without_bfloat16_units_compute_in_what_they_have():
 def test_cpus_told_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, isa):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
     assert machine.cpu_has_bfloat16_units() is False
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "sgd"])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_many_small_decays_are_not_rounded_to_one_side(algorithm, capturable):
+    """A step of decay rounds a weight, once and to either side; `1 - phi` in float32 rounds to the same side always.
+
+    phi lies in the middle between two float32 numbers of the kind `1 - phi`, so that each step would lose 2^-25 of
+    every weight. The mean of many weights that are rounded to either side stays below a hundredth of that.
+    """
+    phi, steps = 2.0**-10 + 2.0**-25 - 2.0**-40, 600
+    start = torch.rand(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).add_(0.5).float()
+    param = nn.Parameter(start.clone())
+    group = {"params": [param], "algorithm": algorithm, "momentum": 0.5}
+    optimizer = MuonSW([group], lr=1e-3, weight_decay=phi, decay="fixed", capturable=capturable)
+    param.grad = torch.zeros_like(param)
+    for _ in range(steps):
+        optimizer.step()
+    error = param.detach().double() / (start.double() * (1 - phi) ** steps) - 1
+    assert abs(float(error.mean())) < 0.01 * steps * 2.0**-25

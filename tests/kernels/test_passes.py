@@ -115,7 +115,7 @@ def test_any_number_of_matrices_is_one_launch(device, monkeypatch):
 
 
 def test_many_small_decays_are_not_rounded_to_one_side(device):
-    """As in test_layouts, by the kernel: the mean over the weights stays far below 2^-25 a step."""
+    """As in test_precision, by the kernel: the mean over the weights stays far below 2^-25 a step."""
     phi, steps = 2.0**-10 + 2.0**-25 - 2.0**-40, 200
     start = (torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) + 0.5).to(device)
     weight, zero = start.clone(), torch.zeros_like(start)
