@@ -199,7 +199,7 @@ def test_many_small_decays_are_not_rounded_to_one_side(algorithm, capturable):
     start = torch.rand(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).add_(0.5).float()
     param = nn.Parameter(start.clone())
     group = {"params": [param], "algorithm": algorithm, "momentum": 0.5}
-    optimizer = MuonSW([group], lr=1e-3, weight_decay=phi, decay="fixed", capturable=capturable)
+    optimizer = MuonSW([group], lr=1e-3, weight_decay=phi, decay="fixed", capturable=capturable, ns_steps=1)
     param.grad = torch.zeros_like(param)
     for _ in range(steps):
         optimizer.step()

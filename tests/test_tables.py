@@ -1,5 +1,6 @@
 """Tables of addresses: their rows are checked, and whoever reads one finds it filled. On any machine."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -84,3 +85,22 @@ def test_whether_kernels_run_is_not_asked_under_a_capture(device, monkeypatch):
     assert not kernels.available(CUDA)
     device.capturing = False
     assert kernels.available(CUDA)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(index, monkeypatch):
+    """Triton launches on the current device."""
+    current, launches = [0], []
+
+    @contextmanager
+    def device(wanted):
+        current.append(wanted.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel = {(3,): lambda *given, **options: launches.append((current[-1], given, options))}
+    kernels.launch_on(torch.device("cuda", index), kernel, (3,), "pointer", BLOCK=8)
+    assert launches == [(index, ("pointer",), {"BLOCK": 8})]
+    assert current == [0]
