@@ -248,8 +248,8 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> No
     """End a capture that has failed, in the stream of the capture.
 
     Where the failure has invalidated it (something waited for the device), torch's own `capture_end` raises before it
-    has told anything that the capture is over. The allocator would then refuse to empty its cache, and up to torch
-    2.11 the generator would draw no number any more; only the end of a capture that succeeds sets it free.
+    ends the capture in allocator and generator. The allocator would then refuse to empty its cache, and in torch 2.11
+    the generator would draw no number any more: only the end of a capture that succeeds resets it.
     """
     from torch._C import _cuda_endAllocateToPool, _cuda_releasePool
 
@@ -259,7 +259,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> No
             graph.capture_end()
             return
         _invalid.append(graph)
-        with suppress(RuntimeError):  # it was told after all
+        with suppress(RuntimeError):  # where `capture_end` came so far
             _cuda_endAllocateToPool(device.index, pool)
             _cuda_releasePool(device.index, pool)
         empty = torch.cuda.CUDAGraph()
