@@ -139,12 +139,28 @@ def weight_norm():
     old = nn.Linear(8, 8)  # what the older function of torch leaves behind
     del old.weight
     old.weight_g, old.weight_v = parameter(8, 1), parameter(8, 8)
-    return holds(conv=conv, old=old, body=nn.Linear(8, 8))
+    fc, table = (parametrizations.weight_norm(layer) for layer in (nn.Linear(8, 32), nn.Embedding(9, 8)))
+    return holds(table=table, conv=conv, old=old, fc=fc, body=nn.Linear(32, 8), head=nn.Linear(8, 5))
 
 
 @idiom
 def spectral_norm():
-    return holds(conv=parametrizations.spectral_norm(nn.Conv2d(8, 8, 3)), body=nn.Linear(8, 8))
+    conv, fc = nn.Conv2d(8, 8, 3), nn.Linear(8, 24)
+    conv, fc, head = (parametrizations.spectral_norm(layer) for layer in (conv, fc, nn.Linear(8, 1)))
+    orthogonal = parametrizations.orthogonal(nn.Linear(24, 8), use_trivialization=False)
+    return holds(conv=conv, fc=fc, orthogonal=orthogonal, head=head)
+
+
+@idiom
+def linear_maps_as_bare_parameters():
+    """The speedrun of GPT-2: one stack for queries, keys and values, the parts of the MLP as plain matrices."""
+    first = holds(qkv_w=parameter(3, 16, 16), lambdas=parameter(2), c_proj=nn.Linear(16, 16, bias=False))
+    later = holds(qkvo_w=parameter(4, 16, 16), attn_gate=nn.Linear(12, 2, bias=False))
+    wide = holds(qkvo_w=parameter(16, 64))
+    blocks = [holds(attn=attn, mlp=holds(c_fc=parameter(16, 64), c_proj=parameter(16, 64))) for attn in (first, later)]
+    blocks.append(holds(attn=wide, mlp=holds(c_fc=parameter(64, 16), c_proj=parameter(64, 16))))
+    embed, values = nn.Embedding(50, 16), nn.ModuleList([nn.Embedding(50, 16)])
+    return holds(embed=embed, value_embeds=values, blocks=nn.ModuleList(blocks), lm_head=nn.Linear(16, 50))
 
 
 @idiom
@@ -303,6 +319,36 @@ def diffusion_transformer():
     inputs = {"x_embedder": nn.Conv2d(3, 16, 2), "pos_embed": parameter(1, 64, 16), "y_embedder": nn.Embedding(11, 16)}
     time = nn.Sequential(nn.Linear(20, 16), nn.SiLU(), nn.Linear(16, 16))
     return holds(**inputs, t_embedder=time, blocks=nn.ModuleList([block]), final=final)
+
+
+@idiom
+def diffusion_transformer_with_modulation_last(outputs=8):
+    """As DiT-S/4 and DiT-L/8 have it: the output is a third or a half of the width, and modulation comes after it."""
+    modulation = nn.Sequential(nn.SiLU(), nn.Linear(16, 96))
+    block = holds(qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16), adaLN_modulation=modulation)
+    final = holds(linear=nn.Linear(16, outputs), adaLN_modulation=nn.Sequential(nn.SiLU(), nn.Linear(16, 32)))
+    time = nn.Sequential(nn.Linear(20, 16), nn.SiLU(), nn.Linear(16, 16))
+    inputs = {"x_embedder": holds(proj=nn.Conv2d(4, 16, 2)), "t_embedder": holds(mlp=time)}
+    return holds(**inputs, blocks=nn.ModuleList([block]), final_layer=final)
+
+
+@idiom
+def diffusion_transformer_of_pixels():
+    """A patch has as many values as the model is wide."""
+    return diffusion_transformer_with_modulation_last(outputs=16)
+
+
+@idiom
+def autoencoder():
+    return nn.Sequential(
+        nn.Linear(48, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 48)
+    )
+
+
+@idiom
+def outputs_as_many_as_features():
+    """Sixteen classes in a net of width 16: nothing but a name could tell the last layer from the others."""
+    return holds(first=nn.Linear(28, 16), second=nn.Linear(16, 16), out=nn.Linear(16, 16))
 
 
 @idiom

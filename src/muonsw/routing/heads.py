@@ -51,11 +51,33 @@ def _in_a_block(layer: Layer, survey: Survey) -> tuple[str, str] | None:
 def _outside_blocks(layer: Layer, subject: Subject, survey: Survey) -> tuple[str, str] | None:
     if sum(other.gives is not None for other in survey.layers) == 1:
         return None  # a model of one layer has no inside and no outside
-    if _is_last(layer, survey):
+    if names.MODULATION.search(layer.path.lower()) and any((layer.gives or 0) / n in survey.reading for n in FUSED):
+        return None  # scale and shift for a layer beside it
+    last = layer is [other for other in survey.layers if other.gives is not None][-1]
+    if last and _gives_alone(layer, survey):
         return "head", f"it is the last layer of the model and the only one that gives {layer.gives} features"
-    if isinstance(subject.owner, _ConvNd) or survey.is_read(layer):
+    if isinstance(subject.owner, _ConvNd):
         return None
-    return _fused_or_head(layer, survey)
+    if not survey.is_read(layer):
+        return _fused_or_head(layer, survey)
+    if last and _may_be_output(layer, survey):
+        return "unclear", f"it is the last layer, but others read {layer.gives} features too"
+    if names.FINAL.match(holder_of(layer.path)):
+        return "unclear", f"{holder_of(layer.path)} is called final, but others read {layer.gives} features too"
+    return None
+
+
+def _may_be_output(layer: Layer, survey: Survey) -> bool:
+    """Whether a last layer whose features others could read may be an output: nothing else in the model is one.
+
+    The end of a list, of torch's attention, of a language model (its output is as wide as its embedding) and of a
+    trunk of one width throughout are not.
+    """
+    others = [other for other in survey.layers if other is not layer and other.gives is not None]
+    widths = {size for other in others for size in (*other.reads, other.gives)}
+    inside = isinstance(survey.modules[holder_of(layer.path)], nn.ModuleList | nn.MultiheadAttention)
+    has_output = any(not survey.is_read(other) for other in others if not survey.in_block(other.path))
+    return not inside and not has_output and survey.vocabulary is None and widths != {layer.gives}
 
 
 def _fused_or_head(layer: Layer, survey: Survey) -> tuple[str, str] | None:
@@ -65,7 +87,7 @@ def _fused_or_head(layer: Layer, survey: Survey) -> tuple[str, str] | None:
     beside = survey.modules[holder_of(layer.path)].children()
     counts = {*FUSED, *(len(module) for module in beside if isinstance(module, nn.ModuleList) and len(module))}
     parts = {gives // count for count in counts if gives % count == 0 and gives > count}
-    wholes = {gives * count for count in FUSED}
+    wholes = {gives * count for count in FUSED} - set(layer.reads)  # what it reads itself is the width of the trunk
     if any(other.order > layer.order and (parts | wholes) & set(other.reads) for other in near):
         return None
     if any(parts & set(other.reads) for other in near):
@@ -98,11 +120,10 @@ def _is_head_class(module: nn.Module) -> bool:
     return kind.endswith("Head") and kind != "Head"
 
 
-def _is_last(layer: Layer, survey: Survey) -> bool:
-    """Whether no layer comes after it, and no other gives as many features, as the layers of a trunk would."""
-    giving = [other for other in survey.layers if other.gives is not None]
-    unique = all(other.gives != layer.gives for other in giving[:-1])
-    return layer is giving[-1] and unique and layer.gives not in layer.reads
+def _gives_alone(layer: Layer, survey: Survey) -> bool:
+    """Whether no other layer gives as many features, as the layers of a trunk would."""
+    others = (other for other in survey.layers if other is not layer)
+    return layer.gives not in layer.reads and all(other.gives != layer.gives for other in others)
 
 
 def _is_concatenated(layer: Layer, survey: Survey) -> bool:

@@ -26,6 +26,8 @@ HEAD = re.compile(
     r"(_(dist\w*|aux|\d+))?$|^(output|embed_out|unembed|unembedding)$"
 )
 NOT_HEAD = re.compile(r"^[qkvor]_heads?$")
+FINAL = re.compile(r"^final(_layer)?$")
+MODULATION = re.compile(r"modulation|ada_?(ln|norm)|film")
 ADAPTER = re.compile(r"(^|_)(lora|hada|lokr)_", re.IGNORECASE)
 BIAS = re.compile(r"(^|_)bias(es)?($|_)|bias$")
 TABLE = re.compile(
@@ -36,7 +38,9 @@ ELEMENTWISE = re.compile(
     r"(^|_)(scale|gain|gamma|alpha|beta|lambda|temperature|decay|mix|mask|threshold|freqs?|inv_freq)($|_|\d)|"
     r"^A(_log)?$|_log$|^D$"
 )
-LINEAR = re.compile(r"(^|_)(weight|kernel|proj(ection)?|linear|w|in_proj_weight)($|_|\d)|^[wW][_a-z]?\d?$|^[wW]_|^v1$")
+LINEAR = re.compile(
+    r"(^|_)(weight|kernel|proj(ection)?|linear|w|in_proj_weight|fc|qkvo?|kv)($|_|\d)|^[wW][_a-z]?\d?$|^[wW]_|^v1$"
+)
 FUSED = re.compile(r"qkv|query_key_value|queries_keys_values|c_attn|(^|_)kv($|_)|gate_up|up_gate", re.IGNORECASE)
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from muonsw.routing import names
 from muonsw.routing.experts import Mixtures
-from muonsw.routing.heads import find_head
+from muonsw.routing.heads import FUSED, find_head
 from muonsw.routing.survey import (
     Subject,
     Survey,
@@ -32,6 +32,8 @@ ROLES = (*MATRIX_ROLES, *OTHER_ROLES)
 
 # Blocks in the weights of torch's recurrent layers, one for each gate, as torch documents them.
 GATES = {nn.LSTM: 4, nn.GRU: 3}
+
+LENGTHS = "the lengths of a weight's rows (weight norm)"
 
 _HEAD_COUNT = re.compile(r"^(n|num)_(\w+_)?heads?$|^heads$")
 _HEAD_SIZE = re.compile(r"^(d_head|head_dim|head_size|dim_head|d_kv)$")
@@ -95,15 +97,14 @@ def adapter(subject: Subject, known: Known) -> Decision | None:
 
 
 def parametrized(subject: Subject, _: Known) -> Decision | None:
-    """Pieces from which torch computes the weight: weight norm's length and direction, or others."""
-    if isinstance(subject.owner, ParametrizationList):
-        if any("WeightNorm" in type(part).__name__ for part in subject.owner):
-            return Decision("norm", "a piece of a weight that is normalized (weight norm)", {})
+    """Pieces from which torch computes the weight, other than a matrix that is only rescaled."""
+    module, own = subject.owner, subject.own
+    if isinstance(module, ParametrizationList):
+        if any("WeightNorm" in type(part).__name__ for part in module):
+            return Decision("norm", LENGTHS, {})
         return Decision("unclear", "the weight is computed from it by a parametrization", {})
-    if re.search(r"_[gv]$", subject.own) and {f"{subject.own[:-2]}_g", f"{subject.own[:-2]}_v"} <= set(
-        subject.owner._parameters
-    ):
-        return Decision("norm", "a piece of a weight that is normalized (weight norm)", {})
+    if own.endswith("_g") and f"{own[:-2]}_v" in module._parameters:
+        return Decision("norm", LENGTHS, {})
     return None
 
 
@@ -244,8 +245,11 @@ def linear(subject: Subject, known: Known) -> Decision | None:
     return None
 
 
-def heads_on_an_axis(subject: Subject, _: Known) -> Decision | None:
-    """Projections with an axis for heads, (width, heads, size) or (heads, in, out), as the module's own sizes tell."""
+def maps_on_an_axis(subject: Subject, _: Known) -> Decision | None:
+    """Projections with an axis for heads, (width, heads, size) or (heads, in, out), as the module's own sizes tell.
+
+    Or with one for queries, keys and values, (3, out, in), as a name such as `qkv` tells.
+    """
     if subject.param.dim() != 3:
         return None
     config = getattr(subject.owner, "config", None)
@@ -258,7 +262,8 @@ def heads_on_an_axis(subject: Subject, _: Known) -> Decision | None:
         view: View = {"matrix": "flatten"} if back else {"matrix": "flatten", "transposed": True}
         return Decision("hidden", f"a projection with an axis for its {second} heads", view)
     offsets = bias_of(subject.owner, subject.own)
-    if first in counts or (offsets is not None and tuple(offsets.shape) in ((first, second), (first, third))):
+    fused = first in FUSED and names.FUSED.search(subject.own)
+    if fused or first in counts or (offsets is not None and offsets.shape in ((first, second), (first, third))):
         swapped = offsets is not None and second != third and tuple(offsets.shape) == (first, third)
         view = {"matrix": "stack", "transposed": True} if swapped else {"matrix": "stack"}
         return Decision("hidden", f"{first} linear maps side by side", view)
@@ -284,7 +289,7 @@ RULES: tuple[Rule, ...] = (
     table,
     known_module,
     linear,
-    heads_on_an_axis,
+    maps_on_an_axis,
     unclear,
 )
 

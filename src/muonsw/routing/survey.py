@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -16,6 +16,8 @@ from muonsw.routing import names
 
 TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase, nn.LocalResponseNorm)
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Parametrizations of torch that change only the length of what is trained: it is still the layer's matrix.
+RESCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
 _EXPERT_COUNT = re.compile(r"^((num|n|moe)_)?(\w+_)?experts?$")
 
 
@@ -47,7 +49,8 @@ class Subject(NamedTuple):
 class Layer(NamedTuple):
     """Something that reads features: its place, how many it reads, and how many it gives (None for norms).
 
-    `certain` is false where a bare matrix does not tell which of its axes is which.
+    `certain` is false where a bare matrix does not tell which of its axes is which; `down` if its name says that it
+    leads back to the width of the model.
     """
 
     order: int
@@ -56,6 +59,7 @@ class Layer(NamedTuple):
     gives: int | None
     weight: Tensor | None
     certain: bool = True
+    down: bool = False
 
 
 class Survey:
@@ -89,11 +93,21 @@ class Survey:
                 yield self.subject(name, param)
 
     def subject(self, name: str, param: Tensor) -> Subject:
-        """A parameter's place; lists and dicts of parameters are passed through to the module that holds them."""
-        path, _, own = name.rpartition(".")
+        """A parameter's place."""
+        path, own = self._place(*name.rpartition(".")[::2])
+        return Subject(name, param, own, path, self.modules[path])
+
+    def _place(self, path: str, own: str) -> tuple[str, str]:
+        """The layer that a parameter belongs to and its name there, whatever torch keeps between the two."""
         while isinstance(self.modules[path], nn.ParameterList | nn.ParameterDict):
             path, _, own = path.rpartition(".")
-        return Subject(name, param, own, path, self.modules[path])
+        module = self.modules[path]
+        if isinstance(module, ParametrizationList) and own == _trained_matrix(module):
+            layer, _, own = f".{path}".rpartition(".parametrizations.")
+            return layer[1:], own
+        is_direction = own.endswith("_v") and f"{own[:-2]}_g" in module._parameters
+        is_original = own.endswith("_orig") and own[:-5] not in module._parameters
+        return path, own[:-2] if is_direction else own[:-5] if is_original else own
 
     def ancestors(self, path: str) -> Iterator[tuple[str, nn.Module]]:
         """The module itself and those around it, the innermost first, without the model itself."""
@@ -125,19 +139,22 @@ class Survey:
 
     def _find_owners(self) -> dict[Tensor, list[nn.Module]]:
         owners: dict[Tensor, list[nn.Module]] = {}
-        for module in self.modules.values():
-            for param in module._parameters.values():
+        for path, module in self.modules.items():
+            for own, param in module._parameters.items():
                 if param is not None:
-                    owners.setdefault(param, []).append(module)
+                    owners.setdefault(param, []).append(self.modules[self._place(path, own)[0]])
         return owners
 
     def _turned(self, layers: list[Layer]) -> list[Layer]:
-        """Bare matrices the other way round where only that fits: others know the size of the first axis alone."""
+        """Bare matrices the other way round where only that fits: others know the size of one axis alone."""
         widths = {size for layer in layers if layer.certain for size in (*layer.reads, layer.gives)}
+
+        def fits_turned(layer: Layer) -> bool:
+            reads, gives = set(layer.reads) <= widths, layer.gives in widths
+            return not layer.certain and reads != gives and (reads if layer.down else gives)
+
         return [
-            layer._replace(reads=(layer.gives or 0,), gives=layer.reads[0])
-            if not layer.certain and layer.gives in widths and layer.reads[0] not in widths
-            else layer
+            layer._replace(reads=(layer.gives or 0,), gives=layer.reads[0]) if fits_turned(layer) else layer
             for layer in layers
         ]
 
@@ -236,8 +253,27 @@ def _is_table(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) or kind.endswith(("embedding", "embeddings"))
 
 
+def _trained_matrix(parametrized: ParametrizationList) -> str | None:
+    """Under which name a parametrized weight is trained as the matrix it is; None where it is computed otherwise."""
+    kinds = {type(part).__name__ for part in parametrized}
+    if not kinds <= RESCALING:
+        return None
+    return "original1" if "_WeightNorm" in kinds else "original"
+
+
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """What is trained as a layer's weight; weight norm, spectral norm and pruning keep it under other names."""
+    own = module._parameters
+    found = next((own[name] for name in ("weight", "weight_v", "weight_orig") if own.get(name) is not None), None)
+    held = getattr(module, "parametrizations", None)
+    if found is None and isinstance(held, nn.ModuleDict) and "weight" in held:
+        parametrized = held["weight"]
+        found = parametrized._parameters.get(_trained_matrix(cast("ParametrizationList", parametrized)) or "")
+    return found
+
+
 def _layers_of(order: int, path: str, module: nn.Module) -> Iterator[Layer]:
-    weight = module._parameters.get("weight")
+    weight = _weight_of(module)
     if isinstance(module, nn.Linear):
         yield Layer(order, path, (module.in_features,), module.out_features, weight)
     elif isinstance(module, _ConvNd):
@@ -264,7 +300,7 @@ def _bare_layers(order: int, path: str, module: nn.Module) -> Iterator[Layer]:
             rows, columns = param.shape
             gives, reads = (columns, rows) if is_in_out(module) else (rows, columns)
             certain = hasattr(module, "in_features") or bias_of(module, own) is not None
-            yield Layer(order, path, (reads,), gives, param, certain)
+            yield Layer(order, path, (reads,), gives, param, certain, bool(names.DOWN.search(own.lower())))
 
 
 def _normalized(module: nn.Module) -> tuple[int, ...]:
