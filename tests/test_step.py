@@ -1,5 +1,6 @@
 """What a step promises: order, atomicity, closures, hooks, missing and bad gradients."""
 
+import math
 import warnings
 
 import pytest
@@ -381,3 +382,22 @@ def test_it_says_nothing_where_no_decay_is_meant_or_one_group_decays(given, in_o
     params = matrices((4, 6), (6,))
     groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:], "weight_decay": 0.0, **in_one_group}]
     run(AdamWSW(groups, lr=0.1, **given), params, 2)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_warning_of_a_step_points_at_the_users_line(scheduled):
+    """Whatever torch has wrapped around `step`."""
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = MuonSW([weight], lr=0.02)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    weight.grad = torch.full_like(weight, math.nan)
+    with pytest.warns(NonFiniteGradientWarning) as caught:
+        optimizer.step()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_warning_of_the_router_points_at_the_users_line():
+    with pytest.warns(UserWarning, match="found no matrix") as caught:
+        MuonSW.for_model(nn.Embedding(4, 4), lr=0.02)
+    assert caught[0].filename == __file__

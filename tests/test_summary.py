@@ -36,6 +36,7 @@ def test_it_counts_what_the_step_orthogonalized_and_moved():
     assert "10 matrices orthogonalized; moved 164 parameters by muon, 7 parameters by adamw" in text
     assert "hidden" in text
     json.dumps(summary.as_data(), allow_nan=False)
+    assert [group.rule for group in summary.groups] == ["scaled"] * 4 + ["none"], "as routing() says it"
 
 
 def test_before_the_first_step_and_after_a_skipped_one_nothing_was_moved():

@@ -110,7 +110,7 @@ def _adopted(name: str, param: Tensor, other: Optimizer, group: Group) -> Adopte
     if layout is None:
         raise ValueError(
             f"{name} is in a group of {type(other).__name__} with the keys {', '.join(sorted(group))}, a layout that "
-            f"is not known; known are torch's Muon, AdamW and SGD, Keller Jordan's Muon and dion's Muon"
+            f"is not known; adopt knows torch's Muon, AdamW and SGD, Keller Jordan's Muon and dion's Muon"
         )
     found = layout(name, param, group, dict(other.state.get(param) or {}))
     records = {key: group[key] for key in _RECORDS if key in group}

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from muonsw import peak
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.options import validate_option
+from muonsw.warn import users_line
 from muonsw.wrapped import unwrap_optimizer
 
 # torch optimizers that add their decay to the gradient: no weight_decay makes that a shrinkage of the weight.
@@ -167,7 +168,7 @@ class DecayDriver:
         message = peak.never_reached(group, label)
         if message is not None and not self._told:
             self._told = True
-            warnings.warn(message, peak.PeakLRWarning, stacklevel=5)
+            warnings.warn(message, peak.PeakLRWarning, stacklevel=users_line())
 
 
 # Where an optimizer keeps its driver.

@@ -20,6 +20,7 @@ from muonsw.algorithms import Item
 from muonsw.flag import Flag, Flags
 from muonsw.nonfinite import NonFiniteGradientWarning, describe_non_finite
 from muonsw.peak import Group, PeakLRError, PeakLRWarning
+from muonsw.warn import users_line
 
 _NO_GRADIENT = (
     "this step found no gradient at all, so nothing was changed; if the model was wrapped, sharded or moved after the "
@@ -133,7 +134,7 @@ class Notices:
     def _tell(self, topic: str, message: str, category: type[Warning] = UserWarning) -> None:
         if topic not in self._told:
             self._told.add(topic)
-            warnings.warn(message, category, stacklevel=6)
+            warnings.warn(message, category, stacklevel=users_line())
 
     def _warn_of_skips(self, skipped: int, items: Sequence[Item] = ()) -> None:
         """Warn at the first skipped step, and whenever their number has grown tenfold."""
@@ -147,5 +148,5 @@ class Notices:
             f"{steps} been skipped so far: {cause}; weights and state stayed as they were. If it goes on, lower the "
             f"learning rate, or find the cause with nonfinite='raise'",
             NonFiniteGradientWarning,
-            stacklevel=6,
+            stacklevel=users_line(),
         )

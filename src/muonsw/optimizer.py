@@ -36,6 +36,7 @@ from muonsw.replay import Replay, obstacle
 from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import ensure_state
 from muonsw.summary import GroupSummary, Summary
+from muonsw.warn import users_line
 from muonsw.work import Batch, items_of, work_of
 from muonsw.wrapped import unwrap_optimizer, unwrap_scheduler
 
@@ -184,7 +185,7 @@ class ScaledDecayOptimizer(Optimizer):
             warnings.warn(
                 "rounding='nearest' loses decay and small updates of low-precision weights; "
                 "use 'stochastic' or 'kahan'",
-                stacklevel=2,
+                stacklevel=users_line(),
             )
 
     def _complete(self, group: Group) -> Group:
@@ -496,7 +497,7 @@ class ScaledDecayOptimizer(Optimizer):
             parameters=sum(param.numel() for param in moved),
             matrices=sum(ALGORITHMS[group["algorithm"]].matrices(group, param) for param in moved),
             lr=lr,
-            rule=group["decay"] if norm is None or norm.decays else "none",
+            rule=group["decay"] if group["weight_decay"] and (norm is None or norm.decays) else "none",
             norm=norms.FREE if norm is None else group["norm"],
             decay=rates.last_decay(group, lr),
             peak_lr=top,
@@ -547,7 +548,7 @@ class ScaledDecayOptimizer(Optimizer):
             if group["highest_lr"] is None:  # a state that does not tell: assume the best
                 group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
         for message, labels in surprises.items():
-            warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=2)
+            warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
 
     def adopt(self, *others: Any, peak_lr: float | None = None) -> None:
         """Take over the optimizers of a run that is under way: torch's Muon and AdamW, Keller Jordan's, dion's.

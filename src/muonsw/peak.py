@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiplicativeLR
 
+from muonsw.warn import users_line
+
 # LinearLR and others reach the peak with a rounding error. They multiply the rate again and again, so a rate that is
 # held in a tensor may be off by many roundings of its dtype: allow a thousand, but never a noticeable excess.
 PEAK_TOLERANCE = 1e-6
@@ -150,7 +152,7 @@ def _follow_record(group: Group, label: str) -> None:
     else:
         return
     set_resolved_peak(group, peak)
-    warnings.warn(message, PeakLRWarning, stacklevel=2)
+    warnings.warn(message, PeakLRWarning, stacklevel=users_line())
 
 
 def join_in_mid_run(group: Group, others: list[Group], label: str) -> None:
@@ -174,7 +176,7 @@ def join_in_mid_run(group: Group, others: list[Group], label: str) -> None:
         f"{label} joins a run whose learning rate is below its peak; its own peak is taken to be its learning rate "
         f"{lr:g}; pass peak_lr in the group if it is another",
         PeakLRWarning,
-        stacklevel=3,
+        stacklevel=users_line(),
     )
 
 

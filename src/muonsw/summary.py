@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from muonsw.text import text_table
+from muonsw.text import counted, text_table
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Summary:
         return asdict(self)
 
     def __str__(self) -> str:
-        moved = ", ".join(f"{count:,} parameters by {name}" for name, count in self.parameters.items())
-        first = f"{self.matrices:,} matrices orthogonalized; moved {moved}"
+        moved = ", ".join(f"{counted(count, 'parameter')} by {name}" for name, count in self.parameters.items())
+        first = f"{counted(self.matrices, 'matrix', 'matrices')} orthogonalized; moved {moved}"
         if self.skipped:
             first = "the last step was skipped: a gradient was not finite"
         rows = [("group", "role", "algorithm", "parameters", "matrices", "lr", "rule", "decay", "peak")]

@@ -18,6 +18,7 @@ from muonsw.distributed.layout import COPIES, HERE, OTHER, Layout, Layouts
 from muonsw.distributed.plan import Met, Round, make_rounds, share_by_cost
 from muonsw.distributed.shards import any_spread, as_spread, is_spread
 from muonsw.precision import state_dtype
+from muonsw.warn import users_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -222,5 +223,5 @@ def _warn_of_the_slow_way(items: Sequence[Item]) -> None:
     warnings.warn(
         f"{names} lie over ranks in a way that has no fast exchange ({placements}); every rank gathers and "
         f"orthogonalizes them whole, which is right and slow",
-        stacklevel=7,
+        stacklevel=users_line(),
     )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from muonsw import machine
+from muonsw.warn import users_line
 
 # Set to "0" to take the torch path everywhere, to compare or to search for an error.
 SWITCH = "MUONSW_KERNELS"
@@ -50,7 +51,9 @@ def _usable(device: torch.device) -> bool:
         return False
     reason = _failure(device) if machine.triton() else "Triton is not installed"
     if reason:
-        warnings.warn(f"steps on {device} use plain torch operations, which are slower: {reason}", stacklevel=2)
+        warnings.warn(
+            f"steps on {device} use plain torch operations, which are slower: {reason}", stacklevel=users_line()
+        )
     return not reason
 
 

@@ -16,6 +16,7 @@ from muonsw.options import COMMON, validate_option
 from muonsw.registry import unknown
 from muonsw.routing.names import aliases
 from muonsw.routing.roles import MATRIX_ROLES, ROLES, Routed, classify
+from muonsw.warn import users_line
 
 Group = dict[str, Any]
 
@@ -172,5 +173,5 @@ def _warn_without_matrices(groups: list[Group]) -> None:
     warnings.warn(
         f"MuonSW.for_model found no matrix to orthogonalize: every parameter goes to another algorithm (roles: "
         f"{', '.join(roles)}). Look at optimizer.routing(reasons=True).{lora}",
-        stacklevel=4,
+        stacklevel=users_line(),
     )
