@@ -210,7 +210,7 @@ def test_amounts_that_are_none(text):
         ({"preset": "w256", "steps": 9, "tflops": 0.0}, "tflops=0.0 must be positive"),
         ({"preset": "w256", "steps": 9, "peak_lr": -1.0}, "peak_lr=-1.0 must be positive"),
         ({"preset": "w256", "steps": 9, "warmup_steps": 9}, "warmup_steps=9"),
-        ({"recipe": "kimi-k3"}, "unknown recipe 'kimi-k3'; known are glm-4.5"),
+        ({"recipe": "kimi-k3"}, "unknown recipe 'kimi-k3'; choose from glm-4.5"),
         ({"recipe": "kimi-k2", "weight_decay": 0.2}, "--weight-decay does not go with --recipe"),
     ],
 )

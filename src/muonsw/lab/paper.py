@@ -107,7 +107,7 @@ class PrintedRecipe:
 _FRONTIER_UNKNOWN = (
     "batch size and steps: sums over steps need --batch-tokens, a constant batch is assumed",
     "warmup: none is assumed unless --warmup-steps is given",
-    "shape of the schedule: the paper's text says cosine for these recipes in general; --shape tries another",
+    "shape of the schedule: the paper's text says cosine for these recipes in general; --schedule tries another",
     "learning-rate factors of single groups: the printed one is taken for all matrices",
 )
 _OWN_UNKNOWN = ("whether eta_max of the divided groups was divided too: both are shown",)
@@ -154,5 +154,5 @@ def find_recipe(name: str) -> PrintedRecipe:
         0.00025
     """
     if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; known are {', '.join(RECIPES)}")
+        raise ValueError(f"unknown recipe {name!r}; choose from {', '.join(RECIPES)}")
     return RECIPES[name]

@@ -37,14 +37,14 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
         >>> from_data(MuP, {"base_widht": 128})
         Traceback (most recent call last):
         ...
-        ValueError: unknown setting base_widht; known are enabled, base_width, init_std, embedding, residual
+        ValueError: unknown setting base_widht; known settings: enabled, base_width, init_std, embedding, residual
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{where or 'the settings'}: expected an object with settings, not {data!r}")
     hints, known = get_type_hints(kind), {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     for key in data:
         if key not in known:
-            raise ValueError(f"unknown setting {_dotted(where, key)}; known are {', '.join(known)}")
+            raise ValueError(f"unknown setting {_dotted(where, key)}; known settings: {', '.join(known)}")
     for name, field in known.items():
         if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"setting {_dotted(where, name)} is missing")

@@ -110,12 +110,12 @@ def change_text(change: float) -> str:
 
     Examples:
         >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
-        ('\N{MINUS SIGN}60 %', '+2 %', '0 %')
+        ('-60%', '+2%', '0%')
     """
     if not math.isfinite(change):
         return MISSING
     whole = round(100 * change)
-    return f"{whole:+d} %".replace("-", "\N{MINUS SIGN}") if whole else "0 %"
+    return f"{whole:+d}%" if whole else "0%"
 
 
 def print_table(console: Console, table: Table, *, verbose: bool = False, hint: str = "--verbose shows them") -> None:

@@ -1,4 +1,4 @@
-"""Printing sentences as they are, harmless whatever they hold, and without ending the work if nobody takes them."""
+"""Printing sentences: harmless whatever they hold, in what the stream can encode, and past a reader that has gone."""
 
 from __future__ import annotations
 
@@ -22,11 +22,20 @@ Given = ParamSpec("Given")
 _STEERING = chain(range(0x20), range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
 _SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _STEERING if chr(code) not in "\n\t"}
 
+# What a stream that is not UTF-8 gets for the signs that our tables and sentences use.
+_ASCII = str.maketrans(
+    {
+        "λ": "lambda", "φ": "phi", "η": "eta", "β": "beta", "Σ": "sum ", "Δ": "delta ", "·": " ", "±": "+-",
+        "≤": "<=", "≥": ">=", "≈": "~", "→": "->", "²": "^2", "√": "sqrt ", "∞": "inf", "…": "...", "•": "-",
+        "\N{MULTIPLICATION SIGN}": "x", "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{EM DASH}": "-",
+    }
+)  # fmt: skip
+
 
 def harmless(text: object) -> str:
     r"""A text in which nothing can steer a terminal: such characters are shown by their code.
 
-    Names, settings and documents come from files that somebody else may have written.
+    Names, settings and documents come from files that others may have written.
 
     Examples:
         >>> print(harmless("a run named \x1b]52;c;aGk=\x07"))
@@ -41,15 +50,24 @@ def say(console: Console, text: object) -> None:
 
 
 class _Enduring:
-    """A stream that is silent once it cannot be written to: the reader of a pipe has gone, or a disk is full."""
+    """A stream that takes any character, and is silent once it cannot be written to: a pipe is closed, a disk full."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        self._attempt(self.stream.write, text)
+        self._attempt(self.stream.write, self._encodable(text))
         return len(text)
+
+    def _encodable(self, text: str) -> str:
+        """The text, in signs that the stream's encoding has, as ASCII where the locale is C."""
+        encoding = self.stream.encoding or "utf-8"
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
+        return text
 
     def flush(self) -> None:
         self._attempt(self.stream.flush)

@@ -80,7 +80,7 @@ def test_peers_that_are_missing_are_named(monkeypatch):
     assert missing == ["absent"]
     assert set(found) == {*steps.USUAL, "present"}
     assert set(steps.contenders(graphs=True)[0]) == {*found, *steps.USUAL_GRAPHS}
-    with pytest.raises(UsageError, match="nobody here is called 'muonws'; known are muonsw"):
+    with pytest.raises(UsageError, match="there is no optimizer 'muonws' to time; choose from muonsw"):
         steps.contenders(["muonws"])
 
 
@@ -148,12 +148,12 @@ def test_tables_fit_into_80_columns():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sets", "w257"], "there is no set of matrices 'w257'; known are small"),
+        (["--sets", "w257"], "there is no set of matrices 'w257'; choose from small"),
         (["--preset", "w257"], "unknown preset 'w257'"),
         (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--micro", "0"], "--micro must be at least 1"),
+        (["--micro-batch", "0"], "--micro-batch must be at least 1"),
         (["--device", "tpu"], "--device is auto, cpu or cuda"),
-        (["--only", "nobody"], "nobody here is called 'nobody'"),
+        (["--only", "nobody"], "there is no optimizer 'nobody' to time"),
     ],
 )
 def test_mistakes_are_told_before_any_work(arguments, message, capsys):

@@ -125,7 +125,7 @@ def test_an_unwritable_folder_is_refused_before_the_work(tmp_path, capsys):
     assert "choose another" in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["reproduce", "--nonsense"], ["trian"]])
+@pytest.mark.parametrize("arguments", [["reproduce", "--nonsense"], ["plan", "--steps", "few"]])
 def test_a_malformed_command_line_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
@@ -192,6 +192,7 @@ def test_advice_is_text_within_eighty_columns_or_data(capsys):
     text = capsys.readouterr().out
     assert "Measured: width 128" in text
     assert max(map(len, text.splitlines())) < 80
+    assert all(f"{head}: " in text for head in ("takes", "leaves", "RMS", "cost", "try")), "its table has a legend"
     assert main(["advise", "--steps", "1600", "--rules", "scaled", "log_time", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [rule["rule"] for rule in data["rules"]] == ["scaled", "log_time"]

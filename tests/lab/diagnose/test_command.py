@@ -69,11 +69,12 @@ def test_one_run_is_written_beside_it_and_printed_plainly(tmp_path, capsys):
     assert Diagnose(runs=(run,)).run() == 0
     printed = capsys.readouterr().out
     assert (run / "diagnose" / "diagnose.json").exists()
-    assert f"wrote {run / 'diagnose'}: diagnose.json and 1 figures" in printed
+    assert f"wrote {run / 'diagnose'}: diagnose.json and 1 figure as" in printed
     assert "$走 (constant)" in printed
     assert "Only 6 telemetry samples" in " ".join(printed.split())
     assert "role:experts" in printed
     assert "\x1b" not in printed
+    assert all(f"{sign}: " in printed for sign in ("norm", "r*", "φ", "2Σφ")), "a table has a legend"
 
 
 def test_a_terminal_gets_the_same_numbers_in_a_table(tmp_path):

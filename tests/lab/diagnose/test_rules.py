@@ -113,7 +113,7 @@ def test_what_scaled_decay_would_hold_is_what_it_holds(tmp_path):
     assert scaled.last("weight_rms") == pytest.approx(finding.numbers["held_norm"], rel=0.02)
     lost = 1.0 - constant.last("weight_rms") / constant.highest("weight_rms")
     assert finding.numbers["lost"] == pytest.approx(lost)
-    assert f"lost {100 * lost:.0f}% of their peak norm" in finding.text
+    assert f"lost {100 * lost:.0f}% of the norm that they had at step" in finding.text
     assert "learning rate is at 10% of its peak" in finding.text
 
 

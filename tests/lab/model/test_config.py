@@ -65,7 +65,7 @@ def test_invalid_mup_constants_are_named():
 
 
 def test_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown preset 'w99'; known are w128, w256"):
+    with pytest.raises(ValueError, match=r"unknown preset 'w99'; choose from w128, w256"):
         preset("w99")
 
 

@@ -96,5 +96,5 @@ def test_a_model_from_the_meta_device_is_filled_with_the_same_bits():
 def test_unknown_names_and_rules_are_refused():
     with pytest.raises(ValueError, match=r"no muP role for parameter 'layers\.0\.bias'"):
         role_of("layers.0.bias")
-    with pytest.raises(ValueError, match="known are adam, sqrt, none"):
+    with pytest.raises(ValueError, match="choose from adam, sqrt, none"):
         muon_lr_multiplier(small(), "cube")

@@ -157,6 +157,9 @@ def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid(tm
         best = tuned.arm.optimizer.weight_decay
         assert tuned.losses[best] == min(tuned.losses.values())
         assert tuned.at_edge == (best in (tried[0], tried[-1]))
+        written = tuned.as_data()
+        assert {one["weight_decay"]: one["loss"] for one in written["tried"]} == tuned.losses
+        assert (written["best"], written["arm"]) == (best, tuned.name)
         assert len(tried) == 6 or not tuned.at_edge, "the search stops at an edge only after three extensions"
     assert all(path.name.endswith("seed7") for path in (tmp_path / "runs").iterdir())
     table = sweep_table(found)
@@ -296,10 +299,12 @@ def test_a_foreign_report_is_noticed_before_any_training(foreign, tmp_path, caps
 def test_the_command_prints_the_verdict_one_table_and_where_the_files_are(tmp_path, capsys):
     options = ["--seeds", "1", "--steps", "2", "--workers", "1", "--device", "cpu", "--telemetry-every", "1"]
     assert main(["compare", "--data", tokens(), "--out", str(tmp_path), *options]) == 0
-    *_, sentence, _, title, heading, one, other, _, files = capsys.readouterr().out.splitlines()
+    *_, sentence, _, title, heading, one, other, legend, _, files = capsys.readouterr().out.splitlines()
     assert "one seed says nothing about chance" in sentence
     assert title == "Arms"
     assert [line.split()[0] for line in (heading, one, other)] == ["arm", "constant", "scaled"]
+    assert "phi: share of a weight" in legend
+    assert "N = 2 sum phi" in legend
     assert files.startswith("wrote outcome.json, report.html and")
     assert files.endswith(f"figures to {tmp_path}")
     assert load_run(tmp_path / "runs" / "scaled-seed0").telemetry.step.tolist() == [1, 2]

@@ -223,7 +223,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         ),
     }
 )
-# What is timed unless somebody says otherwise, beside the peers that are installed; and what else on a CUDA device.
+# What is timed by default, beside the peers that are installed; and what else on a CUDA device.
 USUAL = ("muonsw", "torch.optim.Muon", "AdamWSW", "torch AdamW fused", "SGDSW", "torch SGD fused")
 USUAL_GRAPHS = ("muonsw replayed", "AdamWSW replayed", "SGDSW replayed")
 
@@ -236,12 +236,12 @@ def contenders(only: Sequence[str] | None = None, *, graphs: bool = False) -> tu
         graphs: whether the usual ones include steps that are replayed.
 
     Raises:
-        UsageError: If somebody is asked for whom nobody knows.
+        UsageError: If a name is not known.
     """
     known, usual = (*OURS_AND_TORCHS, *PEERS), (*USUAL, *(USUAL_GRAPHS if graphs else ()))
     wrong = [name for name in only or () if name not in known]
     if wrong:
-        raise UsageError(f"nobody here is called {wrong[0]!r}; known are {', '.join(known)}")
+        raise UsageError(f"there is no optimizer {wrong[0]!r} to time; choose from {', '.join(known)}")
     found = {name: make for name, make in OURS_AND_TORCHS.items() if name in (only or usual)}
     missing = []
     for name, load in PEERS.items():

@@ -1,71 +1,80 @@
 """The commands of `muonsw`: adding one is one entry in `COMMANDS`.
 
-A command is a frozen dataclass whose fields are its options and whose `run` returns an exit code.
+A command is a frozen dataclass whose fields are its options and whose `run` returns an exit code. Only the command
+that is run is imported.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from typing import Protocol
+from typing import NamedTuple, cast
 
-import tyro
-
-from muonsw.lab.commands.advise import Advise
-from muonsw.lab.commands.bench import Bench
-from muonsw.lab.commands.compare import Compare
-from muonsw.lab.commands.data import Data
-from muonsw.lab.commands.diagnose import Diagnose
-from muonsw.lab.commands.export import Export, Sample
-from muonsw.lab.commands.plan import Plan
-from muonsw.lab.commands.report import Report
-from muonsw.lab.commands.reproduce import Reproduce
-from muonsw.lab.commands.train import Train
+from muonsw.lab.commands.parsing import Command, parse, width
+from muonsw.lab.errors import USAGE
 from muonsw.lab.terminal import harmless
+from muonsw.registry import unknown
 
 
-class Command(Protocol):
-    """What `muonsw` can run."""
+class Entry(NamedTuple):
+    """Where a command is, as `module:class` of this package, and what `muonsw --help` says of it."""
 
-    def run(self) -> int:
-        """Do it and return the exit code."""
-        ...
+    place: str
+    summary: str
 
 
-COMMANDS: Mapping[str, type[Command]] = {
-    "compare": Compare,
-    "reproduce": Reproduce,
-    "plan": Plan,
-    "advise": Advise,
-    "data": Data,
-    "train": Train,
-    "report": Report,
-    "diagnose": Diagnose,
-    "export": Export,
-    "sample": Sample,
-    "bench": Bench,
+COMMANDS: Mapping[str, Entry] = {
+    "compare": Entry("compare:Compare", "train a model under several decay rules and compare the results"),
+    "reproduce": Entry("reproduce:Reproduce", "run a study of the paper and check its claims"),
+    "plan": Entry("plan:Plan", "compute size, cost, learning rates and decay of a run"),
+    "advise": Entry("advise:Advise", "say whether decay matters in a run, and which lambda to try"),
+    "data": Entry("data:Data", "prepare training data, verify it, or describe it"),
+    "train": Entry("train:Train", "train a model, or continue a run that was stopped"),
+    "report": Entry("report:Report", "write one page about one or several runs"),
+    "diagnose": Entry("diagnose:Diagnose", "show what decay does to the weights of runs"),
+    "export": Entry("export:Export", "write the model of a run as safetensors"),
+    "sample": Entry("export:Sample", "let a trained model continue a text"),
+    "bench": Entry("bench:Bench", "time optimizer steps and training on this machine"),
 }
+ABOUT = (
+    "Muon-SW and its paper: train, compare, measure, and reproduce with claims that are checked.",
+    "`muonsw COMMAND --help` lists the options of a command, `muonsw --version` prints the version.",
+    "Exit codes: 0 done, 1 a claim failed or damage was found, 2 it cannot be done as asked, 3 a fault of the "
+    "machine, 128 plus the signal if it was stopped (130 for Ctrl-C).",
+)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the command it names; usage errors exit with 2."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    shown, command = [harmless(word) for word in given], None
-    if shown != given:
+    if given[:1] in ([], ["-h"], ["--help"]):
+        print(overview(), file=sys.stdout if given else sys.stderr)
+        return 0 if given else USAGE
+    name, *options = given
+    if name not in COMMANDS:
+        print(f"muonsw: {unknown('command', harmless(name), list(COMMANDS))}", file=sys.stderr)
+        return USAGE
+    kind, shown, command = load(name), [harmless(word) for word in options], None
+    if shown != options:
         # A usage error repeats what was typed. One about words that could steer a terminal is made from harmless ones.
         with suppress(SystemExit), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            command = _parsed(given)
-    return (command or _parsed(shown)).run()
+            command = parse(name, kind, options)
+    return (command or parse(name, kind, shown)).run()
 
 
-def _parsed(arguments: Sequence[str]) -> Command:
-    return tyro.extras.subcommand_cli_from_dict(
-        dict(COMMANDS),
-        prog="muonsw",
-        description="Muon-SW and its paper: train, compare, measure, and reproduce with claims that are checked. "
-        "`muonsw --version` prints the version. Exit codes: 0 done, 1 a claim failed or damage was found, 2 it cannot "
-        "be done as it was asked, 3 a fault of the machine, 128 plus the signal if it was stopped (130 for Ctrl-C).",
-        args=arguments,
-    )
+def load(name: str) -> type[Command]:
+    """The class of a command."""
+    module, _, kind = COMMANDS[name].place.partition(":")
+    return cast("type[Command]", getattr(importlib.import_module(f"{__name__}.{module}"), kind))
+
+
+def overview() -> str:
+    """What `muonsw --help` prints."""
+    longest = max(map(len, COMMANDS))
+    listed = [f"  {name:<{longest}}  {entry.summary}" for name, entry in COMMANDS.items()]
+    about = [textwrap.fill(paragraph, width()) for paragraph in ABOUT]
+    return "\n\n".join(["usage: muonsw COMMAND [OPTIONS]", about[0], "\n".join(["commands:", *listed]), *about[1:]])

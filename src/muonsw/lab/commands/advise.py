@@ -10,9 +10,12 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, arg
 
 from muonsw.advice import Advice, advise
+from muonsw.decay import DECAY_RULES
 from muonsw.lab.errors import UsageError
 from muonsw.lab.storage import plain
 from muonsw.lab.terminal import say
+
+RULES_HELP = f"Decay rules to compare; the verdict is about the first. Known rules: {', '.join(DECAY_RULES)}."
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,14 @@ class Advise:
     steps: Annotated[int, arg(metavar="N")]
     """Updates of the run."""
 
-    peak_lr: float = 0.02
+    peak_lr: Annotated[float, arg(name="lr")] = 0.02
     """Peak learning rate of the matrices that decay."""
 
     weight_decay: float = 0.1
     """Lambda."""
 
     schedule: str = "cosine"
-    """The learning rate after warmup: cosine, wsd or constant."""
+    """Learning rate after warmup: cosine, wsd or constant."""
 
     final_fraction: float = 0.1
     """What is left of the peak at the end."""
@@ -41,19 +44,18 @@ class Advise:
     """The share of the run in which the learning rate falls under wsd."""
 
     warmup_steps: int | None = None
-    """Updates of warmup; the paper's rule unless given."""
+    """Updates of warmup; default: the paper's rule."""
 
     algorithm: str = "muon"
     """muon or adamw."""
 
     momentum: float | None = None
-    """Beta of Muon, or the first of AdamW; 0.95 and 0.9 unless given."""
+    """Beta of Muon, or the first of AdamW; default 0.95 and 0.9."""
 
     initial_rms: float = 0.02
     """Root mean square of the weights' entries at the start."""
 
-    rules: tuple[str, ...] = ("constant", "scaled")
-    """Decay rules to compare; the verdict is about the first."""
+    rules: Annotated[tuple[str, ...], arg(metavar="RULE...", help=RULES_HELP)] = ("constant", "scaled")
 
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of text."""

@@ -17,6 +17,7 @@ from muonsw.lab.errors import FAILED, OK, UsageError
 from muonsw.lab.model import preset
 from muonsw.lab.tables import Column, Table, print_table
 from muonsw.lab.terminal import say
+from muonsw.text import counted
 
 # What takes a minute or two.
 USUAL_SETS = {"cpu": ("small", "square512"), "cuda": ("small", "wide", "w256")}
@@ -47,8 +48,8 @@ class Bench:
     rounds: int = 7
     """Steps of each, and blocks of updates, of which the medians are shown."""
 
-    micro: Annotated[int | None, arg(metavar="N")] = None
-    """Sequences in a micro-batch; the preset's unless given."""
+    micro: Annotated[int | None, arg(name="micro-batch", metavar="N")] = None
+    """Sequences in a micro-batch; default: the preset's."""
 
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of tables."""
@@ -84,11 +85,11 @@ class Bench:
         trained = "" if self.preset == "none" else self.preset or USUAL_PRESET[device.type]
         for name in sets:
             if name not in SETS:
-                raise UsageError(f"there is no set of matrices {name!r}; known are {', '.join(SETS)}")
+                raise UsageError(f"there is no set of matrices {name!r}; choose from {', '.join(SETS)}")
         if self.rounds < 1:
             raise UsageError(f"--rounds must be at least 1, got {self.rounds}")
         if self.micro is not None and self.micro < 1:
-            raise UsageError(f"--micro must be at least 1, got {self.micro}")
+            raise UsageError(f"--micro-batch must be at least 1, got {self.micro}")
         try:
             if trained:
                 preset(trained)
@@ -136,7 +137,8 @@ def steps_table(name: str, rows: dict[str, dict[str, Any]]) -> Table:
         )
         for who, row in timed.items()
     ]
-    title = f"One step on {name}: {len(SETS[name].plain)} matrices, {SETS[name].parameters() / 1e6:.1f}M parameters"
+    matrices = counted(len(SETS[name].plain), "matrix", "matrices")
+    title = f"One step on {name}: {matrices}, {SETS[name].parameters() / 1e6:.1f}M parameters"
     return Table(f"steps-{name}", title, columns, body, note="\n".join(failed))
 
 

@@ -13,7 +13,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.studies.cluster import Cluster
 from muonsw.lab.studies.workshop import on_cpu
 
-# What sbatch is told by us or by submitit.
+# Options of sbatch that this command or submitit sets.
 OURS = ("array", "error", "job-name", "ntasks", "open-mode", "output", "requeue", "signal", "time", "wckey")
 
 
@@ -25,10 +25,10 @@ class ClusterOptions:
     """Train every run as a job of its own: slurm submits them, local starts them here, as a rehearsal. Folder and
     tokens must lie on a disk that all machines share. Unless given, runs are trained in processes of this machine."""
     partition: str = ""
-    """Of Slurm."""
+    """Slurm partition."""
     time: Annotated[str, arg(metavar="TIME")] = ""
     """The longest that a job may take, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A run that needs longer
-    saves before, is queued again and goes on."""
+    saves before that, is queued again and continues."""
     gpus_per_run: Annotated[int | None, arg(metavar="N")] = None
     """GPUs for a run, of one machine, each with a rank of its own; 1 unless given, or 0 with --device cpu."""
     cpus_per_run: Annotated[int | None, arg(metavar="N")] = None
@@ -36,16 +36,16 @@ class ClusterOptions:
     memory: str = ""
     """Memory for a run, such as 32G; as much as Slurm gives unless given."""
     account: str = ""
-    """Of Slurm."""
+    """Slurm account."""
     qos: str = ""
-    """Quality of service, of Slurm."""
+    """Slurm quality of service."""
     slurm: Annotated[tuple[str, ...], arg(metavar="KEY=VALUE")] = ()
     """Anything else that sbatch knows: constraint=h100, reservation=lab, exclusive."""
     setup: Annotated[tuple[str, ...], arg(metavar="LINE")] = ()
     """Shell lines before a job begins, such as "module load cuda"."""
     on_stop: Literal["leave", "cancel"] = "leave"
-    """What becomes of the jobs of Slurm when this command is stopped: leave lets them go on, and the same command
-    collects them; cancel ends them, saved. Jobs that are local are always ended."""
+    """What happens to Slurm jobs when this command is stopped: leave lets them run, and the same command collects
+    them later; cancel ends them after they have saved. Local jobs are always ended."""
 
     def check(self, device: str) -> None:
         """Refuse what cannot be submitted, before anything is prepared.
@@ -104,7 +104,7 @@ class ClusterOptions:
         return int(not on_cpu(device)) if self.cluster == "local" else int(device != "cpu")
 
     def minutes(self) -> int:
-        """The longest that a job may take, rounded up; a day where nothing is said.
+        """The longest that a job may take, rounded up; a day unless --time is given.
 
         Examples:
             >>> [ClusterOptions(time=text).minutes() for text in ("90", "1:30:00", "1-12", "0:30")]
@@ -113,7 +113,7 @@ class ClusterOptions:
         return 24 * 60 if not self.time else parse_minutes(self.time)
 
     def extra(self) -> dict[str, str | bool]:
-        """What else sbatch is told."""
+        """Further options for sbatch."""
         pairs = [text.removeprefix("--").partition("=") for text in self.slurm]
         for key, _, _ in pairs:
             if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or key in OURS:

@@ -24,14 +24,15 @@ from muonsw.lab.tables import Table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import run_on, with_steps
+from muonsw.text import counted
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Train the same model with constant and with scaled decay, and tell what came out.
+    """Train the same model with constant and with scaled decay, and report which did better.
 
-    Runs are paired: same initial weights, same batches. The same command again goes on where it stopped. Exits with 0,
-    or with 1 where a claim of the paper fails; one that is undecided does not.
+    Runs are paired: same initial weights, same batches. The same command again continues where it stopped. Exits with
+    0, or with 1 where a claim of the paper fails; one that is undecided does not.
     """
 
     preset: str = "demo"
@@ -50,7 +51,7 @@ class Compare:
     weight_decay: float | None = None
     """Lambda of every arm that has none of its own, instead of the preset's."""
     steps: int | None = None
-    """Updates, instead of the preset's; the peak learning rate then follows the horizon rule unless it is given."""
+    """Updates, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
     telemetry_every: Annotated[int | None, arg(metavar="N")] = None
     """Updates between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
     control: Literal["none", "total"] = "none"
@@ -98,7 +99,7 @@ class Compare:
     def _tables(self, conclusion: Conclusion) -> list[Table]:
         """The arms; with `--verbose` everything."""
         if not self.verbose:
-            return [replace(conclusion.tables[0], note="")]
+            return [conclusion.tables[0]]
         claims = [claims_table(conclusion.claims, ("expected", "measured"))] if conclusion.all_claims else []
         return [*conclusion.tables, *claims]
 
@@ -107,7 +108,7 @@ class Compare:
         base, names = study.base, " and ".join(arm.name for arm in study.arms)
         epochs = base.steps * base.tokens_per_step / read_record(Path(base.data.path)).tokens("train")
         length = f"{base.steps:,} updates of {base.tokens_per_step:,} tokens ({epochs:.2f} epochs of {base.data.path})"
-        seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''} each"
+        seeds = f"{counted(self.seeds, 'seed')} each"
         return f"{names}, {seeds}: {length}, {workers} at a time, in {self.out}"
 
     def _base(self) -> RunConfig:

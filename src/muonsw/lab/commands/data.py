@@ -16,6 +16,7 @@ from muonsw.lab.data.prepare import DEFAULT_VOCAB, DataSettings, Kind, Tokenizer
 from muonsw.lab.data.shards import SPLITS, Group, Prepared, read_record, verify_folder
 from muonsw.lab.progress import View, showing
 from muonsw.lab.terminal import say
+from muonsw.text import counted
 
 PREPARING = "preparing"
 STAGES = {"tokenizer": "making the tokenizer", "documents": "encoding"}
@@ -49,7 +50,7 @@ class Tally:
 class Prepare:
     """Encode documents into token shards that `muonsw train` reads.
 
-    The same command goes on where a killed one stopped, and does nothing where all is done.
+    The same command continues where an interrupted one stopped, and does nothing if all is done.
     """
 
     out: Annotated[Path, Positional, arg(metavar="DIR")]
@@ -89,10 +90,10 @@ class Prepare:
     """Characters in a shard; some millions, as suits the source, unless given."""
 
     limit_documents: Annotated[int | None, arg(metavar="N")] = None
-    """Stop after so many documents."""
+    """Stop after N documents."""
 
     limit_characters: Annotated[int | None, arg(metavar="N")] = None
-    """Stop with the document that reaches so many characters."""
+    """Stop with the document that reaches N characters in total."""
 
     processes: Annotated[int | None, arg(metavar="N")] = None
     """How many processes encode, on one thread each; all cores, by processes or threads, unless given."""
@@ -142,8 +143,8 @@ class Verify:
             if checked.problem is not None:
                 problems += 1
                 say(console, f"bad: {checked.problem}")
-        verdict = f"{problems} problems" if problems else "all is well"
-        say(console, f"{self.folder}: {shards} shards and {tokens:,} good tokens read, {verdict}")
+        verdict = counted(problems, "problem") if problems else "all is well"
+        say(console, f"{self.folder}: {counted(shards, 'shard')} and {tokens:,} good tokens read, {verdict}")
         return int(problems > 0)
 
 
@@ -169,7 +170,7 @@ class Info:
         for split in SPLITS:
             paths = record.paths(self.folder, split)
             size = sum(path.stat().st_size for path in paths if path.exists())
-            held = f"{record.tokens(split):,} tokens in {len(paths)} shards, {size:,} bytes"
+            held = f"{record.tokens(split):,} tokens in {counted(len(paths), 'shard')}, {size:,} bytes"
             say(console, f"{split:<11} {held}")
         say(console, f"total       {_contents(record)}")
         return 0
@@ -197,4 +198,4 @@ class Data:
 def _contents(record: Prepared) -> str:
     size = sum(group.bytes for group in record.groups)
     tokens = " and ".join(f"{record.tokens(split):,} {split}" for split in SPLITS)
-    return f"{record.documents:,} documents, {size / 1e6:,.1f} MB of text, {tokens} tokens"
+    return f"{counted(record.documents, 'document')}, {size / 1e6:,.1f} MB of text, {tokens} tokens"

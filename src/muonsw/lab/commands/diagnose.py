@@ -18,6 +18,7 @@ from muonsw.lab.report.own import require_own, write_own
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.storage import prepare_folder
 from muonsw.lab.terminal import say
+from muonsw.text import counted
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Diagnose:
         figures = [path for path in draw(diagnoses, folder) if path.suffix == ".png"]
         console = Console()
         print_diagnosis(console, diagnoses, verbose=self.verbose)
-        say(console, f"\nwrote {folder}: diagnose.json and {len(figures)} figures as PNG and SVG")
+        say(console, f"\nwrote {folder}: diagnose.json and {counted(len(figures), 'figure')} as PNG and SVG")
         return 0
 
     def _with_momentum(self, run: Run) -> Run:

@@ -23,7 +23,7 @@ class Export:
     run_folder: Annotated[Path, Positional, arg(metavar="RUN")]
     """A folder that `muonsw train` filled."""
     out: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Where to; RUN/export unless given."""
+    """Output folder; default RUN/export."""
     best: FlagCreatePairsOff[bool] = False
     """Take the checkpoint with the lowest validation loss instead of the newest."""
 
@@ -47,13 +47,13 @@ class Sample:
     prompt: str = ""
     """The text to continue; empty starts a document."""
     tokens: int = 200
-    """At most so many."""
+    """Tokens to generate, at most."""
     temperature: float = 0.8
-    """0 always takes the likeliest token."""
+    """Temperature of the softmax; 0 always takes the likeliest token."""
     top_k: int = 50
-    """Draw among so many likeliest tokens; 0 among all."""
+    """Sample from this many of the likeliest tokens; 0 samples from all."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the sampling."""
 
     def run(self) -> int:
         """Print the prompt and what follows, as it is drawn."""

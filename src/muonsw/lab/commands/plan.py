@@ -39,6 +39,7 @@ GROUP_NOTE = (
 
 # Above this, decay acts nearly as fast as momentum forgets, which never happens in a long run.
 LARGE_PHI = 0.01
+OPTION_NAMES = {"peak_lr": "lr", "shape": "schedule"}  # where option and field are called differently
 # Options that may be given beside a recipe, which fixes all others.
 WITH_RECIPE = ("recipe", "batch_tokens", "shape", "decay_fraction", "warmup_steps", "json", "ranks")
 
@@ -131,8 +132,8 @@ class Plan:
     """Rate of all hardware together, or of each GPU with --gpus, in 1e12 FLOP a second: what is sustained, not what a
     data sheet says."""
 
-    peak_lr: float | None = None
-    """Base peak learning rate; from the horizon rule unless given."""
+    peak_lr: Annotated[float | None, arg(name="lr")] = None
+    """Base peak learning rate; default: the horizon rule's."""
 
     weight_decay: float = 0.1
     """Lambda of hidden and expert matrices."""
@@ -140,8 +141,8 @@ class Plan:
     momentum: float = 0.95
     """Muon's beta."""
 
-    shape: str = "cosine"
-    """Schedule: cosine, wsd or constant."""
+    shape: Annotated[str, arg(name="schedule")] = "cosine"
+    """Learning rate after warmup: cosine, wsd or constant."""
 
     final_fraction: float = 0.1
     """What is left of the peak at the end."""
@@ -222,7 +223,7 @@ class Plan:
             raise UsageError("--gpus does not go with --recipe, which says too little about its model; give a preset")
         for one in fields(self):
             if one.name not in WITH_RECIPE and getattr(self, one.name) != one.default:
-                option = f"--{one.name.replace('_', '-')}"
+                option = f"--{OPTION_NAMES.get(one.name, one.name.replace('_', '-'))}"
                 raise UsageError(f"{option} does not go with --recipe, which has its own; leave one of them out")
         recipe = find_recipe(self.recipe)
         batch = parse_amount(self.batch_tokens) if self.batch_tokens else None

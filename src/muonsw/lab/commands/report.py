@@ -13,6 +13,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.report.report import check_target, write_report
 from muonsw.lab.runs import load_runs
 from muonsw.lab.terminal import say
+from muonsw.text import counted
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,11 @@ class Report:
         loaded = load_runs(find_runs(self.runs))
         title = self.title or (f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs")
         written = write_report(self.out, title, loaded, images=not self.no_images)
-        charts = f", and {(len(written) - 1) // 2} charts as PNG and SVG in {written[1].parent}" if written[1:] else ""
+        charts = (
+            f", and {counted((len(written) - 1) // 2, 'chart')} as PNG and SVG in {written[1].parent}"
+            if written[1:]
+            else ""
+        )
         say(Console(), f"wrote {written[0]}{charts}")
         return 0
 

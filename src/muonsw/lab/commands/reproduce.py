@@ -25,6 +25,7 @@ from muonsw.lab.studies.workshop import BySettings, Workshop, gpus_for
 from muonsw.lab.tables import print_table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.state import resolve_device
+from muonsw.text import counted
 
 DEFAULT_SCALE = "cpu"
 
@@ -34,7 +35,7 @@ class Reproduce:
     """Run a study of the paper and print claim, prediction, measurement and verdict.
 
     Exits with 1 when a claim fails, else with 0; a claim that is undecided does not fail. Training studies are
-    resumable: the same command again goes on where it stopped, and studies of one scale share their runs.
+    resumable: the same command again continues where it stopped, and studies of one scale share their runs.
     """
 
     name: Annotated[str, Positional, arg(metavar="NAME")] = ""
@@ -104,7 +105,10 @@ class Reproduce:
             say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
         if self.dry_run:
             seconds, count = sum(experiment.cost for experiment in study.experiments), len(study.experiments)
-            say(console, f"{study.name}: {count} experiments, about {seconds:.0f} s on one core; no training runs")
+            say(
+                console,
+                f"{study.name}: {counted(count, 'experiment')}, about {seconds:.0f} s on one core; no training runs",
+            )
             return 0
         folder = self.out or Path("out") / study.name
         prepare_folder(folder)

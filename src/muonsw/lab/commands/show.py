@@ -11,6 +11,7 @@ from rich.text import Text
 from muonsw.lab.studies.study import Conclusion
 from muonsw.lab.tables import Table, print_table
 from muonsw.lab.terminal import harmless, say
+from muonsw.text import counted
 
 
 def paragraph(console: Console, text: str) -> None:
@@ -24,7 +25,7 @@ def paragraph(console: Console, text: str) -> None:
 def print_conclusion(
     console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], *, verbose: bool, more: str = ""
 ) -> None:
-    """Print what came out of a study: these tables of it, and where its files are; `more` is said about files too."""
+    """Print the result of a study: its sentence, these tables, and where its files are, with `more` about files."""
     say(console, "")
     paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
     for table in tables:
@@ -42,5 +43,5 @@ def files(paths: Sequence[Path], folder: Path) -> str:
     """
     named = [path.name for path in paths if path.suffix in (".json", ".html")]
     figures = len(paths) - len(named)
-    parts = [", ".join(named)] + ([f"{figures} figure{'s' if figures > 1 else ''}"] if figures else [])
+    parts = [", ".join(named)] + ([counted(figures, "figure")] if figures else [])
     return f"wrote {' and '.join(parts)} to {folder}"

@@ -1,4 +1,4 @@
-"""`muonsw train`: train a preset, or a config file, and go on where an earlier run stopped."""
+"""`muonsw train`: train a preset, or a config file, and continue where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
+from muonsw.decay import DECAY_RULES
 from muonsw.lab.errors import UsageError
 from muonsw.lab.train.__main__ import read_config_file, run
 from muonsw.lab.train.config import RunConfig
@@ -16,25 +17,24 @@ from muonsw.lab.train.presets import run_on, with_steps
 
 @dataclass(frozen=True)
 class Changes:
-    """Settings of the optimizer that differ from the preset's."""
+    """Settings of the optimizer, instead of the preset's."""
 
     algorithm: str | None = None
-    """muon (with AdamW for what is no hidden matrix) or adamw."""
+    """muon (with AdamW for everything but hidden matrices) or adamw."""
     lr: float | None = None
-    """Peak learning rate before muP multiplies it."""
+    """Peak learning rate, before muP multiplies it."""
     weight_decay: float | None = None
     """Lambda."""
-    decay: str | None = None
-    """scaled, constant, squared, independent or none."""
+    decay: Annotated[str | None, arg(help=f"Decay rule: {', '.join(DECAY_RULES)}.")] = None
     muon_lr: str | None = None
     """How muP scales Muon's learning rate with the width: adam, sqrt or none."""
     peak: str | None = None
-    """Whether scaled decay divides by the group's own peak or by the base peak."""
+    """What scaled decay divides by: group for the group's own peak, base for the base peak."""
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train a model; the same command again goes on where it stopped.
+    """Train a model; the same command again continues where it stopped.
 
     Exits with 0 when the run is complete, 1 when it diverged, 130 or 143 when it was stopped and saved.
     """
@@ -44,11 +44,11 @@ class Train:
     data: Annotated[Path | None, arg(metavar="DIR")] = None
     """Prepared tokens; without it the Python standard library is prepared in out/data."""
     out: Annotated[Path | None, arg(metavar="DIR")] = None
-    """The run's folder; out/train/PRESET unless given."""
+    """Folder of the run; default out/train/PRESET."""
     config: Annotated[Path | None, arg(metavar="FILE")] = None
     """A complete config file, such as a run's config.json, instead of all other settings."""
     steps: int | None = None
-    """Updates, instead of the preset's; the peak learning rate then follows the horizon rule unless it is given."""
+    """Updates, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
     batch: int | None = None
     """Sequences in an update, instead of the preset's."""
     accumulation: int | None = None
@@ -56,14 +56,14 @@ class Train:
     telemetry_every: Annotated[int | None, arg(metavar="N")] = None
     """Updates between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
     seed: int = 0
-    """Of the initial weights and the data order."""
+    """Seed of the initial weights and the order of the data."""
     device: str = "auto"
     """cpu, cuda or auto."""
-    tensorboard: bool = False
+    tensorboard: FlagCreatePairsOff[bool] = False
     """Also write TensorBoard events into the run's folder."""
     wandb: str = ""
     """Also log to this Weights & Biases project."""
-    optimizer: Changes = field(default_factory=Changes)
+    optimizer: OmitArgPrefixes[Changes] = field(default_factory=Changes)
 
     def run(self) -> int:
         """Train, with progress on the terminal."""

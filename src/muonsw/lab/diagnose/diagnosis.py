@@ -31,7 +31,7 @@ NORM_COLUMNS: Mapping[str, tuple[str, int, Callable[[float], str]]] = {
     "last_norm": ("last norm", 0, norm_text),
     "change": ("change since peak", 0, change_text),
     "last_target": ("r* last", 1, norm_text),
-    "lr_left": ("lr left", 1, lambda share: f"{100 * share:.0f} %"),
+    "lr_left": ("lr left", 1, lambda share: f"{100 * share:.0f}%"),
     "relaxations": ("2Σφ", 1, norm_text),
     "first_norm": ("first norm", 2, norm_text),
     "peak_norm": ("peak norm", 2, norm_text),
@@ -40,6 +40,11 @@ NORM_COLUMNS: Mapping[str, tuple[str, int, Callable[[float], str]]] = {
     "late_alignment": ("late a", 3, norm_text),
     "memory": ("memory", 3, norm_text),
 }
+NORM_NOTE = (
+    "norm: RMS of the weights; r*: where it would settle at the present learning rate; φ: share of a weight that decay "
+    "takes in a step, 2Σφ: relaxation times so far. All columns: docs/glossary.md."
+)
+FIT_NOTE = "a: alignment of update and weights over the last steps; η: learning rate; 95% intervals in brackets."
 FIT_COLUMNS = (
     "fit",
     Column("k", number=True, rank=0),
@@ -133,9 +138,9 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis], *, verbose
     named = list(zip(diagnoses, prefixes, strict=True))
     columns = [Column("weights"), *(Column(title, number=True, rank=rank) for title, rank, _ in NORM_COLUMNS.values())]
     norms = [row for one, prefix in named for row in _norm_rows(one, prefix)]
-    print_table(console, Table("norms", "Weight norms", columns, norms), verbose=verbose)
+    print_table(console, Table("norms", "Weight norms", columns, norms, NORM_NOTE), verbose=verbose)
     if fits := [row for one, prefix in named for row in _fit_rows(one, prefix)]:
-        table = Table("fits", "Late alignment against the learning rate", FIT_COLUMNS, fits)
+        table = Table("fits", "Late alignment against the learning rate", FIT_COLUMNS, fits, FIT_NOTE)
         print_table(console, table, verbose=verbose)
     for diagnosis in diagnoses:
         _print_findings(console, diagnosis)

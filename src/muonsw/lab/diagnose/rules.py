@@ -227,7 +227,7 @@ def collapsing(history: History) -> Said:
     held = history.held_norm()
     hope = f" Scaled decay would hold it at about {norm_text(held)}." if held > fall.end else ""
     text = (
-        f"{subject(history.scope)} have lost {percent(fall.lost)} of their peak norm since step {fall.top_step:,} "
+        f"{subject(history.scope)} have lost {percent(fall.lost)} of the norm that they had at step {fall.top_step:,} "
         f"({norm_text(fall.top)} to {norm_text(fall.end)}), and the learning rate is at {percent(history.lr_left)} of "
         f'its peak: {history.run.rule} decay makes the norm fall with the learning rate.{hope} Try decay="scaled".'
     )

@@ -139,5 +139,5 @@ def preset(name: str) -> ModelConfig:
     """
     base = name.removesuffix("-dense")
     if base not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; known are {', '.join(PRESETS)}, each also with -dense appended")
+        raise ValueError(f"unknown preset {name!r}; choose from {', '.join(PRESETS)}, each also with -dense appended")
     return PRESETS[base] if base == name else PRESETS[base].dense()

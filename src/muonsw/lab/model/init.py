@@ -70,7 +70,7 @@ def muon_lr_multiplier(config: ModelConfig, rule: str) -> float:
         [0.25, 0.5, 1.0]
     """
     if rule not in MUON_LR_POWERS:
-        raise ValueError(f"unknown muP rule {rule!r} for Muon; known are {', '.join(MUON_LR_POWERS)}")
+        raise ValueError(f"unknown muP rule {rule!r} for Muon; choose from {', '.join(MUON_LR_POWERS)}")
     return float(config.relative_width ** MUON_LR_POWERS[rule])
 
 

@@ -33,6 +33,7 @@ from muonsw.lab.studies.tuning import Tuned, edge_note, sweep_table, tune
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.tables import Table, change_text, norm_text
 from muonsw.lab.train.config import RunConfig
+from muonsw.text import counted
 
 NAME = "comparison"
 SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
@@ -89,13 +90,18 @@ class CompareStudy(Study[Trained]):
         return {} if self.tune_lambda else {NAME: effects(found.runs, found.outcome)}
 
     def sentence(self, found: Trained, claims: Claims) -> str:  # noqa: ARG002
-        """What came out."""
+        """The verdict."""
         return verdict(found.outcome, found.tuned)
 
     def record(self, found: Trained, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
-        """The verdict, every arm, every pair, the claims."""
+        """The verdict, every arm, every pair, the claims, and the search over lambda where there was one."""
         judged = [claim.as_data() for claim in claims.get(NAME, ())]
-        return {"verdict": self.sentence(found, claims), **found.outcome.as_data(), "claims": judged}
+        return {
+            "verdict": self.sentence(found, claims),
+            **found.outcome.as_data(),
+            "claims": judged,
+            "search": [one.as_data() for one in found.tuned],
+        }
 
     def tables(self, found: Trained) -> list[Table]:
         """Arms, pairs, and the search."""
@@ -173,7 +179,7 @@ def _diverged(arm: ArmOutcome) -> str:
 
 
 def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome]) -> str:
-    seeds = f"{len(pair.seeds)} seed{'s' if len(pair.seeds) != 1 else ''}"
+    seeds = counted(len(pair.seeds), "seed")
     size = f"{abs(pair.mean):.4f} nats"
     if not pair.seeds:
         return f"{pair.arm!r} and {pair.baseline!r} cannot be compared: no seed was completed by both."
@@ -183,7 +189,7 @@ def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome]) -> str:
         direction = "below" if pair.mean < 0 else "above"
         return f"{pair.arm!r} ended {size} {direction} {pair.baseline!r}; one seed says nothing about chance."
     spread = (
-        f"{pair.mean:+.4f} nats, {pair.interval.method} interval {pair.interval.low:+.4f} to {pair.interval.high:+.4f}"
+        f"{pair.mean:+.4f} nats, interval {pair.interval.low:+.4f} to {pair.interval.high:+.4f}, {pair.interval.method}"
     )
     if pair.interval.low <= 0.0 <= pair.interval.high:
         both = f"{pair.arm!r} and {pair.baseline!r}"

@@ -92,7 +92,7 @@ def cost_table(study: TrainingStudy, tflops: float, workers: int) -> Table:
 
 
 def _numbers(total: Cost, tflops: float, workers: int) -> Sequence[str | int]:
-    return total.runs, amount(total.tokens), f"{total.flops:.3g}", f"{total.hours(tflops, workers):.3g}"
+    return total.runs, amount(total.tokens), f"{total.flops:.3g}", hours_text(total.hours(tflops, workers))
 
 
 def amount(tokens: int) -> str:
@@ -106,3 +106,13 @@ def amount(tokens: int) -> str:
         if tokens >= size:
             return f"{tokens / size:.3g}{unit}"
     return str(tokens)
+
+
+def hours_text(hours: float) -> str:
+    """Hours in two or three digits, never as a power of ten.
+
+    Examples:
+        >>> hours_text(1630.4), hours_text(12.34), hours_text(0.0512)
+        ('1,630', '12.3', '0.051')
+    """
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 1 else f"{hours:.2g}"

@@ -259,8 +259,8 @@ def arms_table(outcome: Outcome) -> Table:
         Column("phi at peak / (1 - beta)", number=True, digits=2, rank=3),
     )
     note = (
-        "Means over seeds with 95% t intervals. N = 2 sum phi counts relaxation times: runs with equal N forget their "
-        "initial norm equally well. Losses are validation cross-entropy in nats a token."
+        "Losses: validation cross-entropy in nats a token; means over seeds ± half a 95% t interval. phi: share of a "
+        "weight that decay takes in a step; N = 2 sum phi: relaxation times of the norm."
     )
     return Table("arms", "Arms", columns, [_arm_row(arm) for arm in outcome.arms], note)
 
@@ -305,7 +305,7 @@ def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
 
 
 def _pair_row(pair: PairOutcome) -> tuple[Value, ...]:
-    matches = "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f} %"
+    matches = "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f}%"
     if pair.match_interval is not None:
         matches += f" [{100 * pair.match_interval.low:.0f}, {100 * pair.match_interval.high:.0f}]"
     return (

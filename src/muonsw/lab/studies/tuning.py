@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Arm, Comparison, Runs, with_lambda
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.tables import Column, Table
@@ -27,6 +29,12 @@ class Tuned:
     def best(self) -> float:
         """The lambda with the lowest loss."""
         return self.arm.optimizer.weight_decay
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data, for JSON; null is the loss of a run that diverged."""
+        tried = [{"weight_decay": lam, "loss": loss} for lam, loss in self.losses.items()]
+        data: dict[str, Any] = {"arm": self.name, "best": self.best, "at_edge": self.at_edge, "tried": tried}
+        return {key: plain(value) for key, value in data.items()}
 
     @property
     def at_edge(self) -> bool:

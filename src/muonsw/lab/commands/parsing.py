@@ -1,0 +1,111 @@
+"""From the words of a command line to a command, and the help that describes its options."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import itertools
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import Field, fields, is_dataclass
+from typing import Annotated, Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.conf import arg
+
+# How options were spelled before every command had the same name for the same thing; still understood.
+FORMER: Mapping[str, Mapping[str, str]] = {
+    "advise": {"--peak-lr": "--lr"},
+    "plan": {"--peak-lr": "--lr", "--shape": "--schedule"},
+    "bench": {"--micro": "--micro-batch"},
+}
+TRAIN_PREFIX = "--optimizer."
+
+
+class Command(Protocol):
+    """What `muonsw` can run."""
+
+    def run(self) -> int:
+        """Do it and return the exit code."""
+        ...
+
+
+def parse(name: str, kind: type[Command], options: Sequence[str]) -> Command:
+    """The command with these options; a usage error exits with 2, `--help` with 0."""
+    _tidy(kind)
+    words, shown = [_renamed(name, word) for word in options], io.StringIO()
+    if not {"-h", "--help"} & set(words):
+        return tyro.cli(kind, prog=f"muonsw {name}", args=words)
+    try:
+        with redirect_stdout(shown):
+            return tyro.cli(kind, prog=f"muonsw {name}", args=words)
+    finally:
+        print("\n".join(map(_wrapped, shown.getvalue().splitlines())))
+
+
+def width() -> int:
+    """Columns of prose: those of the terminal, and 80 at most."""
+    return min(80, shutil.get_terminal_size().columns)
+
+
+def _renamed(name: str, word: str) -> str:
+    option, equals, value = word.partition("=")
+    option = FORMER.get(name, {}).get(option.replace("_", "-"), option)
+    if name == "train" and option.startswith(TRAIN_PREFIX):
+        option = "--" + option.removeprefix(TRAIN_PREFIX)
+    return option + equals + value
+
+
+def _wrapped(line: str) -> str:
+    """A line of help; tyro wraps the options, which are indented, and leaves each paragraph above them on one line."""
+    return line.rstrip() if line.startswith(" ") else textwrap.fill(line, width())
+
+
+def _tidy(kind: type) -> None:
+    """Let help name the type of an option that may be left out, and no default where there is none to name.
+
+    tyro would print `{None}|FLOAT` and `(default: None)`, and break lines where the docstring does. Fields keep their
+    plain annotations and docstrings in the source; here each gets what tyro is to print.
+    """
+    hints, documented = get_type_hints(kind, include_extras=True), _docstrings(kind)
+    for one in fields(kind):
+        for inner in _parts(hints[one.name]):
+            if isinstance(inner, type) and is_dataclass(inner):
+                _tidy(inner)
+        shown: dict[str, Any] = _shown(hints[one.name], one)
+        if one.name in documented:
+            shown["help"] = documented[one.name]
+        kind.__annotations__[one.name] = Annotated[hints[one.name], arg(**shown)]
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """The strings below the fields of a class, each on one line."""
+    definition = cast("ast.ClassDef", ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0])
+    found = {}
+    for field, below in itertools.pairwise(definition.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """A type and all that it is made of, the metadata of annotations included."""
+    yield hint
+    for part in get_args(hint):
+        yield from _parts(part)
+
+
+def _shown(hint: Any, one: Field[Any]) -> dict[str, str]:
+    shown: dict[str, str] = {}
+    if one.default in (None, "", ()) or one.default is False:
+        shown["help_behavior_hint"] = ""
+    parts = list(_parts(hint))
+    names = [part.__name__.upper() for part in parts if part in (int, float, str)]
+    names += [f"{{{','.join(map(str, get_args(part)))}}}" for part in parts if get_origin(part) is Literal]
+    if one.default is None and names and not any(getattr(part, "metavar", None) for part in parts):
+        shown["metavar"] = names[0]
+    return shown

@@ -1,0 +1,85 @@
+"""What `--help` says: in 80 columns, in words, with the names that exist, and the same names in every command."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from muonsw import DECAY_RULES
+from muonsw.lab.cli import main
+from muonsw.lab.commands import COMMANDS, load
+from muonsw.lab.commands.parsing import parse
+
+PAGES = [[name] for name in COMMANDS] + [["data", "prepare"], ["data", "verify"], ["data", "info"]]
+
+
+def help_of(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", PAGES, ids=" ".join)
+def test_help_fits_into_80_columns_and_shows_no_default_that_is_none(words, capsys, monkeypatch):
+    shown = help_of(words, capsys, monkeypatch)
+    assert shown.startswith(f"usage: muonsw {' '.join(words)}")
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+    assert re.findall(r"\{None|None\}|default: (?:None|False|''|\)|\(\))", " ".join(shown.split())) == []
+
+
+@pytest.mark.parametrize("command", ["train", "advise"])
+def test_help_lists_every_decay_rule(command, capsys, monkeypatch):
+    assert ", ".join(DECAY_RULES) in " ".join(help_of([command], capsys, monkeypatch).split())
+
+
+def test_the_list_of_commands_is_short_and_names_them_all(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+    assert all(re.search(rf"^  {name} +[a-z]", shown, re.MULTILINE) for name in COMMANDS)
+    assert all(callable(load(name).run) for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"), [([], 2, "usage: muonsw"), (["trian"], 2, "did you mean 'train'")]
+)
+def test_a_missing_or_unknown_command_is_a_usage_error(words, code, message, capsys):
+    assert main(words) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "former", "now"),
+    [
+        ("advise", ["--steps", "10", "--peak-lr", "0.01"], ["--steps", "10", "--lr", "0.01"]),
+        ("advise", ["--steps", "10", "--peak_lr=0.01"], ["--steps", "10", "--lr=0.01"]),
+        ("plan", ["--shape", "wsd", "--peak-lr", "0.01"], ["--schedule", "wsd", "--lr", "0.01"]),
+        ("train", ["--optimizer.lr", "0.01", "--optimizer.decay=scaled"], ["--lr", "0.01", "--decay", "scaled"]),
+        ("bench", ["--micro", "2"], ["--micro-batch", "2"]),
+    ],
+)
+def test_former_spellings_are_understood(command, former, now):
+    assert parse(command, load(command), former) == parse(command, load(command), now)
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "plan", "advise"])
+def test_learning_rate_and_decay_have_one_name(command, capsys, monkeypatch):
+    shown = help_of([command], capsys, monkeypatch)
+    assert re.search(r"^ +--lr FLOAT", shown, re.MULTILINE)
+    assert re.search(r"^ +--weight-decay FLOAT", shown, re.MULTILINE)
+    assert "--peak-lr" not in shown
+    assert "--shape" not in shown
+
+
+@pytest.mark.parametrize("words", [["plan", "--preset", "w256", "--steps", "100"], ["plan", "--recipe", "glm-4.5"]])
+def test_output_that_is_ascii_gets_what_can_be_printed(words):
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment["PYTHONIOENCODING"] = "ascii:strict"
+    done = subprocess.run([sys.executable, "-m", "muonsw", *words], capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "lambda" in done.stdout.decode("ascii")
+    assert b"?" not in done.stdout
