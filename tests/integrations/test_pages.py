@@ -1,14 +1,9 @@
 """The code on the pages of the guide runs as it stands, page by page."""
 
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
-
-from muonsw import MuonSW
-from muonsw.integrations.timm import layer_decay
 
 for package in ("accelerate", "deepspeed", "lightning", "megatron.core", "peft", "timm", "torchtitan", "transformers"):
     pytest.importorskip(package)
@@ -39,18 +34,3 @@ def test_the_code_runs(page, tmp_path, monkeypatch):
 def test_the_code_for_deepspeed_and_megatron_runs(tmp_path):
     result = one_process("run_page.py", ALONE, tmp_path)
     assert result == {"stage_0": 1, "driven": [0.1, 0.1], "megatron": [0.0, 0.1], "peaks": [0.02]}
-
-
-def test_the_option_for_timms_script():
-    import timm
-
-    page = next(page for page in PAGES if page.stem == "timm")
-    (code,) = re.findall(r"```python\n(def create_optimizer.*?)```", page.read_text(), re.DOTALL)
-    scope = {"MuonSW": MuonSW, "layer_decay": layer_decay}
-    exec(code, scope)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=2, num_heads=2, num_classes=5)
-    args = {"lr": 0.01, "weight_decay": 0.05, "momentum": 0.9}
-    make = scope["create_optimizer"]
-    assert isinstance(make(Namespace(opt="muonsw", layer_decay=None, **args), model), MuonSW)
-    assert "lr_scale" in make(Namespace(opt="muonsw", layer_decay=0.7, **args), model).param_groups[0]
-    assert isinstance(make(Namespace(opt="adamw", layer_decay=None, **args), model), torch.optim.AdamW)

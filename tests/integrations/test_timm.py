@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("timm")
 import timm
-from timm.optim import param_groups_layer_decay
+from timm.optim import create_optimizer_v2, list_optimizers, param_groups_layer_decay
 from timm.scheduler import create_scheduler_v2
 
-from muonsw import AdamWSW, MuonSW, drive_weight_decay
-from muonsw.integrations.timm import layer_decay
+from muonsw import SGDSW, AdamWSW, MuonSW, drive_weight_decay
+from muonsw.integrations.timm import layer_decay, register
 
 LR, STEPS = 0.01, 8
 
@@ -200,3 +200,43 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
     train(resumed, other, again, 4, STEPS)
     for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(("name", "kind"), [("muonsw", MuonSW), ("adamwsw", AdamWSW), ("sgdsw", SGDSW)])
+def test_its_registry_builds_what_for_model_does(name, kind):
+    """What `--opt muonsw` of timm's script calls, with the momentum that it always passes."""
+    model, options = vit(), {"momentum": 0.9} if kind is SGDSW else {}
+    register(torch.compile(model))
+    assert name in list_optimizers()
+    built = create_optimizer_v2(model, opt=name, lr=LR, weight_decay=0.3, momentum=0.9)
+    expected = kind.for_model(model, lr=LR, weight_decay=0.3, **options)
+    assert type(built) is kind
+    assert str(built.routing(reasons=True)) == str(expected.routing(reasons=True))
+    assert [group["weight_decay"] for group in built.param_groups] == [g["weight_decay"] for g in expected.param_groups]
+    assert built.param_groups[0].get("momentum") == expected.param_groups[0].get("momentum")
+
+
+def test_layer_decay_of_its_registry_is_ours():
+    model = vit()
+    register(model)
+    built = create_optimizer_v2(model, opt="muonsw", lr=LR, weight_decay=0.1, layer_decay=0.5)
+    ours = layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5)
+    rows = [
+        [(g["role"], g["lr_scale"], g["weight_decay"], g["param_names"]) for g in optimizer.param_groups]
+        for optimizer in (built, ours)
+    ]
+    assert rows[0] == rows[1]
+    train(model, built, cosine(built), 0, 2)
+
+
+def test_its_registry_refuses_a_model_that_was_not_registered():
+    model = vit()
+    register(model)
+    with pytest.raises(ValueError, match="another model"):
+        create_optimizer_v2(vit(), opt="muonsw", lr=LR)
+
+
+def test_patch_embeddings_are_matrices_as_the_page_says():
+    optimizer = MuonSW.for_model(vit(), lr=LR)
+    (group,) = [g for g in optimizer.param_groups if "patch_embed.proj.weight" in g["param_names"]]
+    assert (group["role"], group["algorithm"], group["matrix"]) == ("convolution", "muon", "flatten")

@@ -1,5 +1,10 @@
 """Two processes under each framework, for real, over gloo: DistributedDataParallel, then FSDP2."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 for package in ("accelerate", "lightning", "transformers"):
@@ -62,3 +67,21 @@ def test_fsdp2_with_whole_checkpoints_and_in_mixed_precision(tmp_path, setting):
     assert result["sharded"]
     assert result["resumed"]
     assert result["resumed_peaks"] == [0.02]
+
+
+LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate launch": "accelerate.commands.launch"}
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "frameworks" / "trainer.md"
+LINES = re.findall(r"^\$ (torchrun|accelerate launch) (.*) train.py$", PAGE.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("launcher", "options"), LINES)
+def test_the_lines_of_the_page_start_two_processes(tmp_path, launcher, options):
+    script = tmp_path / "train.py"
+    script.write_text("from accelerate import PartialState\nprint('world', PartialState(cpu=True).num_processes)")
+    command = [sys.executable, "-m", LAUNCHERS[launcher], *options.split(), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.stdout.count("world 2") == 2, done.stderr[-3000:]
+
+
+def test_the_page_has_both_lines():
+    assert [launcher for launcher, _ in LINES] == list(LAUNCHERS)

@@ -1,13 +1,61 @@
-"""timm: layer decay, the learning rate that shrinks towards the input, on top of routing by role."""
+"""timm: `--opt muonsw` in its scripts, and layer decay, rates that shrink towards the input, on top of routing."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.routing import Routing, route
+from muonsw.variants import SGDSW, AdamWSW, MuonSW
+
+# The names under which timm finds them, and which of its own arguments each takes. timm passes momentum 0.9 unless
+# asked for another, which is not Muon's usual one.
+NAMES: dict[str, tuple[type[ScaledDecayOptimizer], dict[str, bool]]] = {
+    "muonsw": (MuonSW, {"has_eps": False}),
+    "adamwsw": (AdamWSW, {"has_betas": True}),
+    "sgdsw": (SGDSW, {"has_eps": False, "has_momentum": True}),
+}
+
+
+def register(model: torch.nn.Module) -> None:
+    """Let timm's `create_optimizer_v2(model, opt="muonsw")` build `MuonSW.for_model`, and so `--opt muonsw`.
+
+    `adamwsw` and `sgdsw` are registered too. timm hands parameters to an optimizer, not the model that tells their
+    roles; so a script calls this once it has its model. Layer decay is timm's own, and decay goes by roles.
+
+    Args:
+        model: the model that `create_optimizer_v2` will be called with, compiled or not.
+    """
+    from timm.optim import OptimInfo
+    from timm.optim._optim_factory import default_registry  # timm exports no other way to reach it
+
+    for name, (optimizer, takes) in NAMES.items():
+        build = partial(_from_timm, optimizer, weakref.ref(_unwrapped(model)))
+        text = f"{optimizer.__name__}.for_model: weight decay that follows the learning rate"
+        default_registry.register(OptimInfo(name, build, text, **takes))
+
+
+def _from_timm(
+    optimizer: type[ScaledDecayOptimizer],
+    model: weakref.ref[torch.nn.Module],
+    params: Iterable[Any],
+    lr: float,
+    weight_decay: float = 0.0,
+    **options: Any,
+) -> ScaledDecayOptimizer:
+    """The optimizer for a registered model; of timm's groups it takes the decay and the scales of layers."""
+    groups = [one for one in params if isinstance(one, dict)]
+    scales = {id(param): float(group.get("lr_scale", 1.0)) for group in groups for param in group["params"]}
+    whole = model()
+    if whole is None or scales.keys() != {id(param) for param in whole.parameters() if param.requires_grad}:
+        raise ValueError("timm builds an optimizer for another model: call muonsw.integrations.timm.register with it")
+    weight_decay = max((group.get("weight_decay", 0.0) for group in groups), default=weight_decay)
+    return _built(optimizer, whole, scales, set(), lr=lr, weight_decay=weight_decay, **options)
 
 
 def layer_decay(
@@ -44,9 +92,25 @@ def layer_decay(
         model, weight_decay=weight_decay, no_weight_decay_list=tuple(spared), layer_decay=layer_decay
     )
     scales = {id(param): group["lr_scale"] for group in theirs for param in group["params"]}
+    return _built(
+        optimizer, model, scales, spared, lr=lr, weight_decay=weight_decay, patterns=patterns, adamw=adamw, **options
+    )
+
+
+def _built(
+    optimizer: type[ScaledDecayOptimizer],
+    model: torch.nn.Module,
+    scales: dict[int, float],
+    spared: set[str],
+    *,
+    patterns: dict[str, dict[str, Any]] | None = None,
+    adamw: dict[str, Any] | None = None,
+    **options: Any,
+) -> ScaledDecayOptimizer:
+    """The optimizer of `for_model`, its groups cut by the scales of their parameters."""
     routing = route(model, optimizer.algorithm, patterns=patterns or {}, adamw=adamw or {})
     groups = [part for group in routing.groups for part in _by_depth(group, scales, spared)]
-    return optimizer._routed(model, Routing(groups, routing.reasons), lr=lr, weight_decay=weight_decay, **options)
+    return optimizer._routed(model, Routing(groups, routing.reasons), **options)
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
