@@ -109,7 +109,9 @@ def _built(
 ) -> ScaledDecayOptimizer:
     """The optimizer of `for_model`, its groups cut by the scales of their parameters."""
     routing = route(model, optimizer.algorithm, patterns=patterns or {}, adamw=adamw or {})
-    groups = [part for group in routing.groups for part in _by_depth(group, scales, spared)]
+    groups = routing.groups
+    if spared or set(scales.values()) != {1.0}:
+        groups = [part for group in groups for part in _by_depth(group, scales, spared)]
     return optimizer._routed(model, Routing(groups, routing.reasons), **options)
 
 
