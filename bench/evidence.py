@@ -21,6 +21,7 @@ from evidence_page.groups import (
     dynamics_section,
     dynamics_sheet,
     hard_section,
+    other_rules,
     rules_section,
     table_section,
     transfer_section,
@@ -31,6 +32,7 @@ from evidence_page.regret_map import (
     map_sheet,
     optima,
     optima_table,
+    peak_of,
     regret_claims,
     regret_map,
     too_large_table,
@@ -58,14 +60,14 @@ def main() -> None:
 
 
 def page(evidence: Evidence) -> str:
-    found, records = regret_map(evidence), evidence.records.values()
+    found, records, epochs = regret_map(evidence), evidence.records.values(), evidence.epochs()
     return TEMPLATE.read_text(encoding="utf-8").format(
         conclusion=conclusion(evidence, found),
-        losses=loss_table(found),
+        losses=loss_table(found, epochs),
         seeds=", ".join(f"{len(seeds)} at {steps:,} updates" for steps, seeds in found["constant"].items()),
-        optima=optima_table(found),
-        too_large=too_large_table(found),
-        claims=regret_claims(found),
+        optima=optima_table(found, epochs),
+        too_large=too_large_table(found, epochs),
+        claims=regret_claims(found, epochs),
         rules=section(evidence, ["rules"], rules_section),
         hard=section(evidence, ["hard"], hard_section),
         table=section(evidence, ["table-128", "table-256", "table-512", "adamw"], table_section),
@@ -109,12 +111,18 @@ def draw(sheet: Sheet) -> None:
 
 def measured(evidence: Evidence) -> dict[str, Any]:
     """The best lambda of each rule at each horizon, for `muonsw.advice`."""
-    found, run = regret_map(evidence), MINI.map_run
+    found, epochs, run = regret_map(evidence), evidence.epochs(), MINI.map_run
+    by_rule = {**found, **other_rules(evidence)}
+    rates = ", ".join(f"{steps:,} updates at a peak of {peak_of(steps):.3g}" for steps in found["constant"])
     basis = (
-        f"width {run.model.width}, {run.model.layers} layers, {run.model.experts} experts, Muon at a peak of "
-        f"{run.optimizer.lr:g}, cosine to a tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia"
+        f"width {run.model.width}, {run.model.layers} layers, {run.model.experts} experts, Muon with cosine to a "
+        f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {rates}"
     )
-    return {"basis": basis, "good": GOOD, "optima": [one for rule in RULES for one in optima(found, rule)]}
+    return {
+        "basis": basis,
+        "good": GOOD,
+        "optima": [one for rule, maps in by_rule.items() for one in optima(maps, rule, epochs)],
+    }
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ from muonsw.schedule import warmup_cosine, warmup_steps_for_horizon
 from muonsw.theory import next_norm, norms_with_memory
 
 ROOT = Path(__file__).parents[1]
-RECORDS = [json.loads(line) for line in (ROOT / "evidence" / "regret-mini.jsonl").read_text().splitlines()]
+RECORDS = [
+    json.loads(line) for path in sorted((ROOT / "evidence").glob("*.jsonl")) for line in path.read_text().splitlines()
+]
+MAP = [record for record in RECORDS if record["group"].startswith("regret")]
 RULES = [rule for rule in DECAY_RULES if not DECAY_RULES[rule].uses_gradient]
 
 
@@ -51,40 +54,105 @@ def test_long_runs_are_summed_in_parts(monkeypatch):
         assert a.end_norm == pytest.approx(b.end_norm, rel=2e-3)
 
 
+def known(record):
+    """Whether advice can be asked about a run: every one but AdamW's, norm rules, and rules that follow gradients."""
+    rule = DECAY_RULES[record["rule"]]
+    plain = record["algorithm"] == "muon" and record["norm"] == "free" and not record["unnormalized"]
+    return plain and not rule.uses_gradient
+
+
+def about(record):
+    """The rule of a run, as advice sees it; muP divides the learning rate where the base width is 128."""
+    divided = record["base_width"] / record["width"] if record["base_width"] == 128 else 1.0
+    base = record["lr"] if record["peak"] == "base" else None
+    shape = {"decay_fraction": 0.1, "final_fraction": 0.0} if record["schedule"] == "wsd" else {}
+    options = {"schedule": record["schedule"], "base_peak_lr": base, "rules": (record["rule"],), **shape}
+    return advise(record["steps"], record["lr"] * divided, record["lambda"], **options)
+
+
 def test_norms_are_those_of_our_runs():
-    """Nothing is fitted but the memory, once for all runs: within a tenth of every end norm that was measured."""
-    seen = [record for record in RECORDS if record["seed"] == 0]
-    assert len(seen) >= 44
+    """Nothing is fitted but the memory, once for all runs: within a tenth of every end norm at width 128.
+
+    Whatever the rule, the schedule, the length, the precision and how often text was seen; 0.08 is unstable.
+    """
+    seen = [r for r in RECORDS if known(r) and r["width"] == 128 and r["lr"] < 0.08 and r["end_norm"] is not None]
+    assert len(seen) >= 190
     for record in seen:
-        (found,) = advise(record["steps"], record["lr"], record["lambda"], rules=(record["rule"],)).rules
-        assert found.end_norm == pytest.approx(record["end_norm"], rel=0.1), record
+        assert about(record).rules[0].end_norm == pytest.approx(record["end_norm"], rel=0.1), record
 
 
-def test_the_lambda_to_try_takes_what_was_best():
-    for rule in ("constant", "scaled", "cosine"):
-        (first,) = advise(5_000, 0.01, 0.1, rules=(rule,)).rules
-        best, low, high = advice.best_totals(rule)
-        for lam, total in ((first.weight_decay, best), (first.low, low), (first.high, high)):
-            assert advise(5_000, 0.01, lam, rules=(rule,)).rules[0].total == pytest.approx(total)
-        assert first.low < first.weight_decay < first.high
-    assert not advise(5_000, 0.01, 0.1, rules=("cosine",)).rules[0].own
+def columns():
+    """By rule and length, by lambda and seed: all runs that differ from the regret map in nothing else."""
+    shared = {key: MAP[0][key] for key in ("width", "base_width", "batch", "schedule", "windows", "weights")}
+    found = {}
+    for one in RECORDS:
+        if known(one) and one["rule"] != "none" and all(one[key] == value for key, value in shared.items()):
+            column = found.setdefault((one["rule"], one["steps"]), {})
+            column.setdefault(one["lambda"], {})[one["seed"]] = one
+    return found
 
 
-@pytest.mark.parametrize("rule", ["constant", "scaled"])
-def test_the_cost_is_that_of_the_same_lambda_in_our_longest_runs(rule):
-    """At the lambdas that were tried, except the outermost, it is their mean loss above the best one's."""
-    steps = max(record["steps"] for record in RECORDS)
-    runs = [record for record in RECORDS if (record["steps"], record["rule"]) == (steps, rule)]
-    seeds = {record["seed"] for record in runs if record["lambda"] == 0.8}  # the last of a seed to be made
-    runs = [record for record in runs if record["seed"] in seeds]
-    lambdas = sorted({record["lambda"] for record in runs})
-    mean = {lam: math.fsum(r["final_loss"] for r in runs if r["lambda"] == lam) / len(seeds) for lam in lambdas}
-    for lam in lambdas[1:-1]:
-        (found,) = advise(steps, runs[0]["lr"], lam, rules=(rule,)).rules
-        assert found.cost == pytest.approx(mean[lam] - min(mean.values()), abs=5e-4)
-    (beyond,) = advise(steps, runs[0]["lr"], 2 * lambdas[-1], rules=(rule,)).rules
-    assert beyond.cost is None
-    assert "more than we tried" in advise(steps, runs[0]["lr"], 2 * lambdas[-1], rules=(rule,)).sentences[0]
+def test_advice_gives_back_what_was_measured_at_every_measured_setting():
+    """Cost, verdict, range and lambda to try, of each rule at each length and lambda that our runs tried."""
+    checked = 0
+    for column in columns().values():
+        means = {
+            lam: math.fsum(one["final_loss"] for one in seeds.values()) / len(seeds) for lam, seeds in column.items()
+        }
+        best = min(means, key=means.get)
+        for lam, seeds in column.items():
+            found, cost = about(next(iter(seeds.values()))), means[lam] - means[best]
+            rule = found.rules[0]
+            assert rule.own
+            assert rule.cost == pytest.approx(cost, abs=2e-4)
+            assert rule.low <= best * (1 + 1e-3)
+            assert best <= rule.high * (1 + 1e-3)
+            assert rule.low <= rule.weight_decay * (1 + 1e-3)
+            assert best / 2 <= rule.weight_decay <= best * 2
+            if found.verdict != "idle":
+                worse = "mild" if lam < best else "strong"
+                assert found.verdict == ("good" if cost <= advice.measured()["good"] else worse)
+            checked += 1
+    assert checked >= 53
+
+
+def test_what_decay_takes_in_all_tells_its_cost_at_other_widths_too():
+    """Of the table: within 0.015 nats at the lambdas near the best; the matched ones are beyond what was tried."""
+    losses = {}
+    for one in RECORDS:
+        if one["group"].startswith("table") and known(one):
+            losses.setdefault((one["width"], one["rule"]), {}).setdefault((one["lambda"], one["peak"]), []).append(one)
+    assert {width for width, _ in losses} == {128, 256, 512}
+    for arms in losses.values():
+        means = {arm: math.fsum(one["final_loss"] for one in seeds) / len(seeds) for arm, seeds in arms.items()}
+        for arm, seeds in arms.items():
+            found, cost = about(seeds[0]), means[arm] - min(means.values())
+            told = found.rules[0].cost
+            assert told == pytest.approx(cost, abs=0.015) if told is not None else cost > 0.1
+
+
+def test_between_two_lengths_advice_lies_between_them():
+    for rule in ("constant", "scaled"):
+        totals = [advice.best_totals(rule, steps)[0] for steps in (100, 400, 800, 1_600, 3_000, 6_400, 10**6)]
+        assert totals == sorted(totals)
+        assert totals[0] == totals[1] < totals[2] < totals[3] < totals[4] < totals[5] == totals[6]
+        (first,) = advise(3_000, 0.02, 0.1, rules=(rule,)).rules
+        (again,) = advise(3_000, 0.02, first.weight_decay, rules=(rule,)).rules
+        assert again.total == pytest.approx(totals[4])
+
+
+def test_beyond_the_lambdas_that_were_tried_no_cost_is_told():
+    found = advise(6_400, MAP[-1]["lr"], 1.6)
+    assert [one.cost for one in found.rules] == [None, None]
+    assert "beyond the lambdas that were tried in our runs of 6,400 updates" in found.sentences[0]
+
+
+def test_rules_that_differ_by_a_factor_of_lambda_cost_the_same():
+    """`squared` is `scaled` with the peak in its lambda, and `independent` is `constant` in the same way."""
+    constant, scaled = advise(1_600, 0.02, 0.2).rules
+    (squared,) = advise(1_600, 0.02, 0.2 / 0.02, rules=("squared",)).rules
+    (independent,) = advise(1_600, 0.02, 0.2 * 0.02, rules=("independent",)).rules
+    assert (squared.cost, independent.cost) == (pytest.approx(scaled.cost), pytest.approx(constant.cost))
 
 
 def test_verdicts_follow_what_decay_takes():
@@ -96,7 +164,8 @@ def test_verdicts_follow_what_decay_takes():
     assert advise(2_000, 0.02, between).verdict == ("mild" if between < first.low else "good")
     strong = str(advise(2_000, 0.02, good * 5))
     assert "Decay is strong: 5.0 times what was best" in strong
-    assert "times beyond what was measured" in str(advise(10**6, 0.002, 0.1))
+    beyond = " ".join(str(advise(10**6, 0.002, 0.1)).split())
+    assert "this run is 1.6e+02 times beyond what was measured" in beyond
     assert "None of this was measured for AdamW" in str(advise(2_000, 0.002, 0.1, algorithm="adamw"))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from evidence_page.groups import gaps_to_constant, hard_gaps, strengths
 from evidence_page.records import Evidence, chance, mean
-from evidence_page.regret_map import Map, optima, too_large
+from evidence_page.regret_map import Map, optima, peak_of, too_large
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.studies.training.regret import GOOD, RULES
+from muonsw.lab.studies.training.regret import GOOD, RULES, best_against_best
 from planned import BEST
 
 # Totals of the best lambdas within this factor count as one: basins are flatter than that.
@@ -17,9 +17,10 @@ SAME_TOTAL = 3.0
 
 def conclusion(evidence: Evidence, found: Map) -> str:
     """A few sentences with the numbers of the longest horizon; what they say follows from the numbers."""
-    totals = sorted(one["total"] for rule in RULES for one in optima(found, rule))
+    epochs = evidence.epochs()
+    totals = sorted(one["total"] for rule in RULES for one in optima(found[rule], rule, epochs))
     sentences = (
-        _best_against_best(found),
+        _best_against_best(found, epochs),
         _too_large(found),
         _in_all(totals),
         _other_rules(evidence),
@@ -29,25 +30,30 @@ def conclusion(evidence: Evidence, found: Map) -> str:
     return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(told, start=1))
 
 
-def _best_against_best(found: Map) -> str:
+def _best_against_best(found: Map, epochs: Mapping[int, float]) -> str:
     steps = list(found["constant"])[-1]
-    pairs = zip(found["scaled"][steps], found["constant"][steps], strict=True)
-    gap = over_seeds([min(scaled.values()) - min(constant.values()) for scaled, constant in pairs])
+    gap = best_against_best(found["scaled"][steps], found["constant"][steps])
     close = "Choose lambda well and the rule hardly matters" if abs(gap.value) <= GOOD else "The rule matters"
-    told = f"scaled decay ends {gap.value:+.3f} nats from constant decay (at {steps:,} updates; {chance(gap)})"
-    return f"{close}: best against best, {told}."
+    run = f"at {steps:,} updates, a peak rate of {peak_of(steps):.3g} and {epochs[steps]:.1f} epochs"
+    told = f"scaled decay ends {gap.value:+.3f} nats from constant decay ({run}; 95% t interval {chance(gap)})"
+    return f"{close}: each at the lambda with the lowest mean over seeds, {told}."
 
 
 def _too_large(found: Map) -> str:
-    """What the lambdas above both best ones cost, at the longest horizon."""
+    """What the lambdas above both best ones cost, at the longest horizon; and at all of them, one over the other."""
     last = list(found["constant"])[-1]
-    rows = [row for row in too_large(found) if row.steps == last and max(row.constant, row.scaled) > GOOD]
+    costly = [row for row in too_large(found) if row.constant > GOOD]
+    rows = [row for row in costly if row.steps == last]
     if not rows:
         return "What too large a lambda costs lies beyond the lambdas that were tried."
     milder = "scaled" if sum(row.constant - row.scaled for row in rows) > 0 else "constant"
     cost = ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in rows)
     known = [row for row in rows if row.same_total is not None]
-    told = f"Too large a lambda costs less under {milder} decay: constant and scaled end {cost} above their best"
+    shares = sorted(row.scaled / row.constant for row in costly)
+    told = (
+        f"Too large a lambda costs less under {milder} decay, {shares[0]:.2f} to {shares[-1]:.2f} of what it costs "
+        f"under constant decay over all horizons: constant and scaled end {cost} above their best"
+    )
     if not known:
         return f"{told}."
     less = all(row.same_total < row.constant for row in known)
@@ -92,7 +98,7 @@ def _little_text(evidence: Evidence) -> str:
     gap = over_seeds(gaps[0])
     worse = "costs" if gap.value > 0 else "gains"
     return (
-        f"Where text is seen many times decay is what keeps a model from learning it by heart, and there scaled decay "
-        f"{worse} {abs(gap.value):.2f} nats at the same lambda ({chance(gap)}, {len(gaps[0])} seeds), as it takes "
-        f"less in all and least at the end: use constant decay there, and more of it."
+        f"Where text is seen many times decay is what keeps a model from memorizing it, and there scaled decay "
+        f"{worse} {abs(gap.value):.2f} nats at the same lambda (95% t interval {chance(gap)}, {len(gaps[0])} "
+        f"seeds), as it takes less in all and least at the end: use constant decay there, and more of it."
     )

@@ -7,6 +7,7 @@ from itertools import pairwise, takewhile
 from operator import itemgetter
 
 from evidence_page.records import Evidence, Record, bold, chance, claim_table, final_loss, markdown, mean
+from muonsw.decay import DECAY_RULES
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose.fits import fit_alignment
 from muonsw.lab.paper import CONSTANT_OFFSET, CONSTANT_SLOPE, DEFECT, ROWS, SCALED_SLOPE
@@ -81,6 +82,17 @@ def gaps_to_constant(found: Mapping[str, list[list[float]]]) -> dict[str, list[f
     return gaps
 
 
+def other_rules(evidence: Evidence) -> dict[str, dict[int, list[dict[float, float]]]]:
+    """By decay rule that the regret map does not have, by horizon and seed: the loss of each lambda."""
+    run, found = rules_run(MINI), {}
+    for rule, values in whole(strengths(evidence)).items():
+        arms = candidates(run)[rule]
+        if rule not in RULES and len(arms) > 1 and rule in DECAY_RULES and not DECAY_RULES[rule].uses_gradient:
+            lambdas = [arm.optimizer.weight_decay for arm in arms]
+            found[rule] = {run.steps: [dict(zip(lambdas, seed, strict=True)) for seed in zip(*values, strict=True)]}
+    return found
+
+
 def hard_section(evidence: Evidence) -> str:
     """Of each case the mean over seeds under both rules, and the differences of the pairs."""
     cases = hard_records(evidence)
@@ -91,10 +103,13 @@ def hard_section(evidence: Evidence) -> str:
         without = [final_loss(record) for record in cases.get((case, 0.0), {}).get("none", {}).values()]
         gap = over_seeds(gaps)
         interval = "-" if gap.interval is None else f"{gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
-        epochs = max(record["epochs"] for record in found["constant"].values())
+        first = next(iter(found["constant"].values()))
+        epochs, rate = first["epochs"], first["lr"]
         cells = [f"{value:.3f}" for value in means] + [f"{mean(without):.3f}" if without else "-"]
-        rows.append([case, f"{lam:g}", f"{epochs:.1f}", *cells, f"{gap.value:+.3f}", interval, str(len(gaps))])
-    headings = ["case", "lambda", "epochs", "constant", "scaled", "no decay", "scaled minus constant"]
+        rows.append(
+            [case, f"{lam:g}", f"{rate:g}", f"{epochs:.1f}", *cells, f"{gap.value:+.3f}", interval, str(len(gaps))]
+        )
+    headings = ["case", "lambda", "peak rate", "epochs", "constant", "scaled", "no decay", "scaled minus constant"]
     return markdown([*headings, "95% t interval", "seeds"], rows, texts=1)
 
 
@@ -127,9 +142,8 @@ def table_section(evidence: Evidence) -> str:
         for arm, records in arms_of(evidence, name).items():
             loss, norm = (mean([read(one) for one in records]) for read in (final_loss, itemgetter("end_norm")))
             first = records[0]
-            rows.append(
-                [str(first["width"]), arm, f"{first['lambda']:.3g}", f"{loss:.3f}", f"{norm:.3f}", str(len(records))]
-            )
+            run = f"{first['lambda']:.3g}", f"{first['lr']:g}", f"{first['epochs']:.1f}"
+            rows.append([str(first["width"]), arm, *run, f"{loss:.3f}", f"{norm:.3f}", str(len(records))])
     printed = "; ".join(
         f"width {width}: {row.constant_norm:g} and {row.scaled_norm:g}"
         for width, row in ROWS.items()
@@ -137,7 +151,8 @@ def table_section(evidence: Evidence) -> str:
     )
     note = f"The paper's end norms under constant and scaled decay: {printed}."
     told = " ".join(filter(None, (gains(evidence, width) for width in MINI.rows)))
-    table = markdown(["width", "arm", "lambda", "loss", "end norm (RMS)", "seeds"], rows, texts=2)
+    headings = ["width", "arm", "lambda", "base rate", "epochs", "loss", "end norm (RMS)", "seeds"]
+    table = markdown(headings, rows, texts=2)
     return "\n\n".join(filter(None, (table, pairs_table(evidence), told, note)))
 
 
@@ -153,7 +168,11 @@ def pairs_table(evidence: Evidence) -> str:
                 gap, width = over_seeds(gaps), found[ours][0]["width"]
                 note = ", the best of each" if (ours, theirs) == best else ""
                 rows.append([str(width), ours, theirs + note, f"{gap.value:+.3f}", chance(gap), str(len(gaps))])
-    return markdown(["width", "ends", "from", "by, in nats", "chance", "seeds"], rows, texts=3) if rows else ""
+    return (
+        markdown(["width", "arm", "compared with", "difference, nats", "95% t interval", "seeds"], rows, texts=3)
+        if rows
+        else ""
+    )
 
 
 def of_one_lambda(found: Mapping[str, Sequence[Record]]) -> list[tuple[str, str]]:
@@ -284,12 +303,13 @@ def late_fit(columns: Mapping[str, Sequence[float]], rule: str) -> str:
 
 def transfer_section(evidence: Evidence) -> str:
     columns: dict[str, dict[float, float]] = {}
+    epochs = evidence.epochs()
     for name in ("widths", "horizons"):
         for one in GROUPS[name].runs():
             loss, config = evidence.loss(one), one.config
             if loss is not None:
                 where = f"{config.optimizer.algorithm}, width {config.model.width}, {config.steps:,} updates"
-                columns.setdefault(where, {})[config.optimizer.lr] = loss
+                columns.setdefault(f"{where}, {epochs[config.steps]:.1f} epochs", {})[config.optimizer.lr] = loss
     rows = [
         [where, *(bold(losses[rate], min(losses.values())) if rate in losses else "-" for rate in RATES)]
         for where, losses in columns.items()

@@ -31,6 +31,11 @@ class Evidence:
         record = self.of(planned)
         return None if record is None else final_loss(record)
 
+    def epochs(self) -> dict[int, float]:
+        """How often the text was seen by the runs of a horizon that saw all of it, 16 sequences in each update."""
+        found = self.records.values()
+        return {one["steps"]: one["epochs"] for one in found if one["windows"] is None and one["batch"] == 16}
+
     def count(self, group: str) -> tuple[int, int]:
         """How many runs of a group were made, and how many there are."""
         runs = GROUPS[group].runs()
@@ -54,7 +59,7 @@ def rounded(value: float) -> float:
 
 
 def chance(gap: Measured) -> str:
-    return "one seed" if gap.interval is None else f"95% interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
+    return "one seed" if gap.interval is None else f"{gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
 
 
 def bold(value: float, best: float) -> str:

@@ -11,9 +11,19 @@ from typing import Any
 from evidence_page.records import Evidence, bold, claim_table, markdown, rounded
 from muonsw.decay import decay_factors
 from muonsw.lab.claims.claim import Claim
+from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level, Sheet
 from muonsw.lab.studies.scales import MINI
-from muonsw.lab.studies.training.regret import GOOD, RULES, at_horizon, judge_losses, octaves_within, regrets
+from muonsw.lab.studies.training.regret import (
+    GOOD,
+    RULES,
+    Losses,
+    at_horizon,
+    best_of_means,
+    judge_losses,
+    octaves_within,
+    regrets,
+)
 from muonsw.lab.studies.training.sweeps import mean_losses, power
 from muonsw.lab.train.state import schedule_multiple
 from planned import of_map
@@ -44,39 +54,48 @@ def regret_map(evidence: Evidence) -> Map:
     return found
 
 
-def loss_table(found: Map) -> str:
+def peak_of(steps: int) -> float:
+    """The peak learning rate of a horizon, by the rule for horizons."""
+    return at_horizon(MINI.map_run, steps).optimizer.lr
+
+
+def loss_table(found: Map, epochs: Mapping[int, float]) -> str:
     columns = [(rule, steps) for steps in found["constant"] for rule in RULES]
     means = [mean_losses(found[rule][steps]) for rule, steps in columns]
-    rows = []
+    rows = [
+        ["peak rate", *(f"{peak_of(steps):.3g}" for _, steps in columns)],
+        ["epochs", *(f"{epochs[steps]:.1f}" for _, steps in columns)],
+    ]
     for lam in sorted({lam for losses in means for lam in losses}):
         cells = (bold(losses[lam], min(losses.values())) if lam in losses else "-" for losses in means)
         rows.append([f"{lam:g}", *cells])
     return markdown(["lambda", *(f"{rule}, {steps:,} updates" for rule, steps in columns)], rows)
 
 
-def optima_table(found: Map) -> str:
+def optima_table(found: Map, epochs: Mapping[int, float]) -> str:
     rows = []
     for rule in RULES:
-        for optimum in optima(found, rule):
-            high = f"{optimum['at_four_times']:+.3f}" if optimum["at_four_times"] is not None else "-"
-            good = f"{optimum['low']:.3g} to {optimum['high']:.3g}"
-            numbers = f"{optimum['best']:.3g}", f"{optimum['total']:.2f}", good, f"{optimum['octaves']:.1f}", high
-            rows.append([rule, f"{optimum['steps']:,}", *numbers])
-    headings = ["rule", "updates", "best lambda", "takes in all", f"within {GOOD} nats", "octaves", "loss at 4 times"]
-    return markdown(headings, rows, texts=1)
+        for one in optima(found[rule], rule, epochs):
+            high = f"{one['at_four_times']:+.3f}" if one["at_four_times"] is not None else "-"
+            run = rule, f"{one['steps']:,}", f"{one['peak_lr']:.3g}", f"{one['epochs']:.1f}"
+            good = f"{one['low']:.3g} to {one['high']:.3g}"
+            rows.append([*run, f"{one['best']:.3g}", f"{one['total']:.2f}", good, f"{one['octaves']:.1f}", high])
+    headings = ["rule", "updates", "peak rate", "epochs", "best lambda", "total (Σφ)", f"within {GOOD} nats"]
+    return markdown([*headings, "octaves", "loss at 4 times"], rows, texts=1)
 
 
-def optima(found: Map, rule: str) -> list[dict[str, Any]]:
+def optima(by_horizon: Mapping[int, Sequence[Losses]], rule: str, epochs: Mapping[int, float]) -> list[dict[str, Any]]:
     """The best lambda at each horizon, what it takes in all, and how wrong it may be."""
     result = []
-    for steps, seeds in found[rule].items():
+    for steps, seeds in by_horizon.items():
         losses, per_lambda = mean_losses(seeds), total_per_lambda(rule, steps)
-        best = vertex(losses)
-        low, high = good_range(losses)
+        best, (low, high), lowest = vertex(losses), good_range(losses), best_of_means(seeds)
         result.append(
             {
                 "rule": rule,
                 "steps": steps,
+                "peak_lr": rounded(peak_of(steps)),
+                "epochs": epochs[steps],
                 "seeds": len(seeds),
                 "best": rounded(best),
                 "low": rounded(low),
@@ -86,11 +105,17 @@ def optima(found: Map, rule: str) -> list[dict[str, Any]]:
                 "high_total": rounded(high * per_lambda),
                 "octaves": rounded(octaves_within(losses)),
                 "at_four_times": at_factor(losses, best, 4.0),
-                "loss": rounded(min(losses.values())),
-                "costs": [[rounded(lam * per_lambda), rounded(cost)] for lam, cost in regrets(losses).items()],
+                "at_an_end": lowest in (min(losses), max(losses)),
+                "costs": [[rounded(lam * per_lambda), *cost_of(seeds, lam, lowest)] for lam in losses],
             }
         )
     return result
+
+
+def cost_of(seeds: Sequence[Losses], lam: float, best: float) -> tuple[float, float | None]:
+    """The mean regret of a lambda, and half of its 95% t interval over seeds; None of one seed."""
+    cost = over_seeds([losses[lam] - losses[best] for losses in seeds])
+    return rounded(cost.value), None if cost.interval is None else rounded(cost.interval.high - cost.value)
 
 
 def vertex(losses: Mapping[float, float]) -> float:
@@ -163,16 +188,18 @@ def too_large(found: Map) -> list[TooLarge]:
     return rows
 
 
-def too_large_table(found: Map) -> str:
+def too_large_table(found: Map, epochs: Mapping[int, float]) -> str:
     rows = []
     for row in too_large(found):
         costs = (row.constant, row.scaled, row.same_total)
         cells = ("-" if cost is None else f"{cost:+.3f}" for cost in costs)
-        rows.append([f"{row.steps:,}", f"{row.lam:g}", *cells])
-    return markdown(["updates", "lambda", "constant", "scaled", "scaled of the same total"], rows, texts=0)
+        run = f"{row.steps:,}", f"{peak_of(row.steps):.3g}", f"{epochs[row.steps]:.1f}", f"{row.lam:g}"
+        rows.append([*run, *cells])
+    headings = ["updates", "peak rate", "epochs", "lambda", "constant", "scaled", "scaled of the same total"]
+    return markdown(headings, rows, texts=0)
 
 
-def regret_claims(found: Map) -> str:
+def regret_claims(found: Map, epochs: Mapping[int, float]) -> str:
     """The claims for each longer horizon against the shortest, on the seeds and lambdas that both have."""
     short, *longer = found["constant"]
     claims: list[Claim] = []
@@ -188,7 +215,7 @@ def regret_claims(found: Map) -> str:
         }
         claims += judge_losses(losses, [f"{short:,} updates", f"{steps:,} updates"])
     powers = [
-        f"{rule} {power([one['best'] for one in optima(found, rule)], list(found[rule])):.2f}"
+        f"{rule} {power([one['best'] for one in optima(found[rule], rule, epochs)], list(found[rule])):.2f}"
         for rule in RULES
         if len(found[rule]) > 1
     ]

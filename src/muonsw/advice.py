@@ -1,7 +1,9 @@
 """Advice on weight decay before a run: does it matter, what will norms do under each rule, which lambda to try.
 
 What a run's decay takes in all, the sum of phi, says most of it. Norms come from the recursion of
-`muonsw.theory.norms_with_memory`; lambdas from our own runs, of which `measured.json` holds what `make evidence` found.
+`muonsw.theory.norms_with_memory`; lambdas and what they cost from our own runs, of which `measured.json` holds what
+`make evidence` found: at a length that was measured advice gives back what was measured, between two of them it
+interpolates, and beyond them it takes the nearest and says so.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ MOST_STEPS = 20_000
 SAMPLES = 200
 # The constant decay of the paper's runs in all: lambda 0.1 over 35,000 to 376,000 updates.
 PAPER_TOTALS = "19 to 25"
+# Rules that differ from a measured one by a constant factor of lambda.
+SAME_RULE = {"squared": "scaled", "independent": "constant"}
+# Totals in `measured.json` have four digits, so the outermost that were tried reach this much further.
+ROUNDED = 1e-3
 WIDTH = 79
 LEGEND = (
     "takes: sum over the run of phi, the share of a weight that decay takes in a step; leaves: exp(-takes), what it "
@@ -56,9 +62,11 @@ class RuleAdvice:
         end_norm: the RMS at the end.
         follows: whether the norm comes near its steady state at all.
         weight_decay: the lambda to try.
-        low: the smallest lambda that was nearly as good in our runs, in this run's terms.
+        low: the smallest lambda that was nearly as good in our runs of this length, in this run's terms.
         high: the largest one.
-        cost: what so much decay cost in our longest runs, in nats above the best lambda; None beyond those.
+        cost: what so much decay cost in our runs of this length, in nats above the best lambda; None beyond the lambdas
+            that were tried.
+        cost_error: half of the 95% t interval of `cost` over seeds; None where `cost` is, or of one seed.
         own: whether this rule was measured itself; else constant decay's numbers stand for it.
     """
 
@@ -73,6 +81,7 @@ class RuleAdvice:
     low: float
     high: float
     cost: float | None
+    cost_error: float | None
     own: bool
 
 
@@ -136,6 +145,7 @@ def advise(
     algorithm: str = "muon",
     momentum: float | None = None,
     initial_rms: float = 0.02,
+    base_peak_lr: float | None = None,
     rules: Sequence[str] = ("constant", "scaled"),
 ) -> Advice:
     """What decay will do in a run, and which lambda to try.
@@ -151,6 +161,7 @@ def advise(
         algorithm: "muon" or "adamw".
         momentum: beta of Muon, or AdamW's first; None is 0.95 and 0.9.
         initial_rms: root mean square of the weights' entries at the start.
+        base_peak_lr: the undivided peak, where muP divides the learning rate and decay divides by it (`peak="base"`).
         rules: the decay rules to compare, names from `muonsw.DECAY_RULES`; the first gives the verdict.
 
     Raises:
@@ -165,11 +176,12 @@ def advise(
         >>> advise(100, 0.001, 0.1).verdict
         'idle'
     """
-    _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, rules)
+    _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, base_peak_lr, rules)
     rates, stride = _rates(steps, peak_lr, schedule, warmup_steps, final_fraction, decay_fraction)
     beta = MOMENTUM[algorithm] if momentum is None else momentum
     memory = max(1.0, REMEMBERED * (1 + beta) / (1 - beta))
-    course = _Course(steps, peak_lr, rates, stride, [UPDATE[algorithm] * rate for rate in rates], memory, initial_rms)
+    updates = [UPDATE[algorithm] * rate for rate in rates]
+    course = _Course(steps, peak_lr, base_peak_lr or peak_lr, rates, stride, updates, memory, initial_rms)
     found = [_of_rule(rule, weight_decay, course) for rule in rules]
     return _advice(found, weight_decay, course, algorithm, forgets=1 - beta)
 
@@ -180,6 +192,7 @@ class _Course(NamedTuple):
     Attributes:
         steps: updates.
         peak_lr: the peak learning rate.
+        decay_peak: the peak that decay divides by.
         rates: learning rates of evenly spaced steps.
         stride: for how many steps each of them stands.
         updates: root mean square of the update at each of them.
@@ -189,6 +202,7 @@ class _Course(NamedTuple):
 
     steps: int
     peak_lr: float
+    decay_peak: float
     rates: Sequence[float]
     stride: float
     updates: Sequence[float]
@@ -205,7 +219,7 @@ def _advice(found: list[RuleAdvice], lam: float, course: _Course, algorithm: str
         weight_decay=lam,
         verdict=verdict,
         rules=tuple(found),
-        sentences=tuple(_sentences(verdict, found, lam, forgets)),
+        sentences=tuple(_sentences(verdict, found, lam, forgets, course.steps)),
         basis=measured()["basis"],
         limits=tuple(_limits(course.steps, algorithm, found)),
     )
@@ -218,21 +232,38 @@ def measured() -> dict[str, Any]:
     return found
 
 
-def best_totals(rule: str) -> tuple[float, float, float]:
-    """What decay took in all where a rule was best, and at the ends of what was nearly as good: means over horizons.
+def best_totals(rule: str, steps: int) -> tuple[float, float, float]:
+    """What decay takes in all where a rule was best in runs of this length, and at the ends of what was nearly as good.
 
-    The mean is geometric; a rule without measurements of its own has constant decay's.
+    Between the lengths that were measured by lines over logarithms, beyond them the nearest's; a rule without
+    measurements of its own has constant decay's.
     """
-    optima = [one for one in measured()["optima"] if one["rule"] == (rule if _was_measured(rule) else "constant")]
+    near = _nearest(rule, steps)
     best, low, high = (
-        math.exp(math.fsum(math.log(one[key]) for one in optima) / len(optima))
+        math.exp(math.fsum(weight * math.log(one[key]) for weight, one in near))
         for key in ("total", "low_total", "high_total")
     )
     return best, low, high
 
 
+def _nearest(rule: str, steps: int) -> list[tuple[float, dict[str, Any]]]:
+    """What was measured at the lengths next to this one, with weights that sum to one."""
+    own = _measurements(rule)
+    for before, after in pairwise(own):
+        if before["steps"] < steps < after["steps"]:
+            share = math.log(steps / before["steps"]) / math.log(after["steps"] / before["steps"])
+            return [(1 - share, before), (share, after)]
+    return [(1.0, min(own, key=lambda one: abs(math.log(steps / one["steps"]))))]
+
+
+def _measurements(rule: str) -> list[dict[str, Any]]:
+    """What was measured of a rule, by length; constant decay stands for what was not."""
+    name = SAME_RULE.get(rule, rule) if _was_measured(rule) else "constant"
+    return sorted((one for one in measured()["optima"] if one["rule"] == name), key=lambda one: one["steps"])
+
+
 def _was_measured(rule: str) -> bool:
-    return any(one["rule"] == rule for one in measured()["optima"])
+    return any(one["rule"] == SAME_RULE.get(rule, rule) for one in measured()["optima"])
 
 
 def _rates(
@@ -254,7 +285,7 @@ def _phis(rule: str, course: _Course) -> list[float]:
     """The decay of every step for lambda 1."""
     steps = ((place + 0.5) * course.stride + 0.5 for place in range(len(course.rates)))
     return [
-        float(decay_factor(rule, 1.0, rate, course.peak_lr, step=step, steps=course.steps))
+        float(decay_factor(rule, 1.0, rate, course.decay_peak, step=step, steps=course.steps))
         for rate, step in zip(course.rates, steps, strict=True)
     ]
 
@@ -270,8 +301,9 @@ def _of_rule(rule: str, lam: float, course: _Course) -> RuleAdvice:
         course.initial_rms, s=course.updates, phi=phis, memory=course.memory, stride=course.stride
     )
     in_all = course.stride * math.fsum(per_lambda)
-    best, low, high = (wanted / in_all if in_all else 0.0 for wanted in best_totals(rule))
+    best, low, high = (wanted / in_all if in_all else 0.0 for wanted in best_totals(rule, course.steps))
     total = lam * in_all
+    cost, error = _cost(rule, total, course.steps)
     return RuleAdvice(
         rule=rule,
         total=total,
@@ -283,7 +315,8 @@ def _of_rule(rule: str, lam: float, course: _Course) -> RuleAdvice:
         weight_decay=best,
         low=low,
         high=high,
-        cost=_cost(rule, total),
+        cost=cost,
+        cost_error=error,
         own=_was_measured(rule),
     )
 
@@ -304,47 +337,57 @@ def _follows(norms: Sequence[float], phis: Sequence[float], course: _Course) -> 
 
 
 def _verdict(first: RuleAdvice, lam: float) -> str:
+    """What was measured decides; beyond the lambdas that were tried, on which side of them this one is."""
     if lam == 0 or first.total == 0:
         return "none"
     if first.total < IDLE:
         return "idle"
-    if lam < first.low:
-        return "mild"
-    return "good" if lam <= first.high else "strong"
+    if first.cost is not None and first.cost <= measured()["good"]:
+        return "good"
+    return "mild" if lam < first.weight_decay else "strong"
 
 
-def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: float) -> list[str]:
-    first = rules[0]
+def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: float, steps: int) -> list[str]:
+    first, where = rules[0], _where(rules[0].rule, steps)
     words = {
         "none": "Nothing decays: norms only grow, and no rule can differ from another.",
         "idle": (
-            f"Decay hardly acts in this run: it takes {1 - first.left:.0%} of a weight in all, so the rule makes no "
-            f"difference that anybody could measure. Lambda {first.weight_decay:.2g} would take as much as the best "
-            f"ones did in our runs."
+            f"Decay hardly acts in this run: it takes {1 - first.left:.0%} of a weight in all, so the rule hardly "
+            f"matters. {_costs(rules, where)} Lambda {first.weight_decay:.2g} would take as much as the best "
+            f"{where}."
         ),
         "mild": (
-            f"Decay acts, but takes less than what was best in our runs; lambda {first.weight_decay:.2g} would take as "
-            f"much."
+            f"Decay acts, but takes less than the best {where}. {_costs(rules, where)} Lambda {first.weight_decay:.2g} "
+            f"would take as much."
         ),
         "good": (
-            f"Decay acts, and takes about as much as what was best in our runs: lambda {lam:g} is within the range "
-            f"that cost at most {measured()['good']} nats there."
+            f"Decay acts, and lambda {lam:g} takes {_times(first, steps)} {where}: as much cost at most "
+            f"{measured()['good']} nats there."
         ),
-        "strong": (
-            f"Decay is strong: {first.total / best_totals(first.rule)[0]:.1f} times what was best in our "
-            f"runs. {_costs(rules)}"
-        ),
+        "strong": f"Decay is strong: {_times(first, steps)} {where}. {_costs(rules, where)}",
     }
     said = [words[verdict]]
     if verdict != "none":
         said += [_norm_sentence(one) for one in rules]
-    fast = [one.rule for one in rules if one.phi_peak > 0.2 * forgets]
+    fast = [f"{one.phi_peak:.2g} of a weight under {one.rule}" for one in rules if one.phi_peak > 0.2 * forgets]
     if fast:
         said.append(
-            f"At the peak a step takes {first.phi_peak:.2g} of a weight ({', '.join(fast)}), which is not slow against "
-            f"what momentum forgets, {forgets:.2g}; norms will differ from those of longer runs."
+            f"At the peak a step takes {', '.join(fast)}, which is not slow against what momentum forgets, "
+            f"{forgets:.2g}; norms will differ from those of longer runs."
         )
     return said
+
+
+def _times(one: RuleAdvice, steps: int) -> str:
+    return f"{one.total / best_totals(one.rule, steps)[0]:.1f} times what was best"
+
+
+def _where(rule: str, steps: int) -> str:
+    """Which of our runs are spoken of."""
+    lengths = [one["steps"] for _, one in _nearest(rule, steps)]
+    if len(lengths) == 2:
+        return f"between our runs of {lengths[0]:,} and {lengths[1]:,} updates"
+    return f"in our runs of {lengths[0]:,} updates"
 
 
 def _norm_sentence(one: RuleAdvice) -> str:
@@ -356,50 +399,53 @@ def _norm_sentence(one: RuleAdvice) -> str:
     return f"{one.rule}: the RMS of the weights {way}; {why}."
 
 
-def _costs(rules: Sequence[RuleAdvice]) -> str:
-    """What as much decay cost in our longest runs, by rule."""
-    known = [f"{one.cost:.3f} under {one.rule} decay" for one in rules if one.cost is not None]
+def _costs(rules: Sequence[RuleAdvice], where: str) -> str:
+    """What as much decay cost, by rule."""
+    known = [f"{_cost_text(one)} under {one.rule} decay" for one in rules if one.cost is not None]
     if known:
-        return f"As much in all cost {' and '.join(known)} in our longest runs, in nats above the best lambda."
-    _, most = _longest(rules[0].rule)["costs"][-1]
-    return f"It is more than we tried: the largest lambda of our longest runs cost {most:.3f} nats."
+        return f"As much in all cost {' and '.join(known)} {where}, in nats above the best lambda of the rule."
+    return f"That is beyond the lambdas that were tried {where}."
 
 
-def _cost(rule: str, total: float) -> float | None:
-    """What a rule that takes so much in all cost above its best lambda; lines over the logarithm of the total."""
+def _cost_text(one: RuleAdvice) -> str:
+    error = f"{one.cost_error or 0:.3f}"
+    return f"{one.cost:.3f}" if float(error) == 0 else f"{one.cost:.3f}±{error}"
+
+
+def _cost(rule: str, total: float, steps: int) -> tuple[float | None, float | None]:
+    """What a rule that takes so much in all cost above its best lambda, and half of its interval."""
     if not _was_measured(rule):
-        return None
-    for (low, before), (high, after) in pairwise(_longest(rule)["costs"]):
-        if low <= total <= high:
-            cost: float = before + (after - before) * math.log(total / low) / math.log(high / low)
-            return cost
-    return None
+        return None, None
+    found = [(weight, *_cost_at(one["costs"], total)) for weight, one in _nearest(rule, steps)]
+    cost, error = (
+        None if any(one[column] is None for one in found) else math.fsum(one[0] * one[column] for one in found)
+        for column in (1, 2)
+    )
+    return cost, error
 
 
-def _longest(rule: str) -> dict[str, Any]:
-    """What was found about a rule in the longest runs; constant decay stands for what was not measured."""
-    own = [one for one in measured()["optima"] if one["rule"] == (rule if _was_measured(rule) else "constant")]
-    longest: dict[str, Any] = max(own, key=lambda one: one["steps"])
-    return longest
+def _cost_at(costs: Sequence[Sequence[Any]], total: float) -> tuple[Any, Any]:
+    """Cost and error at one length, by lines over the logarithm of the total; None beyond what was tried."""
+    for (low, *before), (high, *after) in pairwise(costs):
+        if low * (1 - ROUNDED) <= total <= high * (1 + ROUNDED):
+            share = min(1.0, max(0.0, math.log(total / low) / math.log(high / low)))
+            cost, error = (
+                None if None in pair else pair[0] + (pair[1] - pair[0]) * share
+                for pair in zip(before, after, strict=True)
+            )
+            return cost, error
+    return None, None
 
 
 def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str]:
-    horizons = sorted({one["steps"] for one in measured()["optima"]})
-    totals = sorted(one["total"] for one in measured()["optima"])
-    limits = [
-        f"The best lambda was measured for {horizons[0]:,} to {horizons[-1]:,} updates, where it took {totals[0]:.2g} "
-        f"to {totals[-1]:.2g} in all; the lambda to try takes the mean of its rule here.",
-        f"The paper's runs took {PAPER_TOTALS} in all, far more; nobody has shown the best lambda there.",
-        "Norms assume updates whose alignment with the weights only momentum makes; in our runs of width 128 with up "
-        f"to {horizons[-1]:,} updates that gave end norms within a tenth of the measured ones.",
+    limits = [_lengths(one.rule) for one in rules if one.own and one.rule not in SAME_RULE]
+    limits += [told for one in rules if (told := _beyond(one, steps))]
+    limits += [
+        f"The paper's runs took {PAPER_TOTALS} in all, far more; the best lambda there is not known.",
+        "Where text was seen 16 times far more decay was better, and constant better than scaled decay.",
+        "Norms assume updates whose alignment with the weights only momentum makes; in our runs of width 128 that gave "
+        "end norms within a tenth of the measured ones.",
     ]
-    beyond = max(steps / horizons[-1], horizons[0] / steps)
-    if beyond > 1:
-        limits.insert(
-            1,
-            f"This run is {beyond:.2g} times beyond what was measured: take the lambda to try for one end of a sweep, "
-            f"and your own for the other.",
-        )
     if algorithm != "muon":
         limits.append("None of this was measured for AdamW: sums are exact, lambdas and norms are guesses.")
     unmeasured = [one.rule for one in rules if not one.own]
@@ -410,12 +456,47 @@ def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str
     return limits
 
 
+def _lengths(rule: str) -> str:
+    """The totals that were best by length, how often the text was seen, and whether less or more may be better."""
+    own = _measurements(rule)
+    totals = ", ".join(f"{one['total']:.2g} at {one['steps']:,} ({one['epochs']:.1f} epochs)" for one in own)
+    ends = " The best was the smallest or the largest that was tried." if any(one["at_an_end"] for one in own) else ""
+    return f"{rule}: the best lambda took in all, by updates: {totals}; {own[-1]['seeds']} seeds.{ends}"
+
+
+def _beyond(one: RuleAdvice, steps: int) -> str:
+    """How far a run is from what was measured, and what lambda would be if totals went on growing with the length."""
+    own = _measurements(one.rule)
+    first, last = own[0], own[-1]
+    ratio = max(steps / last["steps"], first["steps"] / steps)
+    if ratio <= 1:
+        return ""
+    told = f"{one.rule}: this run is {ratio:.2g} times beyond what was measured."
+    if len(own) == 1 or not one.weight_decay:
+        return told
+    power = math.log(last["total"] / first["total"]) / math.log(last["steps"] / first["steps"])
+    other = one.weight_decay * (steps / (last if steps > last["steps"] else first)["steps"]) ** power
+    if not math.isfinite(other):
+        return told
+    return (
+        f"{told} The lambda to try takes what was best at the nearest length; if that goes on changing with the length "
+        f"to the power {power:.2f}, it is {other:.2g}: try both."
+    )
+
+
 def _check(
-    steps: Any, peak_lr: float, lam: float, schedule: str, algorithm: str, initial: float, rules: Sequence[str]
+    steps: Any,
+    peak_lr: float,
+    lam: float,
+    schedule: str,
+    algorithm: str,
+    initial: float,
+    base: float | None,
+    rules: Sequence[str],
 ) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: must be a whole number of at least 1")
-    for name, value in (("peak_lr", peak_lr), ("initial_rms", initial)):
+    for name, value in (("peak_lr", peak_lr), ("initial_rms", initial), ("base_peak_lr", base or peak_lr)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r}: must be a positive number")
     if not 0 <= lam < math.inf:

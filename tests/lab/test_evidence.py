@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from muonsw.lab.studies.training.best_rules import candidates, judge_strengths, rules_run
-from muonsw.lab.studies.training.regret import carried_regret, judge_losses, octaves_within, regrets
+from muonsw.lab.studies.training.regret import best_against_best, carried_regrets, judge_losses, octaves_within, regrets
 from tests.lab.train.small import small_run
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +184,23 @@ def test_a_wider_basin_has_more_octaves():
     assert octaves_within(narrow) == pytest.approx(2.0)
     assert octaves_within(wide) == pytest.approx(4.0)
     assert regrets(wide)[0.1] == 0.0
-    assert carried_regret(parabola(0.4, 0.01), parabola(0.1, 0.01)) == pytest.approx(0.04)
+    assert carried_regrets([parabola(0.4, 0.01)], [parabola(0.1, 0.01)]) == [pytest.approx(0.04)]
+
+
+def test_best_against_best_is_one_number_everywhere(script):
+    """The best of means, paired by seed: on the page, in the claims, and as the difference of the marked means."""
+    lucky = [{0.1: 3.0, 0.2: 3.3}, {0.1: 3.4, 0.2: 3.0}]  # a seed's own lowest would give 3.0, the best of means 3.15
+    assert best_against_best(lucky, [{0.1: 3.0, 0.2: 3.1}] * 2).value == pytest.approx(0.15)
+    found = script["regret_map"](script["load"]())
+    steps = max(found["constant"])
+    gap = best_against_best(found["scaled"][steps], found["constant"][steps])
+    means = [min(script["mean_losses"](found[rule][steps]).values()) for rule in ("scaled", "constant")]
+    assert gap.value == pytest.approx(means[0] - means[1])
+    page = script["PAGE"].read_text(encoding="utf-8")
+    assert f"scaled decay ends {gap.value:+.3f} nats from constant decay" in page
+    assert f"at {steps:,} updates, in nats | ≤ 0 | {gap.value:.4g} " in page
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-")
+    assert f"best against best {gap.value:+.3f} (interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f}" in readme
 
 
 def test_claims_tell_a_rule_that_forgives_from_one_that_does_not():

@@ -232,6 +232,26 @@ def test_the_command_prints_what_was_planned(capsys):
     assert "above 0.01" not in printed
 
 
+def test_the_command_judges_the_row_that_the_preset_trains(capsys):
+    """The paper's divide Muon's rate by the width and decay by the undivided peak; `mini` does neither."""
+    for model, place, name in (("w1024", 0, "Muon, adam, with peak base"), ("mini", 2, "Muon, none, with peak group")):
+        assert PlanCommand(preset=model, tokens="197B", json=True).run() == 0
+        data = json.loads(capsys.readouterr().out)
+        constant, *scaled = data["groups"][place]["decays"]
+        expected = next(one for one in scaled if one["peak"] == name.split()[-1])["total"]
+        assert data["advice_for"] == name
+        totals = {rule: advice["rules"][0]["total"] for rule, advice in data["advice"].items()}
+        assert totals == {
+            "scaled": pytest.approx(expected, rel=1e-3),
+            "constant": pytest.approx(constant["total"], 1e-3),
+        }
+    assert PlanCommand(preset="w1024", tokens="197B").run() == 0
+    printed = capsys.readouterr().out
+    assert "The preset trains the row Muon, adam, with peak base:" in printed
+    assert "scaled takes 4.49 in all." in printed
+    assert "constant takes 24.5 in all." in printed
+
+
 def test_the_command_warns_of_decay_that_outruns_momentum(capsys):
     assert PlanCommand(preset="demo", steps=600, batch_tokens="2048", weight_decay=1.0).run() == 0
     assert "above 0.01 (Muon, adam; Muon, sqrt; Muon, none; AdamW)" in capsys.readouterr().out

@@ -114,7 +114,7 @@ def _of_role(role: str, history: RoleHistory, rule: str | None) -> Iterator[tupl
             yield (
                 f"collapsing {role}",
                 f"{rule} decay is collapsing the weights of role {role!r}: they have lost {lost:.0%} of their largest "
-                f"RMS while the learning rate came down; decay='scaled' holds it",
+                f"RMS while the learning rate came down; decay='scaled' holds it, a smaller lambda takes less",
             )
     size = history.typical(lambda values: values["relative_update"] if values.get("defect") is not None else None)
     if size is not None and size > LARGE_UPDATE:

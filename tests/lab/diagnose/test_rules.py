@@ -115,6 +115,7 @@ def test_what_scaled_decay_would_hold_is_what_it_holds(tmp_path):
     assert finding.numbers["lost"] == pytest.approx(lost)
     assert f"lost {100 * lost:.0f}% of the norm that they had at step" in finding.text
     assert "learning rate is at 10% of its peak" in finding.text
+    assert 'Try decay="scaled", or a smaller lambda.' in finding.text
 
 
 def test_a_norm_that_falls_from_a_large_start_is_no_collapse(tmp_path):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
-from muonsw.advice import advise
+from muonsw.advice import Advice, advise
 from muonsw.lab.errors import UsageError
-from muonsw.lab.model import preset
+from muonsw.lab.model import muon_lr_multiplier, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
 from muonsw.lab.plan import GroupPlan, RecipePlan, RunPlan, parse_amount, plan, plan_on, plan_recipe
 from muonsw.lab.scaling import H200, ON_PAPER, RankLayout, RankPlan, Scenario
@@ -21,6 +21,7 @@ from muonsw.lab.storage import plain
 from muonsw.lab.tables import Column, Table, print_table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
+from muonsw.lab.train.presets import trained_like
 
 GIB = 2**30
 Row = tuple[str, str, str]
@@ -165,30 +166,34 @@ class Plan:
     def run(self) -> int:
         """Compute and print."""
         result = self.planned()
+        row, advice = self._advice(result) if isinstance(result, RunPlan) else ("", {})
         if self.json:
-            print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
+            found = {"advice_for": row, "advice": {rule: one.as_data() for rule, one in advice.items()}} if row else {}
+            print(json.dumps(plain(asdict(result) | found), indent=2, allow_nan=False))
         else:
             print_plan(Console(), result)
-            if isinstance(result, RunPlan):
-                say(Console(), self._advice(result))
+            if row:
+                say(Console(), advice_text(row, advice))
         return 0
 
-    def _advice(self, result: RunPlan) -> str:
-        """What `muonsw advise` says about matrices at the undivided peak; it needs no model."""
+    def _advice(self, result: RunPlan) -> tuple[str, dict[str, Advice]]:
+        """Which row of the table the preset trains, and by rule what `muonsw advise` says of it."""
+        trained = trained_like(self.preset)
+        own = result.peak_lr * muon_lr_multiplier(result.model, trained.muon_lr)
+        settings: dict[str, Any] = {
+            "schedule": self.shape,
+            "warmup_steps": result.warmup_steps,
+            "final_fraction": self.final_fraction,
+            "decay_fraction": self.decay_fraction,
+            "momentum": self.momentum,
+            "base_peak_lr": result.peak_lr if trained.peak == "base" else None,
+        }
+        rules = dict.fromkeys((trained.decay, "constant"))
         try:
-            found = advise(
-                result.steps,
-                result.peak_lr,
-                self.weight_decay,
-                schedule=self.shape,
-                warmup_steps=result.warmup_steps,
-                final_fraction=self.final_fraction,
-                decay_fraction=self.decay_fraction,
-                momentum=self.momentum,
-            )
+            found = {rule: advise(result.steps, own, self.weight_decay, rules=(rule,), **settings) for rule in rules}
         except ValueError as error:
-            return f"{error}."
-        return f"{found.sentences[0]} `muonsw advise` says more."
+            raise UsageError(str(error)) from error
+        return f"Muon, {trained.muon_lr}, with peak {trained.peak}", found
 
     def planned(self) -> RunPlan | RecipePlan:
         """What the options describe."""
@@ -253,6 +258,12 @@ def print_plan(console: Console, result: RunPlan | RecipePlan) -> None:
             say(console, f"φ peak is above {LARGE_PHI:g} ({'; '.join(large)}): {LARGE_NOTE}")
     if isinstance(result, RecipePlan):
         say(console, "\n".join(("Not in the paper:", *(f"  - {item}" for item in result.recipe.unknown))))
+
+
+def advice_text(row: str, advice: Mapping[str, Advice]) -> str:
+    """What decay does to the row that a preset trains, a line for each rule."""
+    lines = [f"  {rule} takes {one.rules[0].total:.3g} in all. {one.sentences[0]}" for rule, one in advice.items()]
+    return "\n".join((f"The preset trains the row {row}:", *lines, "`muonsw advise` says more."))
 
 
 def plan_rows(result: RunPlan) -> list[Row]:

@@ -229,7 +229,8 @@ def collapsing(history: History) -> Said:
     text = (
         f"{subject(history.scope)} have lost {percent(fall.lost)} of the norm that they had at step {fall.top_step:,} "
         f"({norm_text(fall.top)} to {norm_text(fall.end)}), and the learning rate is at {percent(history.lr_left)} of "
-        f'its peak: {history.run.rule} decay makes the norm fall with the learning rate.{hope} Try decay="scaled".'
+        f"its peak: {history.run.rule} decay makes the norm fall with the learning rate.{hope} Try "
+        'decay="scaled", or a smaller lambda.'
     )
     top = {"peak_norm": fall.top, "peak_step": float(fall.top_step)}
     return Severity.WARNING, text, {"lost": fall.lost, **top, "held_norm": held, "lr_left": history.lr_left}

@@ -67,6 +67,17 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: 
     return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), seed=seed, **settings)
 
 
+def trained_like(name: str) -> OptimizerConfig:
+    """How a preset is trained; one that exists on paper alone as the paper's are.
+
+    Examples:
+        >>> trained_like("w1024").peak, trained_like("mini").muon_lr, trained_like("moe-1t").muon_lr
+        ('base', 'none', 'adam')
+    """
+    found: OptimizerConfig = DEFAULTS.get(name.removesuffix("-dense"), {}).get("optimizer", PAPER_OPTIMIZER)
+    return found
+
+
 def run_on(name: str, data: Path | None, *, seed: int = 0) -> RunConfig:
     """The run of a preset on a folder of tokens, with the vocabulary that those have.
 
