@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from muonsw.lab.data.corpus import text_documents
+from muonsw.lab.data.formats import pieces
 from muonsw.lab.errors import UsageError
 
 TEXTS = ["one\ntwo", "zwö", "third " * 5000, "ﬁn"]
@@ -37,7 +38,7 @@ def test_compression_changes_nothing(tmp_path, suffix):
     (tmp_path / f"a.jsonl{suffix}").write_bytes(COMPRESS[suffix](json_lines(ROWS)))
     (tmp_path / f"b.txt{suffix}").write_bytes(COMPRESS[suffix](TEXTS[2].encode()))
     files = [tmp_path / f"a.jsonl{suffix}", tmp_path / f"b.txt{suffix}"]
-    assert list(text_documents(files)) == [*TEXTS, TEXTS[2]]
+    assert list(text_documents(files)) == [*TEXTS, *pieces(TEXTS[2])]
 
 
 def test_zstandard_frames_follow_each_other(tmp_path):
@@ -125,3 +126,11 @@ def test_an_unreadable_file_is_named(tmp_path):
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UsageError, match=r"a\.txt cannot be read: No such file"):
         list(documents)
+
+
+@pytest.mark.parametrize("text", ["", "short", "x" * 300_000, "a b\n" * 50_000, "line\r\n\r\n" * 900_000])
+def test_a_long_text_is_cut_into_documents_that_join_to_it(text):
+    found = list(pieces(text))
+    assert "".join(found) == text
+    assert len(found) == 1 if len(text) <= 2048 else len(found) >= min(64, len(text) // 2048)
+    assert all(1024 <= len(piece) <= max(2048, min(len(text) // 64, 65536)) for piece in found[:-1])

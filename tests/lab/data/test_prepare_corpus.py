@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import shutil
 import threading
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from muonsw.lab.data.loader import TokenLoader, ValidationLoader
 from muonsw.lab.data.prepare import (
     DataSettings,
     TokenizerChoice,
+    held_out_fraction,
     is_validation,
     locked,
     open_split,
@@ -22,6 +24,7 @@ from muonsw.lab.data.prepare import (
     prepare_default,
 )
 from muonsw.lab.data.shards import load_tokenizer, read_record
+from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import BPETokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.storage import LOCK
@@ -212,3 +215,36 @@ def test_no_process_is_started_for_a_small_corpus(tmp_path):
     assert set(multiprocessing.active_children()) <= others
     recipe = json.loads((tmp_path / "data.json").read_text())["recipe"]
     assert recipe["corpus"] == {"source": "synthetic", "seed": 0, "limit_documents": None, "limit_characters": 100_000}
+
+
+def words(characters, seed=0):
+    """Paragraphs of a Markov chain, about so many characters of them."""
+    lines = (text[start : start + 80] for text in MarkovSource(seed=seed) for start in range(0, len(text), 400))
+    return "\n\n".join(islice(lines, characters // 82))
+
+
+@pytest.mark.parametrize("characters", [5_000, 40_000, 2_000_000])
+def test_one_text_file_has_a_twentieth_to_validate_on(tmp_path, characters):
+    (tmp_path / "notes.txt").write_text(words(characters))
+    record = prepare_default(tmp_path / "data", vocab=300, source="text", files=(str(tmp_path / "notes.txt"),))
+    train, held_out = record.tokens("train"), record.tokens("validation")
+    # Documents are added until the share is reached, so that it is exceeded by less than the largest one, which is a
+    # 32nd of a text or 2,048 characters; tokens are characters within the spread of this chain.
+    largest = max(1 / 32, 2048 / characters)
+    assert 0.045 < held_out / (train + held_out) < 1.1 * (0.05 + largest)
+
+
+def test_text_files_get_the_same_split_whatever_their_number_and_order(tmp_path):
+    texts = [f"{number} {words(3_000, seed=number)}" for number in range(20)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    fraction = held_out_fraction(texts)
+    assert fraction == held_out_fraction(reversed(texts))
+    assert 1 <= sum(is_validation(text, fraction) for text in texts) < 20
+
+
+def test_text_of_which_nothing_can_be_held_out_is_refused_before_any_work(tmp_path):
+    (tmp_path / "line.txt").write_text("one line")
+    with pytest.raises(UsageError, match=r"too little text \(8 characters\) to hold some out"):
+        prepare_default(tmp_path / "data", source="text", files=(str(tmp_path / "line.txt"),))
+    assert not (tmp_path / "data").exists()

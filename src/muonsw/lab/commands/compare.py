@@ -12,6 +12,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 from muonsw import machine
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
+from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
@@ -23,7 +24,7 @@ from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
 from muonsw.lab.tables import Table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import run_on, with_steps
+from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
 from muonsw.text import counted
 
 
@@ -38,7 +39,9 @@ class Compare:
     preset: str = "demo"
     """Model and recipe, as for `muonsw train`."""
     data: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Prepared tokens; without it the Python standard library is prepared in out/data."""
+    """Prepared tokens; without them and without --text, the Python standard library is prepared in out/data."""
+    text: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
+    """Your own text instead: files, folders or quoted globs (.txt, .md, .jsonl, .parquet); prepared in out/data."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("out/compare")
     """Folder for the runs and the report."""
     arms: tuple[str, ...] = ("constant", "scaled")
@@ -77,9 +80,12 @@ class Compare:
             raise UsageError(f"--workers must be at least 1, got {self.workers}")
         self.cluster.check(self.device)
         console = Console()
-        if self.data is None:
+        if self.data is None and not self.text:
             say(console, "tokens: the Python standard library, prepared once in out/data")
         base = self._base()
+        if self.text:
+            say(console, describe(Path(base.data.path)))
+            require_enough_text(base)
         study = CompareStudy(
             base,
             self._arms(base),
@@ -112,7 +118,7 @@ class Compare:
         return f"{names}, {seeds}: {length}, {workers} at a time, in {self.out}"
 
     def _base(self) -> RunConfig:
-        base = replace(run_on(self.preset, self.data), device=self.device)
+        base = replace(run_on(self.preset, self.data, self.text), device=self.device)
         changes = {"lr": self.lr, "weight_decay": self.weight_decay}
         given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         every = base.telemetry_every if self.telemetry_every is None else self.telemetry_every

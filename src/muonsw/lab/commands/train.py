@@ -6,13 +6,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.decay import DECAY_RULES
+from muonsw.lab.commands.data import describe
 from muonsw.lab.errors import UsageError
+from muonsw.lab.terminal import say
 from muonsw.lab.train.__main__ import read_config_file, run
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import run_on, with_steps
+from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
+from muonsw.lab.train.world import speaker
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ class Train:
     preset: str = "demo"
     """Model and recipe: demo, mini, w128, w256, w512, w768, w1024, each also with -dense."""
     data: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Prepared tokens; without it the Python standard library is prepared in out/data."""
+    """Prepared tokens; without them and without --text, the Python standard library is prepared in out/data."""
+    text: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
+    """Your own text instead: files, folders or quoted globs (.txt, .md, .jsonl, .parquet); prepared in out/data."""
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     """Folder of the run; default out/train/PRESET."""
     config: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -69,11 +75,15 @@ class Train:
         """Train, with progress on the terminal."""
         folder = self.out or Path("out/train") / (self.config.stem if self.config else self.preset)
         config = read_config_file(self.config) if self.config else self._config()
+        if self.text and not self.config:
+            if speaker() is None:
+                say(Console(), describe(Path(config.data.path)))
+            require_enough_text(config)
         return run(config, folder)
 
     def _config(self) -> RunConfig:
         try:
-            config = run_on(self.preset, self.data, seed=self.seed)
+            config = run_on(self.preset, self.data, self.text, seed=self.seed)
             given = {"batch": self.batch, "accumulation": self.accumulation, "telemetry_every": self.telemetry_every}
             changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
             optimizer = {name: value for name, value in vars(self.optimizer).items() if value is not None}

@@ -18,6 +18,9 @@ from typing import IO, Any
 from muonsw.lab.errors import UsageError, needed
 
 _PARQUET_ROWS = 256
+# A longer text is cut into documents, so that some of it can be held out: about this many, within these sizes.
+_PIECES = 64
+_PIECE_CHARACTERS = (1 << 11, 1 << 16)
 _DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
 
 
@@ -51,9 +54,9 @@ def is_readable(path: Path) -> bool:
 
 
 def file_documents(path: Path) -> Iterator[str]:
-    """The documents of one file: a .txt or .md is one, a .jsonl has one for each line, a .parquet one for each row.
+    """The documents of one file: a .jsonl has one for each line, a .parquet one for each row, in a field `text`.
 
-    JSON lines and Parquet rows have theirs in a field `text`; an empty one is no document.
+    A .txt or .md is one document, or several if it is long, as `pieces` cuts it. An empty text is no document.
 
     Raises:
         UsageError: At the place where the file turns out to be unreadable, damaged or cut short.
@@ -82,9 +85,35 @@ def _opened(path: Path) -> IO[bytes]:
     return file
 
 
+def pieces(text: str) -> Iterator[str]:
+    r"""A long text in about 64 pieces of 2,048 to 65,536 characters, cut after a blank line, a line or a word.
+
+    Examples:
+        >>> text = "One paragraph.\n\n" * 1000
+        >>> found = list(pieces(text))
+        >>> "".join(found) == text, len(found), max(map(len, found)), found[0].endswith("\n\n")
+        (True, 8, 2048, True)
+    """
+    smallest, largest = _PIECE_CHARACTERS
+    size, start = min(max(len(text) // _PIECES, smallest), largest), 0
+    while len(text) - start > size:
+        end = _cut(text, start + size // 2, start + size)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _cut(text: str, first: int, last: int) -> int:
+    """Where to cut between two places: after the last blank line there, else the last line or word, else at the end."""
+    for mark in ("\n\n", "\n", " "):
+        if (found := text.rfind(mark, first, last)) >= 0:
+            return found + len(mark)
+    return last
+
+
 def _whole(path: Path) -> Iterator[str]:
     with _opened(path) as file:
-        yield file.read().decode()
+        yield from pieces(file.read().decode())
 
 
 def _lines(path: Path) -> Iterator[str]:

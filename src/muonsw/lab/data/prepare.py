@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -47,9 +48,12 @@ TRAINING_CHARACTERS = 1 << 22
 # What is encoded at a time, for each thread: the libraries need some hundred bytes for a token while they work.
 BATCH_CHARACTERS = 1 << 20
 # Small corpora get several shards, so that a killed run loses little; large ones not too many to be open at once.
-# A small corpus holds out more of its documents, so that the loss on them means something.
 _SHARD_CHARACTERS: dict[Source, int] = {"python": 1 << 22, "synthetic": 1 << 22, "text": 1 << 24, "fineweb": 1 << 26}
-_HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "text": 0.01, "fineweb": 0.001}
+_HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "fineweb": 0.001}
+# Of text files the share of the characters, small and large: a loss on a few held-out pages means little. What counts
+# as large is also as much as is read to find the documents that make up the share.
+SMALL_SHARE, LARGE_SHARE = 0.05, 0.01
+_LARGE_CHARACTERS = 1 << 24
 # Threads of one process encode as fast as a few processes, and need no start. On many cores they are held back by what
 # is not in threads, the hashing and writing.
 _SMALL_BYTES = 1 << 28
@@ -93,7 +97,8 @@ class DataSettings:
             UsageError: If one of them makes no sense.
         """
         source, fraction, characters = self.corpus.source, self.validation_fraction, self.group_characters
-        fraction = _HELD_OUT[source] if fraction is None else fraction
+        if fraction is None:
+            fraction = held_out_fraction(self.corpus.documents()) if source == "text" else _HELD_OUT[source]
         characters = _SHARD_CHARACTERS[source] if characters is None else characters
         if not 0.0 <= fraction < 1.0:
             raise UsageError(f"--validation-fraction is at least 0 and below 1, not {fraction}")
@@ -182,7 +187,7 @@ def prepare_corpus(
     with locked(folder, wait=wait):
         earlier_groups(folder, {**sizes, **recipe})
         begun("tokenizer")
-        tokenizer, trained_on = _make_tokenizer(folder, settings)
+        tokenizer, trained_on = _make_tokenizer(folder, settings, sizes["validation_fraction"])
         recipe |= {"trained_on": trained_on}
         record = Prepared(tokenizer.identity, tokenizer.vocab_size, **sizes, recipe=recipe)
         number, threads = _workforce(settings.corpus, processes)
@@ -316,8 +321,42 @@ def grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
 
 def is_validation(text: str, fraction: float) -> bool:
     """Whether a document is held out: decided by its text alone, so copies of it are never on both sides."""
+    return _lot(text) < fraction * 2.0**64
+
+
+def _lot(text: str) -> int:
+    """A number of 64 bits that decides whether a document is held out."""
     digest = hashlib.blake2b(_utf8(text), digest_size=8, person=b"validation").digest()
-    return int.from_bytes(digest, "little") < fraction * 2.0**64
+    return int.from_bytes(digest, "little")
+
+
+def held_out_fraction(documents: Iterable[str]) -> float:
+    """The fraction for `is_validation` that holds out a twentieth of a text, a hundredth of a large one, or just more.
+
+    With few documents, that share of them could be none; here at least one is held out and at least one is not.
+
+    Raises:
+        UsageError: If all documents are the same, or there is but one.
+
+    Examples:
+        >>> texts = [f"document {number}" for number in range(10)]
+        >>> sum(is_validation(text, held_out_fraction(texts)) for text in texts)
+        1
+    """
+    sizes: Counter[int] = Counter()
+    for text in up_to(documents, _LARGE_CHARACTERS):
+        sizes[_lot(text)] += len(text)
+    total, held_out = sum(sizes.values()), 0
+    share = SMALL_SHARE if total < _LARGE_CHARACTERS else LARGE_SHARE
+    *candidates, _largest = sorted(sizes) or [0]
+    if not candidates:
+        fix = "give 10 kB or more (`muonsw data prepare` with --validation-fraction 0 holds out nothing)"
+        raise UsageError(f"there is too little text ({total:,} characters) to hold some out for validation: {fix}")
+    for lot in candidates:
+        held_out += sizes[lot]
+        if held_out >= share * total:
+            break
+    return float(np.nextafter(lot / 2.0**64, 1.0))
 
 
 def digest_of(texts: Iterable[str]) -> tuple[str, int]:
@@ -377,14 +416,13 @@ def _remove_others(folder: Path, record: Prepared) -> None:
             path.unlink(missing_ok=True)
 
 
-def _make_tokenizer(folder: Path, settings: DataSettings) -> tuple[Tokenizer, str | None]:
+def _make_tokenizer(folder: Path, settings: DataSettings, fraction: float) -> tuple[Tokenizer, str | None]:
     """The tokenizer, and a hash of the documents it was trained on."""
     choice = settings.tokenizer
     if choice.kind == "bytes":
         return ByteTokenizer(), None
     if choice.kind == "gpt2":
         return GPT2Tokenizer(choice.gpt2_files), None
-    fraction = settings.sizes()["validation_fraction"]
     allowed = (text for text in settings.corpus.documents() if not is_validation(text, fraction))
     sample = list(up_to(allowed, choice.training_characters))
     if not sample:

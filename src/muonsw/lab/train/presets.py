@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from muonsw.lab.data.prepare import prepare_default
+from muonsw.lab.data.corpus import matching_files
+from muonsw.lab.data.prepare import SMALL_SHARE, prepare_default
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.errors import UsageError
@@ -20,6 +23,8 @@ from muonsw.schedule import peak_lr_for_horizon
 PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
 PAPER_BATCH = 256
 DEFAULT_DATA = Path("out/data")
+# Characters in a token of a BPE, at most: fewer where the vocabulary is small.
+LONG_TOKEN = 4
 
 
 def _paper(steps: int | None, lr: float) -> dict[str, Any]:
@@ -78,10 +83,10 @@ def trained_like(name: str) -> OptimizerConfig:
     return found
 
 
-def run_on(name: str, data: Path | None, *, seed: int = 0) -> RunConfig:
+def run_on(name: str, data: Path | None, text: Sequence[str] = (), *, seed: int = 0) -> RunConfig:
     """The run of a preset on a folder of tokens, with the vocabulary that those have.
 
-    Without a folder the Python standard library is prepared, with a BPE of the preset's size.
+    Without a folder, text files or else the Python standard library are prepared, with a BPE of the preset's size.
 
     Raises:
         UsageError: If there is no such preset, or no such data.
@@ -90,9 +95,28 @@ def run_on(name: str, data: Path | None, *, seed: int = 0) -> RunConfig:
         model = preset(name)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    folder = default_data(model.vocab) if data is None else data
+    if data is not None and text:
+        raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
+    folder = data or (text_data(text, model.vocab) if text else default_data(model.vocab))
     fitting = replace(model, vocab=padded_vocab(read_record(folder).vocab_size))
     return preset_run(name, str(folder), model=fitting, seed=seed)
+
+
+def require_enough_text(run: RunConfig) -> None:
+    """Make sure that prepared text has a batch to train on and a window to validate on.
+
+    Raises:
+        UsageError: If not, with how much text is enough.
+    """
+    record, sequence = read_record(Path(run.data.path)), run.model.sequence
+    train, validation = run.batch * sequence + 1, sequence + 1
+    if record.tokens("train") >= train and record.tokens("validation") >= validation:
+        return
+    kilobytes = math.ceil(LONG_TOKEN * max(train, validation / SMALL_SHARE) / 900)
+    has = f"{record.tokens('train'):,} tokens to train on and {record.tokens('validation'):,} to validate on"
+    needs = f"{train:,} ({run.batch} sequences of {sequence}) and {validation:,}"
+    fix = f"give {kilobytes:,} kB of text, and a hundred times as much for a result that means something"
+    raise UsageError(f"the text is too small: it has {has}, and this run needs {needs}; {fix}")
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
@@ -108,6 +132,20 @@ def with_steps(run: RunConfig, steps: int) -> RunConfig:
     """
     horizon = max(1, round(steps * run.tokens_per_step / PAPER_BATCH_TOKENS))
     return replace(run, steps=steps, optimizer=replace(run.optimizer, lr=peak_lr_for_horizon(horizon)))
+
+
+def text_data(files: Sequence[str], vocab: int) -> Path:
+    """Text files as tokens of a BPE of this size, prepared once: a folder for each content."""
+    paths = matching_files(files)
+    digest = hashlib.blake2b(digest_size=4)
+    for path in paths:
+        digest.update(f"{path.resolve()} {path.stat().st_size} ".encode("utf-8", "surrogateescape"))
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    letters = "".join(letter if letter.isalnum() else "-" for letter in paths[0].name.partition(".")[0])
+    folder = DEFAULT_DATA / f"{letters}-bpe{vocab}-{digest.hexdigest()}"
+    prepare_default(folder, vocab=vocab, source="text", files=tuple(map(str, paths)))
+    return folder
 
 
 def default_data(vocab: int) -> Path:
