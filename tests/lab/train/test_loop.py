@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.processes import torch_threads
-from muonsw.lab.train import checkpoint
+from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
 from muonsw.schedule import lr_scheduler
@@ -247,6 +247,49 @@ def test_only_the_last_checkpoints_and_the_best_are_kept(tmp_path):
     assert best < 28, "the test needs a best evaluation before the last two"
     kept = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "checkpoints")}
     assert kept == {best, 28, 32}
+
+
+@pytest.mark.parametrize("settings", [{"checkpoint_seconds": 1e-9}, {"checkpoint_every": 5}])
+def test_when_a_run_is_saved_changes_no_number_of_it(uninterrupted, tmp_path, monkeypatch, settings):
+    """The clock asks for a checkpoint after every update, or updates do at others than those that are evaluated."""
+    monkeypatch.setattr(loop, "SAVING_INTERVALS", 0)
+    train(small_run(keep=12, **settings), tmp_path)
+    saved = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "checkpoints")}
+    assert saved == ({5, 10, 12} if "checkpoint_every" in settings else set(range(1, 13)))
+    assert_same_run(uninterrupted, tmp_path, 12)
+    train(small_run(), tmp_path)  # and it may be called for with other such settings
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_the_clock_asked_for(uninterrupted, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "SAVING_INTERVALS", 0)
+    notes = []
+
+    def die(record):
+        if record["kind"] == "train" and record["step"] == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    config = small_run(checkpoint_seconds=1e-9)
+    assert in_child(lambda: train(config, tmp_path, Watch(record=die))) == -signal.SIGKILL
+    train(config, tmp_path, Watch(note=notes.append))
+    assert "going on after update 10" in notes[0]
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
+def test_the_clock_asks_by_age_and_less_often_where_saving_is_slow(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    clock, never = (loop.SaveClock(seconds, _saved=0.0) for seconds in (60.0, 0.0))
+    now[0] = 59.0
+    assert not clock.due()
+    now[0] = 60.0
+    assert clock.due()
+    with clock.saving():
+        now[0] += 10.0
+    now[0] += 10.0 * loop.SAVING_INTERVALS - 1.0
+    assert not clock.due()
+    now[0] += 1.0
+    assert clock.due()
+    assert not never.due()
 
 
 def test_two_processes_cannot_share_a_folder(tmp_path):

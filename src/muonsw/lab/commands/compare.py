@@ -55,6 +55,8 @@ class Compare:
     """Lambda of every arm that has none of its own, instead of the preset's."""
     steps: int | None = None
     """Updates, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
+    checkpoint_every: Annotated[int | None, arg(metavar="N")] = None
+    """Updates between checkpoints, instead of the preset's; a run is also saved every three minutes."""
     telemetry_every: Annotated[int | None, arg(metavar="N")] = None
     """Updates between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
     control: Literal["none", "total"] = "none"
@@ -121,13 +123,14 @@ class Compare:
         base = replace(run_on(self.preset, self.data, self.text), device=self.device)
         changes = {"lr": self.lr, "weight_decay": self.weight_decay}
         given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-        every = base.telemetry_every if self.telemetry_every is None else self.telemetry_every
+        names = ("checkpoint_every", "telemetry_every")
+        every: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         try:
             base = base if self.steps is None else with_steps(base, self.steps)
             # One thread for each run: the number of workers then changes nothing but the time.
             threads = 1 if self._on_cpu() else base.threads
             optimizer = replace(base.optimizer, **given)
-            return replace(base, optimizer=optimizer, threads=threads, telemetry_every=every)
+            return replace(base, optimizer=optimizer, threads=threads, **every)
         except ValueError as error:
             raise UsageError(str(error)) from error
 

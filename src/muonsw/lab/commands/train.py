@@ -59,6 +59,8 @@ class Train:
     """Sequences in an update, instead of the preset's."""
     accumulation: int | None = None
     """Micro-batches an update is cut into, for less memory."""
+    checkpoint_every: Annotated[int | None, arg(metavar="N")] = None
+    """Updates between checkpoints, instead of the preset's; a run is also saved every three minutes."""
     telemetry_every: Annotated[int | None, arg(metavar="N")] = None
     """Updates between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
     seed: int = 0
@@ -84,8 +86,8 @@ class Train:
     def _config(self) -> RunConfig:
         try:
             config = run_on(self.preset, self.data, self.text, seed=self.seed)
-            given = {"batch": self.batch, "accumulation": self.accumulation, "telemetry_every": self.telemetry_every}
-            changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+            names = ("batch", "accumulation", "checkpoint_every", "telemetry_every")
+            changes: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
             optimizer = {name: value for name, value in vars(self.optimizer).items() if value is not None}
             extras: dict[str, Any] = {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}
             config = replace(config, **changes)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 # What may differ between runs of one arm: the draw of random numbers, and how a run is carried out and kept.
 WITHIN_ARM = frozenset(
-    {"seed", "arm", "name", "out", "device", "threads", "compile", "keep", "checkpoint_every", "tensorboard", "wandb"}
+    {"seed", "arm", "name", "out", "device", "threads", "compile", "keep", "tensorboard", "wandb"}
+    | {"checkpoint_every", "checkpoint_seconds"}
 )
 SYMBOLS = {"optimizer.weight_decay": "λ", "optimizer.lr": "η", "steps": "T", "model.width": "d"}
 FIRST = ("optimizer.algorithm", "optimizer.decay", "optimizer.weight_decay", "optimizer.lr")

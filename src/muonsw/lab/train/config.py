@@ -18,6 +18,7 @@ from muonsw.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for
 
 VERSION = 1
 LARGEST = 1 << 63
+CHECKPOINT_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ class RunConfig:
         arm: What a comparison calls this run; runs that differ in the seed alone share it.
         eval_every: Updates between evaluations; the end is always evaluated.
         checkpoint_every: Updates between checkpoints; the end is always saved.
+        checkpoint_seconds: Save also when the last checkpoint is so old; 0 goes by updates alone.
         keep: Checkpoints to keep besides the best.
         log_every: Updates between training records.
         telemetry_every: Updates between telemetry samples; 0 takes none.
@@ -217,6 +219,7 @@ class RunConfig:
     arm: str = ""
     eval_every: int = 100
     checkpoint_every: int = 500
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
     keep: int = 2
     log_every: int = 1
     telemetry_every: int = 10
@@ -247,6 +250,8 @@ class RunConfig:
         for name in ("seed", "telemetry_every", "threads"):
             _require(0 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 0 and below 2**63")
         _require(self.diverged > 0, "diverged", self.diverged, "positive")
+        seconds = self.checkpoint_seconds
+        _require(0 <= seconds < math.inf, "checkpoint_seconds", seconds, "finite and not negative")
         _require_one_of("precision", self.precision, ("auto", "float32", "bfloat16"))
         _require_one_of("weights", self.weights, ("float32", "bfloat16"))
         _require_one_of("compile", self.compile, ("auto", "on", "off"))
@@ -263,10 +268,12 @@ class RunConfig:
         return self.batch * self.model.sequence
 
     def as_data(self) -> dict[str, Any]:
-        """The run as JSON data, with the version of this format; how ranks share the work only where it is chosen."""
+        """The run as JSON data, with the version of this format; how it is carried out only where that is chosen."""
         data = {"version": VERSION, **as_data(self)}
         if self.parallel == ParallelConfig():
             del data["parallel"]
+        if self.checkpoint_seconds == CHECKPOINT_SECONDS:
+            del data["checkpoint_seconds"]
         return data
 
     @classmethod

@@ -25,7 +25,10 @@ CHECKPOINTS = "checkpoints"
 
 # Settings that change what is kept or shown, and never a number of the run. Tokens may move: their hash is compared.
 # How ranks share the work, like their number, changes sums in their last digits alone.
-HARMLESS = ("keep", "tensorboard", "wandb", "data.path", *(f"parallel.{one.name}" for one in fields(ParallelConfig)))
+HARMLESS = (
+    *("keep", "checkpoint_every", "checkpoint_seconds", "tensorboard", "wandb", "data.path"),
+    *(f"parallel.{one.name}" for one in fields(ParallelConfig)),
+)
 
 
 @contextmanager

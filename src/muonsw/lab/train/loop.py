@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,35 @@ from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sin
 from muonsw.lab.train.shared import SharedShelf, check
 from muonsw.lab.train.state import Training, own_device, with_fingerprint
 from muonsw.lab.train.world import World, agreed
+
+# Between checkpoints that the clock asks for lies at least so many times what the last one took: 2 % of the time.
+SAVING_INTERVALS = 50
+
+
+@dataclass
+class SaveClock:
+    """Asks for a checkpoint when the last one is old; saving changes no number of the run, so the clock may decide.
+
+    Attributes:
+        seconds: How old it may be; 0 never asks.
+    """
+
+    seconds: float
+    _saved: float = field(default_factory=time.monotonic)
+    _took: float = 0.0
+
+    def due(self) -> bool:
+        """Whether it is time."""
+        wait = max(self.seconds, SAVING_INTERVALS * self._took)
+        return bool(self.seconds) and time.monotonic() - self._saved >= wait
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Time the block, which saves."""
+        begun = time.monotonic()
+        yield
+        self._saved = time.monotonic()
+        self._took = self._saved - begun
 
 
 @dataclass(frozen=True)
@@ -130,7 +160,7 @@ def _updates(
     request: StopRequest,
 ) -> None:
     """Every update that is left."""
-    config, world = training.config, training.world
+    config, world, clock = training.config, training.world, SaveClock(training.config.checkpoint_seconds)
     training.settle()
     if training.step == 0:
         evaluate(training, journal)
@@ -146,12 +176,12 @@ def _updates(
             shelf.look()
 
             last = training.step == config.steps
-            saving = last or training.step % config.checkpoint_every == 0
-            if saving or training.step % config.eval_every == 0:
+            if last or training.step % config.eval_every == 0:
                 evaluate(training, journal)
-            stop = world.largest(request.signal or 0)
-            if saving or stop:
-                save(training, journal, metrics, shelf)
+            stop, due = divmod(world.largest(2 * (request.signal or 0) + clock.due()), 2)  # in one message
+            if last or stop or due or training.step % config.checkpoint_every == 0:
+                with clock.saving():
+                    save(training, journal, metrics, shelf)
                 stop = world.largest(request.signal or 0)  # somebody may have asked meanwhile
             if stop or last:
                 shelf.finish()

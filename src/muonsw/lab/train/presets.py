@@ -53,7 +53,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "batch": 12,
         "optimizer": OptimizerConfig(weight_decay=1.0, ns_dtype="float32"),
         "eval_every": 42,
-        "checkpoint_every": 420,
+        "checkpoint_every": 42,
         "telemetry_every": 10,
         "eval_windows": 128,
     },
