@@ -167,7 +167,7 @@ def test_tables_say_how_runs_ended(runs):
     assert rows["scaled-1"][-1].text == "200 of 400 steps"
     assert tables["differences"].columns == ("run", "optimizer.decay", "seed")
     command = tables["commands"].rows[0][1].text
-    assert command == f"muonsw train --config {runs[0].path / 'config.json'}"
+    assert command == f"muonsw train --config {runs[0].path / 'config.json'} --out {runs[0].path}-again"
     assert ("torch", "2.13.0") in [tuple(row) for row in tables["environment"].rows]
 
 

@@ -168,6 +168,20 @@ def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid(tm
     assert ("edge" in table.note) == any(tuned.at_edge for tuned in found)
 
 
+def test_the_search_over_lambda_is_in_the_numbers_of_a_comparison(tmp_path):
+    wild = Arm("wild", OptimizerConfig(lr=50.0, decay="constant", weight_decay=0.001))
+    study = CompareStudy(tiny_run(steps=12, diverged=1.0), (ARMS[1], wild), 1, "a title", tune_lambda=True)
+    conduct(study, by_arm(tmp_path / "runs"), tmp_path, images=False)
+    scaled, lost = json.loads((tmp_path / "outcome.json").read_text())["search"]
+    assert scaled["arm"] == "scaled"
+    best = min(scaled["losses"], key=lambda tried: tried["final"])
+    assert scaled["best"] == best["weight_decay"]
+    for tried in scaled["losses"]:
+        (run,) = (tmp_path / "runs").glob(f"*scaled*lambda={tried['weight_decay']:g}-seed1")
+        assert json.loads((run / "result.json").read_text())["final_loss"] == tried["final"]
+    assert {tried["final"] for tried in lost["losses"]} == {None}, "runs that diverged have no loss"
+
+
 def arm(name, rule, **values):
     numbers = {
         "seeds": (0, 1, 2),
@@ -196,7 +210,8 @@ def pair(differences, match=(0.8, 0.8, 0.8)):
 def test_the_verdict_follows_the_interval():
     both = (arm("constant", "constant"), arm("scaled", "scaled", norm=(0.2,) * 3, norm_change=(-0.1,) * 3))
     clear = verdict(Outcome(both, (pair((-0.10, -0.11, -0.09)),)))
-    assert "'scaled' ended lower than 'constant' over 3 seeds" in clear
+    assert "'scaled' ended lower than 'constant' over 3 seeds (-0.1000 nats, 95% t interval -0.1248 to -0.0752" in clear
+    assert "'constant' ends at 0.100 (-50%)" in clear
     assert "after 80% of its updates" in clear
     worse = verdict(Outcome(both, (pair((0.10, 0.11, 0.09)),)))
     assert "'scaled' ended higher" in worse

@@ -43,12 +43,9 @@ class Report:
         loaded = load_runs(find_runs(self.runs))
         title = self.title or (f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs")
         written = write_report(self.out, title, loaded, images=not self.no_images)
-        charts = (
-            f", and {counted((len(written) - 1) // 2, 'chart')} as PNG and SVG in {written[1].parent}"
-            if written[1:]
-            else ""
-        )
-        say(Console(), f"wrote {written[0]}{charts}")
+        charts = counted((len(written) - 1) // 2, "chart")
+        images = f", and {charts} as PNG and SVG in {written[1].parent}" if written[1:] else ""
+        say(Console(), f"wrote {written[0]}{images}")
         return 0
 
 

@@ -20,7 +20,7 @@ from muonsw.lab.report.static import write_chart
 from muonsw.lab.runs import Run, differences
 from muonsw.lab.settings import flatten
 from muonsw.lab.storage import prepare_folder
-from muonsw.lab.tables import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
+from muonsw.lab.tables import MISSING, Cell, Column, Table, change_text, count, loss_text, norm_text
 
 OF_ONE_RUN = ("command", "command_line", "argv", "started", "time", "pid", "folder", "cwd")
 MANY = 12  # rows from which a table that few will read starts closed
@@ -96,11 +96,11 @@ def check_target(path: Path, *, images: bool) -> None:
 
 def summary(charts: Charts) -> str:
     """What there is, in one sentence that judges nothing."""
-    count, arms = len(charts.runs), len(charts.arms)
-    text = f"{_count(count, 'run')} in {_count(arms, 'arm')}" if count > 1 else charts.labels[0]
+    runs, arms = len(charts.runs), len(charts.arms)
+    text = f"{count(runs, 'run')} in {count(arms, 'arm')}" if runs > 1 else charts.labels[0]
     running = sum(run.in_progress for run in charts.runs)
     if running:
-        text += f", {running} not complete" if count > 1 else ", not complete"
+        text += f", {running} not complete" if runs > 1 else ", not complete"
     losses, norms = _medians(charts, "final_loss"), _medians(charts, "final_norm")
     what, values, digits = ("validation loss", losses, loss_text) if losses else ("weight RMS", norms, norm_text)
     if not values:
@@ -145,12 +145,12 @@ def runs_table(charts: Charts) -> Table:
 
 def _state(run: Run) -> Cell:
     lost = run.lost_losses
-    note = f"{lost} losses not finite" if lost else ""
+    note = f"{count(lost, 'loss', 'losses')} not finite" if lost else ""
     if run.complete:
         word = "diverged" if (run.result or {}).get("diverged") else "complete"
         return Cell(word, note, tone="fails" if lost or word == "diverged" else "")
     planned = run.planned_steps
-    return Cell(f"{run.steps:,} of {planned:,} steps" if planned is not None else f"{run.steps:,} steps", note)
+    return Cell(f"{run.steps:,} of {count(planned, 'step')}" if planned is not None else count(run.steps, "step"), note)
 
 
 def differences_table(charts: Charts) -> Table | None:
@@ -168,11 +168,20 @@ def differences_table(charts: Charts) -> Table | None:
 def commands_table(charts: Charts) -> Table | None:
     """The command line that runs each configuration again; None where no run has one."""
     rows = [
-        (label, Cell(f"muonsw train --config {shlex.quote(str(run.path / 'config.json'))}", code=True))
+        (label, Cell(f"muonsw train --config {_quoted(run.path / 'config.json')} --out {_again(run.path)}", code=True))
         for label, run in zip(charts.labels, charts.runs, strict=True)
         if run.config
     ]
     return Table("commands", "Run them again", ("run", "command"), rows, folded=len(rows) > MANY) if rows else None
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _again(path: Path) -> str:
+    """A folder beside the run's own, in which the same command would find it complete."""
+    return _quoted(path.with_name(f"{path.name}-again"))
 
 
 def environment_table(charts: Charts) -> Table | None:
@@ -188,7 +197,8 @@ def environment_table(charts: Charts) -> Table | None:
     keys = dict.fromkeys(key for flat, _ in shown for key in flat)
     headings = [_covered(labels, len(charts.runs)) for _, labels in shown]
     rows = [(key, *(_setting(flat.get(key)) for flat, _ in shown)) for key in keys]
-    note = f"{len(groups) - len(shown)} further environments are not shown." if len(groups) > len(shown) else ""
+    hidden = len(groups) - len(shown)
+    note = f"Not shown: {count(hidden, 'further environment')}." if hidden else ""
     return Table("environment", "Environment", ("", *headings), rows, note, folded=True)
 
 
@@ -202,10 +212,6 @@ def _covered(labels: Sequence[str], count: int) -> str:
     if len(labels) == count:
         return "all runs" if count > 1 else labels[0]
     return labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _medians(charts: Charts, measure: str) -> dict[str, float]:

@@ -94,14 +94,10 @@ class CompareStudy(Study[Trained]):
         return verdict(found.outcome, found.tuned)
 
     def record(self, found: Trained, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
-        """The verdict, every arm, every pair, the claims, and the search over lambda where there was one."""
+        """The verdict, every arm, every pair, the search over lambda, the claims."""
         judged = [claim.as_data() for claim in claims.get(NAME, ())]
-        return {
-            "verdict": self.sentence(found, claims),
-            **found.outcome.as_data(),
-            "claims": judged,
-            "search": [one.as_data() for one in found.tuned],
-        }
+        search = [one.as_data() for one in found.tuned]
+        return {"verdict": self.sentence(found, claims), **found.outcome.as_data(), "search": search, "claims": judged}
 
     def tables(self, found: Trained) -> list[Table]:
         """Arms, pairs, and the search."""
@@ -188,9 +184,7 @@ def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome]) -> str:
     if pair.interval is None:
         direction = "below" if pair.mean < 0 else "above"
         return f"{pair.arm!r} ended {size} {direction} {pair.baseline!r}; one seed says nothing about chance."
-    spread = (
-        f"{pair.mean:+.4f} nats, interval {pair.interval.low:+.4f} to {pair.interval.high:+.4f}, {pair.interval.method}"
-    )
+    spread = f"{pair.mean:+.4f} nats, 95% t interval {pair.interval.low:+.4f} to {pair.interval.high:+.4f}"
     if pair.interval.low <= 0.0 <= pair.interval.high:
         both = f"{pair.arm!r} and {pair.baseline!r}"
         return f"The final losses of {both} do not differ beyond chance over {seeds} ({spread})."

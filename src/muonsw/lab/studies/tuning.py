@@ -41,6 +41,12 @@ class Tuned:
         """Whether the best is the smallest or the largest that was tried, so that a better one may lie beyond."""
         return self.best in (min(self.losses), max(self.losses))
 
+    def as_data(self) -> dict[str, Any]:
+        """Everything as JSON data; a run that diverged has no loss."""
+        losses = [{"weight_decay": lam, "final": loss} for lam, loss in sorted(self.losses.items())]
+        data: dict[str, Any] = plain({"arm": self.name, "best": self.best, "at_edge": self.at_edge, "losses": losses})
+        return data
+
 
 def grid(arm: Arm, factors: Sequence[float]) -> list[Arm]:
     """The arm at multiples of its lambda."""
