@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError
+from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, install_line
 from muonsw.lab.launcher import end, report_error
 from muonsw.lab.terminal import enduring, harmless
 from muonsw.version import __version__
@@ -43,7 +43,7 @@ def _run(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "muonsw":
             raise
-        print(f"muonsw: the lab needs {error.name}; install it with: pip install 'muonsw[lab]'", file=sys.stderr)
+        print(f"muonsw: the lab needs the package {error.name}: {install_line('lab')}", file=sys.stderr)
         return USAGE
     return int(commands.run(arguments))
 

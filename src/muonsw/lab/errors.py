@@ -67,4 +67,9 @@ def needed(name: str, who: str, extra: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError as error:
         package = name.partition(".")[0]
-        raise UsageError(f"{who} the package {package}: pip install 'muonsw[{extra}]'") from error
+        raise UsageError(f"{who} the package {package}: {install_line(extra)}") from error
+
+
+def install_line(extra: str) -> str:
+    """How an extra is installed; docs/install.md has the same line."""
+    return f"run pip install '.[{extra}]' in the clone of muonsw"

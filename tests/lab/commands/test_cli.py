@@ -140,7 +140,7 @@ def test_a_missing_extra_is_said_in_one_line(monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     assert main(["reproduce", "--list"]) == 2
     error = capsys.readouterr().err
-    assert "pip install 'muonsw[lab]'" in error
+    assert "pip install '.[lab]'" in error
     assert error.count("\n") == 1
 
 

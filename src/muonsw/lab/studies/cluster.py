@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 from filelock import FileLock
 
 from muonsw import machine
-from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, install_line
 from muonsw.lab.processes import GOES_ON, POLL_SECONDS, Audience, StopRequest, stop_requests
 from muonsw.lab.storage import LOCK, parse_json, prepare_folder, read_object, write_json
 from muonsw.lab.studies.jobs import Job, train_alone, train_on_ranks
@@ -374,7 +374,7 @@ def scheduler_of(cluster: Cluster, folder: Path) -> Scheduler:
     try:
         import submitit
     except ModuleNotFoundError as error:
-        raise UsageError("--cluster needs submitit: pip install 'muonsw[cluster]'") from error
+        raise UsageError(f"--cluster needs submitit: {install_line('cluster')}") from error
     try:
         kind = submitit.SlurmExecutor if cluster.kind == "slurm" else submitit.LocalExecutor
         executor = kind(folder.absolute(), max_num_timeout=TIMEOUTS)

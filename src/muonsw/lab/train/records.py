@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.errors import UsageError, install_line
 from muonsw.lab.model import Losses
 from muonsw.lab.storage import numbered, parse_json, plain, replacing, reported, write_atomically
 from muonsw.lab.train.folder import METRICS
@@ -232,7 +232,7 @@ def tensorboard_sink(folder: Path) -> Sink:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise UsageError("TensorBoard is not installed: pip install 'muonsw[tensorboard]'") from error
+        raise UsageError(f"TensorBoard is not installed: {install_line('tensorboard')}") from error
     events = folder / "tensorboard"
     with reported(events):
         sink = TensorBoardSink(SummaryWriter(str(events)))
@@ -249,5 +249,5 @@ def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
     try:
         wandb = import_module("wandb")
     except ImportError as error:
-        raise UsageError("Weights & Biases is not installed: pip install 'muonsw[wandb]'") from error
+        raise UsageError(f"Weights & Biases is not installed: {install_line('wandb')}") from error
     return WandbSink(wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", config=dict(config)))
