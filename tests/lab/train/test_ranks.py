@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from muonsw.lab.train import checkpoint
+from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training
@@ -270,3 +270,15 @@ def test_a_run_that_is_done_is_done_again_on_any_number_of_ranks(tmp_path):
     assert [one.code for one in started.wait()] == [0, 0]
     after = weights(tmp_path / "run", 2)["model"]
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_ranks_save_together_when_the_clock_of_one_of_them_asks(tmp_path):
+    def before(rank):
+        in_float64()
+        loop.SaveClock.due = lambda _self: rank == 1
+
+    ended = run(2, spread_over(config(), strategy="ddp"), tmp_path / "run", before)
+    assert [one.code for one in ended] == [0, 0], "\n".join(one.text for one in ended)
+    saved = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "run" / "checkpoints")}
+    assert saved == set(range(1, STEPS + 1))
+    assert_same_numbers(tmp_path / "run", one_process())
