@@ -34,7 +34,7 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     assert folder.name.startswith("my-notes-bpe1024-")
     share = record.tokens("validation") / (record.tokens("train") + record.tokens("validation"))
     assert 0.04 < share < 0.15
-    assert f"{record.documents} documents, 0.1 MB of text, {record.tokens('train'):,} train" in printed
+    assert f"{record.documents} documents, 60.0 kB of text, {record.tokens('train'):,} train" in printed
     assert f"({share:.1%} held out for validation), vocabulary of {record.vocab_size:,}, in out/data" in printed
     assert len(json.loads((tmp_path / "out/compare/outcome.json").read_text())["arms"]) == 2
 
@@ -69,6 +69,8 @@ def test_a_file_in_place_of_a_folder_of_tokens_suggests_the_option_for_text(tmp_
     (tmp_path / "notes.txt").write_text(words(20_000))
     assert main([command, "--data", "notes.txt"]) == 2
     assert "--text notes.txt" in capsys.readouterr().err
+    assert main([command, "--data", "."]) == 2
+    assert "--text ." in capsys.readouterr().err
     assert main([command, "--data", "nowhere"]) == 2
     assert "`muonsw data prepare nowhere` makes some there" in capsys.readouterr().err
     assert main([command, "--data", "nowhere", "--text", "notes.txt"]) == 2

@@ -200,8 +200,9 @@ class Data:
 def contents(record: Prepared) -> str:
     """What a folder holds, in a few words."""
     size = sum(group.bytes for group in record.groups)
+    text = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
     tokens = " and ".join(f"{record.tokens(split):,} {split}" for split in SPLITS)
-    return f"{count(record.documents, 'document')}, {size / 1e6:,.1f} MB of text, {tokens} tokens"
+    return f"{count(record.documents, 'document')}, {text} of text, {tokens} tokens"
 
 
 def describe(folder: Path) -> str:

@@ -135,11 +135,13 @@ def read_record(folder: Path) -> Prepared:
         UsageError: If the folder has no readable record, or one of another format.
     """
     path, fix = folder / RECORD, "delete the folder and prepare the data again"
-    if folder.is_file():
-        instead = f"`muonsw compare` and `muonsw train` take a text as --text {folder}"
-        raise UsageError(f"{folder} is a file, and no folder of prepared tokens: {instead}")
     if not path.exists():
-        raise UsageError(f"{folder} holds no prepared data: `muonsw data prepare {folder}` makes some there")
+        instead = (
+            f"`muonsw compare` and `muonsw train` take text as --text {folder}"
+            if folder.exists()
+            else (f"`muonsw data prepare {folder}` makes some there")
+        )
+        raise UsageError(f"{folder} holds no prepared data: {instead}")
     fields = read_object(path, remedy=fix)
     found = fields.pop("format", 1)
     if found != FORMAT:
@@ -188,7 +190,7 @@ def open_split(folder: Path, split: Split) -> list[Shard]:
     if not record.complete:
         raise UsageError(f"{folder} is not prepared to the end: run the same `muonsw data prepare` again, it goes on")
     if not (shards := record.shards(folder, split)):
-        raise UsageError(f"{folder} has no {split} tokens: prepare more documents, with another validation fraction")
+        raise UsageError(f"{folder} has no {split} tokens: prepare more documents in a new folder")
     _allow_open_files(len(shards))
     check = record.tokens(split) * record.dtype.itemsize <= CHECKED_BYTES
     return [open_shard(path, group, split, record, check=check) for path, group in shards]
