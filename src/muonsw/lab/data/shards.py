@@ -136,11 +136,8 @@ def read_record(folder: Path) -> Prepared:
     """
     path, fix = folder / RECORD, "delete the folder and prepare the data again"
     if not path.exists():
-        instead = (
-            f"`muonsw compare` and `muonsw train` take text as --text {folder}"
-            if folder.exists()
-            else (f"`muonsw data prepare {folder}` makes some there")
-        )
+        text = f"`muonsw compare` and `muonsw train` take text as --text {folder}"
+        instead = text if folder.exists() else f"`muonsw data prepare {folder}` makes some there"
         raise UsageError(f"{folder} holds no prepared data: {instead}")
     fields = read_object(path, remedy=fix)
     found = fields.pop("format", 1)
