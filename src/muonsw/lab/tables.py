@@ -85,16 +85,6 @@ def show(value: Value, digits: int = 5) -> str:
     return value
 
 
-def count(number: int, one: str, several: str = "") -> str:
-    """How many there are of something.
-
-    Examples:
-        >>> count(1, "document"), count(1_204, "document"), count(2, "matrix", "matrices")
-        ('1 document', '1,204 documents', '2 matrices')
-    """
-    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
-
-
 def loss_text(loss: float) -> str:
     """A loss as every table and sentence shows it: four decimals.
 

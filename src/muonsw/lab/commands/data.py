@@ -15,7 +15,6 @@ from muonsw.lab.data.corpus import FINEWEB, Corpus, Extent, Source
 from muonsw.lab.data.prepare import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
 from muonsw.lab.data.shards import SPLITS, Group, Prepared, read_record, verify_folder
 from muonsw.lab.progress import View, showing
-from muonsw.lab.tables import count
 from muonsw.lab.terminal import say
 from muonsw.text import counted
 
@@ -145,8 +144,8 @@ class Verify:
             if checked.problem is not None:
                 problems += 1
                 say(console, f"bad: {checked.problem}")
-        verdict = count(problems, "problem") if problems else "all is well"
-        say(console, f"{self.folder}: {count(shards, 'shard')} and {tokens:,} good tokens read, {verdict}")
+        verdict = counted(problems, "problem") if problems else "all is well"
+        say(console, f"{self.folder}: {counted(shards, 'shard')} and {tokens:,} good tokens read, {verdict}")
         return int(problems > 0)
 
 
@@ -172,7 +171,7 @@ class Info:
         for split in SPLITS:
             paths = record.paths(self.folder, split)
             size = sum(path.stat().st_size for path in paths if path.exists())
-            held = f"{record.tokens(split):,} tokens in {count(len(paths), 'shard')}, {size:,} bytes"
+            held = f"{record.tokens(split):,} tokens in {counted(len(paths), 'shard')}, {size:,} bytes"
             say(console, f"{split:<11} {held}")
         say(console, f"total       {contents(record)}")
         return 0
@@ -202,7 +201,7 @@ def contents(record: Prepared) -> str:
     size = sum(group.bytes for group in record.groups)
     text = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
     tokens = " and ".join(f"{record.tokens(split):,} {split}" for split in SPLITS)
-    return f"{count(record.documents, 'document')}, {text} of text, {tokens} tokens"
+    return f"{counted(record.documents, 'document')}, {text} of text, {tokens} tokens"
 
 
 def describe(folder: Path) -> str:

@@ -20,7 +20,8 @@ from muonsw.lab.report.static import write_chart
 from muonsw.lab.runs import Run, differences
 from muonsw.lab.settings import flatten
 from muonsw.lab.storage import prepare_folder
-from muonsw.lab.tables import MISSING, Cell, Column, Table, change_text, count, loss_text, norm_text
+from muonsw.lab.tables import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
+from muonsw.text import counted
 
 OF_ONE_RUN = ("command", "command_line", "argv", "started", "time", "pid", "folder", "cwd")
 MANY = 12  # rows from which a table that few will read starts closed
@@ -97,7 +98,7 @@ def check_target(path: Path, *, images: bool) -> None:
 def summary(charts: Charts) -> str:
     """What there is, in one sentence that judges nothing."""
     runs, arms = len(charts.runs), len(charts.arms)
-    text = f"{count(runs, 'run')} in {count(arms, 'arm')}" if runs > 1 else charts.labels[0]
+    text = f"{counted(runs, 'run')} in {counted(arms, 'arm')}" if runs > 1 else charts.labels[0]
     running = sum(run.in_progress for run in charts.runs)
     if running:
         text += f", {running} not complete" if runs > 1 else ", not complete"
@@ -145,12 +146,14 @@ def runs_table(charts: Charts) -> Table:
 
 def _state(run: Run) -> Cell:
     lost = run.lost_losses
-    note = f"{count(lost, 'loss', 'losses')} not finite" if lost else ""
+    note = f"{counted(lost, 'loss', 'losses')} not finite" if lost else ""
     if run.complete:
         word = "diverged" if (run.result or {}).get("diverged") else "complete"
         return Cell(word, note, tone="fails" if lost or word == "diverged" else "")
     planned = run.planned_steps
-    return Cell(f"{run.steps:,} of {count(planned, 'step')}" if planned is not None else count(run.steps, "step"), note)
+    return Cell(
+        f"{run.steps:,} of {counted(planned, 'step')}" if planned is not None else counted(run.steps, "step"), note
+    )
 
 
 def differences_table(charts: Charts) -> Table | None:
@@ -198,7 +201,7 @@ def environment_table(charts: Charts) -> Table | None:
     headings = [_covered(labels, len(charts.runs)) for _, labels in shown]
     rows = [(key, *(_setting(flat.get(key)) for flat, _ in shown)) for key in keys]
     hidden = len(groups) - len(shown)
-    note = f"Not shown: {count(hidden, 'further environment')}." if hidden else ""
+    note = f"Not shown: {counted(hidden, 'further environment')}." if hidden else ""
     return Table("environment", "Environment", ("", *headings), rows, note, folded=True)
 
 
