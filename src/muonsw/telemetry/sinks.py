@@ -6,6 +6,7 @@ Writers and runs are the user's own objects; nothing is imported here.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ KIND = "telemetry"
 
 class JsonlSink:
     r"""Appends each record to a file, one JSON object a line, flushed at once.
+
+    JSON has no infinities and NaNs: such a value, as the decay of a run that has diverged, is written as null.
 
     Args:
         path: the file; folders that are missing are made.
@@ -38,7 +41,11 @@ class JsonlSink:
 
     def __call__(self, record: Record) -> None:
         """Write a record."""
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        try:
+            line = json.dumps(record, allow_nan=False)
+        except ValueError:  # rare, so that the others are not searched
+            line = json.dumps(_without_nan(record), allow_nan=False)
+        self._file.write(line + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -110,6 +117,15 @@ class MlflowSink:
     def __call__(self, record: Record) -> None:
         """Log the scalars of a record."""
         self.run.log_metrics(dict(scalars(record, parameters=self.parameters)), step=record["step"])
+
+
+def _without_nan(value: Any) -> Any:
+    """The same data with None in the place of floats that are not finite."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scalars(record: Record, *, parameters: bool = False) -> Iterator[tuple[str, float]]:
