@@ -99,3 +99,21 @@ def test_a_recipe_says_what_it_does_about_the_batch():
         recipe(**given, new_batch=512)
     with pytest.raises(ValueError, match="batch=0"):
         recipe(**given, batch=0)
+
+
+def test_a_batch_so_large_that_decay_would_take_the_whole_weight_is_refused():
+    given = {"lr": 0.5, "weight_decay": 0.5, "steps": 1000, "batch": 1}
+    assert recipe(**given, new_batch=4).lr == 1.0
+    with pytest.raises(ValueError, match=r"new_batch=8: lr \* weight_decay grows to 2"):
+        recipe(**given, new_batch=8)
+
+
+def test_a_recipe_is_for_models_of_matrices_alone_too():
+    alone = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    for found in (recipe(lr=0.01, weight_decay=0.1, steps=100), recipe(0.01, 0.1, 100, batch=2, new_batch=8)):
+        optimizer = MuonSW.for_model(alone, **found.options)
+        assert optimizer.param_groups[0]["lr"] == found.lr
+    mixed = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    found = recipe(lr=0.01, weight_decay=0.1, steps=100, betas=(0.9, 0.99))
+    for group in MuonSW.for_model(mixed, **found.options).param_groups:
+        assert group["algorithm"] == "muon" or (group["betas"], group["lr"]) == ((0.9, 0.99), 0.01)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from muonsw.algorithms.adamw import ADAMW
 from muonsw.decay import convert_weight_decay, decay_factors
 from muonsw.schedule import warmup_cosine
 
@@ -47,8 +48,13 @@ class Recipe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for `MuonSW.for_model`."""
-        fixed = {"decay": "scaled", "scale": "match_rms_adamw", "adamw": dict(self.adamw)}
+        """Keyword arguments for `MuonSW.for_model`.
+
+        `adamw` has what AdamW does not get anyway, most often nothing: a model of matrices alone would refuse it.
+        """
+        usual = {**ADAMW.defaults, "lr": self.lr}
+        own = {key: value for key, value in self.adamw.items() if value != usual[key]}
+        fixed = {"decay": "scaled", "scale": "match_rms_adamw", "adamw": own}
         return {"lr": self.lr, "weight_decay": self.weight_decay, **fixed}
 
     def __str__(self) -> str:
@@ -100,6 +106,11 @@ def recipe(
     per_lambda = sum(decay_factors("scaled", 1.0, rates, lr))
     equal_total = convert_weight_decay(weight_decay, "constant", "scaled", lr, schedule=rates)
     lam, why = _decay(lr, weight_decay, per_lambda, finetuning)
+    if lr * lam > 1:
+        raise ValueError(
+            f"new_batch={new_batch}: lr * weight_decay grows to {lr * lam:g}, so decay would take more than the whole "
+            f"weight in a step; such rules do not reach so far: choose a smaller batch, or tune rate and decay for it"
+        )
     reasons = (
         *_of_the_batch(lr, weight_decay, steps, batch, factor),
         f"lr stays {lr:g}: the shape scale gives Muon's updates the RMS that AdamW's typically have, 0.2 lr, so the "
