@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from muonsw import SGDSW, MuonSW
+from muonsw import SGDSW, MuonSW, PeakLRWarning
 from muonsw.orthogonalize import newton_schulz
 
 
@@ -239,6 +239,69 @@ def test_without_a_record_it_asks_for_the_peak():
     optimizer.adopt(*pair, peak_lr=0.05)
     go(model, [optimizer], 2, 3)
     assert optimizer.summary().groups[0].decay == pytest.approx(0.1 * 0.02**2 / 0.05)
+
+
+def decaying_pair(model):
+    """Two rates, both with decay, half-way down their schedule."""
+    pair = torch_pair(model)
+    pair[0].param_groups[0]["weight_decay"] = 0.1
+    schedulers = [CosineAnnealingLR(o, 10) for o in pair]
+    go(model, pair, 0, 5, schedulers)
+    return pair
+
+
+def forget_records(optimizer):
+    for group in optimizer.param_groups:
+        del group["initial_lr"]
+
+
+@pytest.mark.parametrize("how", ["adopt", "constructor"])
+def test_one_peak_for_the_pair_is_that_of_the_higher_rate(how):
+    model = Net()
+    pair = decaying_pair(model)
+    for old in pair:
+        forget_records(old)
+    optimizer = MuonSW.for_model(model, lr=1.0, **({"peak_lr": 0.02} if how == "constructor" else {}))
+    optimizer.adopt(*pair, **({"peak_lr": 0.02} if how == "adopt" else {}))
+    expected = {"muon": 0.02, "adamw": 0.003}
+    for group in optimizer.param_groups:
+        assert group["peak_lr"] == pytest.approx(expected[group["algorithm"]])
+
+
+def test_a_peak_that_a_scheduler_recorded_is_kept():
+    model = Net()
+    pair = decaying_pair(model)
+    forget_records(pair[0])  # AdamW had no scheduler, and its peak alone is asked for
+    optimizer = MuonSW.for_model(model, lr=1.0)
+    with pytest.raises(ValueError, match="pass peak_lr=<the highest"):
+        optimizer.adopt(*pair)
+    optimizer.adopt(*pair, peak_lr=0.003)
+    go(model, [optimizer], 5, 6)
+    for group in optimizer.summary().groups:
+        assert group.peak_lr is None or group.peak_lr == (0.02 if group.algorithm == "muon" else 0.003)
+
+
+def test_a_peak_that_no_group_takes_is_warned_of():
+    model = Net()
+    pair = decaying_pair(model)
+    optimizer = MuonSW.for_model(model, lr=1.0)
+    with pytest.warns(PeakLRWarning, match=r"or from schedulers, 0\.02 the highest, so peak_lr=0\.05"):
+        optimizer.adopt(*pair, peak_lr=0.05)
+    go(model, [optimizer], 5, 6)
+    assert optimizer.summary().groups[0].peak_lr == 0.02
+    optimizer.set_peak_lr(0.05)
+    assert {round(group["peak_lr"], 6) for group in optimizer.param_groups} == {0.05, 0.0075}
+
+
+def test_peaks_that_groups_have_of_their_own_survive():
+    model = Net()
+    pair = decaying_pair(model)
+    for old in pair:
+        forget_records(old)
+    patterns = {"role:hidden": {"peak_lr": 0.03}}
+    optimizer = MuonSW.for_model(model, lr=1.0, peak_lr=0.004, patterns=patterns)
+    optimizer.adopt(*pair)
+    assert {g["peak_lr"] for g in optimizer.param_groups if g["role"] == "hidden"} == {0.03}
 
 
 def test_an_adopted_state_saves_and_loads():

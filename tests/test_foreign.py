@@ -365,3 +365,14 @@ def test_what_is_known_to_decay_otherwise_and_does_not_say_so_is_warned_of(name)
     with pytest.warns(UserWarning, match=f"{name} does not shrink weights by lr \\* weight_decay"):
         drive_weight_decay(theirs(name))
     drive_weight_decay(theirs(name, decoupled_decay=True))
+
+
+def test_one_peak_for_groups_of_several_rates_is_that_of_the_highest():
+    first, second = matrices((4, 4), (4, 4))
+    groups = [{"params": [first]}, {"params": [second], "lr": 3e-4}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.3)
+    drive_weight_decay(optimizer, peak_lr=0.1)
+    for multiple in (5.0, 1.0):
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.02 * multiple, 3e-4 * multiple
+        run(optimizer, [first, second], 1)
+        assert [g["weight_decay"] for g in optimizer.param_groups] == pytest.approx([0.3 * multiple / 5] * 2)

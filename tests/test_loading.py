@@ -63,6 +63,14 @@ def test_copies_go_on_like_the_original(algorithm, copier):
     assert repr(other) == repr(optimizer)
 
 
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_know_why_parameters_are_where_they_are(copier):
+    optimizer = MuonSW.for_model(nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 6), nn.Linear(6, 4)), lr=0.05)
+    other = copier(optimizer)
+    assert other.routing(reasons=True) == optimizer.routing(reasons=True)
+    assert "embedding" in copier(other).routing(reasons=True)
+
+
 def test_a_loaded_snapshot_can_be_loaded_again():
     params, optimizer, _ = trained("muon")
     weights, snapshot = [p.detach().clone() for p in params], optimizer.state_dict()

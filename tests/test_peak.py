@@ -339,7 +339,7 @@ def test_rounding_above_the_peak_is_tolerated():
     assert 1 - param[0, 0].item() == pytest.approx(LAMBDA * 0.1, rel=1e-5)
 
 
-def test_tensor_lr_above_the_peak_is_raised_later_and_once():
+def test_tensor_lr_above_the_peak_is_raised_later_and_once_and_saved_with_a_warning():
     param = weight()
     lr = torch.tensor(0.1)
     optimizer = SGDSW([param], lr=lr, weight_decay=LAMBDA)
@@ -348,8 +348,11 @@ def test_tensor_lr_above_the_peak_is_raised_later_and_once():
     optimizer.check()
     lr.fill_(0.2)
     optimizer.step()
-    with pytest.raises(PeakLRError, match="tensor learning rate exceeded its peak"):
+    with pytest.warns(PeakLRWarning, match="tensor learning rate exceeded its peak"):
         optimizer.state_dict()
+    with pytest.raises(PeakLRError, match="tensor learning rate exceeded its peak"):
+        optimizer.check()
+    optimizer.check()
     optimizer.state_dict()
 
 
@@ -561,3 +564,175 @@ def test_a_graph_takes_its_peak_from_what_the_host_knows():
         assert asked["resolved_peak_lr"] == expected
     with pytest.raises(RuntimeError, match="the peak learning rate of param group 0 is not known"):
         resolve_before_capture({**group, "constructor_lr": 0.0}, "param group 0")
+
+
+FAST, SLOW = 0.02, 3e-4
+
+
+def two_rates(**options):
+    """A group of the constructor's rate and one, with decay too, of a lower rate of its own."""
+    groups = [{"params": [weight()]}, {"params": [weight()], "lr": SLOW}]
+    return SGDSW(groups, lr=FAST, weight_decay=LAMBDA, **options)
+
+
+def peaks_of(optimizer):
+    return [group["peak_lr"] for group in optimizer.param_groups]
+
+
+def shrinks(optimizer):
+    """What decay alone takes of each group in one step."""
+    params = [group["params"][0] for group in optimizer.param_groups]
+    before = [param[0, 0].item() for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return [1 - param[0, 0].item() / old for param, old in zip(params, before, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["constructor", "set_peak_lr", "from zero", "generator"])
+def test_one_peak_for_groups_of_several_rates_is_that_of_the_highest(how):
+    """At the peak scaled decay is constant decay, whatever the rate of a group."""
+    if how == "generator":
+        groups = ({"params": [weight()], "lr": lr} for lr in (FAST, SLOW))
+        optimizer = SGDSW(groups, weight_decay=LAMBDA, peak_lr=5 * FAST)  # the constructor's lr is used by no group
+    else:
+        optimizer = two_rates(**({"peak_lr": 5 * FAST} if how == "constructor" else {}))
+    scheduler = LambdaLR(optimizer, lambda t: 5.0 if t or how != "from zero" else 0.0)
+    if how in ("set_peak_lr", "from zero"):
+        optimizer.set_peak_lr(5 * FAST)
+    if how == "from zero":
+        assert shrinks(optimizer) == [0.0, 0.0]
+        scheduler.step()
+    assert shrinks(optimizer) == pytest.approx([LAMBDA * 5 * FAST, LAMBDA * 5 * SLOW])
+
+
+def test_a_peak_that_a_group_has_of_its_own_is_not_scaled():
+    groups = [{"params": [weight()]}, {"params": [weight()], "lr": SLOW, "peak_lr": 1e-3}]
+    assert peaks_of(SGDSW(groups, lr=FAST, weight_decay=LAMBDA, peak_lr=FAST)) == [FAST, 1e-3]
+    optimizer = two_rates(peak_lr=FAST)
+    optimizer.set_peak_lr(1e-3, group=1)
+    assert peaks_of(optimizer) == [FAST, 1e-3]
+
+
+def test_multipliers_and_rates_of_their_own_go_together():
+    groups = [
+        {"params": [weight()]},
+        {"params": [weight()], "lr_multiplier": 4.0},
+        {"params": [weight()], "lr_multiplier": 0.25},
+        {"params": [weight()], "lr": SLOW},
+    ]
+    expected = [0.1, 0.4, 0.025, 0.1 * SLOW / FAST]
+    optimizer = SGDSW(groups, lr=FAST, weight_decay=LAMBDA, peak_lr=0.1)
+    assert peaks_of(optimizer) == pytest.approx(expected)
+    optimizer.set_peak_lr(0.2)
+    assert peaks_of(optimizer) == pytest.approx([2 * peak for peak in expected])
+
+
+def test_the_peaks_that_schedulers_recorded_say_how_rates_compare():
+    optimizer = SGDSW([{"params": [weight()]}, {"params": [weight()]}], lr=1e-3, weight_decay=LAMBDA)
+    OneCycleLR(optimizer, max_lr=[FAST, SLOW], total_steps=10, cycle_momentum=False)
+    optimizer.set_peak_lr(2 * FAST)
+    assert peaks_of(optimizer) == pytest.approx([2 * FAST, 2 * SLOW])
+
+
+def test_a_peak_below_a_rate_is_refused_with_advice_that_helps():
+    """A faster group without decay: the number was meant for the other one."""
+    groups = [{"params": [weight()]}, {"params": [weight()], "lr": 0.3, "weight_decay": 0.0}]
+    optimizer = SGDSW(groups, lr=0.05, weight_decay=LAMBDA, peak_lr=0.05)
+    with pytest.raises(PeakLRError, match=r"0\.05, above its peak 0\.00833.*set_peak_lr\(x, group=<its number>\)"):
+        shrinks(optimizer)
+    optimizer.set_peak_lr(0.05, group=0)
+    assert shrinks(optimizer) == pytest.approx([LAMBDA * 0.05, 0.0])
+
+
+def test_the_advice_of_the_error_is_right_for_several_rates():
+    optimizer = two_rates()
+    LambdaLR(optimizer, lambda _: 5.0)
+    with pytest.raises(PeakLRError, match="pass peak_lr=<the highest learning rate of the run>"):
+        shrinks(optimizer)
+    optimizer.set_peak_lr(5 * FAST)
+    assert shrinks(optimizer) == pytest.approx([LAMBDA * 5 * FAST, LAMBDA * 5 * SLOW])
+
+
+@pytest.mark.parametrize("peak_lr", [None, 0.1])
+def test_a_group_that_joins_has_its_neighbours_peak_or_its_own_rate(peak_lr):
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=peak_lr)
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    decay_only(optimizer, scheduler, 8)
+    now = scheduler.get_last_lr()[0]
+    optimizer.add_param_group({"params": [weight()], "lr": now})
+    with pytest.warns(PeakLRWarning, match="joins a run"):
+        optimizer.add_param_group({"params": [weight()], "lr": now / 2})
+    assert shrinks(optimizer) == pytest.approx([LAMBDA * now**2 / 0.1, LAMBDA * now**2 / 0.1, LAMBDA * now / 2])
+
+
+def test_a_group_that_is_added_before_the_run_has_its_part_of_the_peak():
+    optimizer = SGDSW([weight()], lr=FAST, weight_decay=LAMBDA, peak_lr=5 * FAST)
+    optimizer.add_param_group({"params": [weight()], "lr": SLOW})
+    assert peaks_of(optimizer) == pytest.approx([5 * FAST, 5 * SLOW])
+
+
+def test_for_model_shares_the_peak_with_adamw():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+    adamw = {"lr": SLOW, "weight_decay": LAMBDA}
+    optimizer = MuonSW.for_model(model, lr=FAST, weight_decay=LAMBDA, peak_lr=FAST, adamw=adamw)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for group in optimizer.summary().groups:
+        assert group.decay == pytest.approx(LAMBDA * (FAST if group.algorithm == "muon" else SLOW))
+
+
+def test_running_max_set_later_refuses_a_rate_in_a_tensor_too():
+    optimizer = SGDSW([weight()], lr=torch.tensor(0.1), weight_decay=LAMBDA)
+    with pytest.raises(ValueError, match="'running_max' needs a learning rate that the host knows"):
+        optimizer.set_peak_lr("running_max")
+    assert optimizer.param_groups[0]["peak_lr"] is None
+
+
+@pytest.mark.parametrize("how", ["OneCycleLR", "a second scheduler", "in place", "setting"])
+def test_a_peak_that_rises_in_a_run_with_its_rate_in_a_tensor_is_followed(how):
+    lr = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA)
+    first = LambdaLR(optimizer, lambda t: 1 - t / 10)
+    decay_only(optimizer, first, 4)
+    group = optimizer.param_groups[0]
+    if how == "setting":
+        group["peak_lr"] = 0.5
+    elif how == "in place":
+        group["initial_lr"].fill_(0.5)
+    elif how == "OneCycleLR":
+        scheduler = OneCycleLR(optimizer, max_lr=0.5, total_steps=20, cycle_momentum=False)
+    else:
+        lr.fill_(0.5)
+        del group["initial_lr"]  # which torch would keep
+        scheduler = LambdaLR(optimizer, lambda t: (t + 1) / 5 if t < 5 else 0.5)
+    if how in ("setting", "in place"):
+        lr.fill_(0.4)
+        scheduler = LambdaLR(optimizer, lambda _: 0.4 / 0.5, last_epoch=4)  # takes the record as it is
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        seen = decay_only(optimizer, scheduler, 10)
+        optimizer.check()
+        optimizer.state_dict()
+    assert [str(entry.message)[:33] for entry in told] == ["a scheduler raised the peak learn"] * (how != "setting")
+    assert_scaled_by(seen, 0.5)
+
+
+def test_a_step_at_a_settled_rate_in_a_tensor_reads_no_record(monkeypatch):
+    """A record may lie on the device, and to read it would wait for the device in every step."""
+    optimizer = SGDSW([weight()], lr=torch.tensor(0.1), weight_decay=LAMBDA)
+    scheduler = LambdaLR(optimizer, lambda _: 1.0)
+    decay_only(optimizer, scheduler, 1)
+    monkeypatch.setattr("muonsw.peak.scheduler_record", lambda _: pytest.fail("a record was read"))
+    decay_only(optimizer, scheduler, 3)
+
+
+def test_a_schedule_that_dips_before_its_top_is_not_told_to_lower_its_peak():
+    """ConstantLR holds down what ExponentialLR lowers, and lets go after five steps; warnings are errors here."""
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
+    scheduler = ChainedScheduler([ConstantLR(optimizer, 0.3, total_iters=5), ExponentialLR(optimizer, 0.9)])
+    rates = [lr for lr, _ in decay_only(optimizer, scheduler, 6)]
+    assert rates[4] < rates[0] < rates[5]
+    with pytest.warns(PeakLRWarning, match=rf"turned down at {rates[5]:g} .*unless the schedule rises again"):
+        decay_only(optimizer, scheduler, 6)

@@ -1,5 +1,6 @@
 """What a step promises: order, atomicity, closures, hooks, missing and bad gradients."""
 
+import copy
 import math
 import warnings
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
-from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run, set_gradients
+from muonsw import AdamWSW, MuonSW, NonFiniteGradientError, NonFiniteGradientWarning, PeakLRError, PeakLRWarning
+from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, matrices, run, set_gradients
 
 BAD = [float("nan"), float("inf"), -float("inf")]
 
@@ -401,3 +402,134 @@ def test_a_warning_of_the_router_points_at_the_users_line():
     with pytest.warns(UserWarning, match="found no matrix") as caught:
         MuonSW.for_model(nn.Embedding(4, 4), lr=0.02)
     assert caught[0].filename == __file__
+
+
+def everything(optimizer, params):
+    """All that a step may change, by value."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    state = {number: dict(optimizer.state[p]) for number, p in enumerate(params) if p in optimizer.state}
+    return copy.deepcopy(([p.detach() for p in params], repr(options), state))  # a NaN equals no NaN, but prints as one
+
+
+def assert_nothing_changed(optimizer, params, before):
+    weights, options, state = everything(optimizer, params)
+    assert_same(weights, before[0])
+    assert options == before[1]
+    assert state.keys() == before[2].keys()
+    for number, tensors in state.items():
+        assert tensors.keys() == before[2][number].keys()
+        assert all(torch.equal(value, before[2][number][key]) for key, value in tensors.items())
+
+
+REFUSED = {
+    "weight_decay=nan": {"weight_decay": math.nan},
+    "weight_decay=-0.1": {"weight_decay": -0.1},
+    "betas=": {"betas": (0.9, 1.0)},
+    "momentum=1.5": {"momentum": 1.5},
+    "orthogonalizer='newton'": {"orthogonalizer": "newton"},
+    "decay='scale'": {"decay": "scale"},
+    "ns_steps=0": {"ns_steps": 0},
+    "peak_lr=nan": {"peak_lr": math.nan},
+    "split_sizes=": {"split_sizes": (1, 2)},
+    "ends with the run": {"decay": "cosine"},
+    "above its peak": {"lr": 5.0},
+    "is nan": {"lr": math.nan},
+    "times the weight": {"weight_decay": 50.0},
+}
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_step_that_a_later_group_refuses_changes_nothing(message, taken):
+    params = matrices((4, 6), (6, 6))
+    optimizer = MuonSW([{"params": [p]} for p in params], lr=0.05, weight_decay=0.1)
+    run(optimizer, params, taken)
+    optimizer.param_groups[0]["lr"] = 0.04
+    optimizer.param_groups[1].update(REFUSED[message])
+    set_gradients(params, taken)
+    before = everything(optimizer, params)
+    for _ in range(2):  # it is refused as often as it is tried
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        assert_nothing_changed(optimizer, params, before)
+
+
+def test_a_summary_after_a_refused_step_is_of_the_step_before_it():
+    params = matrices((4, 6), (6, 6))
+    optimizer = MuonSW([{"params": [p]} for p in params], lr=0.05, weight_decay=0.1)
+    run(optimizer, params, 1)
+    before = optimizer.summary()
+    optimizer.param_groups[0]["lr"] = 5.0
+    set_gradients(params[:1], 1)
+    params[1].grad = None
+    with pytest.raises(PeakLRError):
+        optimizer.step()
+    assert optimizer.summary() == before
+
+
+@pytest.mark.parametrize("norm", ["target", "hyperball"])
+def test_a_weight_of_norm_zero_in_a_later_group_leaves_the_first_where_it_was(norm):
+    params = matrices((4, 6), (6, 6))
+    params[1].data.zero_()
+    optimizer = MuonSW([{"params": [p]} for p in params], lr=0.05, weight_decay=0.1, norm=norm)
+    set_gradients(params, 0)
+    before = everything(optimizer, params)
+    with pytest.raises(ValueError, match="parameter 0 of group 1 holds a weight of norm zero"):
+        optimizer.step()
+    assert_nothing_changed(optimizer, params, before)
+
+
+def test_a_gradient_that_is_refused_leaves_no_peak_and_no_highest_rate():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.1, nonfinite="raise")
+    set_gradients(params, 0)
+    params[0].grad[0, 0] = torch.nan
+    before = everything(optimizer, params)
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    assert_nothing_changed(optimizer, params, before)
+
+
+def test_a_refused_step_leaves_no_highest_rate_on_the_device():
+    """The first group's rate is in a tensor, and remembered there; the second is refused by the host."""
+    params = matrices((4, 6), (6, 6))
+    groups = [{"params": params[:1], "lr": torch.tensor(0.05)}, {"params": params[1:], "weight_decay": 50.0}]
+    optimizer = MuonSW(groups, lr=0.05, weight_decay=0.1)
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match="times the weight"):
+        optimizer.step()
+    optimizer.check()
+    assert not optimizer.param_groups[0]["highest_lr"]
+
+
+def test_a_peak_that_a_refused_step_had_taken_from_a_scheduler_is_taken_by_the_next():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.1)
+    run(optimizer, params, 1)
+    group = optimizer.param_groups[0]
+    group["max_lr"] = 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PeakLRWarning, match="raised the peak"):
+            optimizer.step()
+    assert group["resolved_peak_lr"] == pytest.approx(0.05)
+    with pytest.warns(PeakLRWarning, match="raised the peak"):
+        optimizer.step()
+    assert group["resolved_peak_lr"] == 0.5
+
+
+def test_options_that_change_within_their_bounds_are_taken():
+    """As under OneCycleLR, which cycles momentum, and under schedules of the weight decay."""
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.1)
+    for step in range(3):
+        optimizer.param_groups[0].update(momentum=0.85 + 0.05 * step, weight_decay=0.1 * step, betas=[0.9, 0.9])
+        run(optimizer, params, 1, start=step)
+
+
+def test_a_settled_step_checks_no_option_again(monkeypatch):
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.1)
+    run(optimizer, params, 1)
+    monkeypatch.setattr("muonsw.rates.validate_option", lambda *_: pytest.fail("an option was checked again"))
+    run(optimizer, params, 2, start=1, schedule=cosine(0.05, 5))

@@ -48,7 +48,16 @@ def test_before_the_first_step_and_after_a_skipped_one_nothing_was_moved():
         optimizer.step()
     summary = optimizer.summary()
     assert (summary.skipped, summary.skipped_steps, summary.matrices) == (True, 1, 0)
+    assert [group.decay for group in summary.groups] == [0.0] * 5
+    assert [group.lr for group in summary.groups] == [0.1] * 5
     assert "the last step was skipped" in str(summary)
+
+
+def test_a_group_without_a_gradient_was_not_decayed():
+    optimizer, params = optimizer_of_many_kinds()
+    assert [group.decay for group in optimizer.summary().groups] == [0.0] * 5
+    run(optimizer, params[1:], 1)
+    assert [group.decay for group in optimizer.summary().groups] == pytest.approx([0.0, 0.05, 0.05, 0.05, 0.0])
 
 
 def test_the_rates_are_those_of_the_step_and_not_of_the_next_one():

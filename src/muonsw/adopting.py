@@ -16,8 +16,8 @@ from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.loading import translate as translate_torch
-from muonsw.options import differing_options
-from muonsw.peak import expected_peak, scheduler_record
+from muonsw.options import differing_options, validate_option
+from muonsw.peak import expected_peak, give_where_unrecorded, scheduler_record, shared_peaks
 from muonsw.state import as_state
 from muonsw.wrapped import unwrap_optimizer
 
@@ -51,17 +51,27 @@ def plan(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> 
     """Our groups after the take-over, each with the states of its parameters; nothing is changed yet."""
     holders = _holders(optimizer, [unwrap_optimizer(other) for other in others])
     _refuse_mismatch(optimizer, holders)
-    numbers = range(len(optimizer.param_groups))
-    parts = [part for number in numbers for part in _parts(optimizer, number, holders, peak_lr)]
-    _refuse_unknown_peak([part.group for part in parts])
+    default = optimizer.defaults["peak_lr"]
+    inherited = shared_peaks(default, optimizer.param_groups) if isinstance(default, float) else None
+    parts = []
+    for number, own in enumerate(optimizer.param_groups):
+        for part in _parts(optimizer, number, holders):
+            if inherited is not None and own["peak_lr"] == inherited[number]:
+                part.group["peak_lr"] = None  # that number is for all groups: given anew below, by the adopted rates
+            parts.append(part)
+    groups = [part.group for part in parts]
+    number_for_all = default if peak_lr is None else validate_option("peak_lr", peak_lr)
+    if isinstance(number_for_all, float):
+        give_where_unrecorded(number_for_all, groups)
+    _refuse_unknown_peak(groups)
     steps = max((int(state["step"]) for part in parts for state in part.states if "step" in state), default=0)
-    for part in parts:
-        part.group["step_count"] = steps
-        _assume_peak_reached(part.group)
+    for group in groups:
+        group["step_count"] = steps
+        _assume_peak_reached(group)
     return [(part.group, part.states) for part in parts]
 
 
-def _parts(optimizer: Optimizer, number: int, holders: Holders, peak_lr: float | None) -> list[Part]:
+def _parts(optimizer: Optimizer, number: int, holders: Holders) -> list[Part]:
     """One of our groups, divided where the others treated its parameters differently."""
     own = optimizer.param_groups[number]
     if "initial_lr" in own:
@@ -71,7 +81,7 @@ def _parts(optimizer: Optimizer, number: int, holders: Holders, peak_lr: float |
         found = _adopted(name, param, *holders[param])
         part = next((part for part in parts if not differing_options(part.options, found.options)), None)
         if part is None:
-            part = Part(found.options, _group(own, found.options, peak_lr), [])
+            part = Part(found.options, _group(own, found.options), [])
             parts.append(part)
         part.group["params"].append((name, param) if "param_names" in own else param)
         part.states.append(_checked(name, param, part.group, found.state))
@@ -184,7 +194,7 @@ LAYOUTS: tuple[tuple[Callable[[Group], bool], Layout], ...] = (
 )
 
 
-def _group(own: Group, options: Group, peak_lr: float | None) -> Group:
+def _group(own: Group, options: Group) -> Group:
     """Our group with what the other one did: everything that is not said there stays ours, decay rule included.
 
     A group that changes its algorithm takes no options of algorithms along: those of its new one meant nothing in it
@@ -195,8 +205,7 @@ def _group(own: Group, options: Group, peak_lr: float | None) -> Group:
         left_out |= {key for entry in ALGORITHMS.values() for key in entry.defaults}
     kept = {key: value for key, value in own.items() if key not in left_out}
     fresh = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None, "constructor_lr": None}
-    peak = {} if peak_lr is None else {"peak_lr": float(peak_lr) * float(own["lr_multiplier"])}
-    group = {**kept, **fresh, **options, **peak, "params": []}
+    group = {**kept, **fresh, **options, "params": []}
     # A scheduler of the others, and another part of this group, must not fill a tensor of ours.
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
@@ -231,8 +240,8 @@ def _refuse_unknown_peak(groups: list[Group]) -> None:
         needs = DECAY_RULES[group["decay"]].uses_peak and norms.uses_decay(group)
         if needs and group["peak_lr"] is None and scheduler_record(group) is None:
             raise ValueError(
-                f"no scheduler has left its peak in the adopted groups, and their rate is now {float(group['lr']):g}; "
-                f"pass peak_lr=<the highest learning rate of the run>"
+                f"no scheduler has left its peak in adopted groups whose rate is now {float(group['lr']):g}; "
+                f"pass peak_lr=<the highest learning rate of the run in groups without a record>"
             )
 
 

@@ -53,7 +53,8 @@ def drive_weight_decay(
         optimizer: one whose decay is decoupled: torch's AdamW and Muon, timm's and dion's optimizers. One that
             Accelerate has wrapped is unwrapped.
         decay: a name from `DECAY_RULES`; not one that follows the gradients, which other optimizers do not tell.
-        peak_lr: the highest learning rate of the run, None to find it, or "running_max".
+        peak_lr: the highest learning rate of the run, None to find it, or "running_max". A number is the peak of the
+            group with the highest rate; the others get the same fraction of theirs.
         total_steps: the length of the run in updates, for rules that end with it.
 
     Returns:
@@ -84,7 +85,7 @@ def drive_weight_decay(
     _warn_of_coupled(optimizer)
     for group in optimizer.param_groups:
         group.setdefault("step_count", _steps_taken(optimizer, group))
-        _adopt_group(group, decay, setting, under_way=bool(optimizer.state))
+    _adopt_groups(optimizer.param_groups, decay, setting, under_way=bool(optimizer.state))
     return DecayDriver(optimizer, decay, setting, length)
 
 
@@ -130,7 +131,7 @@ class DecayDriver:
             if "constructor_lr" not in group:
                 group.update({**known, "highest_lr": None})
                 group["highest_lr"] = peak.expected_peak(group)
-            _adopt_group(group, self.decay, self.peak_lr)
+        _adopt_groups(optimizer.param_groups, self.decay, self.peak_lr)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         groups = optimizer.param_groups
@@ -160,6 +161,7 @@ class DecayDriver:
     def _join(self, group: dict[str, Any], label: str) -> None:
         """A group that is added during the run counts and peaks with those that are at the same learning rate."""
         groups = [other for other in self.optimizer.param_groups if other is not group and "step_count" in other]
+        peak.inherit(group, groups)
         if DECAY_RULES[self.decay].uses_peak:
             peak.join_in_mid_run(group, groups, label)
         group["step_count"] = max((other["step_count"] for other in groups), default=0)
@@ -175,6 +177,15 @@ class DecayDriver:
 _DRIVER = "_decay_driver"
 # What driving keeps in a group, beside its lambda.
 _KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr", "step_count")
+
+
+def _adopt_groups(
+    groups: list[dict[str, Any]], decay: str, peak_lr: float | str | None, *, under_way: bool = False
+) -> None:
+    """Adopt each group; a number for all is the peak of the highest rate among them."""
+    peaks: list[Any] = peak.shared_peaks(peak_lr, groups) if isinstance(peak_lr, float) else [peak_lr] * len(groups)
+    for group, own in zip(groups, peaks, strict=True):
+        _adopt_group(group, decay, own, under_way=under_way)
 
 
 def _adopt_group(group: dict[str, Any], decay: str, peak_lr: float | str | None, *, under_way: bool = False) -> None:

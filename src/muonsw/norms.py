@@ -19,7 +19,7 @@ Groups with `weight_decay=0` are left alone: norms of embeddings, gains and bias
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from muonsw.algorithms.base import FusedUpdate, Group, Item, Part, Update, views
 from muonsw.algorithms.muon import FLATTEN, STACK, split_axis, split_sizes
 from muonsw.decay import decays
 from muonsw.registry import Registry
+
+if TYPE_CHECKING:
+    from muonsw.work import Batch
 
 FREE = "free"
 
@@ -179,6 +182,29 @@ def initial_radius(group: Group, name: str, param: Tensor) -> Tensor:
             f"a group with norm='free' for it"
         )
     return radius
+
+
+Radii = list[tuple[dict[str, Tensor], Tensor]]
+
+
+def missing_radii(work: Sequence[Batch]) -> Radii:
+    """The radius of each weight that has none yet, with the state that is to keep it; one of zero is an error.
+
+    For all groups before any weight moves: a weight that a later group refuses must not find an earlier one moved.
+    """
+    return [
+        (item.state, initial_radius(batch.group, item.name, item.param))
+        for batch in work
+        if state_keys(batch.group)
+        for item in batch.items
+        if "radius" not in item.state
+    ]
+
+
+def keep(radii: Radii) -> None:
+    """Keep the radii of a step that is taken."""
+    for state, radius in radii:
+        state["radius"] = radius
 
 
 def state_keys(group: Group) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,11 @@ _NO_DECAY = (
     "weight_decay=0"
 )
 
+_EXCESS = (
+    "a tensor learning rate exceeded its peak or was NaN, or a decay factor exceeded 1, in an earlier step; pass "
+    "peak_lr=<the highest learning rate of the run>, or call set_peak_lr(scheduler) before it"
+)
+
 
 class Notices:
     """Flags and counters of one optimizer. None of them is saved."""
@@ -45,6 +51,22 @@ class Notices:
         self._highest: list[Tensor] = []
         self._told: set[str] = set()
         self._told_of_skips = 0
+        self._records: dict[int, list[tuple[Any, int]]] = {}
+
+    def is_new_record(self, number: int, group: Group) -> bool:
+        """Whether a scheduler has written another peak into a group since the last step; a tensor is not read."""
+        values = [group.get(key) for key in peak.RECORDS]
+        now = [(value, value._version if isinstance(value, Tensor) else 0) for value in values]
+        before, self._records[number] = self._records.get(number), now
+        return before is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(now, before, strict=True))
+
+    def forget_highest(self, number: int) -> None:
+        """A peak was raised, so that what came before says nothing of whether it will be reached."""
+        self._highest[number].zero_()
+
+    def forget_records(self) -> None:
+        """A step was refused, and the peaks that it had taken from schedulers with it."""
+        self._records.clear()
 
     def place(self, device: torch.device, groups: int) -> None:
         """Bring the flags to the device of the parameters, with a place for each group's highest learning rate."""
@@ -80,10 +102,10 @@ class Notices:
         self.skipped_on_host += 1
         self._warn_of_skips(self.skipped_on_host, items)
 
-    def record_rate(self, number: int, group: Group, eta: Tensor, phi: Tensor, needs_peak: bool) -> None:
-        """Remember on the device how high a group's learning rate was, and whether it or its decay was too high."""
+    def record_rate(self, number: int, group: Group, eta: Tensor | None, phi: Tensor) -> None:
+        """Remember on the device how high a group's decay was, and the learning rate if it has a peak."""
         excess = ~(phi <= 1)  # true for NaN as well
-        if needs_peak and group["resolved_peak_lr"] is not None:
+        if eta is not None and group["resolved_peak_lr"] is not None:
             excess = excess | ~(eta <= group["resolved_peak_lr"] * (1 + peak.tolerance(eta)))
             self._highest[number].clamp_(min=eta.to(self._excess.device, torch.float32, non_blocking=True))
         self._excess.logical_or_(excess.to(self._excess.device, non_blocking=True))
@@ -95,15 +117,20 @@ class Notices:
                 group["highest_lr"] = max(group["highest_lr"] or 0.0, float(highest))
 
     def check(self) -> None:
-        """Warn of skipped steps and raise for rates that were too high, once; waits for the device."""
-        self._warn_of_skips(self.skipped_steps)
+        """Raise for rates that were too high, once; waits for the device."""
         excess = bool(self._excess)
         self._excess.zero_()
         if excess:
-            raise PeakLRError(
-                "a tensor learning rate exceeded its peak or was NaN, or a decay factor exceeded 1, in an earlier "
-                "step; pass peak_lr=<the highest learning rate of the run>, or call set_peak_lr(scheduler) before it"
-            )
+            raise PeakLRError(_EXCESS)
+
+    def warn_of_excess(self) -> None:
+        """Warn of rates that were too high, for as long as `check` has not raised for them; waits for the device."""
+        if bool(self._excess):
+            warnings.warn(_EXCESS, PeakLRWarning, stacklevel=3)
+
+    def warn_of_skips(self) -> None:
+        """Warn of skipped steps; waits for the device."""
+        self._warn_of_skips(self.skipped_steps)
 
     def no_gradient(self) -> None:
         """A step that finds nothing to do is most often an optimizer of another model's parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -48,6 +49,11 @@ if TYPE_CHECKING:
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
+# The group, the parameters and the learning rate of each batch.
+LastStep = list[tuple[Group, list[Tensor], float | Tensor]]
+
+_peak = itemgetter(*peak.KEPT)
+
 CPU_CHUNK_BYTES = 4 * 2**20
 ACCELERATOR_CHUNK_BYTES = 9 * 2**26
 
@@ -62,8 +68,9 @@ class ScaledDecayOptimizer(Optimizer):
     replay: bool = False
     _notices: Notices
     _observer: Observer | None
-    _last: list[tuple[Group, list[Tensor], float | Tensor]]
-    _last_was_skipped: bool
+    _check_options: rates.OptionCheck
+    _last: LastStep
+    _last_skipped: bool | Flag
     _left_out: list[tuple[str, weakref.ref[Tensor]]]
     _reasons: dict[str, str]
     _ranks: Ranks
@@ -101,7 +108,18 @@ class ScaledDecayOptimizer(Optimizer):
         self._ranks = Ranks(process_group, momentum_on_owner=momentum_on_owner)
         checked = {key: validate_option(key, value) for key, value in options.items()}
         refuse_options_of_others(checked, self.algorithm)
-        super().__init__(params, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})
+        given: Any = params if isinstance(params, Tensor) else list(params)
+        super().__init__(given, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})
+        self._share_peak(given)
+
+    def _share_peak(self, given: Any) -> None:
+        """Give each group its part of the constructor's peak, now that all are known, unless it has its own."""
+        number = self.defaults["peak_lr"]
+        if isinstance(number, float):
+            peaks = peak.shared_peaks(number, self.param_groups)
+            for group, shared, options in zip(self.param_groups, peaks, given, strict=False):
+                if not (isinstance(options, dict) and "peak_lr" in options):
+                    group["peak_lr"] = shared
 
     @classmethod
     def for_model(
@@ -170,6 +188,8 @@ class ScaledDecayOptimizer(Optimizer):
         label = f"param group {len(self.param_groups)}"
         moments.require_length(group, label)
         norms.refuse(group, label)
+        if "peak_lr" not in param_group:
+            peak.inherit(group, self.param_groups)
         peak.join_in_mid_run(group, self.param_groups, label)
         moments.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
@@ -200,9 +220,8 @@ class ScaledDecayOptimizer(Optimizer):
         inherited = self.defaults if algorithm == self.defaults["algorithm"] else algorithm_defaults(algorithm)
         common = {key: self.defaults[key] for key in COMMON}
         completed: Group = {**inherited, **common, **BOOKKEEPING, **group}
-        for key in ("lr", "peak_lr"):  # what a group says of itself is its own; what it inherits is multiplied
-            if key not in group and isinstance(completed[key], float | Tensor) and completed["lr_multiplier"] != 1:
-                completed[key] = completed[key] * completed["lr_multiplier"]
+        if "lr" not in group and completed["lr_multiplier"] != 1:  # what a group says of itself is its own
+            completed["lr"] = completed["lr"] * completed["lr_multiplier"]
         refuse_running_max(completed)
         if completed["constructor_lr"] is None:
             completed["constructor_lr"] = float(completed["lr"])
@@ -225,11 +244,32 @@ class ScaledDecayOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.replay and self._replayed():
+        if torch.compiler.is_compiling():  # which cannot leave its graph inside of a `try`
+            self._take_step()
             return loss
+        before = self._last, self._last_skipped, [_peak(group) for group in self.param_groups]
+        try:
+            self._take_step()
+        except Exception:
+            self._forget_step(*before)
+            raise
+        return loss
+
+    def _forget_step(self, last: LastStep, skipped: bool | Flag, peaks: list[tuple[Any, ...]]) -> None:
+        """Leave nothing of a step that was refused: no peak, no highest learning rate, no empty state."""
+        self._last, self._last_skipped = last, skipped
+        for group, values in zip(self.param_groups, peaks, strict=True):
+            group.update(zip(peak.KEPT, values, strict=True))
+        for param in [param for param, state in self.state.items() if not state]:
+            del self.state[param]
+        self._notices.forget_records()
+
+    def _take_step(self) -> None:
+        if self.replay and self._replayed():
+            return
         if self._ranks.needed(self.param_groups):
             self._step_with_others()
-            return loss
+            return
         work = work_of(self, here=True)
         if torch.compiler.is_compiling():
             self._prepare_uncompiled(work)
@@ -239,7 +279,6 @@ class ScaledDecayOptimizer(Optimizer):
             self._update(work)
         else:
             self._update_uncompiled(work)
-        return loss
 
     def _replayed(self) -> bool:
         """Take the step by a graph, if one is bound to exactly what is there now."""
@@ -276,20 +315,30 @@ class ScaledDecayOptimizer(Optimizer):
         return self._ranks.agree(self.param_groups, known, settings=settings, measured=self._observer is not None)
 
     def _update(self, work: list[Batch], agreed: bool | None = None) -> None:
+        if agreed is not None:
+            for batch in work:
+                norms.refuse_spread(batch.group, batch.items)
+        radii = norms.missing_radii(work)
         if self.replay and agreed is None and self._may_be_replayed(work):
             numbers = self._numbers(work)
+            norms.keep(radii)
             moments.count_steps(self.param_groups)
             self._replay.take(work, numbers, self._update_on_device, measured=self._observer is not None)
             return
         ok = self._decide(work, self._finite(work, counted=True) if agreed is None else agreed)
         if ok is False:
             self._notices.skip_on_host(items_of(work))
-            self._last_was_skipped = True
+            self._last_skipped = True
             moments.count_steps(self.param_groups)
             return
         flag = ok if isinstance(ok, Flag) else None
         averages = moments.averages(work, flag)
-        coefficients = [rates.coefficients(batch, flag, averages.get(batch.number), self._notices) for batch in work]
+        coefficients = [rates.coefficients(batch, flag, averages.get(batch.number)) for batch in work]
+        for batch, factors in zip(work, coefficients, strict=True):
+            rates.record(batch, factors, self._notices)
+        if flag is not None and not torch.compiler.is_compiling():
+            self._last_skipped = flag
+        norms.keep(radii)
         moments.count_steps(self.param_groups)
         moments.keep(averages.values())
         if agreed is not None:
@@ -309,7 +358,7 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _numbers(self, work: list[Batch]) -> list[float]:
         """Learning rate and decay of each batch in turn, which the host knows."""
-        found = [rates.coefficients(batch, None, None, self._notices) for batch in work]
+        found = [rates.coefficients(batch, None, None) for batch in work]
         return [float(number) for one in found for number in (one.eta, one.phi)]
 
     def _update_on_device(self, work: list[Batch], coefficients: list[Coefficients]) -> None:
@@ -324,8 +373,6 @@ class ScaledDecayOptimizer(Optimizer):
         apply = apply_update if self._observer is None else self._observer.apply
         self._ranks.settle_owners(self.param_groups)
         met: list[tuple[Met, Coefficients]] = []
-        for batch in work:
-            norms.refuse_spread(batch.group, batch.items)
         for batch, factors in zip(work, coefficients, strict=True):
             here, meeting, other = self._ranks.sort(batch.group, batch.items)
             if here:
@@ -400,7 +447,7 @@ class ScaledDecayOptimizer(Optimizer):
     def _prepare(self, work: list[Batch]) -> None:
         """Resolve peaks and check learning rates, on the host and before anything changes."""
         self._last = [(batch.group, batch.parameters, batch.group["lr"]) for batch in work]
-        self._last_was_skipped = False
+        self._last_skipped = False
         if work:
             self._notices.place(work[0].device, len(self.param_groups))
         else:
@@ -411,21 +458,29 @@ class ScaledDecayOptimizer(Optimizer):
                 self._notices.unfrozen(name)
         if decays(self.defaults) and not any(decays(group) or group["decay"] == "none" for group in self.param_groups):
             self._notices.no_decay()
+        labels = [self._label(number) for number in range(len(self.param_groups))]
         for number, group in enumerate(self.param_groups):
-            rates.prepare(group, self._label(number), self._notices)
+            self._check_options(number, group, labels[number])
+        for number, group in enumerate(self.param_groups):
+            rates.prepare(number, group, labels[number], self._notices)
 
     def check(self) -> None:
         """Raise if a learning rate held in a tensor has exceeded its peak since the last check.
 
         It also warns of what only the device knew until now: skipped steps, and a schedule that has turned down
-        without coming near its peak. It waits for the device, so a training loop calls it now and then; `state_dict`
-        and telemetry call it too.
+        without coming near its peak. It waits for the device, so a training loop calls it now and then; telemetry
+        calls it too. `state_dict` warns of all of it, and raises nothing.
         """
+        self._warn_of_device()
+        self._notices.check()
+
+    def _warn_of_device(self) -> None:
+        """Warn of what only the device knew until now; waits for it."""
         self._notices.read_rates(self.param_groups)
         for number, group in enumerate(self.param_groups):
             if isinstance(group["lr"], Tensor) and rates.needs_peak(group):
                 self._notices.never_reached(group, self._label(number))
-        self._notices.check()
+        self._notices.warn_of_skips()
 
     @property
     def skipped_steps(self) -> int:
@@ -437,8 +492,9 @@ class ScaledDecayOptimizer(Optimizer):
 
         Args:
             peak_lr: the highest learning rate of the run, or a torch scheduler that knows it. A scheduler is not
-                asked about groups that have a number of their own. A number for all groups is multiplied by the
-                `lr_multiplier` of each, as `lr` is.
+                asked about groups that have a number of their own. A number for all groups is the peak of the group
+                with the highest rate; the others get the same fraction of it as their rate is of that one, and
+                `lr_multiplier` multiplies it as it does `lr`.
             group: the number of the only group to change; a number for it is its own peak.
             total_steps: length of the run, to find the top of a LambdaLR.
         """
@@ -457,12 +513,13 @@ class ScaledDecayOptimizer(Optimizer):
                     peak.set_resolved_peak(self.param_groups[number], found[number])
             return
         setting = validate_option("peak_lr", peak_lr)
+        numbers = isinstance(setting, float)
         for number in chosen:
-            known = setting if isinstance(setting, float) else None
-            if known is not None and group is None:
-                known *= self.param_groups[number]["lr_multiplier"]
-            self.param_groups[number]["peak_lr"] = setting if known is None else known
-            peak.set_resolved_peak(self.param_groups[number], known)
+            refuse_running_max({**self.param_groups[number], "peak_lr": setting})
+        peaks = peak.shared_peaks(setting, self.param_groups) if numbers and group is None else [setting] * len(chosen)
+        for number, own in zip(chosen, peaks, strict=True):
+            self.param_groups[number]["peak_lr"] = own
+            peak.set_resolved_peak(self.param_groups[number], own if numbers else None)
 
     def summary(self) -> Summary:
         """What the last step did: matrices orthogonalized, parameters moved by each algorithm, decay and peak.
@@ -482,12 +539,13 @@ class ScaledDecayOptimizer(Optimizer):
             >>> optimizer.summary().parameters
             {'muon': 128, 'adamw': 24}
         """
-        groups = [self._summarize(number, group) for number, group in enumerate(self.param_groups)]
-        return Summary(tuple(groups), self._last_was_skipped, self.skipped_steps)
+        skipped = bool(self._last_skipped.bad) if isinstance(self._last_skipped, Flag) else self._last_skipped
+        groups = [self._summarize(number, group, skipped) for number, group in enumerate(self.param_groups)]
+        return Summary(tuple(groups), skipped, self.skipped_steps)
 
-    def _summarize(self, number: int, group: Group) -> GroupSummary:
+    def _summarize(self, number: int, group: Group, skipped: bool) -> GroupSummary:
         batches = [(params, lr) for stepped, params, lr in self._last if stepped is group]
-        moved = [] if self._last_was_skipped else [param for params, _ in batches for param in params]
+        moved = [] if skipped else [param for params, _ in batches for param in params]
         lr = float(batches[0][1] if batches else group["lr"])
         top, norm = peak.eta_max(group) if rates.needs_peak(group) else None, norms.acting(group)
         return GroupSummary(
@@ -499,7 +557,7 @@ class ScaledDecayOptimizer(Optimizer):
             lr=lr,
             rule=group["decay"] if group["weight_decay"] and (norm is None or norm.decays) else "none",
             norm=norms.FREE if norm is None else group["norm"],
-            decay=rates.last_decay(group, lr),
+            decay=rates.last_decay(group, lr) if moved else 0.0,
             peak_lr=top,
             highest_lr=group["highest_lr"],
         )
@@ -522,9 +580,17 @@ class ScaledDecayOptimizer(Optimizer):
                     self._ranks.fetch(group, param, self.state[param])
 
     def state_dict(self) -> dict[str, Any]:
-        """State and param groups, peaks included, as plain data that loads with `weights_only=True`."""
-        self._ranks.require_whole_state()
-        self.check()
+        """State and param groups, peaks included, as plain data that loads with `weights_only=True`.
+
+        It raises nothing: of a learning rate that was too high, of skipped steps and of a part of the state that
+        other ranks keep it warns, since a checkpoint with a flaw is worth more than none.
+        """
+        try:
+            self._ranks.require_whole_state()
+        except RuntimeError as error:
+            warnings.warn(f"this state is not whole: {error}", stacklevel=2)
+        self._warn_of_device()
+        self._notices.warn_of_excess()
         with loading.saved_as_numbers(self):
             return super().state_dict()
 
@@ -559,7 +625,8 @@ class ScaledDecayOptimizer(Optimizer):
 
         Args:
             *others: optimizers on the same parameters, together all of them; wrapped ones are unwrapped.
-            peak_lr: the highest learning rate of the run, where no scheduler has left it in their groups.
+            peak_lr: the highest learning rate of the run in those of their groups in which no scheduler has left it;
+                of several rates, that of the highest, as in `set_peak_lr`.
         """
         plan = adopting.plan(self, others, peak_lr)
         self._replay = Replay()
@@ -579,12 +646,13 @@ class ScaledDecayOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._ranks.require_whole_state()
         settings = {"nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes, "replay": self.replay}
-        return {**super().__getstate__(), **settings}
+        return {**super().__getstate__(), **settings, "_reasons": self._reasons}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_notices" not in self.__dict__:
             self._reset()
+        self._reasons = state.get("_reasons", self._reasons)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}\n{self.routing()}"
@@ -599,7 +667,8 @@ class ScaledDecayOptimizer(Optimizer):
     def _reset(self) -> None:
         self._notices = Notices()
         self._observer = None
-        self._last, self._last_was_skipped = [], False
+        self._check_options = rates.OptionCheck()
+        self._last, self._last_skipped = [], False
         self._left_out, self._reasons = [], {}
         self._ranks = Ranks()
         self._replay = Replay()

@@ -43,7 +43,9 @@ class GroupOptions(TypedDict, total=False):
             first step.
         cautious: decay only the entries that the update does not move outward.
         peak_lr: the highest learning rate of the run. None finds it from what the scheduler wrote into the group,
-            or from `lr`; "running_max" takes the highest so far. A step above the peak is an error.
+            or from `lr`; "running_max" takes the highest so far. A step above the peak is an error. A number for all
+            groups is the peak of the group with the highest rate, and the others get the same fraction of theirs;
+            in a group it is that group's own.
         peak: "group" divides by the group's own peak, "base" by the peak before `lr_multiplier`.
         lr_multiplier: by how much this group's learning rate was multiplied, as under muP. A group that sets it and
             no `lr` gets `lr * lr_multiplier`.

@@ -18,7 +18,7 @@ layer decay writes `lr_scale`; these keys are read here and never written.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
@@ -35,11 +35,21 @@ PEAK_TOLERANCE = 1e-6
 _ROUNDINGS = 1000
 _LARGEST_TOLERANCE = 0.05
 
-# A rate that turns down below this fraction of its peak will never reach it.
+# A run whose rate is below this fraction of its peak is not at it.
+_BELOW = 0.999
+
+# A rate that has fallen to `_TURNED_DOWN` of its highest, which was below `_REACHED` of its peak, will hardly reach it.
+# Not at the first fall: under a ChainedScheduler, ConstantLR may hold down for some steps a rate that another lowers.
 _REACHED = 0.9
-_TURNED_DOWN = 0.999
+_TURNED_DOWN = 0.65
 
 RUNNING_MAX = "running_max"
+
+# What a step changes of it.
+KEPT = ("resolved_peak_lr", "peak_record", "highest_lr")
+
+# Where schedulers write the peak of a group; the first that is there counts.
+RECORDS = ("max_lr", "initial_lr")
 
 Group = dict[str, Any]
 
@@ -61,7 +71,7 @@ def tolerance(lr: float | Tensor) -> float:
 
 def scheduler_record(group: Group) -> float | None:
     """What a scheduler wrote into the group about its peak: `max_lr` (OneCycleLR), else `initial_lr`."""
-    for key in ("max_lr", "initial_lr"):
+    for key in RECORDS:
         if group.get(key) is not None:
             return float(group[key])
     return None
@@ -70,10 +80,54 @@ def scheduler_record(group: Group) -> float | None:
 def expected_peak(group: Group) -> float:
     """The peak that the group's settings and its scheduler's record imply: setting > record > constructor."""
     setting = group["peak_lr"]
-    if setting is not None and setting != RUNNING_MAX:
-        return float(setting)
-    record = scheduler_record(group)
-    return _after_lr_scale(group, float(group["constructor_lr"]) if record is None else record)
+    return float(setting) if setting is not None and setting != RUNNING_MAX else base_rate(group)
+
+
+def base_rate(group: Group) -> float:
+    """The learning rate that a schedule multiplies: its record, else the rate that the group was made with."""
+    record, made_with = scheduler_record(group), group.get("constructor_lr")
+    if record is None:
+        record = float(group["lr"] if made_with is None else made_with)
+    return _after_lr_scale(group, record)
+
+
+def shared_peaks(peak_lr: float, groups: Sequence[Group]) -> list[float]:
+    """The peak of each group where one number is given for all: that of the highest rate among them.
+
+    A group with a lower rate gets the same fraction of its own, since a schedule multiplies them alike: the number
+    itself would divide its decay by the ratio of the two. Rates are compared before `lr_multiplier`.
+    """
+    multipliers = [float(group.get("lr_multiplier", 1.0)) for group in groups]
+    bases = [base_rate(group) / multiplier for group, multiplier in zip(groups, multipliers, strict=True)]
+    highest = max(bases, default=0.0)
+    return [
+        peak_lr * (base / highest if base else 1.0) * multiplier
+        for base, multiplier in zip(bases, multipliers, strict=True)
+    ]
+
+
+def give_where_unrecorded(peak_lr: float, groups: Sequence[Group]) -> None:
+    """Set the peak of groups without one of their own or of a scheduler; it is that of the highest rate among them."""
+    bare = [group for group in groups if group["peak_lr"] is None and scheduler_record(group) is None]
+    for group, shared in zip(bare, shared_peaks(peak_lr, bare), strict=True):
+        group["peak_lr"] = shared
+    highest = max(expected_peak(group) for group in groups)
+    if not bare and _differ(peak_lr, highest):
+        warnings.warn(
+            f"all groups have peaks of their own or from schedulers, {highest:g} the highest, so peak_lr={peak_lr:g} "
+            f"is not used; call set_peak_lr({peak_lr:g}) if they are wrong",
+            PeakLRWarning,
+            stacklevel=4,
+        )
+
+
+def inherit(group: Group, others: Sequence[Group]) -> None:
+    """The peak of a group that leaves it to the number in the constructor, beside those that are there already.
+
+    In the middle of a run that number says nothing of a new group: its rate may be the current one or its highest.
+    """
+    if isinstance(group["peak_lr"], float):
+        group["peak_lr"] = None if _below_peak(others) else shared_peaks(group["peak_lr"], [*others, group])[-1]
 
 
 def _after_lr_scale(group: Group, base: float) -> float:
@@ -103,15 +157,20 @@ def update_peak(group: Group, label: str) -> None:
     group["highest_lr"] = max(lr, group["highest_lr"] or 0.0)
     if group["peak_lr"] == RUNNING_MAX:
         group["resolved_peak_lr"] = max(lr, group["resolved_peak_lr"] or 0.0) or None
-    elif group["peak_lr"] is not None:
-        group["resolved_peak_lr"] = float(group["peak_lr"])
-    elif group["resolved_peak_lr"] is None:
-        if lr > 0:
-            set_resolved_peak(group, expected_peak(group))
-        else:
-            group["peak_record"] = scheduler_record(group)  # a graph that is captured now cannot read it any more
+    elif group["peak_lr"] is not None or group["resolved_peak_lr"] is not None:
+        follow_peak(group, label)
+    elif lr > 0:
+        set_resolved_peak(group, expected_peak(group))
     else:
+        group["peak_record"] = scheduler_record(group)  # a graph that is captured now cannot read it any more
+
+
+def follow_peak(group: Group, label: str) -> None:
+    """Bring a peak up to date that the user has set, or that was resolved before; reads no learning rate."""
+    if group["peak_lr"] is None:
         _follow_record(group, label)
+    else:
+        group["resolved_peak_lr"] = float(group["peak_lr"])
 
 
 def resolve_before_capture(group: Group, label: str) -> None:
@@ -147,7 +206,7 @@ def _follow_record(group: Group, label: str) -> None:
     elif record != group["peak_record"]:
         message = (
             f"a scheduler recorded a peak of {implied:g} for {label}, below the {peak:g} in use, which is kept; "
-            f"call set_peak_lr({implied:g}) if a new run starts here"
+            f"call set_peak_lr({implied:g}, group=<its number>) if a new run starts here"
         )
     else:
         return
@@ -162,7 +221,7 @@ def join_in_mid_run(group: Group, others: list[Group], label: str) -> None:
     than its neighbours get.
     """
     lr = float(group["lr"])
-    running = [g for g in others if g["resolved_peak_lr"] and float(g["lr"]) < g["resolved_peak_lr"] * _TURNED_DOWN]
+    running = _below_peak(others)
     if group["peak_lr"] is not None or group["resolved_peak_lr"] is not None or not running or lr == 0:
         return
     if scheduler_record(group) is not None:
@@ -180,15 +239,29 @@ def join_in_mid_run(group: Group, others: list[Group], label: str) -> None:
     )
 
 
+def _below_peak(groups: Sequence[Group]) -> list[Group]:
+    """The groups of a run under way whose rate is below its peak."""
+    return [g for g in groups if g["resolved_peak_lr"] and float(g["lr"]) < g["resolved_peak_lr"] * _BELOW]
+
+
+_REMEDY = (
+    "pass peak_lr=<the highest learning rate of the run> to the optimizer, or hand over the scheduler with "
+    "optimizer.set_peak_lr(scheduler), a LambdaLR with total_steps=<steps of the run>, or use peak_lr='running_max'"
+)
+_REMEDY_OF_A_SETTING = (
+    "a peak_lr for all groups is that of the group with the highest rate, and the others get the same fraction of "
+    "theirs: give each group its own in its options (adamw=, patterns=) or by set_peak_lr(x, group=<its number>), or "
+    "hand over the scheduler with set_peak_lr(None) and set_peak_lr(scheduler)"
+)
+
+
 def check_lr(group: Group, label: str) -> None:
     """Refuse a learning rate above the peak, before anything is changed."""
     lr, peak = float(group["lr"]), group["resolved_peak_lr"]
     if peak is not None and lr > peak * (1 + PEAK_TOLERANCE):
         raise PeakLRError(
             f"the learning rate of {label} is {lr:g}, above its peak {peak:g}, so decay={group['decay']!r} would "
-            f"be too strong; pass peak_lr=<the highest learning rate of the run> to the optimizer, or hand over "
-            f"the scheduler with optimizer.set_peak_lr(scheduler), a LambdaLR with total_steps=<steps of the run>, or "
-            f"use peak_lr='running_max'"
+            f"be too strong; {_REMEDY if group['peak_lr'] is None else _REMEDY_OF_A_SETTING}"
         )
 
 
@@ -204,8 +277,9 @@ def never_reached(group: Group, label: str) -> str | None:
         return None
     return (
         f"the learning rate of {label} has turned down at {highest:g} without coming near its peak {peak:g}, so "
-        f"decay={group['decay']!r} is {peak / highest:.3g} times weaker than it should be; pass "
-        f"peak_lr=<the highest learning rate of the run>, or call set_peak_lr({highest:g}) on the optimizer now"
+        f"decay={group['decay']!r} is {peak / highest:.3g} times weaker than it should be; unless the schedule rises "
+        f"again, pass peak_lr=<the highest learning rate of the run>, or call "
+        f"set_peak_lr({highest:g}, group=<its number>) on the optimizer now"
     )
 
 
@@ -235,7 +309,7 @@ def surprise_after_load(before: Built, group: Group) -> str | None:
     if saved is not None and _differ(saved, mine) and not (built_alike and saved > mine):
         return (
             f"built for a peak learning rate of {mine:g} and loaded one of {saved:g}, which is kept; "
-            f"call set_peak_lr({mine:g}) if a new run starts here"
+            f"call set_peak_lr({mine:g}, group=<its number>) if a new run starts here"
         )
     if saved is None and scheduler_record(group) is None and lr > 0 and _differ(lr, mine):
         return (

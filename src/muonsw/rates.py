@@ -6,15 +6,18 @@ Here those meet that each know one thing of it: peaks, decay rules, norm rules, 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from muonsw import moments, norms, peak
+from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Coefficients, Group
 from muonsw.decay import DECAY_RULES, decay_factor, decays
 from muonsw.flag import Flag
+from muonsw.options import CHECKS, validate_option
 from muonsw.work import Batch
 
 if TYPE_CHECKING:
@@ -29,13 +32,54 @@ def needs_peak(group: Group) -> bool:
     return DECAY_RULES[group["decay"]].uses_peak and norms.uses_decay(group)
 
 
-def prepare(group: Group, label: str, notices: Notices) -> None:
-    """Bring a group's peak up to date, and refuse what no step could be taken with."""
-    moments.require_length(group, label)
-    norms.refuse(group, label)
+class OptionCheck:
+    """Refuses options that were set in the middle of a run and are wrong; those that stayed are only compared."""
+
+    def __init__(self) -> None:
+        self._right: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, number: int, group: Group, label: str) -> None:
+        """Check what has changed in a group since its last check."""
+        lam, others = group["weight_decay"], _options(group)
+        known = self._right.get(number)
+        if known is not None and known[0] is lam and known[1] == others:
+            return
+        before = [self] * (1 + len(others)) if known is None else [known[0], *known[1]]  # an option is never `self`
+        for key, now, old in zip(("weight_decay", *_OPTIONS), (lam, *others), before, strict=True):
+            if now is not old:
+                _check_option(key, now, label)
+        moments.require_length(group, label)
+        norms.refuse(group, label)
+        if known is None or known[1] != others:
+            _check_parameters(group, label)
+        self._right[number] = lam, others
+
+
+# Every option but the rates: `lr` is checked at each step, and a lambda in a tensor must not be compared.
+_OPTIONS = tuple(sorted(CHECKS.keys() - {"lr", "weight_decay"}))
+_options = itemgetter(*_OPTIONS)
+
+
+def _check_option(key: str, value: Any, label: str) -> None:
+    try:
+        validate_option(key, value)
+    except ValueError as error:
+        raise ValueError(f"{label} has {error}") from None
+
+
+def _check_parameters(group: Group, label: str) -> None:
+    names = group.get("param_names") or ()
+    for place, param in enumerate(group["params"]):
+        name = names[place] if place < len(names) else f"parameter {place} of {label}"
+        ALGORITHMS[group["algorithm"]].matrices(group, param)  # says of what it was if ZeRO has flattened it
+        ALGORITHMS[group["algorithm"]].validate(group, name, param)
+
+
+def prepare(number: int, group: Group, label: str, notices: Notices) -> None:
+    """Bring a group's peak up to date, and refuse a learning rate that no step could be taken with."""
     moments.place(group, label)
     if isinstance(group["lr"], Tensor):
-        _settle_peak(group, label)
+        _prepare_tensor(number, group, label, notices)
         return
     _check_number(group, label)
     peak.update_peak(group, label)
@@ -55,29 +99,32 @@ def _check_number(group: Group, label: str) -> None:
     group["lr"] = lr  # numpy's numbers would compute in their own precision
 
 
-def _settle_peak(group: Group, label: str) -> None:
-    """The peak of a learning rate that is held in a tensor, once and before a graph is captured."""
-    if group["resolved_peak_lr"] is not None:
+def _prepare_tensor(number: int, group: Group, label: str, notices: Notices) -> None:
+    """The peak of a learning rate in a tensor: resolved once, raised by schedulers, frozen in a captured graph."""
+    if _capturing(group["lr"]):
+        if group["resolved_peak_lr"] is None and needs_peak(group):
+            peak.resolve_before_capture(group, label)
         return
-    if not _capturing(group["lr"]):
+    before, is_new = group["resolved_peak_lr"], notices.is_new_record(number, group)
+    if before is None:
         peak.update_peak(group, label)
-    elif needs_peak(group):
-        peak.resolve_before_capture(group, label)
+    elif is_new or group["peak_lr"] is not None:
+        peak.follow_peak(group, label)
+        if group["resolved_peak_lr"] > before:
+            notices.forget_highest(number)
 
 
 def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def coefficients(batch: Batch, flag: Flag | None, average: moments.Average | None, notices: Notices) -> Coefficients:
-    """Learning rate and decay of a batch; with a tensor learning rate nothing is read back from the device."""
+def coefficients(batch: Batch, flag: Flag | None, average: moments.Average | None) -> Coefficients:
+    """Learning rate and decay of a batch, or an error; a learning rate in a tensor is not read back."""
     group, device = batch.group, batch.device
     eta, lam, top = group["lr"], group["weight_decay"], peak.eta_max(group)
     eta, lam = (_placed(x, device) if isinstance(x, Tensor) else x for x in (eta, lam))
     phi = _phi(group, lam, eta, top, moments.step_of(group, device), average.root if average else 0.0)
-    if isinstance(phi, Tensor):
-        notices.record_rate(batch.number, group, eta, phi, isinstance(eta, Tensor) and needs_peak(group))
-    elif phi > 1:
+    if not isinstance(phi, Tensor) and phi > 1:
         raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
     return Coefficients(eta, phi, None if flag is None else flag.to(device))
 
@@ -85,6 +132,13 @@ def coefficients(batch: Batch, flag: Flag | None, average: moments.Average | Non
 def _placed(rate: Tensor, device: torch.device) -> Tensor:
     """A rate or a lambda on the device of a batch, in float32 or better: its square has more digits than bfloat16."""
     return rate.to(device, torch.promote_types(rate.dtype, torch.float32), non_blocking=True).reshape(())
+
+
+def record(batch: Batch, found: Coefficients, notices: Notices) -> None:
+    """Remember on the device a rate or a decay that only it knows, once no group has refused the step."""
+    if isinstance(found.phi, Tensor):
+        eta = found.eta if isinstance(found.eta, Tensor) and needs_peak(batch.group) else None
+        notices.record_rate(batch.number, batch.group, eta, found.phi)
 
 
 def last_decay(group: Group, lr: float) -> float:

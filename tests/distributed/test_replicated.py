@@ -1,6 +1,7 @@
 """Parameters that every rank holds: matrices are divided over ranks, and every rank ends with the same weights."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -57,11 +58,10 @@ def owned_state():
     for step in range(2):
         take_step(optimizer, step, give_plain)
     kept = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
-    try:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         optimizer.state_dict()
-        refused = ""
-    except RuntimeError as error:
-        refused = str(error)
+    warned = str(told[0].message)
     optimizer.gather_state()
     saved = copy.deepcopy(optimizer.state_dict())
     alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
@@ -78,7 +78,7 @@ def owned_state():
     for step in range(2, 4):
         for one in (optimizer, *resumed):
             take_step(one, step, give_plain)
-    return kept, refused, max(worst(one, optimizer) for one in resumed)
+    return kept, warned, max(worst(one, optimizer) for one in resumed)
 
 
 def test_momentum_is_on_its_owner_alone_and_comes_back_for_a_checkpoint(pool):
@@ -89,8 +89,9 @@ def test_momentum_is_on_its_owner_alone_and_comes_back_for_a_checkpoint(pool):
     sgd = 9  # whose momentum is not Muon's and is kept everywhere
     assert sum(kept for kept, _, _ in answers) == muon + 4 * sgd
     assert max(kept for kept, _, _ in answers) < muon / 2
-    for _, refused, difference in answers:
-        assert "call optimizer.gather_state() on every rank first" in refused
+    for _, warned, difference in answers:
+        assert "not whole: " in warned
+        assert "call optimizer.gather_state() on every rank first" in warned
         assert difference < CLOSE
 
 

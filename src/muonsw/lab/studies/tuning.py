@@ -30,12 +30,6 @@ class Tuned:
         """The lambda with the lowest loss."""
         return self.arm.optimizer.weight_decay
 
-    def as_data(self) -> dict[str, Any]:
-        """Plain data, for JSON; null is the loss of a run that diverged."""
-        tried = [{"weight_decay": lam, "loss": loss} for lam, loss in self.losses.items()]
-        data: dict[str, Any] = {"arm": self.name, "best": self.best, "at_edge": self.at_edge, "tried": tried}
-        return {key: plain(value) for key, value in data.items()}
-
     @property
     def at_edge(self) -> bool:
         """Whether the best is the smallest or the largest that was tried, so that a better one may lie beyond."""
