@@ -549,6 +549,16 @@ def test_layer_decay_is_part_of_the_peak():
             assert 1 - p[0, 0].item() / old == pytest.approx(LAMBDA * 0.2 * scale * multiple**2, rel=1e-9)
 
 
+@pytest.mark.parametrize("how", ["constructor", "set_peak_lr"])
+def test_layer_decay_is_part_of_one_peak_for_all(how):
+    groups = [{"params": [weight()], "lr_scale": scale} for scale in (1.0, 0.25)]
+    optimizer = SGDSW(groups, lr=0.1, weight_decay=LAMBDA, **({"peak_lr": 0.2} if how == "constructor" else {}))
+    if how == "set_peak_lr":
+        optimizer.set_peak_lr(0.2)
+    for multiple in timm_like_schedule(optimizer, 0.2):
+        assert shrinks(optimizer) == pytest.approx([LAMBDA * 0.2 * multiple**2, LAMBDA * 0.05 * multiple**2])
+
+
 def test_a_scheduler_that_does_not_know_lr_scale_is_found_out():
     param = weight()
     optimizer = SGDSW([{"params": [param], "lr_scale": 0.25}], lr=0.2, weight_decay=LAMBDA)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW, NonFiniteGradientWarning, Telemetry
+from muonsw.flag import Flag
+from muonsw.nonfinite import all_finite
 from tests.common.problems import matrices, run
 
 
@@ -78,3 +80,20 @@ def test_telemetry_carries_it():
     other = Telemetry(torch.optim.SGD(theirs, lr=0.1), every=1)
     run(other.optimizer, theirs, 1)
     assert "groups" not in other.last
+
+
+def test_a_step_that_the_device_skipped_was_not_decayed(monkeypatch):
+    """On accelerators a flag there says so, which the summary reads."""
+    monkeypatch.setattr(
+        "muonsw.optimizer.finite_flag",
+        lambda work, _: Flag.from_ok(all_finite([g for batch in work for g in batch.grads])),
+    )
+    optimizer, params = optimizer_of_many_kinds()
+    run(optimizer, params, 1)
+    assert not optimizer.summary().skipped
+    assert optimizer.summary().groups[1].decay == pytest.approx(0.05)
+    params[0].grad[0, 0] = torch.nan
+    optimizer.step()
+    summary = optimizer.summary()
+    assert (summary.skipped, summary.skipped_steps, summary.matrices) == (True, 1, 0)
+    assert [group.decay for group in summary.groups] == [0.0] * 5

@@ -80,25 +80,29 @@ def scheduler_record(group: Group) -> float | None:
 def expected_peak(group: Group) -> float:
     """The peak that the group's settings and its scheduler's record imply: setting > record > constructor."""
     setting = group["peak_lr"]
-    return float(setting) if setting is not None and setting != RUNNING_MAX else base_rate(group)
+    if setting is not None and setting != RUNNING_MAX:
+        return float(setting)
+    return _after_lr_scale(group, _base_rate(group))
 
 
-def base_rate(group: Group) -> float:
+def _base_rate(group: Group) -> float:
     """The learning rate that a schedule multiplies: its record, else the rate that the group was made with."""
     record, made_with = scheduler_record(group), group.get("constructor_lr")
-    if record is None:
-        record = float(group["lr"] if made_with is None else made_with)
-    return _after_lr_scale(group, record)
+    if record is not None:
+        return record
+    return float(group["lr"] if made_with is None else made_with)
 
 
 def shared_peaks(peak_lr: float, groups: Sequence[Group]) -> list[float]:
     """The peak of each group where one number is given for all: that of the highest rate among them.
 
     A group with a lower rate gets the same fraction of its own, since a schedule multiplies them alike: the number
-    itself would divide its decay by the ratio of the two. Rates are compared before `lr_multiplier`.
+    itself would divide its decay by the ratio of the two. Rates are compared before `lr_multiplier` and after
+    `lr_scale`.
     """
     multipliers = [float(group.get("lr_multiplier", 1.0)) for group in groups]
-    bases = [base_rate(group) / multiplier for group, multiplier in zip(groups, multipliers, strict=True)]
+    rates = [_base_rate(group) * float(group.get("lr_scale", 1.0)) for group in groups]
+    bases = [rate / multiplier for rate, multiplier in zip(rates, multipliers, strict=True)]
     highest = max(bases, default=0.0)
     return [
         peak_lr * (base / highest if base else 1.0) * multiplier

@@ -132,6 +132,7 @@ def _by_depth(group: dict[str, Any], scales: dict[int, float], spared: set[str])
             **group,
             "params": members,
             "lr_scale": scale,
+            "peak_lr": group["peak_lr"] * scale if isinstance(group["peak_lr"], float) else group["peak_lr"],
             "name": f"{group['name']} x{scale:.3g}" + (" undecayed" if undecayed else ""),
             **({"weight_decay": 0.0} if undecayed else {}),
         }
