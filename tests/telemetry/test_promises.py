@@ -306,3 +306,12 @@ def test_mistakes_are_refused():
     empty = torch.optim.SGD([{"params": []}], lr=0.1)
     with pytest.raises(ValueError, match="this SGD has no parameters"):
         Telemetry(empty)
+
+
+def test_parameters_that_a_framework_has_put_into_a_group_do_not_take_its_names():
+    first, second, flat = matrices((4, 6), (6, 6), (10, 6))
+    optimizer = MuonSW([("first", first), ("second", second)], lr=0.05)
+    optimizer.param_groups[0]["params"] = [flat]
+    telemetry = Telemetry(optimizer, every=1)
+    run(optimizer, [flat], 1)
+    assert list(telemetry.last["parameters"]) == ["parameter 0 of group 0"]

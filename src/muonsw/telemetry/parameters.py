@@ -38,9 +38,10 @@ def model_view(model: nn.Module | None) -> ModelView:
 def members(optimizer: Optimizer) -> Iterator[tuple[Group, str | None, str, Tensor]]:
     """Every parameter of an optimizer: its group, its name or None, its position in words, and itself."""
     for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names")
+        names = group.get("param_names") or ()
+        known = len(names) == len(group["params"])  # not where a framework has put other parameters there, as ZeRO does
         for index, param in enumerate(group["params"]):
-            yield group, names[index] if names else None, f"parameter {index} of group {number}", param
+            yield group, names[index] if known else None, f"parameter {index} of group {number}", param
 
 
 def parameter_infos(optimizer: Optimizer, view: ModelView) -> dict[Tensor, ParameterInfo]:

@@ -99,9 +99,10 @@ def ours(orthogonalizer: str = "auto", **options: Any) -> Contender:
 
     def make(matrices: Matrices, tensors: MatrixSource) -> Built:
         params = tensors.make([shape for shape, _ in matrices.ours])
-        groups: dict[str, dict[str, Any]] = {}
+        groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
         for (_, settings), param in zip(matrices.ours, params, strict=True):
-            groups.setdefault(repr(settings), {**settings, "params": []})["params"].append(param)
+            key = tuple(sorted(settings.items()))
+            groups.setdefault(key, {**settings, "params": []})["params"].append(param)
         build = MuonSW(list(groups.values()), lr=LR, weight_decay=LAMBDA, orthogonalizer=orthogonalizer, **options)
         return build, params
 

@@ -6,6 +6,7 @@ As a program, `python -m muonsw.lab.studies.jobs CONFIG.json RUN NOTE.json`, it 
 from __future__ import annotations
 
 import hashlib
+import json
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     prepare_folder(job.folder.parent)
-    model = hashlib.sha256(repr(job.config.model).encode()).hexdigest()[:10]
+    model = hashlib.sha256(json.dumps(asdict(job.config.model)).encode()).hexdigest()[:10]
     lock = FileLock(job.folder.parent / f".compiling-{model}")
     lock.acquire()
     try:
