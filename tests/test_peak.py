@@ -197,6 +197,22 @@ def test_a_group_that_joins_at_the_current_rate_has_the_peak_of_its_neighbours()
     assert second[0, 0].item() == pytest.approx(first[0, 0].item() / before, rel=1e-12)
 
 
+def test_a_group_that_joins_with_a_record_past_its_peak_is_not_said_to_have_missed_it():
+    first, second = weight(), weight()
+    optimizer = SGDSW([first], lr=0.1, weight_decay=LAMBDA)
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    decay_only(optimizer, scheduler, 6)
+    optimizer.add_param_group({"params": [second], "lr": scheduler.get_last_lr()[0], "initial_lr": 0.1})
+    for lr in (0.03, 0.02, 0.01):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for p in (first, second):
+            p.grad = torch.zeros_like(p)
+        before = second[0, 0].item()
+        optimizer.step()
+        assert second[0, 0].item() == pytest.approx(before * (1 - LAMBDA * lr**2 / 0.1), rel=1e-12)
+
+
 def test_a_group_that_joins_at_a_rate_of_its_own_has_its_own_peak_and_says_so():
     first, second = weight(), weight()
     optimizer = SGDSW([first], lr=0.1, weight_decay=LAMBDA)

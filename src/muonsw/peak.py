@@ -229,6 +229,7 @@ def join_in_mid_run(group: Group, others: list[Group], label: str) -> None:
     if group["peak_lr"] is not None or group["resolved_peak_lr"] is not None or not running or lr == 0:
         return
     if scheduler_record(group) is not None:
+        group["highest_lr"] = expected_peak(group)  # the run may be past it
         return
     for other in running:
         if not _differ(lr, float(other["lr"])):
