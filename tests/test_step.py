@@ -527,6 +527,25 @@ def test_options_that_change_within_their_bounds_are_taken():
         run(optimizer, params, 1, start=step)
 
 
+def test_momentum_of_zero_set_in_mid_run_is_refused_where_nesterov_needs_one():
+    params = matrices((4, 6))
+    optimizer = OPTIMIZERS["sgd"](params, lr=0.05, momentum=0.9, nesterov=True)
+    run(optimizer, params, 1)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    with pytest.raises(ValueError, match="needs a momentum above zero"):
+        run(optimizer, params, 1, start=1)
+
+
+def test_a_peak_that_rises_before_the_first_gradient_is_taken():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.1)
+    optimizer.param_groups[0].update(resolved_peak_lr=0.05, max_lr=0.5)
+    with pytest.warns(UserWarning, match="no gradient at all|raised the peak") as told:
+        optimizer.step()
+    assert {entry.category for entry in told} == {PeakLRWarning, UserWarning}
+    assert optimizer.param_groups[0]["resolved_peak_lr"] == 0.5
+
+
 def test_a_settled_step_checks_no_option_again(monkeypatch):
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.1)

@@ -62,7 +62,8 @@ class Notices:
 
     def forget_highest(self, number: int) -> None:
         """A peak was raised, so that what came before says nothing of whether it will be reached."""
-        self._highest[number].zero_()
+        for highest in self._highest[number : number + 1]:  # none before the first gradient
+            highest.zero_()
 
     def forget_records(self) -> None:
         """A step was refused, and the peaks that it had taken from schedulers with it."""

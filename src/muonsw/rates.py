@@ -45,19 +45,22 @@ class OptionCheck:
         if known is not None and known[0] is lam and known[1] == others:
             return
         before = [self] * (1 + len(others)) if known is None else [known[0], *known[1]]  # an option is never `self`
-        for key, now, old in zip(("weight_decay", *_OPTIONS), (lam, *others), before, strict=True):
-            if now is not old:
-                _check_option(key, now, label)
+        pairs = zip(("weight_decay", *_OPTIONS), (lam, *others), before, strict=True)
+        changed = {key: now for key, now, old in pairs if now is not old}
+        for key, value in changed.items():
+            _check_option(key, value, label)
         moments.require_length(group, label)
         norms.refuse(group, label)
-        if known is None or known[1] != others:
-            _check_parameters(group, label)
+        _check_parameters(group, label, group["params"] if changed.keys() - _SCHEDULED else group["params"][:1])
         self._right[number] = lam, others
 
 
 # Every option but the rates: `lr` is checked at each step, and a lambda in a tensor must not be compared.
 _OPTIONS = tuple(sorted(CHECKS.keys() - {"lr", "weight_decay"}))
 _options = itemgetter(*_OPTIONS)
+
+# What schedulers change in every step; whether it fits a parameter does not depend on the parameter.
+_SCHEDULED = {"weight_decay", "momentum", "betas"}
 
 
 def _check_option(key: str, value: Any, label: str) -> None:
@@ -67,9 +70,9 @@ def _check_option(key: str, value: Any, label: str) -> None:
         raise ValueError(f"{label} has {error}") from None
 
 
-def _check_parameters(group: Group, label: str) -> None:
+def _check_parameters(group: Group, label: str, params: list[Tensor]) -> None:
     names = group.get("param_names") or ()
-    for place, param in enumerate(group["params"]):
+    for place, param in enumerate(params):
         name = names[place] if place < len(names) else f"parameter {place} of {label}"
         ALGORITHMS[group["algorithm"]].matrices(group, param)  # says of what it was if ZeRO has flattened it
         ALGORITHMS[group["algorithm"]].validate(group, name, param)
