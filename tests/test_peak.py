@@ -762,3 +762,14 @@ def test_a_schedule_that_dips_before_its_top_is_not_told_to_lower_its_peak():
     assert rates[4] < rates[0] < rates[5]
     with pytest.warns(PeakLRWarning, match=rf"turned down at {rates[5]:g} .*unless the schedule rises again"):
         decay_only(optimizer, scheduler, 6)
+
+
+@pytest.mark.parametrize("own", [{}, {"peak_lr": 1e-3}], ids=str)
+def test_one_peak_is_shared_by_the_rates_that_are_loaded_from_torchs_adamw(own):
+    def groups(*options):
+        return [{"params": [weight()], **given} for given in options]
+
+    theirs = torch.optim.AdamW(groups({}, {"lr": SLOW}), lr=FAST, weight_decay=LAMBDA)
+    ours = AdamWSW(groups({}, own), weight_decay=LAMBDA, peak_lr=2 * FAST)
+    ours.load_state_dict(theirs.state_dict())
+    assert peaks_of(ours) == pytest.approx([2 * FAST, own.get("peak_lr", 2 * SLOW)])

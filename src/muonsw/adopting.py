@@ -17,7 +17,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.loading import translate as translate_torch
 from muonsw.options import differing_options, validate_option
-from muonsw.peak import expected_peak, give_where_unrecorded, scheduler_record, shared_peaks
+from muonsw.peak import expected_peak, give_where_unrecorded, inherited, scheduler_record
 from muonsw.state import as_state
 from muonsw.wrapped import unwrap_optimizer
 
@@ -52,11 +52,11 @@ def plan(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> 
     holders = _holders(optimizer, [unwrap_optimizer(other) for other in others])
     _refuse_mismatch(optimizer, holders)
     default = optimizer.defaults["peak_lr"]
-    inherited = shared_peaks(default, optimizer.param_groups) if isinstance(default, float) else None
+    from_default = inherited(default, optimizer.param_groups)
     parts = []
-    for number, own in enumerate(optimizer.param_groups):
+    for number in range(len(optimizer.param_groups)):
         for part in _parts(optimizer, number, holders):
-            if inherited is not None and own["peak_lr"] == inherited[number]:
+            if from_default[number]:
                 part.group["peak_lr"] = None  # that number is for all groups: given anew below, by the adopted rates
             parts.append(part)
     groups = [part.group for part in parts]

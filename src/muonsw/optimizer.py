@@ -602,6 +602,7 @@ class ScaledDecayOptimizer(Optimizer):
         raises.
         """
         before = [peak.built(group) for group in self.param_groups]
+        inherited = peak.inherited(self.defaults["peak_lr"], self.param_groups)
         with loading.through_hooks(self):
             super().load_state_dict(state_dict)
         self._ranks.elsewhere.clear()
@@ -615,6 +616,8 @@ class ScaledDecayOptimizer(Optimizer):
                 group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
         for message, labels in surprises.items():
             warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
+        if not any("peak_lr" in group for group in state_dict["param_groups"]):  # rates of another optimizer
+            peak.share_anew(self.defaults["peak_lr"], self.param_groups, inherited)
 
     def adopt(self, *others: Any, peak_lr: float | None = None) -> None:
         """Take over the optimizers of a run that is under way: torch's Muon and AdamW, Keller Jordan's, dion's.

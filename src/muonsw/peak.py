@@ -125,6 +125,22 @@ def give_where_unrecorded(peak_lr: float, groups: Sequence[Group]) -> None:
         )
 
 
+def inherited(peak_lr: Any, groups: Sequence[Group]) -> list[bool]:
+    """Which groups have their peak from the constructor's number, if it is one."""
+    if not isinstance(peak_lr, float):
+        return [False] * len(groups)
+    return [group["peak_lr"] == own for group, own in zip(groups, shared_peaks(peak_lr, groups), strict=True)]
+
+
+def share_anew(peak_lr: Any, groups: Sequence[Group], chosen: Sequence[bool]) -> None:
+    """Share the constructor's number by the rates that groups have now, after a load from another optimizer."""
+    if any(chosen):
+        now = [{**group, "constructor_lr": None} for group in groups]
+        for group, own, take in zip(groups, shared_peaks(peak_lr, now), chosen, strict=True):
+            if take:
+                group["peak_lr"] = group["highest_lr"] = own
+
+
 def inherit(group: Group, others: Sequence[Group]) -> None:
     """The peak of a group that leaves it to the number in the constructor, beside those that are there already.
 
