@@ -165,7 +165,7 @@ def advise(
         rules: the decay rules to compare, names from `muonsw.DECAY_RULES`; the first gives the verdict.
 
     Raises:
-        ValueError: if a number makes no sense, or a rule follows the gradients, which nobody knows beforehand.
+        ValueError: if a number makes no sense, or a rule follows the gradients, which are not known beforehand.
 
     Examples:
         >>> advice = advise(1_600, 0.02, 0.1)
@@ -509,7 +509,7 @@ def _check(
         raise ValueError("rules: name at least one")
     for rule in rules:
         if DECAY_RULES[rule].uses_gradient:
-            raise ValueError(f"decay rule {rule!r} follows the gradients, which nobody knows before the run")
+            raise ValueError(f"decay rule {rule!r} follows the gradients, which are not known before the run")
 
 
 def _rms(norm: float) -> str:

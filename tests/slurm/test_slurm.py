@@ -169,7 +169,7 @@ def test_a_stopped_command_leaves_its_job_which_the_next_one_collects(tmp_path, 
 
 
 def test_a_stopped_command_that_is_to_cancel_its_jobs_saves_them_first(tmp_path, at_home):
-    with pytest.raises(Interrupted, match="1 job was told to save and end"):
+    with pytest.raises(Interrupted, match="1 job was asked to save and end"):
         train(tmp_path, lambda _: os.kill(os.getpid(), signal.SIGTERM), replace(SLURM, cancel_on_stop=True))
     assert not Slurm(None).states()
     assert 0 < saved_step(tmp_path / NAME) < STEPS

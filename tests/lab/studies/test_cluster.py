@@ -101,7 +101,7 @@ def test_jobs_of_this_machine_are_saved_and_ended_with_the_command_and_go_on_wit
     """Of two runs one may be over by then: only those under way are told."""
     folder = tmp_path / "jobs"
     once_saved(folder, NAMES[-1], lambda _process: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Interrupted, match=r"(1 job was|2 jobs were) told to save and end"):
+    with pytest.raises(Interrupted, match=r"(1 job was|2 jobs were) asked to save and end"):
         local_jobs(folder).train([long_enough()])
     assert not processes_of(folder)
     assert 0 < saved_step(folder / NAMES[-1]) < STEPS
@@ -327,7 +327,7 @@ def test_two_commands_that_share_a_run_submit_it_once_when_its_job_dies(desk, tm
 
 def test_a_command_that_is_to_cancel_its_jobs_does(desk, tmp_path, monkeypatch):
     look_by_look(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Interrupted, match="2 jobs were told to save and end"):
+    with pytest.raises(Interrupted, match="2 jobs were asked to save and end"):
         run_on_cluster(jobs_of(tmp_path), Told()(), Cluster("slurm", cancel_on_stop=True))
     assert desk.cancelled == ("1", "2")
 

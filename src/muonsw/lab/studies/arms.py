@@ -148,7 +148,7 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
         raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
     wanted = math.fsum(decay_factors(config, arm.optimizer))
     if math.isnan(wanted):
-        raise UsageError(f"arm {arm.name!r} follows the gradients, so nobody knows its total before the run")
+        raise UsageError(f"arm {arm.name!r} follows the gradients: its total is not known before the run")
     weight_decay = constant.weight_decay * (wanted / total)
     return Arm(f"constant, {CONTROL_SUFFIX}", replace(constant, weight_decay=weight_decay))
 

@@ -234,7 +234,7 @@ class _Watcher:
         self.scheduler.cancel(numbers)
         while (states := self.scheduler.states()) is None or set(numbers) & set(states):
             time.sleep(POLL_SECONDS)
-        return f"stopped, {counted(numbers, 'was', 'were')} told to save and end; {GOES_ON}"
+        return f"stopped, {counted(numbers, 'was', 'were')} asked to save and end; {GOES_ON}"
 
     def _show(self, name: str, attempt: Attempt) -> None:
         self.audience.message(name, {"kind": "job", "job": f"{attempt.id} {attempt.state.lower()}"})

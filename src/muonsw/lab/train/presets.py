@@ -1,4 +1,4 @@
-"""Named runs: how each model size is trained unless told otherwise."""
+"""Named runs: how each model size is trained by default."""
 
 from __future__ import annotations
 
