@@ -353,7 +353,7 @@ def test_plain_sgd_goes_on():
     old, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True) for m in (theirs, ours))
     go(theirs, [old], 0, 3)
     go(ours, [other], 0, 3)
-    optimizer = SGDSW.for_model(ours, lr=1.0)
+    optimizer = SGDSW.for_model(ours, lr=1.0, weight_decay=0.0)
     optimizer.adopt(other)
     go(theirs, [old], 3, 6)
     go(ours, [optimizer], 3, 6)

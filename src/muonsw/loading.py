@@ -73,10 +73,14 @@ def _completed(saved: Group, own: Group) -> Group:
     settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
     fresh: Group = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None}
     fresh |= {"step_count": 0, "gradient_average": None}
-    kept: Group = {
-        key: own[key] for key in ("param_names", "capturable") if key in own
-    }  # as the kind of its learning rate
-    return {**settings, **fresh, **saved, **kept}
+    names = {"param_names": own["param_names"]} if "param_names" in own else {}
+    return {
+        **settings,
+        **fresh,
+        **saved,
+        **names,
+        "capturable": own["capturable"],
+    }  # as the kind of its rate is its own
 
 
 def _by_name(saved: list[Group], groups: list[Group]) -> list[Group] | None:
