@@ -67,7 +67,7 @@ test-again: install  ## the same tests as on another machine: plainest instructi
 	MUONSW_MACHINE="$$($(BIN)/python -m tests.other_machine)" FORCE_COLOR=1 COLUMNS=40 \
 	  ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK)
 
-test-pythons:  ## the same tests under each of Python 3.11, 3.12 and 3.13 that is found; see .ci/pythons
+test-pythons:  ## the same tests under each other of Python 3.11, 3.12 and 3.13 that is found; see .ci/pythons
 	OMP_NUM_THREADS=1 .ci/pythons '$(EXTRAS)' PYTHON_HERE -m $(QUICK) -p no:randomly
 
 test-browser: install  ## the pages of reports in a real Chromium
