@@ -110,7 +110,7 @@ def draw(sheet: Sheet) -> None:
 
 
 def measured(evidence: Evidence) -> dict[str, Any]:
-    """The best lambda of each rule at each horizon, for `muonsw.advice`."""
+    """The best lambda of each rule at each horizon, for `muonsw.lab.advice`."""
     found, epochs, run = regret_map(evidence), evidence.epochs(), MINI.map_run
     by_rule = {**found, **other_rules(evidence)}
     rates = ", ".join(f"{steps:,} updates at a peak of {peak_of(steps):.3g}" for steps in found["constant"])

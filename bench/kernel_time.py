@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from muonsw.algorithms import momentum as torch_momentum
-from muonsw.flag import Flag
+from muonsw.algorithms import base
 from muonsw.kernels import adamw, elementwise, finite, momentum, move
 from muonsw.kernels.symmetric import Tiles, symmetric_product
 from muonsw.lab.model import kernels as model
 from muonsw.lab.model.decoder import rotary_table
 from muonsw.lab.model.grouped import gated
 from muonsw.lab.model.moe import plan_routes
+from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import normalize
 
 TILES = [
@@ -117,9 +117,9 @@ def passes(block: int, warps: int) -> dict:
     flag = Flag(torch.zeros((), device="cuda"))
     options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": flag, "dtype": torch.float16}
     X = momentum.normalized_momentum(grads, momenta, **options)
-    torch_momentum.advance("ema", twins, grads, 0.95, None)
+    base.advance_momentum("ema", twins, grads, 0.95, None)
     ahead = [torch.empty_like(m) for m in twins]
-    torch_momentum.look_ahead("ema", twins, grads, 0.95, out=ahead)
+    base.look_ahead("ema", twins, grads, 0.95, out=ahead)
     errors = [distance(momenta[0], twins[0]), distance(X[:8], normalize(ahead[0]))]
     del twins, ahead
     count = 40 * 1024 * 2816

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from muonsw import DECAY_RULES, advice, advise
+from muonsw import DECAY_RULES
 from muonsw.decay import decay_factors
-from muonsw.recipes import IDLE
-from muonsw.schedule import warmup_cosine, warmup_steps_for_horizon
-from muonsw.theory import next_norm, norms_with_memory
+from muonsw.lab import advice
+from muonsw.lab.advice import advise
+from muonsw.lab.recipes import IDLE
+from muonsw.lab.theory import next_norm, norms_with_memory
+from muonsw.lab.theory.schedule import warmup_cosine, warmup_steps_for_horizon
 
 ROOT = Path(__file__).parents[1]
 RECORDS = [

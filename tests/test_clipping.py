@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry, clip_grad_norm_
-from muonsw.telemetry import Findings
+from muonsw.lab.diagnose.live import Findings
 
 
 def model_and_gradients(spike=1.0):

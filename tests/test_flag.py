@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonsw import AdamWSW, nonfinite
-from muonsw.flag import Flag, Flags
-from muonsw.work import work_of
+from muonsw.nonfinite import Flag, Flags
+from muonsw.step import collect
 from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, matrices, run, set_gradients
 
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -15,7 +15,7 @@ BAD = [float("nan"), float("inf"), float("-inf")]
 def on_the_device(monkeypatch, bad=0.0):
     """Let the optimizers hear from the device alone whether gradients are finite, as on an accelerator."""
     flag = torch.tensor(bad)
-    monkeypatch.setattr("muonsw.optimizer.finite_flag", lambda *_: Flag(flag.clone()))
+    monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(flag.clone()))
     return flag
 
 
@@ -162,7 +162,7 @@ def test_scaled_decay_under_the_flag_follows_its_formula_in_float64(name, monkey
     momentum = {"momentum": 0.9} if name == "momentum" else {}
     if name == "adamw":
         optimizer = OPTIMIZERS["adamw"]([param], lr=0.05, weight_decay=0.3)
-        torchs = torch.optim.AdamW([moving], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0)
+        torchs = torch.optim.AdamW([moving], lr=0.05, weight_decay=0.0)
     else:
         optimizer = OPTIMIZERS["sgd"]([param], lr=0.05, weight_decay=0.3, **momentum)
         torchs = torch.optim.SGD([moving], lr=0.05, **momentum)
@@ -180,18 +180,18 @@ def test_work_is_found_anew_whatever_has_changed_since_the_last_step():
     params = matrices((4, 4), (3,), (2, 5))
     optimizer = AdamWSW(params[:2], lr=0.1)
     set_gradients(params, 0)
-    assert [item.name for batch in work_of(optimizer) for item in batch.items] == [
+    assert [item.name for batch in collect(optimizer) for item in batch.items] == [
         "parameter 0 of group 0",
         "parameter 1 of group 0",
     ]
     params[0].grad = None
-    assert [item.param is params[1] for batch in work_of(optimizer) for item in batch.items] == [True]
+    assert [item.param is params[1] for batch in collect(optimizer) for item in batch.items] == [True]
     optimizer.add_param_group({"params": [params[2]]})
     (other,) = matrices((3,), seed=1)
     set_gradients([other], 0)
     optimizer.param_groups[0]["params"][1] = other
-    assert work_of(optimizer)[0].items[0].param is other
-    assert [item.position for batch in work_of(optimizer) for item in batch.items] == [1, 2]
+    assert collect(optimizer)[0].items[0].param is other
+    assert [item.position for batch in collect(optimizer) for item in batch.items] == [1, 2]
     params[2].data = params[2].data.double()
     params[2].grad = torch.zeros_like(params[2])
-    assert [batch.dtype for batch in work_of(optimizer)] == [torch.float32, torch.float64]
+    assert [batch.dtype for batch in collect(optimizer)] == [torch.float32, torch.float64]

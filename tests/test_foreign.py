@@ -27,7 +27,7 @@ def test_a_driven_adamw_is_ours(rule):
     ours, theirs = matrices((4, 6), (5,)), matrices((4, 6), (5,))
     lam = LAMBDA.get(rule, 0.3)
     mine = AdamWSW(ours, lr=0.01, weight_decay=lam, decay=rule)
-    driven = torch.optim.AdamW(theirs, lr=0.01, weight_decay=lam, betas=(0.9, 0.95))
+    driven = torch.optim.AdamW(theirs, lr=0.01, weight_decay=lam)
     drive_weight_decay(driven, rule)
     for optimizer, params in ((mine, ours), (driven, theirs)):
         run(

@@ -6,7 +6,7 @@ import torch
 from muonsw import ALGORITHMS, DECAY_RULES, SGDSW, AdamWSW, Telemetry
 from muonsw.algorithms import Budget
 from muonsw.algorithms.base import FusedUpdate
-from muonsw.work import work_of
+from muonsw.step import collect
 from tests.common.problems import RULE_OPTIONS, assert_same, matrices, run, set_gradients
 
 BUILD = {
@@ -23,7 +23,7 @@ SHAPES = [(4, 6), (7,), (2, 3, 5)]
 def kinds(optimizer):
     """Which updates a step would make, without making them."""
     found = []
-    for batch in work_of(optimizer):
+    for batch in collect(optimizer):
         algorithm = ALGORITHMS[batch.group["algorithm"]]
         updates = algorithm.updates(batch.group, batch.items, Budget(2**20, None, True))
         found += [isinstance(update, FusedUpdate) for update in updates]

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, kernels, machine, nonfinite
-from muonsw.algorithms import base
 from muonsw.kernels import tables
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
@@ -164,10 +163,10 @@ def test_fp16_training_under_a_grad_scaler():
     assert losses[-1] < 0.7 * losses[0]
 
 
-@pytest.mark.parametrize("below", [base.TORCH_BELOW, 0])
+@pytest.mark.parametrize("below", [kernels.TORCH_BELOW, 0])
 def test_adamw_matches_torchs_fused_kernel(below, monkeypatch):
     """Bit for bit where it is torch's kernel, to rounding where it is ours."""
-    monkeypatch.setattr(base, "TORCH_BELOW", below)
+    monkeypatch.setattr(kernels, "TORCH_BELOW", below)
     ours, theirs = on_gpu((128, 64), (50,)), on_gpu((128, 64), (50,))
     a = AdamWSW(ours, lr=0.01, weight_decay=0.1, decay="constant")
     b = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
@@ -187,7 +186,7 @@ def test_small_sets_move_as_large_ones_do(algorithm, options, dtype, monkeypatch
     """Torch's kernels and ours, or in float64 the plain operations, make the same of the same gradients."""
 
     def trained(below):
-        monkeypatch.setattr(base, "TORCH_BELOW", below)
+        monkeypatch.setattr(kernels, "TORCH_BELOW", below)
         every = on_gpu((64, 48), (7,), (0, 3), (2, 5, 8), dtype=dtype)
         params = every[:2] if below else every  # torch's kernels take no empty tensors
         optimizer = OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **(options if algorithm == "sgd" else {}))
@@ -204,11 +203,11 @@ def test_small_sets_move_as_large_ones_do(algorithm, options, dtype, monkeypatch
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("below", [base.TORCH_BELOW, 0])
+@pytest.mark.parametrize("below", [kernels.TORCH_BELOW, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
 def test_measured_steps_are_cut_and_make_the_same_weights(algorithm, dtype, below, monkeypatch):
-    monkeypatch.setattr(base, "TORCH_BELOW", below)
+    monkeypatch.setattr(kernels, "TORCH_BELOW", below)
 
     def trained(every):
         params = on_gpu((64, 48), (7,), (33, 35), dtype=dtype)
@@ -360,9 +359,9 @@ def default_dtype(request):
 
 
 def trained_at_once(algorithm, below, monkeypatch, device="cuda", **options):
-    monkeypatch.setattr(base, "TORCH_BELOW", below)
+    monkeypatch.setattr(kernels, "TORCH_BELOW", below)
     monkeypatch.setattr(kernels, "_USABLE", {})
-    monkeypatch.setattr(nonfinite, "_ones", tables.Kept())
+    monkeypatch.setattr(nonfinite, "_ones", tables.TensorCache())
     params = [nn.Parameter(p.detach().to(device)) for p in matrices((64, 48), (32, 96))]
     group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
     optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, **options)
@@ -376,7 +375,7 @@ def trained_at_once(algorithm, below, monkeypatch, device="cuda", **options):
 
 @pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("options", [{}, {"replay": True}, {"capturable": True}], ids=str)
-@pytest.mark.parametrize("below", [base.TORCH_BELOW, 0])
+@pytest.mark.parametrize("below", [kernels.TORCH_BELOW, 0])
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 def test_steps_under_another_default_dtype_are_the_same(algorithm, below, options, monkeypatch):
     found = trained_at_once(algorithm, below, monkeypatch, **options)
@@ -420,8 +419,8 @@ def test_a_model_on_another_device_than_the_current_one(algorithm, options, monk
 def test_two_streams_do_not_read_each_others_tables(algorithm, monkeypatch):
     """The second optimizer steps while the tables of the first, of the same sizes, still wait to be filled."""
     trained_at_once(algorithm, 0, monkeypatch)  # compiles the kernels
-    monkeypatch.setattr(tables, "_tables", tables.Kept())
-    monkeypatch.setattr(tables, "_maps", tables.Kept())
+    monkeypatch.setattr(tables, "_tables", tables.TensorCache())
+    monkeypatch.setattr(tables, "_maps", tables.TensorCache())
     first, second = on_gpu((64, 48), (32, 96)), on_gpu((64, 48), (32, 96))
     optimizers = [
         MuonSW([{"params": params, "algorithm": algorithm, "momentum": 0.9}], lr=0.05, weight_decay=0.3)
@@ -459,7 +458,7 @@ def test_tables_and_maps_that_are_made_in_a_graph_are_its_own(algorithm, monkeyp
     """Nothing is known before the capture; afterwards an eager step must not read what only a replay fills."""
 
     def trained(captured):
-        monkeypatch.setattr(base, "TORCH_BELOW", 0)
+        monkeypatch.setattr(kernels, "TORCH_BELOW", 0)
         params = on_gpu((64, 64), (32, 96))
         group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
         optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, capturable=True)
@@ -467,8 +466,8 @@ def test_tables_and_maps_that_are_made_in_a_graph_are_its_own(algorithm, monkeyp
         optimizer.step()
         step = optimizer.step
         if captured:
-            monkeypatch.setattr(tables, "_tables", tables.Kept())
-            monkeypatch.setattr(tables, "_maps", tables.Kept())
+            monkeypatch.setattr(tables, "_tables", tables.TensorCache())
+            monkeypatch.setattr(tables, "_maps", tables.TensorCache())
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 optimizer.step()

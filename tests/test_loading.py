@@ -181,9 +181,12 @@ def test_steps_counted_in_plain_numbers_load():
 
 @pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
 def test_repr_names_the_class_and_the_rule(cls):
-    text = repr(cls(matrices((4, 4)), lr=0.1, weight_decay=0.1))
-    assert cls.__name__ in text
-    assert "scaled" in text
+    """As torch shows groups, and the routing below."""
+    optimizer = cls(matrices((4, 4)), lr=0.1, weight_decay=0.1)
+    shown, routing = torch.optim.Optimizer.__repr__(optimizer), optimizer.routing()
+    assert repr(optimizer) == f"{shown}\n{routing}"
+    assert cls.__name__ in shown
+    assert "scaled" in routing
 
 
 def named(order, dtype=torch.float32):
@@ -261,6 +264,7 @@ class Layers(nn.Module):
         parts = {"gru": nn.GRU(6, 6), "up": nn.Linear(6, 18), "down": nn.Linear(18, 6), "norm": nn.LayerNorm(6)}
         for name in order:
             setattr(self, name, parts[name])
+        self.head = nn.Linear(6, 11)  # else the role of the last Linear layer would depend on the order
 
 
 def set_gradients_by_name(model, step):

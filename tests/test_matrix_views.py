@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW
+from muonsw.matrices import SHAPE_SCALES
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
-from muonsw.scale import SHAPE_SCALES
 from tests.common.problems import clones, matrices, set_gradients
 
 PEAK, LAM, STEPS = 0.05, 0.3, 20

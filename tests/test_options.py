@@ -98,9 +98,24 @@ def test_keys_of_other_libraries_are_kept_saved_and_loaded(extra):
         assert {key: fresh.param_groups[0][key] for key in extra} == extra
 
 
-def test_hints_for_torch_s_kernels_are_taken_and_change_nothing():
-    assert MuonSW(weights(), lr=0.1, fused=True, foreach=False).param_groups[0]["fused"] is True
+@pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
+def test_fused_false_asks_for_plain_operations(cls, monkeypatch):
+    ours, theirs = weights(), weights()
+    plain, usual = cls(ours, lr=0.1, fused=False), cls(theirs, lr=0.1, fused=True, foreach=True)
+    for params, optimizer in ((theirs, usual), (ours, plain)):
+        if optimizer is plain:
+            for name in ("_fused_adamw_", "_fused_sgd_"):
+                monkeypatch.delattr(torch, name)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_options_of_torch_that_ask_for_nothing_else_are_taken():
     assert AdamWSW(weights(), lr=0.1, amsgrad=False, differentiable=False).param_groups[0]["lr"] == 0.1
+    with pytest.raises(ValueError, match="foreach=False: equal shapes are always one batch; leave it out"):
+        MuonSW(weights(), lr=0.1, foreach=False)
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW, machine
-from muonsw.precision import compute_dtype, cuda_dtype, stochastic_round
+from muonsw.machine import cuda_dtype, product_dtype
+from muonsw.precision import stochastic_round
 from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run
 
 LOW = [torch.bfloat16, torch.float16]
@@ -86,7 +87,7 @@ def test_weights_of_several_dtypes_in_one_group_are_each_treated_as_their_own(al
 @pytest.mark.parametrize("large", [1, 10**9])
 def test_float64_keeps_its_digits_under_the_device_flag(algorithm, large, monkeypatch):
     from muonsw import nonfinite
-    from muonsw.flag import Flag
+    from muonsw.nonfinite import Flag
 
     def on_device(work, _):
         return Flag.from_ok(nonfinite.all_finite([grad for batch in work for grad in batch.grads]))
@@ -99,7 +100,7 @@ def test_float64_keeps_its_digits_under_the_device_flag(algorithm, large, monkey
 
     host = trained()
     monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
-    monkeypatch.setattr("muonsw.optimizer.finite_flag", on_device)
+    monkeypatch.setattr("muonsw.step.finite_flag", on_device)
     torch.testing.assert_close(trained(), host, rtol=1e-11, atol=1e-13)
 
 
@@ -165,14 +166,14 @@ def test_muon_keeps_one_buffer():
     assert list(optimizer.state[param]) == ["momentum_buffer"]
 
 
-def test_automatic_compute_dtype(monkeypatch):
+def test_automatic_product_dtype(monkeypatch):
     cpu, mps = torch.device("cpu"), torch.device("mps")
-    assert compute_dtype("auto", torch.float64, cpu) == torch.float64
-    assert compute_dtype("auto", torch.float32, mps) == torch.float32
+    assert product_dtype("auto", torch.float64, cpu) == torch.float64
+    assert product_dtype("auto", torch.float32, mps) == torch.float32
     for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setitem(machine.FORCED, "fast_bfloat16", fast)
-        assert compute_dtype("auto", torch.float32, cpu) == dtype
-    assert compute_dtype("float16", torch.float32, cpu) == torch.float16
+        assert product_dtype("auto", torch.float32, cpu) == dtype
+    assert product_dtype("float16", torch.float32, cpu) == torch.float16
 
 
 def test_gpus_without_bfloat16_units_compute_in_what_they_have():

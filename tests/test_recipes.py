@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import MuonSW, recipe
-from muonsw.schedule import lr_scheduler, warmup_cosine
+from muonsw import MuonSW
+from muonsw.lab.recipes import recipe
+from muonsw.lab.theory.schedule import lr_scheduler, warmup_cosine
 
 
 def decay_of_a_run(found, steps, warmup):

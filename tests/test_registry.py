@@ -11,9 +11,14 @@ from muonsw.registry import Registry
 
 
 @pytest.fixture(autouse=True)
-def _own_entries(monkeypatch):
-    for table in (ALGORITHMS, DECAY_RULES, NORM_RULES, ORTHOGONALIZERS, SHAPE_SCALES):
-        monkeypatch.setattr(table, "_entries", dict(table._entries))
+def _own_entries():
+    """What a test registers is gone after it."""
+    tables = (ALGORITHMS, DECAY_RULES, NORM_RULES, ORTHOGONALIZERS, SHAPE_SCALES)
+    before = [dict(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        table.clear()
+        table.update(known)
 
 
 def stepped(grad=3.0, **options):

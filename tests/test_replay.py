@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, machine, replay
-from muonsw import optimizer as optimizer_module
-from muonsw.algorithms import base
+from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine, replay
 from muonsw.kernels import tables
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
 from muonsw.replay import PATIENCE, SETTLED, binding
-from muonsw.work import work_of
+from muonsw.step import collect
 from tests.common.cuda import no_waiting
 from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
 
@@ -176,7 +174,7 @@ class Repeated:
 @pytest.fixture
 def graphs_on_cpus(monkeypatch):
     monkeypatch.setattr(replay, "recorded", Repeated)
-    monkeypatch.setattr(optimizer_module, "obstacle", lambda _work, _nonfinite: "")
+    monkeypatch.setattr(replay, "obstacle", lambda _work, _nonfinite: "")
 
 
 def no_memory(*_arguments):
@@ -261,7 +259,7 @@ def test_whatever_keeps_a_step_from_being_captured_it_is_taken_eagerly(monkeypat
 def test_what_waits_for_the_device_is_refused_before_a_capture():
     optimizer, params = optimizer_on("cpu", orthogonalizer="exact")
     feed(params, 0)
-    work = [batch._replace(device=torch.device("cuda", 0)) for batch in work_of(optimizer)]
+    work = [batch._replace(device=torch.device("cuda", 0)) for batch in collect(optimizer)]
     assert replay.obstacle(work, "skip") == "orthogonalizer='exact' waits for the device"
     for group in optimizer.param_groups:
         group["orthogonalizer"] = "auto"
@@ -317,7 +315,7 @@ def test_a_step_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch):
     known = [param.grad for param in params]
     feed(params, 98, in_place=False)
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer, "_step_group", no_memory)
+        patch.setattr("muonsw.step.update", no_memory)
         with pytest.raises(MemoryError):
             optimizer.step()
     for param, grad in zip(params, known, strict=True):
@@ -614,7 +612,7 @@ def test_a_capture_that_fails_leaves_the_process_as_it_was(waiting):
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 def test_a_graph_holds_the_address_tables_that_it_reads(algorithm, monkeypatch):
     """However many others are made meanwhile, and whatever takes the memory of those that are dropped."""
-    monkeypatch.setattr(base, "TORCH_BELOW", 0)
+    monkeypatch.setattr(kernels, "TORCH_BELOW", 0)
 
     def run(captured):
         optimizer, params = trained(algorithm, captured=captured, steps=8)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from muonsw.schedule import (
+from muonsw.lab.theory.schedule import (
     constant,
     harmonic,
     lr_scheduler,

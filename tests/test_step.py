@@ -76,8 +76,8 @@ def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, 
     """On accelerators the host never learns of a skip; the same paths are run here on the CPU."""
     monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
     from muonsw import nonfinite
-    from muonsw import optimizer as module
-    from muonsw.flag import Flag
+    from muonsw import step as module
+    from muonsw.nonfinite import Flag
 
     def on_device(work, _):
         return Flag.from_ok(nonfinite.all_finite([grad for batch in work for grad in batch.grads]))
@@ -326,7 +326,7 @@ def test_a_mixed_optimizer_steps_each_group_by_its_own_algorithm():
     together = MuonSW(groups, lr=0.05, weight_decay=0.3)
     separate = [
         MuonSW([apart[0]], lr=0.05, weight_decay=0.3),
-        OPTIMIZERS["adamw"]([apart[1]], lr=0.05, weight_decay=0.0),
+        OPTIMIZERS["adamw"]([apart[1]], lr=0.05, weight_decay=0.0, betas=(0.9, 0.95)),
         OPTIMIZERS["sgd"]([apart[2]], lr=0.05, weight_decay=0.3, momentum=0.5),
     ]
     for step in range(5):
@@ -523,7 +523,7 @@ def test_options_that_change_within_their_bounds_are_taken():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.1)
     for step in range(3):
-        optimizer.param_groups[0].update(momentum=0.85 + 0.05 * step, weight_decay=0.1 * step, betas=[0.9, 0.9])
+        optimizer.param_groups[0].update(momentum=0.85 + 0.05 * step, weight_decay=0.1 * (step + 1), betas=[0.9, 0.9])
         run(optimizer, params, 1, start=step)
 
 
@@ -550,5 +550,5 @@ def test_a_settled_step_checks_no_option_again(monkeypatch):
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.1)
     run(optimizer, params, 1)
-    monkeypatch.setattr("muonsw.rates.validate_option", lambda *_: pytest.fail("an option was checked again"))
+    monkeypatch.setattr("muonsw.step.validate_option", lambda *_: pytest.fail("an option was checked again"))
     run(optimizer, params, 2, start=1, schedule=cosine(0.05, 5))

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW, NonFiniteGradientWarning, Telemetry
-from muonsw.flag import Flag
-from muonsw.nonfinite import all_finite
+from muonsw.nonfinite import Flag, all_finite
 from tests.common.problems import matrices, run
 
 
@@ -85,7 +84,7 @@ def test_telemetry_carries_it():
 def test_a_step_that_the_device_skipped_was_not_decayed(monkeypatch):
     """On accelerators a flag there says so, which the summary reads."""
     monkeypatch.setattr(
-        "muonsw.optimizer.finite_flag",
+        "muonsw.step.finite_flag",
         lambda work, _: Flag.from_ok(all_finite([g for batch in work for g in batch.grads])),
     )
     optimizer, params = optimizer_of_many_kinds()

@@ -8,7 +8,7 @@ import torch
 
 from muonsw import kernels
 from muonsw.kernels import tables
-from muonsw.kernels.tables import Kept, block_map, held_by, table
+from muonsw.kernels.tables import TensorCache, block_map, held_by, table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -40,7 +40,7 @@ def make(_):
 
 def test_a_stream_reads_what_was_made_in_it(device):
     """The copy that fills a table waits for its turn in one stream; another would not wait for it."""
-    kept = Kept()
+    kept = TensorCache()
     first = kept.get("a", CUDA, make)
     assert kept.get("a", CUDA, make) is first
     device.stream = 2
@@ -49,7 +49,7 @@ def test_a_stream_reads_what_was_made_in_it(device):
 
 def test_what_is_made_under_a_capture_is_not_kept(device):
     """A graph fills it when it is replayed, so nothing else may read it."""
-    kept = Kept()
+    kept = TensorCache()
     device.capturing = True
     inside = kept.get("a", CUDA, make)
     device.capturing = False
@@ -59,7 +59,7 @@ def test_what_is_made_under_a_capture_is_not_kept(device):
 def test_maps_made_under_a_capture_are_copied_by_the_graph(device, monkeypatch):
     made = []
     monkeypatch.setattr(tables, "_in_graph", lambda numbers, _: made.append(numbers) or torch.tensor(numbers))
-    monkeypatch.setattr(tables, "_maps", Kept())
+    monkeypatch.setattr(tables, "_maps", TensorCache())
     device.capturing = True
     assert block_map((5, 1), 4, CUDA).tolist() == [[0, 0, 1], [0, 1, 0]]
     assert made == [[2, 1]]
@@ -67,7 +67,7 @@ def test_maps_made_under_a_capture_are_copied_by_the_graph(device, monkeypatch):
 
 
 def test_who_captures_holds_what_the_graph_reads(device):
-    kept, holder = Kept(), []
+    kept, holder = TensorCache(), []
     found = kept.get("a", CUDA, make)
     device.stream, device.capturing = 2, True
     with held_by(holder):

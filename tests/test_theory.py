@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonsw import theory
-from muonsw.theory import HypothesisError, PowerLaw
+from muonsw.lab import theory
+from muonsw.lab.theory import HypothesisError, PowerLaw
 
 EPS = torch.finfo(torch.float64).eps
 unit = st.floats(0.0, 1.0)

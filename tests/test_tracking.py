@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from muonsw import theory
-from muonsw.theory import HypothesisError, NormHistory
-from muonsw.theory.sampled import interpolate, window_in_steps, windowed_line
+from muonsw.lab import theory
+from muonsw.lab.theory import HypothesisError, NormHistory
+from muonsw.lab.theory.sampled import interpolate, window_in_steps, windowed_line
 
 BETA = 0.9
 

@@ -16,7 +16,7 @@ from muonsw.lab.studies.arms import CONSTANT, CONTROL_SUFFIX, SCALED
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.training.best_rules import best_strength, candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import RULES
-from muonsw.theory import NormHistory, predict_norms
+from muonsw.lab.theory import NormHistory, predict_norms
 from planned import BEST, GROUPS, RATES, all_rules
 
 LATE = 50 / 376  # the share of a run over which the paper fits the late alignment

@@ -5,24 +5,26 @@
 is Muon with scaled weight decay for the hidden matrices of a model and AdamW for the rest, in one optimizer.
 """
 
-from muonsw.advice import advise as advise
 from muonsw.algorithms import ALGORITHMS as ALGORITHMS
 from muonsw.clipping import clip_grad_norm_ as clip_grad_norm_
 from muonsw.decay import DECAY_RULES as DECAY_RULES
 from muonsw.decay import convert_weight_decay as convert_weight_decay
 from muonsw.decay import decay_factor as decay_factor
-from muonsw.foreign import drive_weight_decay as drive_weight_decay
+from muonsw.interop.drive import drive_weight_decay as drive_weight_decay
+from muonsw.matrices import SHAPE_SCALES as SHAPE_SCALES
 from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
 from muonsw.nonfinite import NonFiniteGradientWarning as NonFiniteGradientWarning
 from muonsw.norms import NORM_RULES as NORM_RULES
+from muonsw.optimizer import ScaledDecayOptimizer as ScaledDecayOptimizer
 from muonsw.options import GroupOptions as GroupOptions
 from muonsw.orthogonalize import ORTHOGONALIZERS as ORTHOGONALIZERS
 from muonsw.peak import PeakLRError as PeakLRError
 from muonsw.peak import PeakLRWarning as PeakLRWarning
-from muonsw.recipes import recipe as recipe
-from muonsw.scale import SHAPE_SCALES as SHAPE_SCALES
-from muonsw.schedule import peak_lr_for_horizon as peak_lr_for_horizon
+from muonsw.telemetry import JsonlSink as JsonlSink
+from muonsw.telemetry import MlflowSink as MlflowSink
 from muonsw.telemetry import Telemetry as Telemetry
+from muonsw.telemetry import TensorBoardSink as TensorBoardSink
+from muonsw.telemetry import WandbSink as WandbSink
 from muonsw.variants import SGDSW as SGDSW
 from muonsw.variants import AdamWSW as AdamWSW
 from muonsw.variants import MuonSW as MuonSW
@@ -37,18 +39,20 @@ __all__ = [
     "SHAPE_SCALES",
     "AdamWSW",
     "GroupOptions",
+    "JsonlSink",
+    "MlflowSink",
     "MuonSW",
     "NonFiniteGradientError",
     "NonFiniteGradientWarning",
     "PeakLRError",
     "PeakLRWarning",
+    "ScaledDecayOptimizer",
     "Telemetry",
+    "TensorBoardSink",
+    "WandbSink",
     "__version__",
-    "advise",
     "clip_grad_norm_",
     "convert_weight_decay",
     "decay_factor",
     "drive_weight_decay",
-    "peak_lr_for_horizon",
-    "recipe",
 ]

@@ -9,56 +9,51 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from muonsw import kernels, norms
-from muonsw.algorithms.base import (
-    Coefficients,
-    FusedUpdate,
-    Group,
-    Part,
-    Update,
-    are_large,
-    kernel_weights,
-    rounding_key,
-    shrink,
-    views,
-)
+from muonsw.algorithms.base import FusedUpdate, Rates, Update, are_large, kernel_weights, rounding_key, shrink
+from muonsw.matrices import Part, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
+from muonsw.work import Group
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
 
 
 class Observer(Protocol):
-    """Someone who applies updates in the place of `apply_update`, to measure them; the weights must not differ."""
+    """Applies updates in the place of `apply_update`, to measure them; the weights must not differ."""
 
-    def apply(self, group: Group, update: Update | FusedUpdate, coefficients: Coefficients) -> None:
+    def apply(self, group: Group, update: Update | FusedUpdate, rates: Rates) -> None:
         """Apply an update with `apply_update`."""
 
 
-def apply_update(group: Group, update: Update | FusedUpdate, coefficients: Coefficients) -> None:
+def apply_update(group: Group, update: Update | FusedUpdate, rates: Rates) -> None:
     """Decay the weights of an update's parts and move them along its directions."""
     if isinstance(update, FusedUpdate):
-        update.take(coefficients)
+        update.take(rates)
         return
     weights = views(update.parts, [part.item.param for part in update.parts])
-    if norms.acting(group) is not None:
-        _apply_norm_rule(group, update, weights, coefficients)
+    if rates.norm is not None:
+        _apply_norm_rule(group, update, weights, rates, rates.norm)
         return
-    if kernels.available(weights[0].device) and _apply_in_one_pass(group, update, weights, coefficients):
+    if (
+        group["fused"] is not False
+        and kernels.available(weights[0].device)
+        and _apply_in_one_pass(group, update, weights, rates)
+    ):
         return
-    eta, phi = coefficients.applied(weights[0].dtype)
+    eta, phi = rates.applied(weights[0].dtype)
     move = eta * update.scale
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
         for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
-            _apply_rounded(group, part, weight, direction, move, phi, coefficients.ok)
+            _apply_rounded(group, part, weight, direction, move, phi, rates.ok)
     else:
         shrink_and_move(weights, update.directions, move, phi, group["cautious"])
 
 
-def _apply_in_one_pass(group: Group, update: Update, weights: list[Tensor], coefficients: Coefficients) -> bool:
+def _apply_in_one_pass(group: Group, update: Update, weights: list[Tensor], rates: Rates) -> bool:
     """The same by a kernel; False, and nothing done, where there is none for this layout."""
     from muonsw.kernels.elementwise import Motion
     from muonsw.kernels.move import move
 
-    motion = Motion(*coefficients, update.scale, group["cautious"])
+    motion = Motion(rates.eta, rates.phi, rates.flag, update.scale, group["cautious"])
     return move(kernel_weights(group, update.parts, weights), update.directions, motion)
 
 
@@ -104,18 +99,16 @@ def _apply_rounded(
 
 
 @_disable_dynamo  # for the same reason
-def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], coefficients: Coefficients) -> None:
+def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], rates: Rates, rule: norms.NormRule) -> None:
     """Move weights whose norm is not free; each part holds whole ones."""
-    rule = norms.acting(group)
-    assert rule is not None
-    if isinstance(coefficients.eta, float) and coefficients.eta == 0:
+    if isinstance(rates.eta, float) and rates.eta == 0:
         return  # whatever the rule, up to rounding
-    eta, phi = coefficients.applied(weights[0].dtype)
+    eta, phi = rates.applied(weights[0].dtype)
     move = eta * update.scale
     for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
         wide = _wide(group, part, weight)
         moved = rule.moved(wide, move * direction.to(wide.dtype), phi, norms.ball_of(group, part))
-        _store(group, part, weight, moved, coefficients.ok)
+        _store(group, part, weight, moved, rates.ok)
 
 
 def _wide(group: Group, part: Part, weight: Tensor) -> Tensor:

@@ -20,10 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.shards import as_spread, is_spread, whole
-from muonsw.wrapped import unwrap_optimizer
-
-LEFT_ALONE = ("muon",)
+from muonsw.distributed.shards import as_dtensor, is_dtensor, whole
+from muonsw.interop.unwrap import unwrap_optimizer
 
 
 class Counts(NamedTuple):
@@ -92,7 +90,7 @@ def clipped_share(optimizer: Optimizer) -> float | None:
 
 def _chosen(algorithms: Collection[str] | None) -> set[str]:
     if algorithms is None:
-        return set(ALGORITHMS) - set(LEFT_ALONE)
+        return {name for name, algorithm in ALGORITHMS.items() if not algorithm.scale_free}
     if isinstance(algorithms, str):
         raise TypeError(f"algorithms={algorithms!r}: must be several names, such as ({algorithms!r},)")
     for name in algorithms:
@@ -104,7 +102,7 @@ def _by_mesh(params: Sequence[Tensor]) -> list[list[Tensor]]:
     """Parameters of one mesh together, and plain ones; torch's functions take no mixture."""
     found: dict[Any, list[Tensor]] = {}
     for param in params:
-        found.setdefault(as_spread(param).device_mesh if is_spread(param) else None, []).append(param)
+        found.setdefault(as_dtensor(param).device_mesh if is_dtensor(param) else None, []).append(param)
     return list(found.values())
 
 
@@ -112,7 +110,7 @@ def _common_norm(grads: Sequence[list[Tensor]]) -> Tensor:
     """The norm of all gradients as a plain tensor; plain ones count as the same on every rank."""
     norms = [whole(torch.nn.utils.get_total_norm(same)) for same in grads]
     if len(norms) < 2:
-        return norms[0] if norms else torch.zeros(())
+        return norms[0] if norms else torch.zeros((), dtype=torch.float32, device="cpu")
     norm: Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
     return norm
 

@@ -33,7 +33,7 @@ from muonsw.registry import Registry
 Number = float | Tensor
 
 
-class Moment(NamedTuple):
+class RunPosition(NamedTuple):
     """Where a run is: everything that a decay may depend on beside lambda.
 
     Attributes:
@@ -52,43 +52,48 @@ class Moment(NamedTuple):
 
 
 class DecayRule(NamedTuple):
-    """How lambda and the moment make phi, linear in lambda; and what of the moment must be known."""
+    """How lambda and the position in the run make phi, linear in lambda; and what of the position it uses."""
 
-    phi: Callable[[Number, Moment], Number]
+    phi: Callable[[Number, RunPosition], Number]
     uses_peak: bool = False
     uses_step: bool = False
     uses_length: bool = False
     uses_gradient: bool = False
 
+    @property
+    def follows_run(self) -> bool:
+        """Whether phi depends on more than learning rates."""
+        return self.uses_step or self.uses_length or self.uses_gradient
 
-def constant(lam: Number, at: Moment) -> Number:
+
+def constant(lam: Number, at: RunPosition) -> Number:
     """Phi = lambda eta."""
     return lam * at.eta
 
 
-def scaled(lam: Number, at: Moment) -> Number:
+def scaled(lam: Number, at: RunPosition) -> Number:
     """Phi = lambda eta^2 / eta_max."""
     return lam * at.eta * (at.eta / at.eta_max)
 
 
-def squared(lam: Number, at: Moment) -> Number:
+def squared(lam: Number, at: RunPosition) -> Number:
     """Phi = lambda eta^2."""
     return lam * at.eta * at.eta
 
 
-def independent(lam: Number, at: Moment) -> Number:
+def independent(lam: Number, at: RunPosition) -> Number:
     """Phi = lambda eta / eta_max."""
     return lam * (at.eta / at.eta_max)
 
 
-def fixed(lam: Number, at: Moment) -> Number:
+def fixed(lam: Number, at: RunPosition) -> Number:
     """Phi = lambda, and 0 where the learning rate is: such a step changes nothing."""
     if isinstance(at.eta, Tensor):
         return lam * (at.eta > 0).to(at.eta.dtype)
     return lam if at.eta > 0 else 0.0
 
 
-def cosine(lam: Number, at: Moment) -> Number:
+def cosine(lam: Number, at: RunPosition) -> Number:
     """Phi = lambda eta (1 + cos(pi (t - 1)/T)) / 2, and 0 beyond T."""
     if isinstance(at.step, Tensor):
         done = ((at.step - 1) / at.steps).clamp(max=1.0)
@@ -96,19 +101,19 @@ def cosine(lam: Number, at: Moment) -> Number:
     return lam * at.eta * ((1 + math.cos(math.pi * min((at.step - 1) / at.steps, 1.0))) / 2)
 
 
-def log_time(lam: Number, at: Moment) -> Number:
+def log_time(lam: Number, at: RunPosition) -> Number:
     """Phi = (lambda / t) eta / eta_max: each doubling of t takes the same share of the weight."""
     return lam / at.step * (at.eta / at.eta_max)
 
 
-def gradient_norm(lam: Number, at: Moment) -> Number:
+def gradient_norm(lam: Number, at: RunPosition) -> Number:
     """Phi = lambda eta / g; without any gradient so far, 0."""
     if isinstance(at.gradient, Tensor):
         return torch.where(at.gradient > 0, lam * at.eta / at.gradient, 0.0)
     return lam * at.eta / at.gradient if at.gradient else 0.0
 
 
-def none(lam: Number, at: Moment) -> Number:  # noqa: ARG001
+def none(lam: Number, at: RunPosition) -> Number:  # noqa: ARG001
     """Phi = 0."""
     return 0.0
 
@@ -173,14 +178,14 @@ def decay_factor(
     ):
         if asked and value is None:
             raise ValueError(f"decay rule {rule!r} depends on {word}; pass {word}=")
-    moment = Moment(
+    position = RunPosition(
         eta,
         eta_max or 0.0,
         1 if step is None else step,
         1 if steps is None else steps,
         1.0 if gradient is None else gradient,
     )
-    return entry.phi(lam, moment)
+    return entry.phi(lam, position)
 
 
 def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) -> list[float]:
@@ -192,12 +197,12 @@ def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) 
     """
     entry, rates = DECAY_RULES[rule], list(etas)
     if entry.uses_gradient:
-        raise ValueError(f"decay rule {rule!r} depends on the gradients of the run, which no schedule tells")
+        raise ValueError(f"decay rule {rule!r} depends on the gradients of the run, which no schedule knows")
     if entry.uses_peak and not eta_max:
         return [0.0] * len(rates)
     # Not by `decay_factor`, whose checks would be made at each of perhaps a million steps.
     phi, steps = entry.phi, len(rates)
-    return [float(phi(lam, Moment(eta, eta_max, t, steps))) for t, eta in enumerate(rates, start=1)]
+    return [float(phi(lam, RunPosition(eta, eta_max, t, steps))) for t, eta in enumerate(rates, start=1)]
 
 
 def convert_weight_decay(

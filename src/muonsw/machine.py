@@ -1,4 +1,4 @@
-"""What this machine has: the only place that asks, so that a test or a variable can answer instead.
+"""What this machine has, and computes in: the only place that asks, so that a test or a variable can answer instead.
 
 `MUONSW_MACHINE="fast_bfloat16=0 cores=1"` answers for a process and those it starts, an entry of `FORCED` for a test.
 """
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 import torch
+
+from muonsw.precision import AUTO, DTYPES
 
 VARIABLE = "MUONSW_MACHINE"
 FORCED: dict[str, int] = {}
@@ -103,3 +105,37 @@ def read_forced(text: str) -> dict[str, int]:
 
 
 FORCED.update(read_forced(os.environ.get(VARIABLE, "")))
+
+
+def product_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the orthogonalizer's products: the fastest that this hardware multiplies without emulation."""
+    if setting != AUTO:
+        return DTYPES[setting]
+    if param_dtype == torch.float64:
+        return torch.float64
+    if device.type == "cpu":
+        return torch.bfloat16 if fast_bfloat16() else torch.float32
+    if device not in _FASTEST:
+        _FASTEST[device] = _ask(device)
+    return _FASTEST[device]
+
+
+# What each accelerator answered, asked once.
+_FASTEST: dict[torch.device, torch.dtype] = {}
+
+
+def _ask(device: torch.device) -> torch.dtype:
+    if device.type == "cuda":
+        has_tensor_cores = gpu_capability(device) >= 70
+        return cuda_dtype(bool(gpu_fast_bfloat16(device)), has_tensor_cores=has_tensor_cores)
+    return torch.float32 if device.type == "mps" else torch.bfloat16
+
+
+def cuda_dtype(multiplies_bfloat16: bool, has_tensor_cores: bool) -> torch.dtype:
+    """Older GPUs (V100, T4) multiply float16 on their tensor cores and emulate bfloat16; still older ones have neither.
+
+    The orthogonalizers normalize first, so float16 neither overflows nor loses anything against bfloat16.
+    """
+    if multiplies_bfloat16:
+        return torch.bfloat16
+    return torch.float16 if has_tensor_cores else torch.float32

@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from muonsw.algorithms.base import FusedUpdate, Group, Item, Part, Update, views
-from muonsw.algorithms.muon import FLATTEN, STACK, split_axis, split_sizes
+from muonsw.algorithms import ALGORITHMS
+from muonsw.algorithms.base import FusedUpdate, Update
 from muonsw.decay import decays
+from muonsw.matrices import FLATTEN, STACK, Part, views
 from muonsw.registry import Registry
+from muonsw.work import Group, Item
 
 if TYPE_CHECKING:
     from muonsw.work import Batch
@@ -106,21 +108,18 @@ def refuse(group: Group, label: str) -> None:
         raise ValueError(f"norm={group['norm']!r} of {label} acts on whole weights; cautious=True is for norm='free'")
 
 
-def refuse_spread(group: Group, items: Sequence[Item]) -> None:
+def refuse_sharded(group: Group, items: Sequence[Item]) -> None:
     """Norms are taken of whole weights, which must be here."""
     if acting(group) is not None and items:
         raise ValueError(
-            f"norm={group['norm']!r} needs whole weights on every rank, but {items[0].name} is spread over ranks or "
-            f"shared by a process_group; use a decay rule with norm='free', or DistributedDataParallel without "
+            f"norm={group['norm']!r} needs whole weights on every rank, but {items[0].name} is sharded or shared "
+            f"by a process_group; use a decay rule with norm='free', or DistributedDataParallel without "
             f"process_group"
         )
 
 
-def prepared(group: Group, update: Update | FusedUpdate) -> Update | FusedUpdate:
+def prepared(group: Group, update: Update | FusedUpdate, rule: NormRule) -> Update | FusedUpdate:
     """The update as the rule wants it."""
-    rule = acting(group)
-    if rule is None:
-        return update
     assert isinstance(update, Update), "an algorithm must leave its directions to the norm rule: see Budget.plain"
     if rule.update is None:
         return update
@@ -141,9 +140,8 @@ def ball_of(group: Group, part: Part) -> Ball:
 
 def norm_axes(group: Group, param: Tensor) -> tuple[int, ...]:
     """The axes within one weight; those of a stack of matrices are the last two."""
-    stacked = (
-        param.dim() > 2 and group["matrix"] != FLATTEN and (group["matrix"] == STACK or group["role"] == "experts")
-    )
+    matrix = group.get("matrix")
+    stacked = param.dim() > 2 and matrix != FLATTEN and (matrix == STACK or group["role"] == "experts")
     return (-2, -1) if stacked else tuple(range(param.dim()))
 
 
@@ -167,11 +165,12 @@ def initial_radius(group: Group, name: str, param: Tensor) -> Tensor:
     a part out of the parameter cuts its radius out of this.
     """
     axes, wide = norm_axes(group, param), param.detach().to(wide_dtype(param))
-    sizes = split_sizes(group, param) if group["algorithm"] == "muon" else None
-    if sizes is None:
+    view = ALGORITHMS[group["algorithm"]].view(group)
+    sizes = None if view is None else view.sizes(param.shape)
+    if view is None or sizes is None:
         radius: Tensor = torch.linalg.vector_norm(wide, dim=axes, keepdim=True)
     else:
-        along = split_axis(group, param)
+        along = view.split_axis(param.shape)
         norms = [torch.linalg.vector_norm(p, dim=axes, keepdim=True) for p in wide.split_with_sizes(list(sizes), along)]
         radius = torch.cat(
             [norm.repeat_interleave(size, along) for norm, size in zip(norms, sizes, strict=True)], along

@@ -5,23 +5,20 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from muonsw import adopting, loading, moments, norms, peak, rates
-from muonsw.algorithms import ALGORITHMS, Budget, Item
-from muonsw.algorithms.base import Coefficients
-from muonsw.apply import Observer, apply_update
-from muonsw.decay import decays
-from muonsw.distributed import Ranks, exchanged_updates, redistributed_updates
-from muonsw.flag import Flag
-from muonsw.nonfinite import POLICIES, NonFiniteGradientError, describe_non_finite, finite_flag
-from muonsw.notices import Notices
+from muonsw import norms, peak, rates
+from muonsw.algorithms import ALGORITHMS
+from muonsw.apply import Observer
+from muonsw.counters import Counters
+from muonsw.distributed import Ranks
+from muonsw.interop import adopt, load
+from muonsw.interop.unwrap import unwrap_optimizer, unwrap_scheduler
+from muonsw.nonfinite import POLICIES, Flag
 from muonsw.options import (
     BOOKKEEPING,
     COMMON,
@@ -31,31 +28,20 @@ from muonsw.options import (
     refuse_running_max,
     validate_option,
 )
-from muonsw.peak import Group, PeakLRWarning
+from muonsw.peak import PeakLRWarning
 from muonsw.precision import LOW_PRECISION
-from muonsw.replay import Replay, obstacle
+from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import ensure_state
+from muonsw.step import LastStep, OptionCheck, collect, take_step
 from muonsw.summary import GroupSummary, Summary
 from muonsw.warn import users_line
-from muonsw.work import Batch, items_of, work_of
-from muonsw.wrapped import unwrap_optimizer, unwrap_scheduler
+from muonsw.work import Group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from muonsw.distributed.agreement import Agreed
-    from muonsw.distributed.plan import Met
-
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-
-# The group, the parameters and the learning rate of each batch.
-LastStep = list[tuple[Group, list[Tensor], float | Tensor]]
-
-_peak = itemgetter(*peak.KEPT)
-
-CPU_CHUNK_BYTES = 4 * 2**20
-ACCELERATOR_CHUNK_BYTES = 9 * 2**26
 
 
 class ScaledDecayOptimizer(Optimizer):
@@ -66,9 +52,9 @@ class ScaledDecayOptimizer(Optimizer):
 
     algorithm: ClassVar[str]
     replay: bool = False
-    _notices: Notices
+    _counters: Counters
     _observer: Observer | None
-    _check_options: rates.OptionCheck
+    _option_check: OptionCheck
     _last: LastStep
     _last_skipped: bool | Flag
     _left_out: list[tuple[str, weakref.ref[Tensor]]]
@@ -136,7 +122,7 @@ class ScaledDecayOptimizer(Optimizer):
 
         Hidden matrices, convolutions and experts get this class's algorithm with decay, in the first groups.
         Embeddings, heads, routers, norms, biases, other vectors, low-rank factors of adapters and whatever stays
-        unclear get no decay, and AdamW where this class is Muon. `routing(reasons=True)` tells why.
+        unclear get no decay, and AdamW where this class is Muon. `routing(reasons=True)` says why.
 
         Args:
             model: the model; frozen parameters are left out, tied ones are seen once.
@@ -186,12 +172,12 @@ class ScaledDecayOptimizer(Optimizer):
         """
         group = self._complete(dict(param_group))
         label = f"param group {len(self.param_groups)}"
-        moments.require_length(group, label)
+        rates.require_length(group, label)
         norms.refuse(group, label)
         if "peak_lr" not in param_group:
             peak.inherit(group, self.param_groups)
         peak.join_in_mid_run(group, self.param_groups, label)
-        moments.join_in_mid_run(group, self.param_groups)
+        rates.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
         try:
             for name, param in zip(_names(group, len(self.param_groups) - 1), group["params"], strict=True):
@@ -239,230 +225,13 @@ class ScaledDecayOptimizer(Optimizer):
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step; nothing is changed when it raises an error."""
+        """Take one step, as `muonsw.step` describes; nothing is changed when it raises an error."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.compiler.is_compiling():  # which cannot leave its graph inside of a `try`
-            self._take_step()
-            return loss
-        before = self._last, self._last_skipped, [_peak(group) for group in self.param_groups]
-        try:
-            self._take_step()
-        except Exception:
-            self._forget_step(*before)
-            raise
+        take_step(self)
         return loss
-
-    def _forget_step(self, last: LastStep, skipped: bool | Flag, peaks: list[tuple[Any, ...]]) -> None:
-        """Leave nothing of a step that was refused: no peak, no highest learning rate, no empty state."""
-        self._last, self._last_skipped = last, skipped
-        for group, values in zip(self.param_groups, peaks, strict=True):
-            group.update(zip(peak.KEPT, values, strict=True))
-        for param in [param for param, state in self.state.items() if not state]:
-            del self.state[param]
-        self._notices.forget_records()
-
-    def _take_step(self) -> None:
-        if self.replay and self._replayed():
-            return
-        if self._ranks.needed(self.param_groups):
-            self._step_with_others()
-            return
-        work = work_of(self, here=True)
-        if torch.compiler.is_compiling():
-            self._prepare_uncompiled(work)
-        else:
-            self._prepare(work)
-        if self._observer is None:
-            self._update(work)
-        else:
-            self._update_uncompiled(work)
-
-    def _replayed(self) -> bool:
-        """Take the step by a graph, if one is bound to exactly what is there now."""
-        if self._observer is not None or torch.compiler.is_compiling():
-            return False
-        batches = self._replay.ready(self.param_groups, self.state, (self.nonfinite, self.chunk_bytes))
-        if batches is None:
-            return False
-        self._prepare(batches)
-        self._replay.again(self._numbers(batches))
-        moments.count_steps(self.param_groups)
-        return True
-
-    @_disable_dynamo
-    def _step_with_others(self) -> None:
-        """A step of parameters that are spread over ranks: agree first, then move what is here."""
-        if self.replay:
-            self._notices.not_replayed("parameters are spread over ranks")
-        try:
-            work = work_of(self)
-            ok = self._finite(work)
-        except Exception:
-            self._agree(False)  # the others skip this step instead of waiting for ever
-            raise
-        agreed = self._agree(ok)
-        if agreed.absent:
-            work = work_of(self, agreed.absent)
-        self._prepare(work)
-        self._update(work, agreed.ok)
-
-    def _agree(self, ok: Flag | bool) -> Agreed:
-        settings = {"nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes}
-        known = ok.ok if isinstance(ok, Flag) else ok
-        return self._ranks.agree(self.param_groups, known, settings=settings, measured=self._observer is not None)
-
-    def _update(self, work: list[Batch], agreed: bool | None = None) -> None:
-        if agreed is not None:
-            for batch in work:
-                norms.refuse_spread(batch.group, batch.items)
-        radii = norms.missing_radii(work)
-        if self.replay and agreed is None and self._may_be_replayed(work):
-            numbers = self._numbers(work)
-            norms.keep(radii)
-            moments.count_steps(self.param_groups)
-            self._replay.take(work, numbers, self._update_on_device, measured=self._observer is not None)
-            return
-        ok = self._decide(work, self._finite(work, counted=True) if agreed is None else agreed)
-        if ok is False:
-            self._notices.skip_on_host(items_of(work))
-            self._last_skipped = True
-            moments.count_steps(self.param_groups)
-            return
-        flag = ok if isinstance(ok, Flag) else None
-        averages = moments.averages(work, flag)
-        coefficients = [rates.coefficients(batch, flag, averages.get(batch.number)) for batch in work]
-        for batch, factors in zip(work, coefficients, strict=True):
-            rates.record(batch, factors, self._notices)
-        if flag is not None and not torch.compiler.is_compiling():
-            self._last_skipped = flag
-        norms.keep(radii)
-        moments.count_steps(self.param_groups)
-        moments.keep(averages.values())
-        if agreed is not None:
-            self._update_spread(work, coefficients)
-            return
-        for batch, factors in zip(work, coefficients, strict=True):
-            self._step_group(batch.group, batch.items, factors)
-
-    def _may_be_replayed(self, work: list[Batch]) -> bool:
-        """Whether a step like this can be captured, now or later; if not, or if it never comes to it, that is told."""
-        if not work or torch.compiler.is_compiling():
-            return False
-        reason = obstacle(work, self.nonfinite)
-        if reason or self._replay.complaint:
-            self._notices.not_replayed(reason or self._replay.complaint)
-        return not reason
-
-    def _numbers(self, work: list[Batch]) -> list[float]:
-        """Learning rate and decay of each batch in turn, which the host knows."""
-        found = [rates.coefficients(batch, None, None) for batch in work]
-        return [float(number) for one in found for number in (one.eta, one.phi)]
-
-    def _update_on_device(self, work: list[Batch], coefficients: list[Coefficients]) -> None:
-        """An update whose rates lie on the device already."""
-        ok = self._decide(work, self._finite(work, counted=True))
-        flag = ok if isinstance(ok, Flag) else None
-        for batch, factors in zip(work, coefficients, strict=True):
-            self._step_group(batch.group, batch.items, factors._replace(flag=flag))
-
-    def _update_spread(self, work: list[Batch], coefficients: list[Coefficients]) -> None:
-        """Parameters whose matrices are whole here are moved as ever; the others meet their parts first."""
-        apply = apply_update if self._observer is None else self._observer.apply
-        self._ranks.settle_owners(self.param_groups)
-        met: list[tuple[Met, Coefficients]] = []
-        for batch, factors in zip(work, coefficients, strict=True):
-            here, meeting, other = self._ranks.sort(batch.group, batch.items)
-            if here:
-                self._step_group(batch.group, here, factors)
-            if other is not None:
-                self._begin(batch.group, other.items, factors)
-                for update in redistributed_updates(other):
-                    apply(batch.group, update, factors)
-            if meeting is not None:
-                self._begin(batch.group, meeting.items, factors)
-                met.append((meeting, factors))
-        if met:
-            batches, chunk_bytes = [batch for batch, _ in met], self._chunk_bytes(met[0][0].items[0].param.device)
-            rounds = self._ranks.rounds(batches, chunk_bytes)
-            for number, update in exchanged_updates(batches, rounds):
-                apply(batches[number].group, update, met[number][1])
-
-    @_disable_dynamo  # torch.compiler.disable would import the compiler at once
-    def _update_uncompiled(self, work: list[Batch]) -> None:
-        """An update that is measured runs as it is written, whatever the step was compiled to."""
-        self._update(work)
-
-    def _step_group(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
-        self._begin(group, items, coefficients)
-        budget = self._budget(group, items, coefficients)
-        apply = apply_update if self._observer is None else self._observer.apply
-        for update in ALGORITHMS[group["algorithm"]].updates(group, items, budget):
-            apply(group, norms.prepared(group, update), coefficients)
-            del update  # its directions need not outlive it
-
-    def _budget(self, group: Group, items: list[Item], coefficients: Coefficients) -> Budget:
-        """How an algorithm may work; where a norm rule acts it cuts no weight and leaves the last word to the rule."""
-        chunk_bytes, plain = self._chunk_bytes(items[0].param.device), norms.acting(group) is not None
-        if plain and ALGORITHMS[group["algorithm"]].whole is None:
-            chunk_bytes = max(chunk_bytes, *(item.param.numel() * item.param.element_size() for item in items))
-        return Budget(chunk_bytes, coefficients.flag, coefficients.on_host, plain, self._observer is not None)
-
-    def _begin(self, group: Group, items: list[Item], coefficients: Coefficients) -> None:
-        """Create the state that is missing, let go of what other ranks keep, and count the step."""
-        away = self._ranks.kept_elsewhere(items)
-        if away:
-            keys = ALGORITHMS[group["algorithm"]].state_keys(group)
-            self._ranks.release(away, keys)
-            ensure_state(group, away, leave_out=keys)
-        ensure_state(group, [i for i in items if not self._ranks.is_elsewhere(i.parameter)] if away else items)
-        counters = [item.state["step"] for item in items if "step" in item.state]
-        if counters:
-            _count(counters, coefficients.flag)
-
-    def _finite(self, work: list[Batch], *, counted: bool = False) -> Flag | bool:
-        """Whether all gradients are finite; a flag counts its step as skipped, unless other ranks have a say in it."""
-        if self.nonfinite == "propagate" or not work:
-            return True
-        return finite_flag(work, self._notices.flags(work[0].device) if counted and self.nonfinite == "skip" else None)
-
-    def _decide(self, work: list[Batch], ok: Flag | bool) -> Flag | bool:
-        """What follows from the finite flag: go on, skip, or raise."""
-        if ok is True:
-            return True
-        if self.nonfinite == "raise":
-            if not (bool(ok.ok) if isinstance(ok, Flag) else ok):
-                raise NonFiniteGradientError(f"{describe_non_finite(items_of(work))}; nothing was changed")
-            return True
-        if isinstance(ok, Flag):
-            self._notices.skip_on_device(ok)
-        return ok
-
-    @_disable_dynamo  # a wrapper that costs more than what it wraps, so only a compiled step goes through it
-    def _prepare_uncompiled(self, work: list[Batch]) -> None:
-        self._prepare(work)
-
-    def _prepare(self, work: list[Batch]) -> None:
-        """Resolve peaks and check learning rates, on the host and before anything changes."""
-        self._last = [(batch.group, batch.parameters, batch.group["lr"]) for batch in work]
-        self._last_skipped = False
-        if work:
-            self._notices.place(work[0].device, len(self.param_groups))
-        else:
-            self._notices.no_gradient()
-        for name, reference in self._left_out:
-            param = reference()
-            if param is not None and param.requires_grad and not self._has(param):
-                self._notices.unfrozen(name)
-        if decays(self.defaults) and not any(decays(group) or group["decay"] == "none" for group in self.param_groups):
-            self._notices.no_decay()
-        labels = [self._label(number) for number in range(len(self.param_groups))]
-        for number, group in enumerate(self.param_groups):
-            self._check_options(number, group, labels[number])
-        for number, group in enumerate(self.param_groups):
-            rates.prepare(number, group, labels[number], self._notices)
 
     def check(self) -> None:
         """Raise if a learning rate held in a tensor has exceeded its peak since the last check.
@@ -472,20 +241,22 @@ class ScaledDecayOptimizer(Optimizer):
         calls it too. `state_dict` warns of all of it, and raises nothing.
         """
         self._warn_of_device()
-        self._notices.check()
+        self._counters.check()
 
     def _warn_of_device(self) -> None:
         """Warn of what only the device knew until now; waits for it."""
-        self._notices.read_rates(self.param_groups)
+        self._counters.read_rates(self.param_groups)
         for number, group in enumerate(self.param_groups):
             if isinstance(group["lr"], Tensor) and rates.needs_peak(group):
-                self._notices.never_reached(group, self._label(number))
-        self._notices.warn_of_skips()
+                message = peak.never_reached(group, self._label(number))
+                if message is not None:
+                    self._counters.never_reached(message)
+        self._counters.warn_of_skips()
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped for gradients that were not finite; waits for the device. Not saved."""
-        return self._notices.skipped_steps
+        return self._counters.skipped_steps
 
     def set_peak_lr(self, peak_lr: Any, *, group: int | None = None, total_steps: int | None = None) -> None:
         """Set eta_max: a number, None or "running_max" for all groups (or one), or from a scheduler object.
@@ -553,7 +324,7 @@ class ScaledDecayOptimizer(Optimizer):
             role=group["role"],
             algorithm=group["algorithm"],
             parameters=sum(param.numel() for param in moved),
-            matrices=sum(ALGORITHMS[group["algorithm"]].matrices(group, param) for param in moved),
+            matrices=sum(ALGORITHMS[group["algorithm"]].count_matrices(group, param) for param in moved),
             lr=lr,
             rule=group["decay"] if group["weight_decay"] and (norm is None or norm.decays) else "none",
             norm=norms.FREE if norm is None else group["norm"],
@@ -572,7 +343,7 @@ class ScaledDecayOptimizer(Optimizer):
             return
         if not self.state:
             trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-            for batch in work_of(self, trainable):
+            for batch in collect(self, trainable):
                 ensure_state(batch.group, batch.items)
         for group in self.param_groups:
             for param in group["params"]:
@@ -590,8 +361,8 @@ class ScaledDecayOptimizer(Optimizer):
         except RuntimeError as error:
             warnings.warn(f"this state is not whole: {error}", stacklevel=2)
         self._warn_of_device()
-        self._notices.warn_of_excess()
-        with loading.saved_as_numbers(self):
+        self._counters.warn_of_excess()
+        with load.saved_as_numbers(self):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -601,9 +372,9 @@ class ScaledDecayOptimizer(Optimizer):
         peak learning rate wins over this optimizer's own, with a warning where they differ. Nothing is changed when it
         raises.
         """
-        before = [peak.built(group) for group in self.param_groups]
+        before = [peak.peak_before_load(group) for group in self.param_groups]
         inherited = peak.inherited(self.defaults["peak_lr"], self.param_groups)
-        with loading.through_hooks(self):
+        with load.through_hooks(self):
             super().load_state_dict(state_dict)
         self._ranks.elsewhere.clear()
         self._replay = Replay()  # its graph would keep the old state alive
@@ -612,7 +383,7 @@ class ScaledDecayOptimizer(Optimizer):
             message = peak.surprise_after_load(before[number], group) if rates.needs_peak(group) else None
             if message is not None:
                 surprises.setdefault(message, []).append(self._label(number))
-            if group["highest_lr"] is None:  # a state that does not tell: assume the best
+            if group["highest_lr"] is None:  # not saved: assume that it was reached
                 group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
         for message, labels in surprises.items():
             warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
@@ -631,7 +402,7 @@ class ScaledDecayOptimizer(Optimizer):
             peak_lr: the highest learning rate of the run in those of their groups in which no scheduler has left it;
                 of several rates, that of the highest, as in `set_peak_lr`.
         """
-        plan = adopting.plan(self, others, peak_lr)
+        plan = adopt.plan(self, others, peak_lr)
         self._replay = Replay()
         groups, state = self.param_groups[:], self.state.copy()
         try:
@@ -653,12 +424,12 @@ class ScaledDecayOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_notices" not in self.__dict__:
+        if "_counters" not in self.__dict__:
             self._reset()
         self._reasons = state.get("_reasons", self._reasons)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}\n{self.routing()}"
+        return f"{super().__repr__()}\n{self.routing()}"
 
     def _patch_step_function(self) -> None:
         """Leave `step` alone, which torch would wrap again in every subclass.
@@ -668,19 +439,13 @@ class ScaledDecayOptimizer(Optimizer):
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
 
     def _reset(self) -> None:
-        self._notices = Notices()
+        self._counters = Counters()
         self._observer = None
-        self._check_options = rates.OptionCheck()
+        self._option_check = OptionCheck()
         self._last, self._last_skipped = [], False
         self._left_out, self._reasons = [], {}
         self._ranks = Ranks()
         self._replay = Replay()
-
-    def _chunk_bytes(self, device: torch.device) -> int:
-        return self.chunk_bytes or (CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES)
-
-    def _has(self, param: Tensor) -> bool:
-        return any(param is own for group in self.param_groups for own in group["params"])
 
     def _label(self, number: int) -> str:
         role = self.param_groups[number]["role"]
@@ -690,10 +455,3 @@ class ScaledDecayOptimizer(Optimizer):
 def _names(group: Group, number: int) -> list[str]:
     names = group.get("param_names")
     return list(names) if names else [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
-
-
-def _count(counters: list[Tensor], flag: Flag | None) -> None:
-    if flag is None:
-        torch._foreach_add_(counters, 1)
-    else:
-        torch._foreach_add_(counters, flag.taken, alpha=1)  # without alpha torch would read the tensor on the host

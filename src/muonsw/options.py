@@ -12,29 +12,24 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.algorithms.momentum import FORMS
-from muonsw.algorithms.muon import FLATTEN, STACK
+from muonsw.algorithms.base import MOMENTUM_FORMS
 from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES
+from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, dtype_name
 from muonsw.registry import unknown
-from muonsw.scale import SHAPE_SCALES
 
 Group = dict[str, Any]
 Check = Callable[[Any], Any]
 
 
 class GroupOptions(TypedDict, total=False):
-    """Options that mean the same for every algorithm, for all groups or for one.
+    """Further options that mean the same for every algorithm, for all groups or for one.
 
     Attributes:
-        decay: the decay rule: "scaled" (lambda lr^2/peak, the default), "constant" (lambda lr), "squared"
-            (lambda lr^2), "independent" (lambda lr/peak), "fixed" (lambda), "cosine" (lambda lr, falling to nothing
-            at `total_steps`), "log_time" (lambda/t lr/peak), "gradient_norm" (lambda lr over the size of gradients) or
-            "none".
         total_steps: updates of the whole run, for rules that end with it.
         norm: what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its
             target instead of zero) or "hyperball" (it stays, nothing decays, and `lr` is the size of an update over
@@ -42,11 +37,6 @@ class GroupOptions(TypedDict, total=False):
         target_norm: the root mean square of the entries that a norm rule aims at; None is what each weight has at the
             first step.
         cautious: decay only the entries that the update does not move outward.
-        peak_lr: the highest learning rate of the run. None finds it from what the scheduler wrote into the group,
-            or from `lr`; "running_max" takes the highest so far. A step above the peak is an error. A number for all
-            groups is the peak of the group with the highest rate, and the others get the same fraction of theirs;
-            in a group it is that group's own.
-        peak: "group" divides by the group's own peak, "base" by the peak before `lr_multiplier`.
         lr_multiplier: by how much this group's learning rate was multiplied, as under muP. A group that sets it and
             no `lr` gets `lr * lr_multiplier`.
         state_dtype: dtype of the optimizer state; "auto" is float32 for bfloat16 and float16 parameters, else the
@@ -55,22 +45,22 @@ class GroupOptions(TypedDict, total=False):
             "nearest", which loses decay and warns.
         rounding_seed: seed of the stochastic rounding.
         maximize: climb instead of descend.
+        fused: False computes with torch's plain operations alone, to compare or to search for an error; None and True
+            take fused kernels wherever there are some.
         capturable: keep the learning rate in a tensor on the device, so that a CUDA graph can be captured.
         role: a label for tables and telemetry.
     """
 
-    decay: str
     total_steps: int | None
     norm: str
     target_norm: float | None
     cautious: bool
-    peak_lr: float | str | None
-    peak: str
     lr_multiplier: float
     state_dtype: torch.dtype | str
     rounding: str
     rounding_seed: int
     maximize: bool
+    fused: bool | None
     capturable: bool
     role: str | None
 
@@ -90,9 +80,13 @@ COMMON: Group = {
     "rounding": "stochastic",
     "rounding_seed": 0,
     "maximize": False,
+    "fused": None,
     "capturable": False,
     "role": None,
 }
+
+# In every group, whatever its algorithm: OneCycleLR looks for one of the two in all groups.
+_FOR_SCHEDULERS: Group = {"momentum": 0.0, "betas": (0.9, 0.95)}
 
 # Kept by the optimizer itself in each group; not for the user to set, and saved with the rest.
 BOOKKEEPING: Group = {
@@ -103,10 +97,6 @@ BOOKKEEPING: Group = {
     "step_count": 0,
     "gradient_average": None,
 }
-
-# How torch's optimizers are asked to compute; frameworks put these into every group. Equal shapes are always batched
-# here, so they are kept and change nothing.
-HINTS = ("foreach", "fused")
 
 # Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
 _KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
@@ -123,12 +113,8 @@ NOT_NEEDED = {
 
 
 def algorithm_defaults(algorithm: str) -> Group:
-    """Every option of a group with this algorithm, at its default.
-
-    Each group has both `momentum` and `betas`, whatever its algorithm: OneCycleLR looks for one kind in all.
-    """
-    others = {key: value for entry in ALGORITHMS.values() for key, value in entry.defaults.items()}
-    return {**COMMON, **others, **ALGORITHMS[algorithm].defaults, "algorithm": algorithm}
+    """Every option of a group with this algorithm, at its default."""
+    return {**COMMON, **_FOR_SCHEDULERS, **ALGORITHMS[algorithm].defaults, "algorithm": algorithm}
 
 
 def validate_option(key: str, value: Any) -> Any:
@@ -160,7 +146,7 @@ def _looks_misspelt(key: str) -> bool:
 
 def refuse_options_of_others(options: Group, algorithm: str) -> None:
     """A constructor's options must mean something to its algorithm; those of another belong in a group."""
-    known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys() | {*HINTS, *NOT_NEEDED}
+    known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys() | {"foreach", *NOT_NEEDED}
     for key in options:
         if key not in known:
             owners = [name for name, entry in ALGORITHMS.items() if key in entry.defaults]
@@ -243,6 +229,12 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be True or False")
     return value
+
+
+def _foreach(value: Any) -> bool | None:
+    if value not in (None, True):
+        raise ValueError("equal shapes are always one batch; leave it out, or ask for fused=False")
+    return None if value is None else True
 
 
 def _one_of(*names: str | None) -> Check:
@@ -330,10 +322,12 @@ CHECKS: dict[str, Check] = {
     "rounding": _one_of(*ROUNDINGS),
     "rounding_seed": _whole(0),
     "maximize": _flag,
+    "fused": _one_of(None, True, False),  # type: ignore[arg-type]
+    "foreach": _foreach,
     "capturable": _flag,
     "role": _role,
     "momentum": _number(0.0, 1.0, open_end=True),
-    "momentum_form": _one_of(*FORMS),
+    "momentum_form": _one_of(*MOMENTUM_FORMS),
     "nesterov": _flag,
     "betas": _betas,
     "eps": _number(0.0),

@@ -153,7 +153,7 @@ def inherit(group: Group, others: Sequence[Group]) -> None:
 def _after_lr_scale(group: Group, base: float) -> float:
     """The peak under `lr_scale`, by which timm's schedulers and loops like its multiply every rate of a group.
 
-    torch's own schedulers do not know the key: a rate above the scaled peak shows that nobody multiplies.
+    torch's own schedulers do not know the key: a rate above the scaled peak shows that no loop multiplies.
     """
     scaled = base * float(group.get("lr_scale", 1.0))
     return scaled if float(group["lr"]) <= scaled * (1 + tolerance(group["lr"])) else base
@@ -304,19 +304,19 @@ def never_reached(group: Group, label: str) -> str | None:
     )
 
 
-class Built(NamedTuple):
+class PeakBeforeLoad(NamedTuple):
     """What a group believed of its peak before a state was loaded into it."""
 
     expected: float
     handed_over: float | None
 
 
-def built(group: Group) -> Built:
+def peak_before_load(group: Group) -> PeakBeforeLoad:
     """What this group was built for."""
-    return Built(expected_peak(group), group["resolved_peak_lr"])
+    return PeakBeforeLoad(expected_peak(group), group["resolved_peak_lr"])
 
 
-def surprise_after_load(before: Built, group: Group) -> str | None:
+def surprise_after_load(before: PeakBeforeLoad, group: Group) -> str | None:
     """After a load the saved peak wins; what to say of one that is not the user's, or that had to be guessed.
 
     Where both optimizers were built alike, a saved peak that is higher was handed over by a scheduler or found during
@@ -367,7 +367,7 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
     if hasattr(scheduler, "lr_lambdas"):
         if not total_steps:
             raise ValueError(
-                f"a {type(scheduler).__name__} tells its learning rate only step by step; pass total_steps=<steps of "
+                f"a {type(scheduler).__name__} gives its learning rate only step by step; pass total_steps=<steps of "
                 f"the run> with it, or the highest learning rate itself"
             )
         running = isinstance(scheduler, MultiplicativeLR)

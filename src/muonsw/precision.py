@@ -1,11 +1,9 @@
-"""Which dtypes a step computes and stores in, and how low-precision weights are rounded."""
+"""The dtypes that options name, the dtype of state, and how low-precision weights are rounded."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from muonsw import machine
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -33,40 +31,6 @@ def state_dtype(setting: str, param_dtype: torch.dtype) -> torch.dtype:
     if setting != AUTO:
         return DTYPES[setting]
     return torch.float32 if param_dtype in LOW_PRECISION else param_dtype
-
-
-def compute_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the orthogonalizer's products: the fastest that this hardware multiplies without emulation."""
-    if setting != AUTO:
-        return DTYPES[setting]
-    if param_dtype == torch.float64:
-        return torch.float64
-    if device.type == "cpu":
-        return torch.bfloat16 if machine.fast_bfloat16() else torch.float32
-    if device not in _FASTEST:
-        _FASTEST[device] = _ask(device)
-    return _FASTEST[device]
-
-
-# What each accelerator answered, asked once.
-_FASTEST: dict[torch.device, torch.dtype] = {}
-
-
-def _ask(device: torch.device) -> torch.dtype:
-    if device.type == "cuda":
-        has_tensor_cores = machine.gpu_capability(device) >= 70
-        return cuda_dtype(bool(machine.gpu_fast_bfloat16(device)), has_tensor_cores=has_tensor_cores)
-    return torch.float32 if device.type == "mps" else torch.bfloat16
-
-
-def cuda_dtype(multiplies_bfloat16: bool, has_tensor_cores: bool) -> torch.dtype:
-    """Older GPUs (V100, T4) multiply float16 on their tensor cores and emulate bfloat16; still older ones have neither.
-
-    The orthogonalizers normalize first, so float16 neither overflows nor loses anything against bfloat16.
-    """
-    if multiplies_bfloat16:
-        return torch.bfloat16
-    return torch.float16 if has_tensor_cores else torch.float32
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Tensor:

@@ -1,27 +1,37 @@
-"""The learning rate and the decay of a param group at one step: checked on the host before anything changes.
+"""Learning rate and decay of one step: combines peak, decay rule, norm rule and position in the run.
 
-Here those meet that each know one thing of it: peaks, decay rules, norm rules, and what rules must know of the run.
+Some decay rules ask where the run is; what they need is kept in the param group and saved with it:
+
+- `total_steps` is the user's: the length of the run, for rules that end with it.
+- `step_count` counts calls of `step`, skipped ones included, as a scheduler does. Where the learning rate is a tensor
+  it is one too, so that a captured graph counts.
+- `gradient_average` holds two scalars: the mean squared gradient of the group, averaged over steps with AdamW's second
+  beta, and the weight of that average. For AdamW the first over the second is exactly the mean of its corrected
+  average squares, as averaging over elements and over steps commute; so the rule needs no such state and serves all.
+
+Nothing is counted or summed for rules that do not ask. On many ranks the mean is over all shards of a DTensor; plain
+parameters count as the same on every rank, so an expert that only one rank holds needs a group of its own.
 """
 
 from __future__ import annotations
 
 import math
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from muonsw import moments, norms, peak
-from muonsw.algorithms import ALGORITHMS
-from muonsw.algorithms.base import Coefficients, Group
+from muonsw import norms, peak
+from muonsw.algorithms.base import Rates
 from muonsw.decay import DECAY_RULES, decay_factor, decays
-from muonsw.flag import Flag
-from muonsw.options import CHECKS, validate_option
-from muonsw.work import Batch
+from muonsw.distributed.shards import as_dtensor, is_dtensor, local
+from muonsw.nonfinite import Flag
+from muonsw.work import Batch, Group, Item
 
 if TYPE_CHECKING:
-    from muonsw.notices import Notices
+    from muonsw.counters import Counters
 
 # Schedules that end at zero may pass it by a rounding error.
 _ROUNDING = 1e-12
@@ -29,69 +39,28 @@ _ROUNDING = 1e-12
 
 def needs_peak(group: Group) -> bool:
     """Whether a group decays by a rule that divides by the peak."""
-    return DECAY_RULES[group["decay"]].uses_peak and norms.uses_decay(group)
+    if group["norm"] != norms.FREE and not norms.uses_decay(group):
+        return False
+    return DECAY_RULES[group["decay"]].uses_peak and decays(group)
 
 
-class OptionCheck:
-    """Refuses options that were set in the middle of a run and are wrong; those that stayed are only compared."""
-
-    def __init__(self) -> None:
-        self._right: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-
-    def __call__(self, number: int, group: Group, label: str) -> None:
-        """Check what has changed in a group since its last check."""
-        lam, others = group["weight_decay"], _options(group)
-        known = self._right.get(number)
-        if known is not None and known[0] is lam and known[1] == others:
-            return
-        before = [self] * (1 + len(others)) if known is None else [known[0], *known[1]]  # an option is never `self`
-        pairs = zip(("weight_decay", *_OPTIONS), (lam, *others), before, strict=True)
-        changed = {key: now for key, now, old in pairs if now is not old}
-        for key, value in changed.items():
-            _check_option(key, value, label)
-        moments.require_length(group, label)
-        norms.refuse(group, label)
-        _check_parameters(group, label, group["params"] if changed.keys() - _SCHEDULED else group["params"][:1])
-        self._right[number] = lam, others
-
-
-# Every option but the rates: `lr` is checked at each step, and a lambda in a tensor must not be compared.
-_OPTIONS = tuple(sorted(CHECKS.keys() - {"lr", "weight_decay"}))
-_options = itemgetter(*_OPTIONS)
-
-# What schedulers change in every step; whether it fits a parameter does not depend on the parameter.
-_SCHEDULED = {"weight_decay", "momentum", "betas"}
-
-
-def _check_option(key: str, value: Any, label: str) -> None:
-    try:
-        validate_option(key, value)
-    except ValueError as error:
-        raise ValueError(f"{label} has {error}") from None
-
-
-def _check_parameters(group: Group, label: str, params: list[Tensor]) -> None:
-    names = group.get("param_names") or ()
-    for place, param in enumerate(params):
-        name = names[place] if place < len(names) else f"parameter {place} of {label}"
-        ALGORITHMS[group["algorithm"]].matrices(group, param)  # says of what it was if ZeRO has flattened it
-        ALGORITHMS[group["algorithm"]].validate(group, name, param)
-
-
-def prepare(number: int, group: Group, label: str, notices: Notices) -> None:
+def check(number: int, group: Group, label: str, counters: Counters) -> None:
     """Bring a group's peak up to date, and refuse a learning rate that no step could be taken with."""
-    moments.place(group, label)
+    if DECAY_RULES[group["decay"]].follows_run:
+        _place(group, label)
     if isinstance(group["lr"], Tensor):
-        _prepare_tensor(number, group, label, notices)
+        _check_tensor(number, group, label, counters)
         return
-    _check_number(group, label)
+    _check_lr(group, label)
     peak.update_peak(group, label)
     if needs_peak(group):
         peak.check_lr(group, label)
-        notices.never_reached(group, label)
+        message = peak.never_reached(group, label)
+        if message is not None:
+            counters.never_reached(message)
 
 
-def _check_number(group: Group, label: str) -> None:
+def _check_lr(group: Group, label: str) -> None:
     lr = float(group["lr"])
     if any(_capturing(param) for param in group["params"][:1]):
         raise RuntimeError(
@@ -102,46 +71,59 @@ def _check_number(group: Group, label: str) -> None:
     group["lr"] = lr  # numpy's numbers would compute in their own precision
 
 
-def _prepare_tensor(number: int, group: Group, label: str, notices: Notices) -> None:
+def _check_tensor(number: int, group: Group, label: str, counters: Counters) -> None:
     """The peak of a learning rate in a tensor: resolved once, raised by schedulers, frozen in a captured graph."""
     if _capturing(group["lr"]):
         if group["resolved_peak_lr"] is None and needs_peak(group):
             peak.resolve_before_capture(group, label)
         return
-    before, is_new = group["resolved_peak_lr"], notices.is_new_record(number, group)
+    before, is_new = group["resolved_peak_lr"], counters.is_new_record(number, group)
     if before is None:
         peak.update_peak(group, label)
     elif is_new or group["peak_lr"] is not None:
         peak.follow_peak(group, label)
         if group["resolved_peak_lr"] > before:
-            notices.forget_highest(number)
+            counters.forget_highest(number)
 
 
 def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def coefficients(batch: Batch, flag: Flag | None, average: moments.Average | None) -> Coefficients:
-    """Learning rate and decay of a batch, or an error; a learning rate in a tensor is not read back."""
+def rates_of(work: Sequence[Batch], groups: Sequence[Group], flag: Flag | None, counters: Counters) -> list[Rates]:
+    """Learning rate and decay of every batch; the step counts as taken once all of them are known to be right."""
+    averages = _averages(work, flag)
+    found = [_rates(batch, flag, averages.get(batch.number)) for batch in work]
+    for batch, one in zip(work, found, strict=True):
+        if isinstance(one.phi, Tensor):  # only the device knows: it remembers what was too high
+            eta = one.eta if isinstance(one.eta, Tensor) and needs_peak(batch.group) else None
+            counters.record_rate(batch.number, batch.group, eta, one.phi)
+    count_steps(groups)
+    for average in averages.values():  # into the tensors that a graph knows
+        average.group["gradient_average"].copy_(average.kept)
+    return found
+
+
+def _rates(batch: Batch, flag: Flag | None, average: Average | None) -> Rates:
+    """With a tensor learning rate nothing is read back from the device."""
     group, device = batch.group, batch.device
-    eta, lam, top = group["lr"], group["weight_decay"], peak.eta_max(group)
-    eta, lam = (_placed(x, device) if isinstance(x, Tensor) else x for x in (eta, lam))
-    phi = _phi(group, lam, eta, top, moments.step_of(group, device), average.root if average else 0.0)
+    eta, lam = (_on(x, device) for x in (group["lr"], group["weight_decay"]))
+    step = _step_of(group, device)
+    phi = _phi(group, lam, eta, peak.eta_max(group), step, average.root if average else 0.0)
     if not isinstance(phi, Tensor) and phi > 1:
         raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
-    return Coefficients(eta, phi, None if flag is None else flag.to(device))
+    return Rates(eta, phi, None if flag is None else flag.to(device), _norm_rule(group))
 
 
-def _placed(rate: Tensor, device: torch.device) -> Tensor:
-    """A rate or a lambda on the device of a batch, in float32 or better: its square has more digits than bfloat16."""
-    return rate.to(device, torch.promote_types(rate.dtype, torch.float32), non_blocking=True).reshape(())
+def _norm_rule(group: Group) -> norms.NormRule | None:
+    return None if group["norm"] == norms.FREE else norms.acting(group)
 
 
-def record(batch: Batch, found: Coefficients, notices: Notices) -> None:
-    """Remember on the device a rate or a decay that only it knows, once no group has refused the step."""
-    if isinstance(found.phi, Tensor):
-        eta = found.eta if isinstance(found.eta, Tensor) and needs_peak(batch.group) else None
-        notices.record_rate(batch.number, batch.group, eta, found.phi)
+def _on(value: float | Tensor, device: torch.device) -> Any:
+    """A rate or a lambda for a batch; a tensor in float32 or better, as its square has more digits than bfloat16."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, torch.promote_types(value.dtype, torch.float32), non_blocking=True).reshape(())
 
 
 def last_decay(group: Group, lr: float) -> float:
@@ -162,7 +144,137 @@ def _phi(
     gradient: float | Tensor | None,
 ) -> float | Tensor:
     """The decay factor of a group; one without decay is not asked how long its run is."""
-    rule, norm = DECAY_RULES[group["decay"]], norms.acting(group)
-    if (norm is not None and not norm.decays) or ((rule.uses_length or rule.uses_gradient) and not decays(group)):
+    rule, norm = DECAY_RULES[group["decay"]], _norm_rule(group)
+    if (norm is not None and not norm.decays) or (rule.follows_run and not decays(group)):
         return 0.0
     return decay_factor(group["decay"], lam, eta, top, step=step, steps=group["total_steps"], gradient=gradient)
+
+
+# the position in the run
+
+
+def require_length(group: Group, label: str) -> None:
+    """Refuse a rule that ends with the run where its length is not known."""
+    rule = group["decay"]
+    if DECAY_RULES[rule].uses_length and group["total_steps"] is None and decays(group):
+        raise ValueError(f"decay={rule!r} of {label} ends with the run; pass total_steps=<updates of the whole run>")
+
+
+def join_in_mid_run(group: Group, others: Iterable[Group]) -> None:
+    """A group that joins a run under way counts on from where the others are."""
+    if DECAY_RULES[group["decay"]].uses_step and not group["step_count"]:
+        group["step_count"] = max((int(other["step_count"]) for other in others), default=0)
+
+
+def saved_position(group: Group) -> Group:
+    """A group whose counter and average are plain numbers, as many before the first step as after it.
+
+    A distributed checkpoint is read into the state of a fresh optimizer, which must hold the same kinds.
+    """
+    average = group["gradient_average"]
+    if average is None and DECAY_RULES[group["decay"]].uses_gradient:
+        average = [0.0, 0.0]
+    plain = average.tolist() if isinstance(average, Tensor) else average
+    return {**group, "step_count": int(group["step_count"]), "gradient_average": plain}
+
+
+def loaded_position(value: Any, own: Any) -> Any:
+    """A counter or average from a saved state, as the kind that this optimizer has; its tensor is filled in place."""
+    if isinstance(own, Tensor):
+        scalars = [0.0, 0.0] if value is None else value
+        return own.copy_(torch.as_tensor(scalars, dtype=own.dtype, device=own.device).reshape(own.shape))
+    if isinstance(value, Tensor) and not value.dim():
+        return int(value)
+    return value
+
+
+def count_steps(groups: Iterable[Group]) -> None:
+    """Count a step in every group whose rule follows it."""
+    for group in groups:
+        if DECAY_RULES[group["decay"]].uses_step:
+            if isinstance(group["step_count"], Tensor):
+                group["step_count"].add_(1)
+            else:
+                _count_on_host(group)
+
+
+@_disable_dynamo  # a number that differs in every step would compile every step anew
+def _count_on_host(group: Group) -> None:
+    group["step_count"] = int(group["step_count"]) + 1
+
+
+def _step_of(group: Group, device: torch.device) -> float | Tensor:
+    """The number of the step that is about to be taken, from 1."""
+    count = group["step_count"]
+    return count.to(device, non_blocking=True) + 1 if isinstance(count, Tensor) else count + 1
+
+
+def _place(group: Group, label: str) -> None:
+    """Bring a counter and an average that a graph may change to the group's device."""
+    rule = DECAY_RULES[group["decay"]]
+    if not group["params"]:
+        return
+    like = local(group["params"][0])
+    if rule.uses_step and isinstance(group["lr"], Tensor):
+        group["step_count"] = _placed(group["step_count"], 0.0, like, label)
+    if rule.uses_gradient:
+        group["gradient_average"] = _placed(group["gradient_average"], [0.0, 0.0], like, label)
+
+
+def _placed(value: Any, fresh: Any, like: Tensor, label: str) -> Tensor:
+    if isinstance(value, Tensor) and value.device == like.device:
+        return value
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"the decay rule of {label} counts steps; take one step before a CUDA graph is captured")
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.as_tensor(fresh if value is None else value, dtype=dtype, device=like.device).clone()
+
+
+class Average(NamedTuple):
+    """A group's average of squared gradients with this step's in it, and the root of its mean."""
+
+    group: Group
+    kept: Tensor
+    root: float | Tensor
+
+
+def _averages(work: Sequence[Batch], flag: Flag | None) -> dict[int, Average]:
+    """By the number of each group whose rule asks: its average with the gradients of this step; nothing is changed.
+
+    Of sharded gradients the sum is taken over all ranks, so every rank must come here.
+    """
+    batches: dict[int, list[Batch]] = {}
+    for batch in work:
+        group = batch.group
+        moves = isinstance(group["lr"], Tensor) or group["lr"] > 0  # a step at zero leaves no trace
+        if DECAY_RULES[group["decay"]].uses_gradient and decays(group) and moves:
+            batches.setdefault(batch.number, []).append(batch)
+    return {number: _average(same[0].group, same, flag) for number, same in batches.items()}
+
+
+def _average(group: Group, batches: Sequence[Batch], flag: Flag | None) -> Average:
+    before: Tensor = group["gradient_average"]
+    items = [item for batch in batches for item in batch.items]
+    total = sum((_sum_of_squares(item).to(before) for item in items), torch.zeros_like(before[0]))
+    mean = total / sum(item.parameter.numel() for item in items)
+    beta = group["betas"][1]
+    after = beta * before + (1 - beta) * torch.stack([mean, torch.ones_like(mean)])
+    if flag is not None:
+        after = torch.where(flag.to(before.device).ok, after, before)
+    root = (after[0] / after[1].clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+    on_host = before.device.type == "cpu" and not torch.compiler.is_compiling()
+    return Average(group, after, float(root) if on_host else root)
+
+
+def _sum_of_squares(item: Item) -> Tensor:
+    norm = torch.linalg.vector_norm(item.grad, dtype=torch.promote_types(item.grad.dtype, torch.float32))
+    squares: Tensor = norm.square()
+    if not is_dtensor(item.parameter):
+        return squares
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    like = as_dtensor(item.parameter)
+    # A shard that tensor parallelism has cut before FSDP is no Shard to torch, so ask for the opposite.
+    places = [Replicate() if place.is_replicate() else Partial() for place in like.placements]
+    total: Tensor = DTensor.from_local(squares, like.device_mesh, places, run_check=False).full_tensor()
+    return total

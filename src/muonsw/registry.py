@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
 
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(dict[str, T]):
     """Named things of one kind, with errors that list what there is.
 
     Param groups store names, never functions, so that a `state_dict` is plain data; this table turns
@@ -26,28 +25,17 @@ class Registry(Mapping[str, T], Generic[T]):
     """
 
     def __init__(self, kind: str) -> None:
+        super().__init__()
         self.kind = kind
-        self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T, *, replace: bool = False) -> None:
         """Add `entry` under `name`; a name that is taken needs `replace=True`."""
-        if name in self._entries and not replace:
+        if name in self and not replace:
             raise ValueError(f"{self.kind} {name!r} is already registered; pass replace=True to replace it")
-        self._entries[name] = entry
+        self[name] = entry
 
-    def __getitem__(self, name: str) -> T:
-        if name not in self._entries:
-            raise ValueError(unknown(self.kind, name, list(self._entries)))
-        return self._entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+    def __missing__(self, name: str) -> NoReturn:
+        raise ValueError(unknown(self.kind, name, list(self)))
 
 
 def unknown(kind: str, name: object, known: list[str]) -> str:

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.base import Coefficients, Group
+from muonsw.algorithms.base import Rates
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.tables import held_by
 from muonsw.options import algorithm_defaults
-from muonsw.work import Batch
+from muonsw.work import Batch, Group
 
 # Steps that must have found the same tensors in the same places before one is captured.
 SETTLED = 3
@@ -39,11 +39,11 @@ _REMEMBERED = 8
 # A capture waits for the device, so after the first few there is one for so many steps.
 _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 
-# Steps in a row without a replay after which the user is told.
+# Steps in a row without a replay after which the user is warned.
 PATIENCE = 50
 
-# Takes the step of these batches, with the learning rate and the decay of each.
-StepTaker = Callable[[list[Batch], list[Coefficients]], None]
+# Takes the step of these batches, with the rates of each.
+StepTaker = Callable[[list[Batch], list[Rates]], None]
 
 
 class Binding(NamedTuple):
@@ -120,7 +120,7 @@ class Replay:
     def __init__(self) -> None:
         self._graphs: list[_Captured] = []
         self._chosen: _Captured | None = None
-        self._numbers: list[Tensor] = []
+        self._scalars: list[Tensor] = []
         self._now: Binding | None = None
         self._seen: list[tuple[Binding, int]] = []
         self._captures = self._replays = self._steps_taken = self._steps_without = 0
@@ -141,26 +141,27 @@ class Replay:
             self._moving = now.difference(before)
         return None
 
-    def again(self, numbers: list[float]) -> None:
-        """Replay the step that is ready, with the learning rate and the decay of each batch in turn."""
+    def again(self, rates: list[Rates]) -> None:
+        """Replay the step that is ready, with the rates of each batch in turn."""
         assert self._chosen is not None
         self._replays += 1
         self._steps_without = 0
         self._steps_taken += 1
-        torch._foreach_add_(self._numbers, numbers)
+        torch._foreach_add_(self._scalars, _flattened(rates))
         self._chosen.graph.replay()
 
-    def take(self, work: list[Batch], numbers: list[float], step: StepTaker, *, measured: bool) -> None:
-        """A step that is not ready: as it is written, or captured and replayed."""
-        self._place_numbers(work)
+    def take(self, work: list[Batch], rates: list[Rates], step: StepTaker, *, measured: bool) -> None:
+        """A step that is not ready: eagerly, or by capturing it first."""
+        self._place_scalars(work)
         self._steps_without += not measured
         self._steps_taken += 1
 
         def program() -> None:
-            step(work, [Coefficients(*pair) for pair in zip(self._numbers[::2], self._numbers[1::2], strict=True)])
-            torch._foreach_zero_(self._numbers)
+            pairs = zip(self._scalars[::2], self._scalars[1::2], strict=True)
+            step(work, [known._replace(eta=eta, phi=phi) for known, (eta, phi) in zip(rates, pairs, strict=True)])
+            torch._foreach_zero_(self._scalars)
 
-        torch._foreach_add_(self._numbers, numbers)
+        torch._foreach_add_(self._scalars, _flattened(rates))
         try:
             captured = None if measured or not self._settled() else self._capture(program, work)
             if captured is None:
@@ -168,7 +169,7 @@ class Replay:
             else:
                 captured.graph.replay()
         except BaseException:
-            torch._foreach_zero_(self._numbers)  # or the next step would be too long
+            torch._foreach_zero_(self._scalars)  # or the next step would be too long
             raise
 
     @property
@@ -193,13 +194,13 @@ class Replay:
         self._seen = [(now, times + 1), *others][:_REMEMBERED]
         return times >= SETTLED and self._captures < _FIRST_CAPTURES + self._steps_taken // _STEPS_FOR_A_CAPTURE
 
-    def _place_numbers(self, work: Sequence[Batch]) -> None:
+    def _place_scalars(self, work: Sequence[Batch]) -> None:
         """A learning rate and a decay on the device for each batch; between steps they are zero."""
         dtypes = [torch.float64 if batch.dtype == torch.float64 else torch.float32 for batch in work]
         wanted = [(batch.device, dtype) for batch, dtype in zip(work, dtypes, strict=True) for _ in ("lr", "decay")]
-        if [(number.device, number.dtype) for number in self._numbers] != wanted:
+        if [(scalar.device, scalar.dtype) for scalar in self._scalars] != wanted:
             self._graphs.clear()
-            self._numbers = [torch.zeros((), device=device, dtype=dtype) for device, dtype in wanted]
+            self._scalars = [torch.zeros((), device=device, dtype=dtype) for device, dtype in wanted]
 
     def _capture(self, program: Callable[[], None], work: list[Batch]) -> _Captured | None:
         """A graph of the program; None, and the reason kept, if there can be none.
@@ -218,6 +219,11 @@ class Replay:
         captured = _Captured(graph, self._now, [batch._replace(items=[]) for batch in work], tables)
         self._graphs = [captured, *self._graphs][:_REMEMBERED]
         return captured
+
+
+def _flattened(rates: Sequence[Rates]) -> list[float]:
+    """Learning rate and decay of each batch in turn, which the host knows."""
+    return [float(scalar) for one in rates for scalar in (one.eta, one.phi)]
 
 
 def recorded(program: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from muonsw import norms
-from muonsw.algorithms import ALGORITHMS, Item
-from muonsw.algorithms.base import Group
+from muonsw.algorithms import ALGORITHMS
 from muonsw.precision import LOW_PRECISION, state_dtype
+from muonsw.work import Group, Item
 
 # What honest rounding of a low-precision weight remembers.
 _ROUNDING_KEYS = {"stochastic": ("step",), "kahan": ("compensation",), "nearest": ()}
@@ -24,7 +24,8 @@ _ROUNDING_KEYS = {"stochastic": ("step",), "kahan": ("compensation",), "nearest"
 def state_keys(group: Group, param: Tensor) -> tuple[str, ...]:
     """Every key that a parameter's state has once it has been stepped."""
     rounding = _ROUNDING_KEYS[group["rounding"]] if param.dtype in LOW_PRECISION else ()
-    return (*ALGORITHMS[group["algorithm"]].state_keys(group), *rounding, *norms.state_keys(group))
+    norm = () if group["norm"] == norms.FREE else norms.state_keys(group)
+    return (*ALGORITHMS[group["algorithm"]].state_keys(group), *rounding, *norm)
 
 
 def dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:

@@ -43,7 +43,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 # Attributes of objects, by the object that has them.
 ATTRIBUTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "optimizer": {"_optimizer_step_pre_hooks": "whether somebody's hook runs before a step"},
+        "optimizer": {"_optimizer_step_pre_hooks": "whether another hook runs before a step"},
         "module": {
             "_modules": "the children of a module under all their names, also where two names share one",
             "_parameters": "a module's own parameters under all their names, tied ones included",

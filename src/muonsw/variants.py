@@ -1,7 +1,7 @@
 """The optimizers people import: one engine, three default algorithms.
 
-Options that mean the same for all of them (`decay`, `peak_lr`, `rounding`, ...) are described once, at
-`GroupOptions`.
+Each signature begins with the rates and the decay rule, then has what is the algorithm's own; the knobs of kernels,
+graphs and ranks come last. Further options that all of them take (`rounding`, ...) are described at `GroupOptions`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ class MuonSW(ScaledDecayOptimizer):
             be set in a group, and `algorithm` ("muon", "adamw", "sgd") too. For a whole model, see `for_model`.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: lambda.
+        decay: the decay rule: "scaled" (lambda lr^2/peak), "constant" (lambda lr, as torch has it), or another name of
+            `DECAY_RULES`.
+        peak_lr: the highest learning rate of the run. None finds it from what the scheduler wrote into the group, or
+            from `lr`; "running_max" takes the highest so far. A step above the peak is an error. A number for all
+            groups is the peak of the group with the highest rate, and the others get the same fraction of theirs;
+            in a group it is that group's own.
+        peak: "group" divides by the group's own peak, "base" by the peak before `lr_multiplier`.
         momentum: beta.
         nesterov: look ahead along the momentum.
         momentum_form: "ema" (`M <- beta M + (1-beta) G`) or "heavy_ball" (`M <- beta M + G`).
@@ -71,6 +78,9 @@ class MuonSW(ScaledDecayOptimizer):
         lr: float | Tensor = 1e-3,
         weight_decay: float | Tensor = 0.1,
         *,
+        decay: str = "scaled",
+        peak_lr: float | str | None = None,
+        peak: str = "group",
         momentum: float = 0.95,
         nesterov: bool = True,
         momentum_form: str = "ema",
@@ -93,6 +103,9 @@ class MuonSW(ScaledDecayOptimizer):
         own = {
             "lr": lr,
             "weight_decay": weight_decay,
+            "decay": decay,
+            "peak_lr": peak_lr,
+            "peak": peak,
             "momentum": momentum,
             "nesterov": nesterov,
             "momentum_form": momentum_form,
@@ -118,7 +131,7 @@ class MuonSW(ScaledDecayOptimizer):
 
 
 class AdamWSW(ScaledDecayOptimizer):
-    """AdamW with scaled weight decay; with `decay="constant"` it is `torch.optim.AdamW`.
+    """AdamW with scaled weight decay; with `decay="constant"` it is `torch.optim.AdamW`, defaults included.
 
     The rule was proposed for Adam by Defazio (2025), who applies it to normalized layers only (AdamC). Here it
     applies to every group whose `weight_decay` is not zero; `for_model` gives zero to norms and embeddings.
@@ -127,6 +140,9 @@ class AdamWSW(ScaledDecayOptimizer):
         params: parameters, named parameters, or dicts with `params` and options of their own.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: lambda.
+        decay: the decay rule, as for `MuonSW`.
+        peak_lr: the highest learning rate of the run, None to find it, or "running_max".
+        peak: "group" or "base", as for `MuonSW`.
         betas: decay rates of the average gradient and the average squared gradient.
         eps: added to the root of the average squared gradient.
         nonfinite: "skip", "raise" or "propagate", as for `MuonSW`.
@@ -149,16 +165,27 @@ class AdamWSW(ScaledDecayOptimizer):
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
-        weight_decay: float | Tensor = 0.1,
+        weight_decay: float | Tensor = 0.01,
         *,
-        betas: tuple[float, float] = (0.9, 0.95),
+        decay: str = "scaled",
+        peak_lr: float | str | None = None,
+        peak: str = "group",
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
         replay: bool = False,
         **options: Unpack[GroupOptions],
     ) -> None:
-        own = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        own = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "decay": decay,
+            "peak_lr": peak_lr,
+            "peak": peak,
+            "betas": betas,
+            "eps": eps,
+        }
         super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes, replay=replay)
 
 
@@ -171,6 +198,9 @@ class SGDSW(ScaledDecayOptimizer):
         params: parameters, named parameters, or dicts with `params` and options of their own.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: lambda.
+        decay: the decay rule, as for `MuonSW`.
+        peak_lr: the highest learning rate of the run, None to find it, or "running_max".
+        peak: "group" or "base", as for `MuonSW`.
         momentum: beta; zero keeps no state.
         nesterov: look ahead along the momentum.
         momentum_form: "heavy_ball" (`M <- beta M + G`) or "ema" (`M <- beta M + (1-beta) G`).
@@ -196,6 +226,9 @@ class SGDSW(ScaledDecayOptimizer):
         lr: float | Tensor = 1e-3,
         weight_decay: float | Tensor = 0.0,
         *,
+        decay: str = "scaled",
+        peak_lr: float | str | None = None,
+        peak: str = "group",
         momentum: float = 0.0,
         nesterov: bool = False,
         momentum_form: str = "heavy_ball",
@@ -207,6 +240,9 @@ class SGDSW(ScaledDecayOptimizer):
         own = {
             "lr": lr,
             "weight_decay": weight_decay,
+            "decay": decay,
+            "peak_lr": peak_lr,
+            "peak": peak,
             "momentum": momentum,
             "nesterov": nesterov,
             "momentum_form": momentum_form,

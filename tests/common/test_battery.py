@@ -8,13 +8,14 @@ from torch import nn
 
 from muonsw import ALGORITHMS, DECAY_RULES, MuonSW
 from muonsw.orthogonalize import ORTHOGONALIZERS
+from tests.common import toy
 from tests.common.problems import RULE_OPTIONS, assert_same, clones, cosine, matrices, mean_square, phi_of, run
 
 LAMBDA = {"squared": 0.5, "independent": 0.002, "fixed": 1e-4, "gradient_norm": 1e-4}
 # Every rule with one orthogonalizer, every orthogonalizer with two rules: they do not meet in the code.
 COMBINATIONS = [
     (algorithm, decay, orthogonalizer, cautious)
-    for algorithm in ALGORITHMS
+    for algorithm in (*ALGORITHMS, "toy")
     for decay in DECAY_RULES
     for orthogonalizer in (ORTHOGONALIZERS if algorithm == "muon" else ["newton_schulz"])
     for cautious in (False, True)
@@ -32,6 +33,14 @@ runs = pytest.mark.parametrize(
         for one in COMBINATIONS
     ],
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _toy():
+    """The one line that a new algorithm needs."""
+    ALGORITHMS.register("toy", toy.TOY)
+    yield
+    del ALGORITHMS["toy"]
 
 
 def build(params, algorithm, decay, orthogonalizer, cautious, lr=0.05):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonsw import DECAY_RULES, MuonSW
+from muonsw import DECAY_RULES, MuonSW, rates
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.problems import (
     GROUPS,
@@ -116,18 +116,19 @@ def with_a_rank_that_skips_its_decay():
         return 1.0
     alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
     together = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
-    prepare, decays = together._prepare, [group["weight_decay"] for group in together.param_groups]
+    decays, rates_of = [group["weight_decay"] for group in together.param_groups], rates.rates_of
 
-    def prepare_without_decay(work):
-        prepare(work)
-        for group in together.param_groups:
+    def rates_without_decay(work, groups, flag, counters):
+        for group in groups:
             group["weight_decay"] = 0.0
+        return rates_of(work, groups, flag, counters)
 
-    if dist.get_rank() == 1:  # as a bug would, after the settings were compared
-        together._prepare = prepare_without_decay
     for step in range(STEPS):
         take_step(alone, step, give_plain)
-        take_step(together, step, give_spread)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:  # as a bug would, after the settings were compared
+                patch.setattr(rates, "rates_of", rates_without_decay)
+            take_step(together, step, give_spread)
         for group, decay in zip(together.param_groups, decays, strict=True):
             group["weight_decay"] = decay
     return worst(together, alone)

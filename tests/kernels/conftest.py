@@ -18,20 +18,19 @@ def device():
 def small_tiles(monkeypatch):
     """Tiles that small matrices fill several of, and kernels from the smallest sizes on."""
     from muonsw.kernels import symmetric
-    from muonsw.orthogonalize import products
+    from muonsw.orthogonalize import iterations
 
     monkeypatch.setattr(symmetric, "best_tiles", lambda _: symmetric.Tiles(32, 1, 16, 4, 2))
-    monkeypatch.setattr(products, "KERNEL_ROWS", 16)
+    monkeypatch.setattr(iterations, "KERNEL_ROWS", 16)
 
 
 @pytest.fixture
 def kernels_on(monkeypatch):
     """Let the optimizers take kernels wherever these tests run, also where torch's would be quicker."""
     from muonsw import kernels
-    from muonsw.algorithms import base
 
     def switch(on):
         monkeypatch.setattr(kernels, "available", lambda _: on)
-        monkeypatch.setattr(base, "TORCH_BELOW", 0)
+        monkeypatch.setattr(kernels, "TORCH_BELOW", 0)
 
     return switch

@@ -5,13 +5,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw.algorithms import momentum as twin
-from muonsw.flag import Flag
+from muonsw.algorithms import base as twin
 from muonsw.kernels import finite, momentum
 from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.momentum import normalized_momentum, takes
 from muonsw.kernels.sgd import sgd
 from muonsw.kernels.tables import runs
+from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import normalize
 
 # Stacks, single matrices, odd sizes, huge, tiny and no scale at all.
@@ -38,7 +38,7 @@ def all_finite(grads):
 def by_torch(grads, momenta, form, nesterov, maximize):
     grads = [-g if maximize else g for g in (g.float() for g in grads)]
     momenta = [m.to(torch.float32, copy=True) for m in momenta]
-    twin.advance(form, momenta, grads, 0.95, None)
+    twin.advance_momentum(form, momenta, grads, 0.95, None)
     ahead = [torch.empty_like(m) for m in momenta]
     twin.look_ahead(form, momenta, grads, 0.95, out=ahead)
     return momenta, ahead if nesterov else momenta

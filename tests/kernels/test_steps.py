@@ -7,7 +7,7 @@ from torch import nn
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import SGDSW, AdamWSW, MuonSW
-from muonsw.flag import Flag
+from muonsw.nonfinite import Flag
 
 SHAPES = [(24, 24), (24, 24), (2, 80, 20), (2, 20, 36), (33, 7)]
 

@@ -12,9 +12,9 @@ from muonsw.lab.model import Decoder, ModelConfig, moe, preset
 from muonsw.lab.model.counts import activation_bytes, estimate_memory, orthogonalizer_flops
 from muonsw.lab.paper import RECIPES
 from muonsw.lab.plan import MOST_STEPS, lr_multiples, parse_amount, plan, plan_recipe
+from muonsw.lab.theory.schedule import warmup_cosine
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.lab.train.groups import build_optimizer
-from muonsw.schedule import warmup_cosine
 
 # Width, GFLOP a token, peak learning rate of the horizon rule, lambda * peak * T with the printed group learning rate.
 ROWS = [

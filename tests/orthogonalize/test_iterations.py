@@ -213,7 +213,7 @@ def test_distance_to_the_polar_factor(fn, steps, bound, rows, columns, seed):
 @pytest.mark.parametrize("shape", [(3, 2, 6, 14), (7, 8, 8), (11, 16, 5)], ids=str)
 @pytest.mark.parametrize("piece_bytes", [1, 4000, 2**21])
 def test_a_batch_is_a_loop_over_matrices_however_it_is_cut(fn, shape, piece_bytes, monkeypatch):
-    monkeypatch.setattr(import_module("muonsw.orthogonalize.normalize"), "_CPU_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(import_module("muonsw.orthogonalize.iterations"), "_CPU_PIECE_BYTES", piece_bytes)
     batch = random(*shape, dtype=torch.float32)
     singles = [fn(matrix, steps=3) for matrix in batch.flatten(0, -3)]
     # Batched and single products may add in another order: float32 rounding times the slope of three steps.

@@ -47,7 +47,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def look_into(wheel: Path, sdist: Path) -> None:
-    """Only what belongs there, the marker of typed packages, and a description that an index can show."""
+    """Only what belongs there, the marker of typed packages, and the README as its description."""
     with tarfile.open(sdist) as archive:
         inside = [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
     foreign = [name for name in inside if not name.startswith(IN_SDIST)]
@@ -59,16 +59,8 @@ def look_into(wheel: Path, sdist: Path) -> None:
     assert "muonsw/py.typed" in names
     foreign = [name for name in names if not name.startswith(("muonsw/", metadata.partition("/")[0]))]
     assert not foreign, f"in the wheel: {foreign[:10]}"
-    text = str(described.get_payload())
-    addresses = re.findall(r"\]\(([^)]+)\)", text)
-    relative = [address for address in addresses if not address.startswith(("https://", "#"))]
-    assert not relative, f"the description has addresses that an index cannot follow: {relative}"
-    version = described["Version"]
-    images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
-    missing = [image for image in images if not (ROOT / image.partition(f"/v{version}/")[2]).is_file()]
-    assert images, "the description has no images"
-    assert not missing, f"images that the repository does not have: {missing}"
-    print(f"{len(names)} files in the wheel, {len(inside)} in the sdist, {len(images)} images with whole addresses")
+    assert "# muonsw" in str(described.get_payload()), "the description is not the README"
+    print(f"{len(names)} files in the wheel, {len(inside)} in the sdist")
 
 
 def use(wheel: Path, folder: Path) -> None:

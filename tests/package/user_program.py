@@ -17,13 +17,12 @@ from muonsw import (
     clip_grad_norm_,
     convert_weight_decay,
     drive_weight_decay,
-    peak_lr_for_horizon,
-    recipe,
 )
-from muonsw.foreign import DecayDriver
-from muonsw.recipes import Recipe
+from muonsw.interop.drive import DecayDriver
+from muonsw.lab.diagnose.live import Findings
+from muonsw.lab.recipes import Recipe, recipe
+from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.summary import Summary
-from muonsw.telemetry import Findings
 
 
 def small_model() -> nn.Sequential:

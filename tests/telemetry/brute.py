@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from muonsw.algorithms.muon import matrix_shape
+from muonsw.matrices import MatrixView
 
 
 def rms(x):
@@ -89,7 +89,7 @@ def directions(optimizer, params):
 
 def defects(direction, matrix=None):
     """||O||_F / sqrt(min(m, n)) of each matrix in a direction."""
-    rows, columns = matrix_shape(direction.shape, matrix)
+    rows, columns = MatrixView(matrix).rows_columns(direction.shape)
     norms = direction.reshape(-1, rows * columns).norm(dim=1)
     return (norms / min(rows, columns) ** 0.5).tolist()
 

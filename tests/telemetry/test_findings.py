@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW, Telemetry
-from muonsw.schedule import lr_scheduler, warmup_cosine
-from muonsw.telemetry import Findings
-from muonsw.telemetry.findings import AGAIN
+from muonsw.lab.diagnose.live import AGAIN, Findings
+from muonsw.lab.theory.schedule import lr_scheduler, warmup_cosine
 
 
 def record(step, lr, norm, *, rule="constant", skipped=0, relative=0.001, arrived=1.0):

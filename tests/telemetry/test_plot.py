@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW, Telemetry
+from muonsw.lab.diagnose.plot import PANELS, plot
 from muonsw.telemetry import JsonlSink
-from muonsw.telemetry.plot import PANELS, plot
 
 pytest.importorskip("matplotlib")
 

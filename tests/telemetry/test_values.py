@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from muonsw import ALGORITHMS, DECAY_RULES, MuonSW, Telemetry, drive_weight_decay
-from muonsw.theory.steady_state import next_norm
+from muonsw.lab.theory.steady_state import next_norm
 from tests.common.problems import RULE_OPTIONS, matrices, mean_square, phi_of, set_gradients
 from tests.telemetry.brute import Step, assert_values, defects, directions
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.base import Algorithm as Algorithm
 from muonsw.algorithms.base import Budget as Budget
-from muonsw.algorithms.base import Item as Item
 from muonsw.algorithms.base import Update as Update
 from muonsw.algorithms.muon import MUON
 from muonsw.algorithms.sgd import SGD
@@ -16,4 +15,4 @@ ALGORITHMS.register("muon", MUON)
 ALGORITHMS.register("adamw", ADAMW)
 ALGORITHMS.register("sgd", SGD)
 
-__all__ = ["ALGORITHMS", "Algorithm", "Budget", "Item", "Update"]
+__all__ = ["ALGORITHMS", "Algorithm", "Budget", "Update"]

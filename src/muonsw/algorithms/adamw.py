@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.algorithms import momentum
 from muonsw.algorithms.base import (
     Algorithm,
     Budget,
-    Coefficients,
     FusedUpdate,
-    Group,
-    Item,
-    Part,
+    Rates,
     Take,
     Update,
+    advance_momentum,
     clean,
     columns,
     decay_average,
@@ -31,6 +28,8 @@ from muonsw.algorithms.base import (
     uncut,
     whole_parts,
 )
+from muonsw.matrices import Part
+from muonsw.work import Group, Item
 
 KEYS = ("exp_avg", "exp_avg_sq")
 
@@ -94,8 +93,8 @@ def _kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Take | No
     if not takes(weights.every, *tensors[1:]) or tensors.averages[0].dtype != tensors.squares[0].dtype:
         return None
 
-    def take(coefficients: Coefficients) -> None:
-        motion = Motion(*coefficients, 1.0, group["cautious"])
+    def take(rates: Rates) -> None:
+        motion = Motion(rates.eta, rates.phi, rates.flag, 1.0, group["cautious"])
         counters = [part.item.state["step"] for part in parts]
         adamw(weights, *tensors[1:], counters, group["betas"], group["eps"], group["maximize"], motion)
 
@@ -107,8 +106,8 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Tak
     if not suits_torch(group, *tensors):
         return None
 
-    def take(coefficients: Coefficients) -> None:
-        eta, phi = float(coefficients.eta), float(coefficients.phi)
+    def take(rates: Rates) -> None:
+        eta, phi = float(rates.eta), float(rates.phi)
         torch._fused_adamw_(
             tensors.weights,
             tensors.grads,
@@ -123,7 +122,7 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Tak
             eps=group["eps"],
             amsgrad=False,
             maximize=group["maximize"],
-            found_inf=None if coefficients.flag is None else coefficients.flag.bad,
+            found_inf=None if rates.flag is None else rates.flag.bad,
         )
 
     return take
@@ -151,7 +150,7 @@ def _corrections(group: Group, parts: list[Part]) -> tuple[Tensor, Tensor]:
 def _advance(group: Group, tensors: AdamWTensors, ok: Tensor | None) -> None:
     beta1, beta2 = group["betas"]
     grads = clean(tensors.grads, tensors.averages, group["maximize"], ok)
-    momentum.advance("ema", tensors.averages, grads, beta1, ok)
+    advance_momentum("ema", tensors.averages, grads, beta1, ok)
     decay_average(tensors.squares, beta2, ok)
     torch._foreach_addcmul_(tensors.squares, grads, grads, value=1 - beta2)
 

@@ -7,96 +7,26 @@ bounded whatever the size of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonsw.flag import Flag
+from muonsw import kernels
+from muonsw.matrices import WHOLE, MatrixView, Part, Region, views
+from muonsw.nonfinite import Flag
 from muonsw.precision import LOW_PRECISION
-from muonsw.tensors import all_contiguous, dtypes_of, entries, rows_of
+from muonsw.work import Group, Item, all_contiguous, dtypes_of, elements, rows_of
 
 if TYPE_CHECKING:
     from muonsw.kernels.elementwise import Weights
-
-Group = dict[str, Any]
-State = dict[str, Tensor]
-
-# Cuts (axis, start, length), applied in turn.
-Narrows = tuple[tuple[int, int, int], ...]
-
+    from muonsw.norms import NormRule
 
 # Entries from which a tensor is large: on an accelerator such tensors are quicker with a kernel each and fewer
 # passes over memory, smaller ones with kernels that take many at once.
 LARGE = 4 * 2**20
-
-# Entries of a whole batch below which torch's fused kernels on GPUs are quicker than ours. They need a launch for some
-# thirty tensors where ours need one, and move more bytes; but ours must first be told, in Python, where every tensor
-# lies, and that takes longer than the work itself while there is little of it.
-TORCH_BELOW = 2**26
-
-
-class Item(NamedTuple):
-    """One parameter with a gradient, at one step.
-
-    Of a parameter that is spread over ranks, `param`, `grad` and `state` are what this rank holds, `whole` is the
-    parameter itself.
-    """
-
-    position: int
-    name: str
-    param: Tensor
-    grad: Tensor
-    state: State
-    whole: Tensor | None = None
-
-    @property
-    def parameter(self) -> Tensor:
-        """The parameter as it stands in its group."""
-        return self.param if self.whole is None else self.whole
-
-
-class Region(NamedTuple):
-    """A part of a tensor, cut out of a parameter, its gradient and its state alike.
-
-    `narrows` are (axis, start, length) cuts, applied in turn; `flat` cuts the tensor laid out as a vector.
-    """
-
-    narrows: Narrows = ()
-    flat: bool = False
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The view of this part of `tensor`."""
-        part = tensor.view(-1) if self.flat else tensor
-        for axis, start, length in self.narrows:
-            part = part.narrow(axis, start, length)
-        return part
-
-
-WHOLE = Region()
-
-
-class Part(NamedTuple):
-    """A region of one item: the unit that algorithms batch and `apply` writes."""
-
-    item: Item
-    region: Region
-
-    @property
-    def grad(self) -> Tensor:
-        """The gradient of this part."""
-        return self.region.of(self.item.grad)
-
-    def state(self, key: str) -> Tensor:
-        """The state of this part."""
-        return self.region.of(self.item.state[key])
-
-
-def views(parts: Sequence[Part], tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of whole tensors, one for each part."""
-    return [t if part.region is WHOLE else part.region.of(t) for part, t in zip(parts, tensors, strict=True)]
 
 
 class Update(NamedTuple):
@@ -107,19 +37,21 @@ class Update(NamedTuple):
     scale: float = 1.0
 
 
-class Coefficients(NamedTuple):
-    """The learning rate and the decay of one group at one step, on the host or on the group's device.
+class Rates(NamedTuple):
+    """Learning rate and decay of one batch at one step, on the host or on the batch's device.
 
-    Where there is a flag and it forbids the step, nothing may change.
+    Where there is a flag and it forbids the step, nothing may change. `norm` is the rule that acts on the norm of the
+    weights, None where that is free.
     """
 
     eta: float | Tensor
     phi: float | Tensor
     flag: Flag | None = None
+    norm: NormRule | None = None
 
     @property
     def on_host(self) -> bool:
-        """Whether these are numbers by which the host can divide."""
+        """Whether these are floats by which the host can divide."""
         return isinstance(self.eta, float) and isinstance(self.phi, float) and self.eta > 0
 
     @property
@@ -135,7 +67,7 @@ class Coefficients(NamedTuple):
         return factor * self.eta, factor * self.phi
 
 
-Take = Callable[["Coefficients"], None]
+Take = Callable[[Rates], None]
 
 
 class FusedUpdate(NamedTuple):
@@ -157,7 +89,7 @@ class Budget(NamedTuple):
     `flag` is None where the host has already checked; where it forbids the step, state and weights must stay exactly
     as they are. `on_host` says that learning rate and decay are numbers that the host knows, and the learning rate is
     not zero, as torch's fused kernels want. `plain` asks for directions and no fused update, because something is to be
-    done with them; `measured` says that somebody looks at every update, and copies what it changes.
+    done with them; `measured` says that telemetry copies the weights before each update.
     """
 
     chunk_bytes: int
@@ -172,16 +104,10 @@ class Budget(NamedTuple):
         return None if self.flag is None else self.flag.ok
 
 
-def _no_matrices(group: Group, param: Tensor) -> int:  # noqa: ARG001
-    return 0
-
-
-class WholeMatrices(NamedTuple):
-    """A rule that needs whole matrices, in the two halves between which they are brought together.
+class MatrixRule(NamedTuple):
+    """A rule that needs whole matrices, in the halves between which the matrices of sharded parameters are exchanged.
 
     Attributes:
-        first_axis: the number of axes that count matrices, for a parameter with so many axes.
-        cells: the matrices of a parameter of some shape, as cuts with the rows and columns of what they cut out.
         sent_dtype: the dtype of what is to be orthogonalized.
         result_dtype: the dtype of directions.
         advance: moves the state of parts one step on, and writes what is to be orthogonalized to targets, if any.
@@ -189,8 +115,6 @@ class WholeMatrices(NamedTuple):
         scale: how far matrices of a shape move.
     """
 
-    first_axis: Callable[[Group, int], int]
-    cells: Callable[[Group, torch.Size], Iterable[tuple[Narrows, int, int]]]
     sent_dtype: Callable[[Group, torch.dtype], torch.dtype]
     result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype]
     advance: Callable[[Group, list[Part], list[Tensor] | None, Tensor | None], None]
@@ -201,16 +125,25 @@ class WholeMatrices(NamedTuple):
 class Algorithm(NamedTuple):
     """An update rule: its own options with their defaults, its state, and its directions.
 
-    `matrices` counts the matrices that it orthogonalizes in a parameter. A rule without `whole` must treat every entry
-    on its own: on many ranks it is given shards.
+    A rule without `matrices` treats every element on its own: on many ranks it is given shards. `scale_free` says that
+    the size of a gradient does not reach the update, so that clipping it has no point.
     """
 
     defaults: dict[str, Any]
     state_keys: Callable[[Group], tuple[str, ...]]
     updates: Callable[[Group, list[Item], Budget], Iterator[Update | FusedUpdate]]
     validate: Callable[[Group, str, Tensor], None]
-    matrices: Callable[[Group, Tensor], int] = _no_matrices
-    whole: WholeMatrices | None = None
+    matrices: MatrixRule | None = None
+    scale_free: bool = False
+
+    def view(self, group: Group) -> MatrixView | None:
+        """How this rule sees a group's parameters as matrices; None where every element is on its own."""
+        return None if self.matrices is None else MatrixView.of(group)
+
+    def count_matrices(self, group: Group, param: Tensor) -> int:
+        """How many matrices of a parameter are orthogonalized."""
+        view = self.view(group)
+        return 0 if view is None else view.count(param.shape)
 
 
 def are_large(tensors: list[Tensor]) -> bool:
@@ -220,7 +153,7 @@ def are_large(tensors: list[Tensor]) -> bool:
 
 def rounding_key(group: Group, part: Part) -> int:
     """A number for this part of this parameter, whatever the step."""
-    place = part.item.position * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.narrows)
+    place = part.item.position * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.cuts)
     return int((group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF)
 
 
@@ -260,7 +193,7 @@ def torch_is_quicker(items: Sequence[Item]) -> bool:
 
     Asked of a whole batch, because it must not depend on how the batch is cut: the kernels round differently.
     """
-    return items[0].param.device.type == "cuda" and entries([item.param for item in items]) < TORCH_BELOW
+    return items[0].param.device.type == "cuda" and elements([item.param for item in items]) < kernels.TORCH_BELOW
 
 
 def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: Tensor | None) -> list[Tensor]:
@@ -295,6 +228,49 @@ def shrink(weights: list[Tensor], phi: float | Tensor) -> None:
         torch._foreach_add_(weights, torch._foreach_mul(weights, phi), alpha=-1)
 
 
+# Momentum, in the two forms people write, which differ by the factor `1 - beta` that orthogonalization does not see:
+# `ema` (the paper's listing, `torch.optim.Muon`): `M <- beta M + (1 - beta) G`, Nesterov `(1 - beta) G + beta M`;
+# `heavy_ball` (the paper's Algorithm 1, `torch.optim.SGD`): `M <- beta M + G`, Nesterov `G + beta M`.
+MOMENTUM_FORMS = ("ema", "heavy_ball")
+
+
+def advance_momentum(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, ok: Tensor | None) -> None:
+    """Move the buffers one step on, in place."""
+    gain = _gain(form, beta)
+    if form == "ema" and ok is None:
+        torch._foreach_lerp_(momenta, grads, gain)
+        return
+    if form == "ema" and ok is not None and are_large(momenta):
+        weight = where_ok(ok, gain, 0.0, momenta[0].dtype).to(momenta[0].dtype)
+        for average, grad in zip(momenta, grads, strict=True):
+            average.lerp_(grad, weight)
+        return
+    decay_average(momenta, beta, ok)
+    torch._foreach_add_(momenta, grads, alpha=gain)
+
+
+def look_ahead(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, out: list[Tensor]) -> None:
+    """Write Nesterov's direction, from the gradients and the advanced buffers, to `out`, which may be `grads`."""
+    if out is grads:
+        if form == "ema":
+            torch._foreach_lerp_(grads, momenta, beta)
+        else:
+            torch._foreach_add_(grads, momenta, alpha=beta)
+        return
+    for average, grad, target in zip(momenta, grads, out, strict=True):
+        if form == "ema":
+            torch.lerp(grad, average, beta, out=target)
+        else:
+            torch.add(grad, average, alpha=beta, out=target)
+
+
+def _gain(form: str, beta: float) -> float:
+    """The weight of a new gradient in the buffer."""
+    if form not in MOMENTUM_FORMS:
+        raise ValueError(f"momentum_form={form!r}: must be one of {', '.join(map(repr, MOMENTUM_FORMS))}")
+    return 1 - beta if form == "ema" else 1.0
+
+
 def uncut(items: Sequence[Item], budget: Budget) -> bool:
     """Whether fused kernels are to be tried on all items at once: they need no memory of their own.
 
@@ -325,7 +301,7 @@ def elementwise_parts(items: list[Item], keys: tuple[str, ...], chunk_bytes: int
 
     Chunks that fit in a CPU's cache make several passes over them cost little more than one.
     """
-    if entries([item.param for item in items]) * items[0].param.element_size() <= chunk_bytes:
+    if elements([item.param for item in items]) * items[0].param.element_size() <= chunk_bytes:
         yield whole_parts(items)
         return
     chunk: list[Part] = []

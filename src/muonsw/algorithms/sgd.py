@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.algorithms import momentum
 from muonsw.algorithms.base import (
     Algorithm,
     Budget,
-    Coefficients,
     FusedUpdate,
-    Group,
-    Item,
-    Part,
+    Rates,
     Take,
     Update,
+    advance_momentum,
     clean,
     columns,
     elementwise_parts,
     kernel_weights,
+    look_ahead,
     shrink,
     suits_torch,
     torch_is_quicker,
@@ -32,7 +30,9 @@ from muonsw.algorithms.base import (
     whole_parts,
 )
 from muonsw.decay import decays
-from muonsw.flag import Flag
+from muonsw.matrices import Part
+from muonsw.nonfinite import Flag
+from muonsw.work import Group, Item
 
 
 def state_keys(group: Group) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
     tensors = _tensors(group, parts)
     grads = clean(tensors.grads, tensors.momenta or tensors.grads, group["maximize"], ok)
     if tensors.momenta:
-        momentum.advance(group["momentum_form"], tensors.momenta, grads, group["momentum"], ok)
+        advance_momentum(group["momentum_form"], tensors.momenta, grads, group["momentum"], ok)
     return Update(parts, _look_ahead(group, grads, tensors.momenta))
 
 
@@ -106,7 +106,7 @@ def _look_ahead(group: Group, grads: list[Tensor], momenta: list[Tensor]) -> lis
     if not group["nesterov"]:
         return momenta
     ahead = [torch.empty_like(m) for m in momenta]
-    momentum.look_ahead(group["momentum_form"], momenta, grads, group["momentum"], out=ahead)
+    look_ahead(group["momentum_form"], momenta, grads, group["momentum"], out=ahead)
     return ahead
 
 
@@ -123,8 +123,8 @@ def _kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take | None
         return None
     settings = (group["momentum"], group["momentum_form"], group["nesterov"], group["maximize"])
 
-    def take(coefficients: Coefficients) -> None:
-        motion = Motion(*coefficients, 1.0, group["cautious"])
+    def take(rates: Rates) -> None:
+        motion = Motion(rates.eta, rates.phi, rates.flag, 1.0, group["cautious"])
         sgd(rounded, grads, momenta, *settings, motion)
 
     return take
@@ -142,8 +142,8 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take 
     if (ema and group["nesterov"]) or not suits_torch(group, weights, grads, momenta or grads):
         return None
 
-    def take(coefficients: Coefficients) -> None:
-        eta, phi, flag = float(coefficients.eta), float(coefficients.phi), coefficients.flag
+    def take(rates: Rates) -> None:
+        eta, phi, flag = float(rates.eta), float(rates.phi), rates.flag
         decays_first = bool(momenta) and phi != 0
         applied = phi if flag is None or not decays_first else phi * flag.factor(weights[0].dtype)
         for piece in _pieces(tensors) if decays_first and weights[0].device.type == "cpu" else (tensors,):

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.algorithms.base import Group
-from muonsw.distributed.layout import spread_ranks
-from muonsw.distributed.shards import as_spread, is_spread, local
+from muonsw.distributed.layout import mesh_ranks
+from muonsw.distributed.shards import as_dtensor, is_dtensor, local
+from muonsw.work import Group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,7 +67,7 @@ class Member(NamedTuple):
     param: Tensor
 
 
-class Agreed(NamedTuple):
+class StepAgreement(NamedTuple):
     """Whether every rank may take the step, and the parameters that lack a gradient on this rank alone."""
 
     ok: bool
@@ -86,7 +86,7 @@ class Agreement:
 
     def concerns(self, param: Tensor) -> bool:
         """Whether other ranks hold parts of a parameter, or copies of it that must stay the same."""
-        return self._process_group is not None or is_spread(param)
+        return self._process_group is not None or is_dtensor(param)
 
     def reach(
         self,
@@ -94,15 +94,17 @@ class Agreement:
         members: Sequence[Member],
         ok: Tensor | bool,
         *,
+        asked: Sequence[Group],
         settings: Group,
         measured: bool = False,
-    ) -> Agreed:
+    ) -> StepAgreement:
         """Tell the others whether the gradients here are finite and complete, and hear the same from them.
 
         Args:
             groups: the param groups.
             members: all parameters of the optimizer.
             ok: whether the gradients on this rank are finite, and it can take the step.
+            asked: what each group asks for (`asked_by`), as it was when the step began.
             settings: settings of the whole optimizer, which must be the same on all ranks.
             measured: whether telemetry measures this step together with other ranks.
 
@@ -112,7 +114,7 @@ class Agreement:
         """
         watched = [member for member in members if self.concerns(member.param)]
         is_new = self._look(members, watched)
-        chosen = [settings, *map(_settings, groups)]
+        chosen = [settings, *asked]
         digest = _number(self._digest + repr([list(one.values()) for one in chosen]).encode())
         missing = [int(member.param.grad is None) for member in watched]
         header = [1, digest, -digest, int(measured), -int(measured), int(is_new)]
@@ -123,7 +125,7 @@ class Agreement:
         self._compare_tensors(tensors, values[len(header) + 2 * len(missing) :])
         if values[5]:
             self._compare_copies(watched)
-        return Agreed(bool(values[0]), _absent(watched, missing, values[len(header) :]))
+        return StepAgreement(bool(values[0]), _absent(watched, missing, values[len(header) :]))
 
     def _reduced(
         self, ok: Tensor | bool, values: list[int], tensors: Sequence[Tensor], device: torch.device
@@ -175,12 +177,12 @@ class Agreement:
 
     def _circles(self, params: Sequence[Tensor]) -> list[ProcessGroup]:
         """Process groups that reach, one after another, every rank that holds parts or copies of the parameters."""
-        ranks = spread_ranks(params)
+        ranks = mesh_ranks(params)
         if self._process_group is not None and ranks <= set(dist.get_process_group_ranks(self._process_group)):
             return [self._process_group]
         if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
             return [dist.group.WORLD]
-        meshes = list(dict.fromkeys(as_spread(param).device_mesh for param in params if is_spread(param)))
+        meshes = list(dict.fromkeys(as_dtensor(param).device_mesh for param in params if is_dtensor(param)))
         groups = [group for mesh in meshes for group in mesh.get_all_groups()]
         groups += [] if self._process_group is None else [self._process_group]
         return groups if len(meshes) == 1 and self._process_group is None else groups * 2
@@ -206,7 +208,7 @@ class Agreement:
         """Plain parameters under a process group must be the same on all its ranks."""
         if self._process_group is None:
             return
-        plain = [member for member in watched if not is_spread(member.param)]
+        plain = [member for member in watched if not is_dtensor(member.param)]
         if not plain:
             return
         sums = torch.stack([_checksum(member.param) for member in plain])
@@ -227,7 +229,7 @@ def _absent(watched: Sequence[Member], missing: Sequence[int], values: Sequence[
     absent = []
     for place, member in enumerate(watched):
         missing_everywhere, missing_somewhere = values[place], -values[place + len(watched)]
-        if not is_spread(member.param) and missing_everywhere != missing_somewhere:
+        if not is_dtensor(member.param) and missing_everywhere != missing_somewhere:
             raise ValueError(
                 f"{member.name} has a gradient on some ranks of process_group only; average gradients over all ranks "
                 f"before the step, as DistributedDataParallel does (find_unused_parameters=True)"
@@ -237,7 +239,7 @@ def _absent(watched: Sequence[Member], missing: Sequence[int], values: Sequence[
     return absent
 
 
-def _settings(group: Group) -> Group:
+def asked_by(group: Group) -> Group:
     """What a group asks for, as plain data; of what is held in a tensor, only that it is."""
     chosen: Group = {}
     for key in (*_SETTINGS, *ALGORITHMS[group["algorithm"]].defaults):
@@ -277,11 +279,11 @@ def _label(number: int, group: Group) -> str:
 def _describe(member: Member) -> str:
     """A line about a parameter: what it is, how it lies over ranks, and in which precision it is orthogonalized."""
     group, name, param = member
-    spread = f" {as_spread(param).placements} over {as_spread(param).device_mesh.shape}" if is_spread(param) else ""
+    sharded = f" {as_dtensor(param).placements} over {as_dtensor(param).device_mesh.shape}" if is_dtensor(param) else ""
     rule = ALGORITHMS[group["algorithm"]]
     frozen = "" if param.requires_grad else " frozen"
-    where = param.device.type if rule.whole is None else rule.whole.result_dtype(group, param.dtype, param.device)
-    return f"{name} {tuple(param.shape)} {param.dtype}{spread}{frozen}: {group['algorithm']} in {where}"
+    where = param.device.type if rule.matrices is None else rule.matrices.result_dtype(group, param.dtype, param.device)
+    return f"{name} {tuple(param.shape)} {param.dtype}{sharded}{frozen}: {group['algorithm']} in {where}"
 
 
 def _number(data: bytes) -> int:

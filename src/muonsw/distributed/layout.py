@@ -1,4 +1,4 @@
-"""How the matrices of a parameter lie over ranks, and what follows for their exchange."""
+"""How the matrices of a parameter are placed over ranks, and what follows for their exchange."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonsw.distributed.boxes import Box, box_at, cutting_order
-from muonsw.distributed.shards import as_spread, is_spread
+from muonsw.distributed.shards import as_dtensor, box_at, cutting_order, is_dtensor
+from muonsw.matrices import Region, box
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     kind: str
     shape: torch.Size
     group: ProcessGroup | None = None
-    boxes: tuple[Box, ...] = ()
+    boxes: tuple[Region, ...] = ()
 
 
 class Layouts:
@@ -55,9 +55,9 @@ class Layouts:
 
     def of(self, param: Tensor, first_matrix_axis: int) -> Layout:
         """The layout of a parameter whose axes before `first_matrix_axis` count matrices."""
-        if not is_spread(param):
+        if not is_dtensor(param):
             return self._plain(param.shape)
-        like = as_spread(param)
+        like = as_dtensor(param)
         key = (like.device_mesh, like.placements, like.shape, first_matrix_axis)
         if key not in self._known:
             self._known[key] = self._spread(like.shape, like.device_mesh, like.placements, first_matrix_axis)
@@ -65,7 +65,7 @@ class Layouts:
 
     def sharding_group(self, param: Tensor) -> ProcessGroup | None:
         """The ranks that hold other parts of a parameter than this one."""
-        like = as_spread(param)
+        like = as_dtensor(param)
         mesh = like.device_mesh
         dims = [dim for dim, one in enumerate(like.placements) if not one.is_replicate() and mesh.shape[dim] > 1]
         return self._group(mesh, dims) if dims else None
@@ -89,15 +89,15 @@ class Layouts:
         group = self._group(mesh, sorted(dims))
         coordinates = _coordinates(mesh)
         boxes = [box_at(coordinates[rank], shape, placements, mesh.shape, order) for rank in _ranks(group)]
-        held = torch.Size((*boxes[0].lengths[:first], *shape[first:]))
-        shifted = (Box((*(0,) * first, *box.starts[first:]), box.lengths) for box in boxes)
+        held = torch.Size((*boxes[0].shape_in(shape)[:first], *shape[first:]))
+        shifted = (Region(tuple((a, start if a >= first else 0, n) for a, start, n in one.cuts)) for one in boxes)
         return Layout(SHARDS, held, group, tuple(shifted))
 
     def _copies(self, shape: torch.Size, group: ProcessGroup) -> Layout:
         ranks = dist.get_world_size(group)
         if ranks < self.fewest:
             return Layout(HERE, shape)
-        return Layout(COPIES, shape, group, (Box((0,) * len(shape), tuple(shape)),) * ranks)
+        return Layout(COPIES, shape, group, (box((0,) * len(shape), shape),) * ranks)
 
     def _group(self, mesh: DeviceMesh, dims: Sequence[int]) -> ProcessGroup:
         """The ranks of a mesh that differ from this one along some of its axes only."""
@@ -114,9 +114,9 @@ class Layouts:
         return self._groups[ranks]
 
 
-def spread_ranks(params: Iterable[Tensor]) -> set[int]:
+def mesh_ranks(params: Iterable[Tensor]) -> set[int]:
     """The ranks that hold parts of these parameters."""
-    meshes = {as_spread(param).device_mesh for param in params if is_spread(param)}
+    meshes = {as_dtensor(param).device_mesh for param in params if is_dtensor(param)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from muonsw.algorithms.base import Group, Item, Narrows, Region, WholeMatrices
-from muonsw.distributed.boxes import Box
+from muonsw.algorithms.base import MatrixRule
 from muonsw.distributed.layout import Layout
+from muonsw.matrices import MatrixCell, MatrixView, Region, runs
+from muonsw.work import Group, Item
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,11 +26,12 @@ ROUNDS = 4
 SMALLEST_ROUND = 2**22
 
 
-class Met(NamedTuple):
-    """Parameters of one batch whose matrices are spread over ranks, and the keys of their state."""
+class ExchangeBatch(NamedTuple):
+    """Parameters of one batch whose matrices are sharded or divided over ranks, and the keys of their state."""
 
     group: Group
-    rule: WholeMatrices
+    rule: MatrixRule
+    view: MatrixView
     keys: tuple[str, ...]
     items: list[Item]
     layouts: list[Layout]
@@ -43,7 +44,7 @@ class Shape(NamedTuple):
     cell: tuple[int, ...]
     rows: int
     columns: int
-    pieces: tuple[Box, ...]
+    pieces: tuple[Region, ...]
 
 
 class Unit(NamedTuple):
@@ -121,17 +122,17 @@ class Round(NamedTuple):
 Owners = Mapping[tuple[int, int], int]
 
 
-def make_rounds(met: Sequence[Met], chunk_bytes: int, owners: Owners | None = None) -> list[Round]:
+def make_rounds(batches: Sequence[ExchangeBatch], chunk_bytes: int, owners: Owners | None = None) -> list[Round]:
     """All units in rounds.
 
     Args:
-        met: what has to be exchanged.
+        batches: what has to be exchanged.
         chunk_bytes: how much of whole matrices one rank may own in a round.
         owners: the rank that owns a parameter, by batch and place in it, where that is settled already; other units
             go to the rank with the least to do, most expensive first.
     """
     wires: dict[Wire, list[Unit]] = {}
-    for number, batch in enumerate(met):
+    for number, batch in enumerate(batches):
         for place, (item, layout) in enumerate(zip(batch.items, batch.layouts, strict=True)):
             wire = _wire(batch, item, layout)
             wires.setdefault(wire, []).extend(_units(number, place, batch, layout, chunk_bytes))
@@ -155,59 +156,34 @@ def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -
     return owners
 
 
-def _wire(batch: Met, item: Item, layout: Layout) -> Wire:
+def _wire(batch: ExchangeBatch, item: Item, layout: Layout) -> Wire:
     assert layout.group is not None
     there = batch.rule.sent_dtype(batch.group, item.param.dtype)
     back = batch.rule.result_dtype(batch.group, item.param.dtype, item.param.device)
     return Wire(layout.group, layout.kind, item.param.device, item.param.dtype, there, back)
 
 
-def _units(number: int, place: int, batch: Met, layout: Layout, chunk_bytes: int) -> Iterator[Unit]:
+def _units(number: int, place: int, batch: ExchangeBatch, layout: Layout, chunk_bytes: int) -> Iterator[Unit]:
     """The matrices of a parameter, stacks cut into runs: at least one for each rank, none above `chunk_bytes`."""
     assert layout.group is not None
-    first = batch.rule.first_axis(batch.group, len(layout.shape))
+    first = batch.view.stack_axes(len(layout.shape))
     here = layout.boxes[dist.get_rank(layout.group)]
-    stack = layout.shape[:first]
-    for narrows, rows, columns in batch.rule.cells(batch.group, layout.shape):
-        pieces = tuple(_piece(box, narrows, first) for box in layout.boxes)
-        cell = _cell(layout.shape, narrows)[first:]
-        if not math.prod(cell) * stack.numel():
-            continue
-        shape = Shape(number, cell, rows, columns, pieces)
-        mine = _local_narrows(here, narrows)
-        slices = stack[0] if stack else 1
-        per_slice = math.prod(stack[1:])
-        runs = min(slices, max(len(layout.boxes), math.ceil(stack.numel() * 4 * rows * columns / chunk_bytes)))
-        for start, end in pairwise(slices * run // runs for run in range(runs + 1)):
-            cut = mine if runs == 1 else (*mine, (0, start, end - start))
-            yield Unit(shape, place, Region(cut), (end - start) * per_slice, 0)
+    for run in runs(layout.shape, batch.view, chunk_bytes, fewest=len(layout.boxes)):
+        cell = run.cell.region
+        pieces = tuple(_matrix_axes(shard.within(cell), first) for shard in layout.boxes)
+        shape = Shape(number, tuple(cell.shape_in(layout.shape)[first:]), run.cell.rows, run.cell.columns, pieces)
+        yield Unit(shape, place, Region((*_mine(run.cell, here), *run.stack)), run.matrices, 0)
 
 
-def _cell(shape: torch.Size, narrows: Narrows) -> tuple[int, ...]:
-    lengths = list(shape)
-    for axis, _, length in narrows:
-        lengths[axis] = length
-    return tuple(lengths)
+def _matrix_axes(piece: Region, first: int) -> Region:
+    """A piece of a shard in the coordinates of the matrix, whose axes begin at `first`."""
+    return Region(tuple((axis - first, start, length) for axis, start, length in piece.cuts if axis >= first))
 
 
-def _piece(box: Box, narrows: Narrows, first: int) -> Box:
-    """What a shard holds of the matrices in a cell, in the coordinates of the matrix."""
-    starts, lengths = list(box.starts), list(box.lengths)
-    for axis, cell_start, cell_length in narrows:
-        begin = max(box.starts[axis], cell_start)
-        end = min(box.starts[axis] + box.lengths[axis], cell_start + cell_length)
-        starts[axis], lengths[axis] = max(0, begin - cell_start), max(0, end - begin)
-    return Box(tuple(starts[first:]), tuple(lengths[first:]))
-
-
-def _local_narrows(box: Box, narrows: Narrows) -> Narrows:
-    """The part of a shard that lies in a cell, in the coordinates of the shard."""
-    cut = []
-    for axis, cell_start, cell_length in narrows:
-        begin = min(max(0, cell_start - box.starts[axis]), box.lengths[axis])
-        end = min(max(0, cell_start + cell_length - box.starts[axis]), box.lengths[axis])
-        cut.append((axis, begin, end - begin))
-    return tuple(cut)
+def _mine(cell: MatrixCell, here: Region) -> Iterator[tuple[int, int, int]]:
+    """The cuts that this rank's shard needs to be the part of it that lies in a cell."""
+    cut_axes = {axis for axis, _, _ in cell.region.cuts}
+    return (cut for cut in cell.region.within(here).cuts if cut[0] in cut_axes)
 
 
 def _with_owners(wire: Wire, units: list[Unit], owners: Owners | None) -> list[Unit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.algorithms.base import Group, Item
-from muonsw.distributed.agreement import Agreed, Agreement, Member
+from muonsw.distributed.agreement import Agreement, Member, StepAgreement
 from muonsw.distributed.layout import COPIES, HERE, OTHER, Layout, Layouts
-from muonsw.distributed.plan import Met, Round, make_rounds, share_by_cost
-from muonsw.distributed.shards import any_spread, as_spread, is_spread
+from muonsw.distributed.plan import ExchangeBatch, Round, make_rounds, share_by_cost
+from muonsw.distributed.shards import as_dtensor, is_dtensor
 from muonsw.precision import state_dtype
 from muonsw.warn import users_line
+from muonsw.work import Group, Item
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _REMEMBERED = 8
 
 
-class Sorted(NamedTuple):
-    """The items of a batch by what has to be done for them: nothing, an exchange, or the slow way."""
+class ItemsByExchange(NamedTuple):
+    """The items of a batch by what has to be done for them: nothing, an exchange, or redistribution."""
 
     here: list[Item]
-    met: Met | None = None
-    other: Met | None = None
+    exchanged: ExchangeBatch | None = None
+    redistributed: ExchangeBatch | None = None
 
 
 class Ranks:
@@ -54,46 +54,53 @@ class Ranks:
         self._layouts = Layouts(process_group)
         self._rounds: dict[Any, list[Round]] = {}
         self._owners: dict[Tensor, int] = {}
-        self._told = False
+        self._warned = False
 
-    def needed(self, groups: Sequence[Group]) -> bool:
-        """Whether any parameter has parts or copies on other ranks; parameters may be swapped at any time."""
-        return self.process_group is not None or any(any_spread(group["params"]) for group in groups)
-
-    def agree(self, groups: Sequence[Group], ok: Tensor | bool, *, settings: Group, measured: bool) -> Agreed:
+    def agree(
+        self,
+        groups: Sequence[Group],
+        ok: Tensor | bool,
+        *,
+        asked: Sequence[Group],
+        settings: Group,
+        measured: bool,
+    ) -> StepAgreement:
         """Agree with the other ranks on this step, and on whether telemetry measures it where that takes them all."""
         every = list(members(groups))
-        together = self.momentum_on_owner or any(is_spread(member.param) for member in every)
-        return self.agreement.reach(groups, every, ok, settings=settings, measured=measured and together)
+        together = self.momentum_on_owner or any(is_dtensor(member.param) for member in every)
+        return self.agreement.reach(groups, every, ok, asked=asked, settings=settings, measured=measured and together)
 
-    def sort(self, group: Group, items: Sequence[Item]) -> Sorted:
-        """Which items this rank moves on its own, which meet others, and which take the slow way."""
+    def sort(self, group: Group, items: Sequence[Item]) -> ItemsByExchange:
+        """Which items this rank updates on its own, which are exchanged, and which are redistributed."""
         rule = ALGORITHMS[group["algorithm"]]
-        if rule.whole is None:
-            return Sorted(list(items))
+        view = rule.view(group)
+        if rule.matrices is None or view is None:
+            return ItemsByExchange(list(items))
         by_kind: dict[str, list[tuple[Item, Layout]]] = {}
         for item in items:
             layout = self.layout(group, item.parameter)
-            kind = layout.kind if layout.kind in (HERE, OTHER) else "met"
+            kind = layout.kind if layout.kind in (HERE, OTHER) else "exchanged"
             by_kind.setdefault(kind, []).append((item, layout))
-        met, other = (
-            Met(group, rule.whole, rule.state_keys(group), *map(list, zip(*by_kind[kind], strict=True)))
+        exchanged, redistributed = (
+            ExchangeBatch(
+                group, rule.matrices, view, rule.state_keys(group), *map(list, zip(*by_kind[kind], strict=True))
+            )
             if kind in by_kind
             else None
-            for kind in ("met", OTHER)
+            for kind in ("exchanged", OTHER)
         )
-        if other is not None and not self._told:
-            self._told = True
-            _warn_of_the_slow_way(other.items)
-        return Sorted([item for item, _ in by_kind.get(HERE, [])], met, other)
+        if redistributed is not None and not self._warned:
+            self._warned = True
+            _warn_of_redistribution(redistributed.items)
+        return ItemsByExchange([item for item, _ in by_kind.get(HERE, [])], exchanged, redistributed)
 
     def layout(self, group: Group, param: Tensor) -> Layout:
         """How a parameter lies over ranks."""
-        whole = ALGORITHMS[group["algorithm"]].whole
-        assert whole is not None
-        return self._layouts.of(param, whole.first_axis(group, param.dim()))
+        view = ALGORITHMS[group["algorithm"]].view(group)
+        assert view is not None
+        return self._layouts.of(param, view.stack_axes(param.dim()))
 
-    def rounds(self, met: Sequence[Met], chunk_bytes: int) -> list[Round]:
+    def rounds(self, met: Sequence[ExchangeBatch], chunk_bytes: int) -> list[Round]:
         """The rounds of an exchange, remembered while parameters and settings stay the same."""
         key = (chunk_bytes, *(_key(batch) for batch in met))
         if key not in self._rounds:
@@ -103,10 +110,6 @@ class Ranks:
                 self._rounds.clear()
             self._rounds[key] = make_rounds(met, chunk_bytes, owners)
         return self._rounds[key]
-
-    def kept_elsewhere(self, items: Sequence[Item]) -> list[Item]:
-        """The items whose momentum another rank keeps."""
-        return [item for item in items if self.is_elsewhere(item.parameter)] if self._owners else []
 
     def settle_owners(self, groups: Sequence[Group]) -> None:
         """Give every parameter of which ranks hold copies an owner; those that have one keep it."""
@@ -122,16 +125,18 @@ class Ranks:
         shared = share_by_cost([_cost(member) for member in new], len(loads), loads)
         self._owners.update({member.param: owner for member, owner in zip(new, shared, strict=True)})
 
-    def release(self, items: Iterable[Item], keys: tuple[str, ...]) -> None:
-        """Let go of momenta that other ranks keep."""
-        for item in items:
-            for key in keys:
+    def release(self, group: Group, items: Sequence[Item]) -> list[Item]:
+        """Let go of momenta that other ranks keep, and return the items that they belong to."""
+        away = [item for item in items if self.is_elsewhere(item.parameter)] if self._owners else []
+        for item in away:
+            for key in ALGORITHMS[group["algorithm"]].state_keys(group):
                 item.state.pop(key, None)
             self.elsewhere[item.parameter] = item.name
+        return away
 
     def measuring_group(self, param: Tensor) -> ProcessGroup | None:
         """The ranks that each measure a part of this parameter: those with other shards, or among which it is owned."""
-        if is_spread(param):
+        if is_dtensor(param):
             return self._layouts.sharding_group(param)
         return self.process_group if self.has_owner(param) else None
 
@@ -166,11 +171,11 @@ class Ranks:
             )
 
     def _is_divided(self, group: Group, param: Tensor) -> bool:
-        if is_spread(param) or ALGORITHMS[group["algorithm"]].whole is None:
+        if is_dtensor(param) or ALGORITHMS[group["algorithm"]].matrices is None:
             return False
         return self.layout(group, param).kind == COPIES
 
-    def _settled_owners(self, met: Sequence[Met]) -> dict[tuple[int, int], int]:
+    def _settled_owners(self, met: Sequence[ExchangeBatch]) -> dict[tuple[int, int], int]:
         return {
             (number, index): self._owners[item.parameter]
             for number, batch in enumerate(met)
@@ -187,7 +192,7 @@ def members(groups: Sequence[Group]) -> Iterator[Member]:
             yield Member(group, names[place] if names else f"parameter {place} of group {number}", param)
 
 
-def _key(batch: Met) -> Any:
+def _key(batch: ExchangeBatch) -> Any:
     """What the units of a batch depend on."""
     options = ALGORITHMS[batch.group["algorithm"]].defaults
     settings = tuple(str(batch.group[key]) for key in (*options, "state_dtype"))
@@ -197,29 +202,28 @@ def _key(batch: Met) -> Any:
 
 
 def _cost(member: Member) -> int:
-    whole = ALGORITHMS[member.group["algorithm"]].whole
-    if whole is None:
+    view = ALGORITHMS[member.group["algorithm"]].view(member.group)
+    if view is None:
         return 0
-    stack = math.prod(member.param.shape[: whole.first_axis(member.group, member.param.dim())])
-    cells = whole.cells(member.group, member.param.shape)
-    return stack * sum(max(rows, columns) * min(rows, columns) ** 2 for _, rows, columns in cells)
+    stack, cells = member.param.shape[: view.stack_axes(member.param.dim())], view.cells(member.param.shape)
+    return math.prod(stack) * sum(max(rows, columns) * min(rows, columns) ** 2 for _, rows, columns in cells)
 
 
-def _check_boxes(met: Sequence[Met]) -> None:
+def _check_boxes(met: Sequence[ExchangeBatch]) -> None:
     """A shard must have the shape that its placements say; a gap would put pieces into wrong places."""
     for batch in met:
         for item, layout in zip(batch.items, batch.layouts, strict=True):
-            box = layout.boxes[dist.get_rank(layout.group)]
-            if box.lengths != tuple(item.param.shape):
+            lengths = tuple(layout.boxes[dist.get_rank(layout.group)].shape_in(layout.shape))
+            if lengths != tuple(item.param.shape):
                 raise ValueError(
                     f"the local shard of {item.name} has shape {tuple(item.param.shape)}, but its placements say "
-                    f"{box.lengths}; shard it with distribute_tensor or fully_shard"
+                    f"{lengths}; shard it with distribute_tensor or fully_shard"
                 )
 
 
-def _warn_of_the_slow_way(items: Sequence[Item]) -> None:
+def _warn_of_redistribution(items: Sequence[Item]) -> None:
     names = ", ".join(item.name for item in items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
-    placements = as_spread(items[0].parameter).placements
+    placements = as_dtensor(items[0].parameter).placements
     warnings.warn(
         f"{names} lie over ranks in a way that has no fast exchange ({placements}); every rank gathers and "
         f"orthogonalizes them whole, which is right and slow",

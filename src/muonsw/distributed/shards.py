@@ -1,4 +1,4 @@
-"""A parameter that is spread over ranks, seen from one of them: the local shard, its gradient and its state."""
+"""A DTensor parameter seen from one rank: the local shard, where it lies, its gradient and its state."""
 
 from __future__ import annotations
 
@@ -9,56 +9,51 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.base import Item
-from muonsw.distributed.boxes import box_at, cutting_order
+from muonsw.matrices import Region, box
 from muonsw.precision import LOW_PRECISION
+from muonsw.work import Item
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_spread(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor, as FSDP2 and tensor parallelism make; importing their module would be slow."""
     return hasattr(tensor, "device_mesh")
 
 
-def any_spread(tensors: Sequence[Tensor]) -> bool:
-    """Whether any tensor is a DTensor: asked of their few types, because every step asks it of all parameters."""
-    return any(hasattr(kind, "device_mesh") for kind in set(map(type, tensors)))
-
-
-def as_spread(tensor: Tensor) -> DTensor:
+def as_dtensor(tensor: Tensor) -> DTensor:
     """The same tensor, for the type checker."""
     return cast("DTensor", tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; all of it where it is not spread."""
-    return as_spread(tensor).to_local() if is_spread(tensor) else tensor
+    """What this rank holds of a tensor; all of it where it is no DTensor."""
+    return as_dtensor(tensor).to_local() if is_dtensor(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor brought together from all ranks; a collective where it is spread."""
-    return as_spread(tensor.detach()).full_tensor() if is_spread(tensor) else tensor
+    """A tensor brought together from all ranks; a collective where it is a DTensor."""
+    return as_dtensor(tensor.detach()).full_tensor() if is_dtensor(tensor) else tensor
 
 
 def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
     """The gradient of this rank's shard; one that lies otherwise than its parameter is brought into its place."""
-    if not is_spread(grad):
+    if not is_dtensor(grad):
         raise ValueError(
-            f"{name} is a DTensor and its gradient a plain tensor; give it a gradient that is spread alike"
+            f"{name} is a DTensor and its gradient a plain tensor; give it a gradient with the same placements"
         )
-    found, like = as_spread(grad), as_spread(param)
+    found, like = as_dtensor(grad), as_dtensor(param)
     if found.placements != like.placements:
         found = found.redistribute(like.device_mesh, like.placements)
     return found.to_local()
 
 
-def spread_like(param: Tensor, shard: Tensor) -> Tensor:
-    """A tensor that is spread like `param`, of which this rank holds `shard`."""
+def shard_like(param: Tensor, shard: Tensor) -> Tensor:
+    """A DTensor placed like `param`, of which this rank holds `shard`."""
     from torch.distributed.tensor import DTensor
 
-    like = as_spread(param)
+    like = as_dtensor(param)
     return cast(
         "Tensor",
         DTensor.from_local(
@@ -68,29 +63,75 @@ def spread_like(param: Tensor, shard: Tensor) -> Tensor:
 
 
 def put_like(param: Tensor, value: Tensor) -> Tensor:
-    """A saved tensor, whole or spread, in the form of a parameter: spread like it, or whole.
+    """A saved tensor, whole or sharded, in the form of a parameter: placed like it, or whole.
 
     A whole tensor is cut where it is, without asking other ranks, which have loaded the same.
     """
-    if not is_spread(param):
+    if not is_dtensor(param):
         return whole(value)
     from torch.distributed.tensor import distribute_tensor
 
-    like = as_spread(param)
-    if is_spread(value):
-        if (as_spread(value).device_mesh, as_spread(value).placements) == (like.device_mesh, like.placements):
+    like = as_dtensor(param)
+    if is_dtensor(value):
+        if (as_dtensor(value).device_mesh, as_dtensor(value).placements) == (like.device_mesh, like.placements):
             return value
         value = whole(value)
     moved = value.to(like.to_local().device)
     return cast("Tensor", distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None))
 
 
+def cutting_order(placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[int] | None:
+    """The mesh axes along which a tensor was cut, in the order of the cuts; None where shards are not boxes.
+
+    FSDP after tensor parallelism cuts along the first mesh axis last and calls that a strided shard, whose stride
+    must then be the number of pieces that there were before.
+    """
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
+    plain: list[int] = []
+    strided: list[int] = []
+    for dim, placement in enumerate(placements):
+        factor = getattr(placement, "split_factor", None)
+        if factor is not None:
+            before = math.prod(
+                mesh_shape[other]
+                for other in range(dim + 1, len(placements))
+                if getattr(placements[other], "dim", None) == placement.dim
+            )
+            if factor != before or any(placements[other].dim == placement.dim for other in strided):
+                return None
+            strided.append(dim)
+        elif isinstance(placement, Shard):
+            plain.append(dim)
+        elif not isinstance(placement, Replicate):
+            return None
+    return plain + strided
+
+
+def box_at(
+    coordinate: Sequence[int],
+    shape: Sequence[int],
+    placements: Sequence[Any],
+    mesh_shape: Sequence[int],
+    order: list[int],
+) -> Region:
+    """The shard at one place of a mesh: each cut makes pieces of equal length, the last ones shorter or empty."""
+    starts, lengths = [0] * len(shape), list(shape)
+    for dim in order:
+        axis = placements[dim].dim
+        length = math.ceil(lengths[axis] / mesh_shape[dim])
+        start = min(coordinate[dim] * length, lengths[axis])
+        starts[axis] += start
+        lengths[axis] = min(length, lengths[axis] - start)
+    return box(starts, lengths)
+
+
 def offset(param: Tensor) -> tuple[int, ...]:
     """Where this rank's shard begins in the whole, along each axis; zeros where shards are not contiguous."""
     nowhere = (0,) * param.dim()
-    if not is_spread(param):
+    if not is_dtensor(param):
         return nowhere
-    like = as_spread(param)
+    like = as_dtensor(param)
     order, mine = cutting_order(like.placements, like.device_mesh.shape), like.device_mesh.get_coordinate()
     if order is None or mine is None:
         return nowhere
@@ -105,14 +146,14 @@ def noise_place(param: Tensor) -> int:
 
 
 def local_item(position: int, name: str, param: Tensor, grad: Tensor | None, state: dict[str, Any]) -> Item:
-    """The shard of a spread parameter at one step; without a gradient on this rank, its gradient is zero."""
+    """The shard of a DTensor parameter at one step; without a gradient on this rank, its gradient is zero."""
     shard = local(param)
     gradient = torch.zeros_like(shard) if grad is None else local_gradient(name, param, grad)
     return Item(position + noise_place(param), name, shard, gradient, LocalState(state, param), param)
 
 
 class LocalState(dict[str, Tensor]):
-    """The state of a spread parameter as this rank's shards; what is put in is kept spread like the parameter.
+    """The state of a DTensor parameter as this rank's shards; what is put in is kept as a DTensor placed like it.
 
     So distributed checkpoint saves it as it is, and can load it on another number of ranks.
     """
@@ -124,4 +165,4 @@ class LocalState(dict[str, Tensor]):
 
     def __setitem__(self, key: str, value: Tensor) -> None:
         super().__setitem__(key, value)
-        self._state[key] = value if key == "step" else spread_like(self._param, value)
+        self._state[key] = value if key == "step" else shard_like(self._param, value)

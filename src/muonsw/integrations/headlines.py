@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry.record import Record
+
+# Sentences about a record, to be logged as warnings.
+Findings = Callable[[Record], Iterable[str]]
 
 HEADLINES = ("weight_rms", "relative_update", "decay", "alignment_update", "defect")
 

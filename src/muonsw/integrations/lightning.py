@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from muonsw.integrations.headlines import headlines, routing_counts
+from muonsw.integrations.headlines import Findings, headlines, routing_counts
+from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.telemetry import Findings, Telemetry
+from muonsw.telemetry import Telemetry
 from muonsw.telemetry.record import Record
 from muonsw.variants import MuonSW
-from muonsw.wrapped import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +54,18 @@ class TelemetryCallback(Callback):
 
     Args:
         every: sample the updates whose number is a multiple of it, and the first one.
+        findings: gives the sentences to log for a record, such as `muonsw.lab.diagnose.live.Findings()`.
         **telemetry: further arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
 
     Attributes:
         telemetry: the `Telemetry` of the run under way, None before it.
-        findings: what was found so far.
     """
 
-    def __init__(self, every: int = 50, **telemetry: Any) -> None:
+    def __init__(self, every: int = 50, *, findings: Findings | None = None, **telemetry: Any) -> None:
         self.every = every
         self.telemetry: Telemetry | None = None
-        self.findings = Findings()
+        self.findings = findings
+        self._found = 0
         self._options = telemetry
         self._logged: Record | None = None
 
@@ -87,9 +88,10 @@ class TelemetryCallback(Callback):
             return
         self._logged = record
         if trainer.is_global_zero:
-            for finding in self.findings(record):
+            for finding in self.findings(record) if self.findings else ():
                 logger.warning(finding)
-            self._log(trainer, {**headlines(record), "telemetry/findings": len(self.findings.told)})
+                self._found += 1
+            self._log(trainer, {**headlines(record), "telemetry/findings": self._found})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop measuring; `telemetry.records` stays readable."""

@@ -8,12 +8,12 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from muonsw.integrations.headlines import headlines, routing_counts
+from muonsw.integrations.headlines import Findings, headlines, routing_counts
+from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.telemetry import Findings, Telemetry
+from muonsw.telemetry import Telemetry
 from muonsw.telemetry.record import Record
 from muonsw.variants import MuonSW
-from muonsw.wrapped import unwrap_optimizer
 
 logger = logging.get_logger(__name__)
 
@@ -87,18 +87,21 @@ class TelemetryCallback(TrainerCallback):
     Args:
         trainer: the Trainer that it is added to; its `log` is what reaches W&B, TensorBoard, MLflow and the others.
         every: sample the updates whose number is a multiple of it, and the first one.
+        findings: gives the sentences to log for a record, such as `muonsw.lab.diagnose.live.Findings()`.
         **telemetry: further arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
 
     Attributes:
         telemetry: the `Telemetry` of the run under way, None before it.
-        findings: what was found so far.
     """
 
-    def __init__(self, trainer: LogsToReporters, every: int = 50, **telemetry: Any) -> None:
+    def __init__(
+        self, trainer: LogsToReporters, every: int = 50, *, findings: Findings | None = None, **telemetry: Any
+    ) -> None:
         self.trainer = trainer
         self.every = every
         self.telemetry: Telemetry | None = None
-        self.findings = Findings()
+        self.findings = findings
+        self._found = 0
         self._options = telemetry
         self._logged: Record | None = None
 
@@ -121,9 +124,10 @@ class TelemetryCallback(TrainerCallback):
             return
         self._logged = record
         if state.is_world_process_zero:
-            for finding in self.findings(record):
+            for finding in self.findings(record) if self.findings else ():
                 logger.warning(finding)
-            self._log(control, {**headlines(record), "telemetry/findings": len(self.findings.told)})
+                self._found += 1
+            self._log(control, {**headlines(record), "telemetry/findings": self._found})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -2,7 +2,7 @@
 
 | module | one pass for | its torch twin |
 |---|---|---|
-| `momentum` | gradient, momentum, Nesterov, sum of squares, cast; then division by the norm | `algorithms.momentum` |
+| `momentum` | momentum, Nesterov, sum of squares, cast; then division by the norm | `base.advance_momentum` |
 | `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
 | `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
 | `adamw`, `sgd` | the whole step, from gradient to weight | `algorithms.adamw`, `algorithms.sgd` and `apply` |
@@ -24,6 +24,11 @@ from muonsw.warn import users_line
 
 # Set to "0" to take the torch path everywhere, to compare or to search for an error.
 SWITCH = "MUONSW_KERNELS"
+
+# Elements of a whole batch below which torch's fused kernels on GPUs are quicker than ours. They need a launch for some
+# thirty tensors where ours need one, and move more bytes; but ours first need, from Python, the address of every
+# tensor, and that takes longer than the work itself while there is little of it.
+TORCH_BELOW = 2**26
 
 
 def available(device: torch.device) -> bool:

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonsw.flag import Flag
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import (
     DTYPES,
@@ -31,7 +30,8 @@ from muonsw.kernels.common import (
     whole_number,
 )
 from muonsw.kernels.tables import Stretch, addresses, block_map, lengths, runs, table
-from muonsw.tensors import all_contiguous, one_dtype
+from muonsw.nonfinite import Flag
+from muonsw.work import all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4

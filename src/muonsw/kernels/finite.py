@@ -11,7 +11,7 @@ from torch import Tensor
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import DTYPES, start, whole_number
 from muonsw.kernels.tables import addresses, block_map, lengths, table
-from muonsw.tensors import all_contiguous
+from muonsw.work import all_contiguous
 
 BLOCK = 2048
 WARPS = 4

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonsw.flag import Flag
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import DTYPES, advance, flag_or, limit, look_ahead, start
 from muonsw.kernels.tables import addresses, table
-from muonsw.tensors import all_contiguous, one_dtype
+from muonsw.nonfinite import Flag
+from muonsw.work import all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4

@@ -24,7 +24,7 @@ from muonsw.kernels.elementwise import (
     write,
 )
 from muonsw.kernels.tables import addresses, block_map, lengths, runs, table
-from muonsw.tensors import all_contiguous
+from muonsw.work import all_contiguous
 
 
 @triton.jit

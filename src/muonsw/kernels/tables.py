@@ -1,4 +1,4 @@
-"""Where tensors lie, told to a kernel: one launch then works on a whole list of them.
+"""Addresses of tensors for a kernel: one launch then works on a whole list of them.
 
 A table holds addresses; a map says which tensor, and which part of it, each program of the grid works on. Both are
 small and change rarely (parameters and state stay where they are, gradients mostly), so they are kept on the device.
@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from muonsw.tensors import all_contiguous
+from muonsw.work import all_contiguous
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def held_by(holder: list[Any]) -> Iterator[None]:
         _holder.reset(token)
 
 
-class Kept(Generic[T]):
+class TensorCache(Generic[T]):
     """What was made lately, by what it was made from and where."""
 
     def __init__(self) -> None:
@@ -73,8 +73,8 @@ class AddressTable(NamedTuple):
     aligned: bool
 
 
-_tables: Kept[AddressTable] = Kept()
-_maps: Kept[Tensor] = Kept()
+_tables: TensorCache[AddressTable] = TensorCache()
+_maps: TensorCache[Tensor] = TensorCache()
 
 
 def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -> AddressTable:

@@ -12,9 +12,9 @@ from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, count, muon_lr_multipl
 from muonsw.lab.model.counts import Memory, estimate_memory, orthogonalizer_flops
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, PrintedRecipe
 from muonsw.lab.scaling import RankPlan, Scenario, plan_ranks
+from muonsw.lab.theory.schedule import peak_lr_for_horizon
+from muonsw.lab.theory.steady_state import relaxation_number
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
-from muonsw.schedule import peak_lr_for_horizon
-from muonsw.theory.steady_state import relaxation_number
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 # Sums over longer runs take this many evenly spaced steps; the curves are smooth, so the error is below 1e-4.

@@ -10,7 +10,7 @@ from muonsw.lab.launcher import end
 
 
 def main() -> int:
-    """Load the trainer and run it; an interrupt while it loads is told in a line, too."""
+    """Load the trainer and run it; an interrupt while it loads ends in one line, too."""
     try:
         return int(importlib.import_module("muonsw.lab.train.__main__").main())
     except KeyboardInterrupt:

@@ -19,8 +19,8 @@ from muonsw.distributed.plan import ROUNDS, SMALLEST_ROUND
 from muonsw.lab.model import ModelConfig, count
 from muonsw.lab.model.counts import BFLOAT16, FLOAT32, MUON_ROLES, activation_bytes, muon_matrices, parameter_shapes
 from muonsw.lab.model.init import role_of
-from muonsw.optimizer import ACCELERATOR_CHUNK_BYTES
 from muonsw.orthogonalize.iterations import gram_pays
+from muonsw.step import ACCELERATOR_CHUNK_BYTES
 
 STRATEGIES = ("ddp", "fsdp", "ep")
 EXPERTS = ("stack", "rows")

@@ -19,10 +19,10 @@ from muonsw.orthogonalize.iterations import auto as auto
 from muonsw.orthogonalize.iterations import gram_newton_schulz as gram_newton_schulz
 from muonsw.orthogonalize.iterations import newton_schulz as newton_schulz
 from muonsw.orthogonalize.iterations import newton_schulz_schedule as newton_schulz_schedule
+from muonsw.orthogonalize.iterations import normalize as normalize
 from muonsw.orthogonalize.iterations import polar_express as polar_express
 from muonsw.orthogonalize.iterations import polar_express_schedule as polar_express_schedule
 from muonsw.orthogonalize.iterations import singular_value_map as singular_value_map
-from muonsw.orthogonalize.normalize import normalize as normalize
 from muonsw.registry import Registry
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from muonsw.orthogonalize.normalize import check_matrices, normalize
+from muonsw.orthogonalize.iterations import check_matrices, normalize
 
 # Squaring the condition number costs the Gram route about `eps * condition^2` of accuracy. At a condition
 # number of 1e3, where eigenvalues spread over 1e6, that is 2e-10 in float64 (measured: 1.5e-10 in the

@@ -15,13 +15,13 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.options import COMMON, validate_option
 from muonsw.registry import unknown
 from muonsw.routing.names import aliases
-from muonsw.routing.roles import MATRIX_ROLES, ROLES, Routed, classify
+from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
 from muonsw.warn import users_line
 
 Group = dict[str, Any]
 
 ROLE_PREFIX = "role:"
-MUON, ADAMW = "muon", "adamw"
+ADAMW = "adamw"
 
 
 class Routing(NamedTuple):
@@ -55,7 +55,7 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
     _name(ordered)
     _refuse_unused(patterns, set(chosen.values()), routed)
     _refuse_idle(adamw, adamw_used)
-    if algorithm == MUON:
+    if _needs_matrices(algorithm):
         _warn_without_matrices(ordered)
     return Routing(ordered, {entry.name: _reason(entry, chosen[entry.name]) for entry in routed})
 
@@ -97,22 +97,26 @@ def _refuse_shapeless(model: nn.Module) -> None:
             )
 
 
-def _role_options(entry: Routed, algorithm: str, pattern: Group) -> Group:
+def _role_options(entry: RoutedParameter, algorithm: str, pattern: Group) -> Group:
     """What the role gives: an algorithm, no decay outside matrices, and the matrix view where one is needed."""
     usual = _usual_algorithm(entry, algorithm)
     options: Group = {"role": entry.role, "algorithm": usual}
     if not entry.decayed:
         options["weight_decay"] = 0.0
-    if entry.role in MATRIX_ROLES or pattern.get("algorithm", usual) == MUON:
+    if entry.role in MATRIX_ROLES or _needs_matrices(pattern.get("algorithm", usual)):
         options |= {"matrix": None, **entry.view}
     return options
 
 
-def _usual_algorithm(entry: Routed, algorithm: str) -> str:
-    return ADAMW if algorithm == MUON and entry.role not in MATRIX_ROLES else algorithm
+def _usual_algorithm(entry: RoutedParameter, algorithm: str) -> str:
+    return ADAMW if _needs_matrices(algorithm) and entry.role not in MATRIX_ROLES else algorithm
 
 
-def _takes_adamw(entry: Routed, algorithm: str, pattern: Group) -> bool:
+def _needs_matrices(algorithm: str) -> bool:
+    return ALGORITHMS[algorithm].matrices is not None
+
+
+def _takes_adamw(entry: RoutedParameter, algorithm: str, pattern: Group) -> bool:
     """Whether the options for AdamW apply: to what ends there, except the matrices of AdamW's own class."""
     final = pattern.get("algorithm", _usual_algorithm(entry, algorithm))
     return final == ADAMW and not (algorithm == ADAMW and entry.role in MATRIX_ROLES)
@@ -124,17 +128,17 @@ def patterns_within(model: nn.Module, patterns: dict[str, Group]) -> dict[str, G
     return {key: options for key, options in patterns.items() if any(_matches(key, entry) for entry in routed)}
 
 
-def _first_match(patterns: dict[str, Group], entry: Routed) -> str | None:
+def _first_match(patterns: dict[str, Group], entry: RoutedParameter) -> str | None:
     return next((pattern for pattern in patterns if _matches(pattern, entry)), None)
 
 
-def _matches(pattern: str, entry: Routed) -> bool:
+def _matches(pattern: str, entry: RoutedParameter) -> bool:
     if pattern.startswith(ROLE_PREFIX):
         return pattern.removeprefix(ROLE_PREFIX) == entry.role
     return any(fnmatchcase(name, pattern) for name in aliases(entry.name))
 
 
-def _reason(entry: Routed, pattern: str | None) -> str:
+def _reason(entry: RoutedParameter, pattern: str | None) -> str:
     return entry.reason if pattern is None else f"{entry.reason}; options from the pattern {pattern!r}"
 
 
@@ -155,7 +159,7 @@ def _refuse_idle(adamw: Group, used: bool) -> None:
         )
 
 
-def _refuse_unused(patterns: dict[str, Group], used: set[str | None], routed: list[Routed]) -> None:
+def _refuse_unused(patterns: dict[str, Group], used: set[str | None], routed: list[RoutedParameter]) -> None:
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
         names = ", ".join(entry.name for entry in routed[:3])
@@ -166,7 +170,7 @@ def _refuse_unused(patterns: dict[str, Group], used: set[str | None], routed: li
 
 
 def _warn_without_matrices(groups: list[Group]) -> None:
-    if any(group["algorithm"] == MUON for group in groups):
+    if any(_needs_matrices(group["algorithm"]) for group in groups):
         return
     roles = sorted({group["role"] for group in groups})
     lora = " Low-rank factors get Muon with patterns={'role:lora': {'algorithm': 'muon'}}." if "lora" in roles else ""

@@ -39,7 +39,7 @@ _HEAD_COUNT = re.compile(r"^(n|num)_(\w+_)?heads?$|^heads$")
 _HEAD_SIZE = re.compile(r"^(d_head|head_dim|head_size|dim_head|d_kv)$")
 
 
-class Routed(NamedTuple):
+class RoutedParameter(NamedTuple):
     """What was decided for one parameter, and why."""
 
     name: str
@@ -74,7 +74,7 @@ class Known(NamedTuple):
 Rule = Callable[[Subject, Known], Decision | None]
 
 
-def classify(model: nn.Module) -> Iterator[Routed]:
+def classify(model: nn.Module) -> Iterator[RoutedParameter]:
     """Name, role, reason and matrix view of each trainable parameter; tied weights come once."""
     survey = Survey(model)
     known = Known(survey, Mixtures(survey))
@@ -83,7 +83,7 @@ def classify(model: nn.Module) -> Iterator[Routed]:
         decayed = role in MATRIX_ROLES and subject.name not in survey.without_decay
         if role in MATRIX_ROLES and not decayed:
             reason += "; the model declares it without decay"
-        yield Routed(names.clean_name(model, subject.name), subject.param, role, reason, view, decayed)
+        yield RoutedParameter(names.clean_name(model, subject.name), subject.param, role, reason, view, decayed)
 
 
 def adapter(subject: Subject, known: Known) -> Decision | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from muonsw.algorithms import ALGORITHMS
 from muonsw.text import text_table
 
 Group = dict[str, Any]
@@ -48,10 +49,10 @@ def _parameter_rows(number: int, group: Group, reasons: dict[str, str]) -> Itera
 
 def _view(group: Group) -> str:
     """The options by which Muon finds matrices in a parameter, in words."""
-    if group["algorithm"] != "muon":
+    view = ALGORITHMS[group["algorithm"]].view(group)
+    if view is None:
         return "-"
-    parts = [str(group["matrix"])] if group.get("matrix") else []
-    parts += ["(in, out)"] if group.get("transposed") else []
-    sizes, heads = group.get("split_sizes"), group.get("heads")
-    parts += [f"{heads} blocks"] if heads else [f"{len(sizes)} parts"] if sizes else []
+    parts = [view.matrix] if view.matrix else []
+    parts += ["(in, out)"] if view.transposed else []
+    parts += [f"{view.heads} blocks"] if view.heads else [f"{len(view.split_sizes)} parts"] if view.split_sizes else []
     return " ".join(parts) or "matrix"

@@ -1,6 +1,5 @@
 """What an optimizer does to the weights, measured at sampled updates of any training loop and kept as plain records."""
 
-from muonsw.telemetry.findings import Findings as Findings
 from muonsw.telemetry.record import Record as Record
 from muonsw.telemetry.session import Telemetry as Telemetry
 from muonsw.telemetry.sinks import JsonlSink as JsonlSink
@@ -8,4 +7,4 @@ from muonsw.telemetry.sinks import MlflowSink as MlflowSink
 from muonsw.telemetry.sinks import TensorBoardSink as TensorBoardSink
 from muonsw.telemetry.sinks import WandbSink as WandbSink
 
-__all__ = ["Findings", "JsonlSink", "MlflowSink", "Record", "Telemetry", "TensorBoardSink", "WandbSink"]
+__all__ = ["JsonlSink", "MlflowSink", "Record", "Telemetry", "TensorBoardSink", "WandbSink"]

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw.algorithms.base import Group
-from muonsw.algorithms.muon import STACK
-from muonsw.telemetry.measurements import Measurements, Piece, compute_dtype, inner, norm
+from muonsw.matrices import STACK
 from muonsw.telemetry.observe_ours import MOMENTUM_KEYS
 from muonsw.telemetry.parameters import ModelView, matrix_view, members
+from muonsw.telemetry.record import Measurements, Piece, inner, measuring_dtype, norm
+from muonsw.work import Group
 
 # torch optimizers that shrink weights by lr * weight_decay before they move them.
 _DECOUPLED = (torch.optim.AdamW, torch.optim.Muon)
@@ -57,7 +57,7 @@ class AnyOptimizerObserver:
 
     def _measure(self, group: Group, param: Tensor) -> None:
         phi = known_decay(self.optimizer, group)
-        old, dtype = self._before[param], compute_dtype(param)
+        old, dtype = self._before[param], measuring_dtype(param)
         w = self._rows_of(group, param, old, dtype)
         rows = self._gradients.get(param) or self._gradient_rows(group, param)
         rows["weight"] = rows["decayed"] = norm(w)
@@ -76,7 +76,7 @@ class AnyOptimizerObserver:
         if grad is None:
             return {}
         dense = grad if grad.layout == torch.strided else grad.to_dense()
-        dtype = compute_dtype(param)
+        dtype = measuring_dtype(param)
         w, g = (self._rows_of(group, param, t, dtype) for t in (self._before[param], dense))
         return {"gradient": norm(g), "weight_gradient": inner(w, g)}
 

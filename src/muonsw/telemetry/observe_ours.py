@@ -1,4 +1,4 @@
-"""Measuring the optimizers of this package, at the moment they change the weights, with the coefficients they use."""
+"""Measuring the optimizers of this package, at the moment they change the weights, with the rates they use."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from muonsw import norms
-from muonsw.algorithms import ALGORITHMS, Item
-from muonsw.algorithms.base import WHOLE, Coefficients, FusedUpdate, Group, Part, Update
-from muonsw.algorithms.muon import STACK, matrix_shape
+from muonsw.algorithms import ALGORITHMS
+from muonsw.algorithms.base import FusedUpdate, Rates, Update
 from muonsw.apply import apply_update
 from muonsw.distributed.shards import local, offset
+from muonsw.matrices import STACK, MatrixView, Part
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION
-from muonsw.telemetry.measurements import Measurements, Piece, compute_dtype, inner, norm
-from muonsw.telemetry.over_ranks import Shared
+from muonsw.step import collect
 from muonsw.telemetry.parameters import ModelView, matrix_view, members
-from muonsw.work import work_of
+from muonsw.telemetry.record import Measurements, MeasuringRanks, Piece, inner, measuring_dtype, norm
+from muonsw.work import Group, Item
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 
@@ -85,7 +85,7 @@ class OurOptimizerObserver:
     def begin(self, closure: bool) -> None:  # noqa: ARG002
         """Measure the next update: from now on the optimizer hands its updates to `apply`."""
         self.measured, self._matrices, self._ok = Measurements(), Counter(), None
-        self._skipped_before = self.optimizer._notices.skipped_on_host
+        self._skipped_before = self.optimizer._counters.skipped_on_host
         self.optimizer._observer = self
 
     def stop(self) -> None:
@@ -96,7 +96,7 @@ class OurOptimizerObserver:
         """Stop measuring, and say whether the update was skipped; of a skipped update only the weights are measured."""
         self.stop()
         self.measured.shared = self._shared()
-        if self.optimizer._notices.skipped_on_host > self._skipped_before:
+        if self.optimizer._counters.skipped_on_host > self._skipped_before:
             self._measure_weights()
             return True
         return self._ok is not None and not bool(self._ok)
@@ -106,40 +106,40 @@ class OurOptimizerObserver:
         """Updates skipped so far."""
         return self.optimizer.skipped_steps
 
-    def apply(self, group: Group, update: Update | FusedUpdate, coefficients: Coefficients) -> None:
+    def apply(self, group: Group, update: Update | FusedUpdate, rates: Rates) -> None:
         """Apply an update exactly as without telemetry, and measure it.
 
         Weights whose change does not follow from decay and direction are measured before and after.
         """
-        self._ok = coefficients.ok
+        self._ok = rates.ok
         if isinstance(update, FusedUpdate):
-            self._apply_fused(group, update, coefficients)
+            self._apply_fused(group, update, rates)
             return
         weight = update.parts[0].item.param
-        dtype, follows = compute_dtype(weight), change_follows(group, weight)
+        dtype, follows = measuring_dtype(weight), change_follows(group, weight)
         measured = []
         for bundle in self._bundles(group, update):
             before = bundle.weights(dtype) if follows else bundle.weights_before(dtype)
             measured.append((bundle, before, self._measure(group, bundle, before)))
-        apply_update(group, update, coefficients)
+        apply_update(group, update, rates)
         for bundle, before, rows in measured:
             if not follows:
                 rows["change"] = norm(torch.sub(bundle.weights(dtype), before, out=before))
-            self.measured.add(self._pieces(group, bundle, update.scale, coefficients), rows)
+            self.measured.add(self._pieces(group, bundle, update.scale, rates), rows)
 
-    def _apply_fused(self, group: Group, update: FusedUpdate, coefficients: Coefficients) -> None:
+    def _apply_fused(self, group: Group, update: FusedUpdate, rates: Rates) -> None:
         """Let the kernel make the whole update, and measure it afterwards, beside a copy of the weights."""
         before = [part.region.of(part.item.param).clone() for part in update.parts]
-        apply_update(group, update, coefficients)
+        apply_update(group, update, rates)
         known = Update(update.parts, update.directions(), update.scale)
         old = {id(part): weight for part, weight in zip(update.parts, before, strict=True)}
-        dtype = compute_dtype(update.parts[0].item.param)
+        dtype = measuring_dtype(update.parts[0].item.param)
         for bundle in self._bundles(group, known):
             weights = bundle.gather((old[id(part)] for part in bundle.parts), dtype)
             rows = self._measure(group, bundle, weights)
             if not change_follows(group, bundle.parts[0].item.param):
                 rows["change"] = norm(bundle.weights(dtype) - weights)
-            self.measured.add(self._pieces(group, bundle, update.scale, coefficients), rows)
+            self.measured.add(self._pieces(group, bundle, update.scale, rates), rows)
 
     def _measure(self, group: Group, bundle: Bundle, w: Tensor) -> dict[str, Tensor]:
         """What is known before the weights change."""
@@ -154,13 +154,14 @@ class OurOptimizerObserver:
         rows["decayed"] = norm(torch.where(w * d >= 0, w, 0)) if group["cautious"] else rows["weight"]
         return rows
 
-    def _pieces(self, group: Group, bundle: Bundle, scale: float, coefficients: Coefficients) -> list[Piece]:
+    def _pieces(self, group: Group, bundle: Bundle, scale: float, rates: Rates) -> list[Piece]:
         side, with_momentum = 0, _momentum_key(bundle.parts[0]) is not None
         rule = norms.acting(group)
-        if group["algorithm"] == "muon" and (rule is None or rule.update is None):
-            side = min(self._matrix(group, bundle.parts[0])[1:])
+        view = ALGORITHMS[group["algorithm"]].view(group)
+        if view is not None and (rule is None or rule.update is None):
+            side = min(_matrix(view, bundle.parts[0])[1:])
         follows = change_follows(group, bundle.parts[0].item.param)
-        eta, phi = coefficients.applied(bundle.parts[0].item.param.dtype)
+        eta, phi = rates.applied(bundle.parts[0].item.param.dtype)
         share = phi if rule is None else None  # a norm rule takes another share of every weight
         factors = (side, with_momentum, eta, scale, share, follows)
         return [
@@ -189,34 +190,22 @@ class OurOptimizerObserver:
     def _blocks(self, group: Group, part: Part) -> list[RowBlock]:
         """How a part falls into matrices: Muon's are whole, those of other rules may have been cut anywhere.
 
-        Matrices of a parameter that is spread over ranks have the same numbers on every rank.
+        Matrices of a sharded parameter have the same numbers on every rank.
         """
         item, weight = part.item, part.region.of(part.item.param)
         if self.optimizer._ranks.is_elsewhere(item.parameter):
             return []  # its owner measures it
         size = weight.numel()
-        if group["algorithm"] == "muon" or not (part.region == WHOLE or part.region.flat):
-            rows, columns = matrix_shape(weight.shape, group.get("matrix")) if weight.dim() > 1 else (1, size)
+        view = ALGORITHMS[group["algorithm"]].view(group)
+        if view is not None:
+            rows, columns = view.rows_columns(weight.shape)
             count = size // (rows * columns)
-            first = self._matrices[item.param] if item.whole is None else self._matrix(group, part)[0]
+            first = self._matrices[item.param] if item.whole is None else _matrix(view, part)[0]
             self._matrices[item.param] += count
             return [RowBlock(0, count, rows * columns, first)]
         area, before = self._area(group, item)
-        start = part.region.narrows[0][1] if part.region.flat else 0
+        start = part.region.cuts[0][1] if part.region.flat else 0
         return [block._replace(first=block.first + before) for block in _cut_blocks(start, size, area)]
-
-    def _matrix(self, group: Group, part: Part) -> tuple[int, int, int]:
-        """The number of the first matrix of Muon in a part, and rows and columns of the whole matrix."""
-        rule, shape = ALGORITHMS["muon"].whole, part.item.parameter.shape
-        assert rule is not None
-        axes = rule.first_axis(group, len(shape))
-        starts = list(offset(part.item.parameter))
-        for axis, start, _ in part.region.narrows:
-            starts[axis] += start
-        for number, (narrows, rows, columns) in enumerate(rule.cells(group, shape)):
-            if all(begin <= starts[axis] < begin + length for axis, begin, length in narrows):
-                return number * math.prod(shape[:axes]) + _place_in_stack(starts, shape, axes), rows, columns
-        raise AssertionError("a part lies in one of the matrices of its parameter")
 
     def _area(self, group: Group, item: Item) -> tuple[int, int]:
         """Entries of one expert of a stack, else of the whole parameter; and the experts before this rank's first."""
@@ -228,23 +217,36 @@ class OurOptimizerObserver:
 
     def _measure_weights(self) -> None:
         """Measure the weights alone: the update was skipped on the host before anything was computed."""
-        for batch in work_of(self.optimizer):
+        for batch in collect(self.optimizer):
             for item in (item for item in batch.items if item.param.numel()):
                 if not self.optimizer._ranks.is_elsewhere(item.parameter):
                     area, first = self._area(batch.group, item)
-                    w = item.param.detach().reshape(-1, area).to(compute_dtype(item.param))
+                    w = item.param.detach().reshape(-1, area).to(measuring_dtype(item.param))
                     self.measured.add([Piece(item.parameter, first, w.shape[0], area)], {"weight": norm(w)})
 
-    def _shared(self) -> dict[Tensor, Shared]:
+    def _shared(self) -> dict[Tensor, MeasuringRanks]:
         """The parameters of which other ranks measure other parts."""
         found = {}
         for group, _, _, param in members(self.optimizer):
             ranks = self.optimizer._ranks.measuring_group(param)
             if ranks is not None:
-                matrices = ALGORITHMS[group["algorithm"]].matrices(group, param)
+                matrices = ALGORITHMS[group["algorithm"]].count_matrices(group, param)
                 stack = math.prod(param.shape[:-2])  # how other rules see a stack, at most
-                found[param] = Shared(ranks, local(param).device, max(matrices, stack))
+                found[param] = MeasuringRanks(ranks, local(param).device, max(matrices, stack))
         return found
+
+
+def _matrix(view: MatrixView, part: Part) -> tuple[int, int, int]:
+    """The number of the first matrix in a part, and rows and columns of the whole matrix."""
+    shape = part.item.parameter.shape
+    axes = view.stack_axes(len(shape))
+    starts = list(offset(part.item.parameter))
+    for axis, start, _ in part.region.cuts:
+        starts[axis] += start
+    for number, (region, rows, columns) in enumerate(view.cells(shape)):
+        if all(begin <= starts[axis] < begin + length for axis, begin, length in region.cuts):
+            return number * math.prod(shape[:axes]) + _place_in_stack(starts, shape, axes), rows, columns
+    raise AssertionError("a part lies in one of the matrices of its parameter")
 
 
 def _place_in_stack(starts: Sequence[int], shape: Sequence[int], axes: int) -> int:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muonsw import norms, peak
-from muonsw.algorithms.base import Group
-from muonsw.algorithms.muon import FLATTEN, STACK, split_axis, split_sizes
+from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
+from muonsw.matrices import FLATTEN, STACK
 from muonsw.routing import classify
+from muonsw.work import Group
 
 ModelView = dict[Tensor, tuple[str, str, str | None]]
 
@@ -87,9 +88,10 @@ def matrices(group: Group, param: Tensor, view: str | None) -> list[Tensor]:
     if param.dim() < 2 or (param.dim() > 2 and view is None) or param.numel() == 0:
         return []
     parts: Sequence[Tensor] = (param,)
-    sizes = split_sizes(group, param) if group.get("algorithm") == "muon" else None
-    if sizes:
-        parts = torch.split_with_sizes(param, list(sizes), dim=split_axis(group, param))
+    own = ALGORITHMS[group["algorithm"]].view(group) if "algorithm" in group else None
+    sizes = None if own is None else own.sizes(param.shape)
+    if own is not None and sizes is not None:
+        parts = torch.split_with_sizes(param, list(sizes), dim=own.split_axis(param.shape))
     if view == FLATTEN:
         return [part.reshape(1, part.shape[0], -1) for part in parts]
     return [part.reshape(-1, *part.shape[-2:]) for part in parts]

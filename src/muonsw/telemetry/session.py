@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from muonsw import machine
 from muonsw.clipping import clipped_share
-from muonsw.distributed.shards import is_spread, whole
+from muonsw.distributed.shards import is_dtensor, whole
+from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry.observe_any import AnyOptimizerObserver
 from muonsw.telemetry.observe_ours import OurOptimizerObserver
 from muonsw.telemetry.parameters import matrices, members, model_view, parameter_infos
 from muonsw.telemetry.record import Record, build
 from muonsw.telemetry.spectrum import Spectra, SpectralNorms, condition_numbers
-from muonsw.wrapped import unwrap_optimizer
 
 Sink = Callable[[Record], object]
 
@@ -179,9 +179,9 @@ class Telemetry:
             return spectra
         infos = parameter_infos(optimizer, self._view)
         for group, _, _, param in members(optimizer):
-            spread = is_spread(param)  # brought together on all ranks, also where one of them lacks a gradient
+            sharded = is_dtensor(param)  # brought together on all ranks, also where one of them lacks a gradient
             batches = matrices(group, whole(param), infos[param].matrix)
-            if not batches or not (closure or spread or param.grad is not None):
+            if not batches or not (closure or sharded or param.grad is not None):
                 continue
             if self._norms is not None:
                 spectra.setdefault("spectral_norm", {})[param] = self._norms.measure(param, batches)
@@ -221,7 +221,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if not params:
         raise ValueError(f"this {type(optimizer).__name__} has no parameters, so there is nothing to measure")
     for name, param in params:
-        if is_spread(param) and not isinstance(optimizer, ScaledDecayOptimizer):
+        if is_dtensor(param) and not isinstance(optimizer, ScaledDecayOptimizer):
             raise ValueError(
                 f"{name} is sharded (a DTensor), which can be measured with optimizers of this library only"
             )

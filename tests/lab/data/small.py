@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from muonsw.lab.data.shards import Group, Prepared, open_shard, shard_path, write_shard
+from muonsw.lab.data.shards import DataRecord, Group, open_shard, shard_path, write_shard
 
 DIGEST = "0123456789abcdef"
 
 
 def record_of(vocab_size=50_000, **fields):
-    return Prepared("ab" * 32, vocab_size, validation_fraction=0.1, group_characters=1000, **fields)
+    return DataRecord("ab" * 32, vocab_size, validation_fraction=0.1, group_characters=1000, **fields)
 
 
 def make_shards(folder, *counts, vocab_size=50_000):

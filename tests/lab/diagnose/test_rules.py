@@ -10,7 +10,7 @@ import pytest
 from muonsw.lab.diagnose import RULES, History, Severity, diagnose, examine
 from muonsw.lab.diagnose.rules import Finding, ordered
 from muonsw.lab.runs import load_run
-from muonsw.theory import steady_state_norm_with_memory
+from muonsw.lab.theory import steady_state_norm_with_memory
 from tests.lab.diagnose.runs import MEMORY, make_history, make_run
 
 # Relaxation-matched to the paper: lambda * peak * steps = 40.

@@ -24,7 +24,7 @@ from muonsw.lab.studies.mup import (
     measure_widths,
 )
 from muonsw.lab.train.groups import build_optimizer
-from muonsw.scale import match_rms_adamw
+from muonsw.matrices import match_rms_adamw
 
 ARMS = {experiment.name: experiment for experiment in EXPERIMENTS}
 LITTLE = {"seeds": 3, "layers": 1, "experts": 2, "vocab": 32}

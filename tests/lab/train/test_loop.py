@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.processes import torch_threads
+from muonsw.lab.theory.schedule import lr_scheduler
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
-from muonsw.schedule import lr_scheduler
 from tests.faults.killing import in_child
 from tests.lab.train.small import losses, small_run
 

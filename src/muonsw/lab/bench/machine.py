@@ -83,7 +83,7 @@ def product_rate(device: torch.device) -> float:
 
 
 def peak_extra_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """Memory that a call takes beyond what it leaves behind; None where nobody counts it."""
+    """Memory that a call takes beyond what it leaves behind; None where it is not counted."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

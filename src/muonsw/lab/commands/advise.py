@@ -9,8 +9,8 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, arg
 
-from muonsw.advice import Advice, advise
 from muonsw.decay import DECAY_RULES
+from muonsw.lab.advice import Advice, advise
 from muonsw.lab.errors import UsageError
 from muonsw.lab.storage import plain
 from muonsw.lab.terminal import say

@@ -13,7 +13,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
 from muonsw.lab.data.corpus import FINEWEB, Corpus, Extent, Source
 from muonsw.lab.data.prepare import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
-from muonsw.lab.data.shards import SPLITS, Group, Prepared, read_record, verify_folder
+from muonsw.lab.data.shards import SPLITS, DataRecord, Group, read_record, verify_folder
 from muonsw.lab.progress import View, showing
 from muonsw.lab.terminal import say
 from muonsw.text import counted
@@ -196,7 +196,7 @@ class Data:
         return self.action.run()
 
 
-def contents(record: Prepared) -> str:
+def contents(record: DataRecord) -> str:
     """What a folder holds, in a few words."""
     size = sum(group.bytes for group in record.groups)
     text = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"

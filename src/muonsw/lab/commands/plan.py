@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
-from muonsw.advice import Advice, advise
+from muonsw.lab.advice import Advice, advise
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import muon_lr_multiplier, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe

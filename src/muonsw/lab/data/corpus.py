@@ -35,7 +35,7 @@ class Extent(NamedTuple):
     bytes: int | None = None
 
     def fraction(self, documents: int, size: int) -> float | None:
-        """How much of it is done, or None if nobody knows.
+        """How much of it is done, or None if it is not known.
 
         Examples:
             >>> Extent(documents=10).fraction(5, 100), Extent(10, 50).fraction(5, 100), Extent().fraction(5, 100)
@@ -242,7 +242,7 @@ def fineweb_documents(dataset: str | Path = FINEWEB, sample: str = "sample-10BT"
 
 
 def _name_damaged(dataset: Path) -> None:
-    """Read a local dataset file by file, so that the one which cannot be read is named; streaming does not tell."""
+    """Read a local dataset file by file, so that the one which cannot be read is named; streaming does not say."""
     for path in sorted(dataset.rglob("*.parquet")) if dataset.is_dir() else [dataset]:
         for _ in file_documents(path):
             pass

@@ -149,7 +149,7 @@ class ValidationLoader:
     def parts(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
         """What one rank reads, and how many rows of each batch count; together all ranks read every window once.
 
-        Every rank has as many batches, since a model that is spread over ranks needs them all for a forward pass; one
+        Every rank has as many batches, since a sharded model needs them all for a forward pass; one
         that has nothing left reads the first window again, and none of its rows count.
         """
         for start in range(self.batch * rank, len(self) * self.batch + self.batch * rank, self.batch * ranks):

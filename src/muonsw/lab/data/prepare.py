@@ -24,8 +24,8 @@ from muonsw.lab.data.corpus import Corpus, Source, up_to
 from muonsw.lab.data.shards import (
     RECORD,
     SPLITS,
+    DataRecord,
     Group,
-    Prepared,
     ShardError,
     Split,
     Tokens,
@@ -124,7 +124,7 @@ def prepare_default(
     processes: int | None = None,
     wait: float = 600.0,
     **corpus: Any,
-) -> Prepared:
+) -> DataRecord:
     """Data without a command line: prepares the folder once, and only looks at it from then on.
 
     A folder that is complete and has these settings is taken as it is, without reading the documents again. Several
@@ -139,7 +139,7 @@ def prepare_default(
     return _complete(folder, settings) or prepare_corpus(folder, settings, processes=processes, wait=wait)
 
 
-def _complete(folder: Path, settings: DataSettings) -> Prepared | None:
+def _complete(folder: Path, settings: DataSettings) -> DataRecord | None:
     """The record of a folder that needs no work: same settings, and every shard in its place."""
     wanted = {**settings.sizes(), **settings.recipe()}
     if not (folder / RECORD).exists():
@@ -165,7 +165,7 @@ def prepare_corpus(
     wait: float = 0.0,
     finished: Callable[[Group], None] = lambda _: None,
     begun: Callable[[str], None] = lambda _: None,
-) -> Prepared:
+) -> DataRecord:
     """Make the tokenizer and the shards of a folder; what is there already of the same settings is kept.
 
     Args:
@@ -189,7 +189,7 @@ def prepare_corpus(
         begun("tokenizer")
         tokenizer, trained_on = _make_tokenizer(folder, settings, sizes["validation_fraction"])
         recipe |= {"trained_on": trained_on}
-        record = Prepared(tokenizer.identity, tokenizer.vocab_size, **sizes, recipe=recipe)
+        record = DataRecord(tokenizer.identity, tokenizer.vocab_size, **sizes, recipe=recipe)
         number, threads = _workforce(settings.corpus, processes)
         begun("documents")
         documents = settings.corpus.documents()
@@ -206,7 +206,7 @@ def prepare(
     finished: Callable[[Group], None] = lambda _: None,
     processes: int = 1,
     threads: int = 1,
-) -> Prepared:
+) -> DataRecord:
     """Encode documents, in a fixed order, into the shards of a folder, each followed by an end of document.
 
     What an earlier run with the same settings finished is kept, and `finished` is called for it, too. A share of the
@@ -219,7 +219,7 @@ def prepare(
     """
     if processes < 1 or threads < 1:
         raise ValueError(f"preparing needs at least 1 process and 1 thread, not {processes} and {threads}")
-    record = Prepared(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters)
+    record = DataRecord(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters)
     with locked(folder):
         return _fill(documents, tokenizer, folder, record, finished=finished, processes=processes, threads=threads)
 
@@ -243,12 +243,12 @@ def _fill(
     documents: Iterable[str],
     tokenizer: Tokenizer,
     folder: Path,
-    record: Prepared,
+    record: DataRecord,
     *,
     finished: Callable[[Group], None],
     processes: int,
     threads: int,
-) -> Prepared:
+) -> DataRecord:
     """Write every shard that a locked folder lacks, and its record."""
     earlier = earlier_groups(folder, record.settings)
     record = replace(record, tokenizer_description=store(tokenizer, folder))
@@ -286,7 +286,7 @@ def _fill(
 
 
 def _encode(
-    job: _Texts, _tell: Tell, *, tokenizer: Tokenizer, folder: Path, record: Prepared, threads: int
+    job: _Texts, _tell: Tell, *, tokenizer: Tokenizer, folder: Path, record: DataRecord, threads: int
 ) -> tuple[int, Group]:
     """Write the shards of a group, one for each split that got documents."""
     tokens: dict[Split, int] = {}
@@ -395,7 +395,7 @@ def earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
     return record.groups
 
 
-def _kept_group(folder: Path, job: _Texts, earlier: tuple[Group, ...], record: Prepared) -> Group | None:
+def _kept_group(folder: Path, job: _Texts, earlier: tuple[Group, ...], record: DataRecord) -> Group | None:
     """The group on record, if it was made of the same texts and its shards are still there."""
     if job.number >= len(earlier) or earlier[job.number].digest != job.digest:
         return None
@@ -408,7 +408,7 @@ def _kept_group(folder: Path, job: _Texts, earlier: tuple[Group, ...], record: P
     return group
 
 
-def _remove_others(folder: Path, record: Prepared) -> None:
+def _remove_others(folder: Path, record: DataRecord) -> None:
     """Delete shards of documents that have changed since they were written."""
     ours = {path for split in SPLITS for path in record.paths(folder, split)}
     for path in folder.iterdir():

@@ -58,7 +58,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class DataRecord:
     """What a folder of shards holds, and the settings that decided it."""
 
     tokenizer: str  # its `identity`
@@ -115,7 +115,7 @@ class Shard(NamedTuple):
     vocab_size: int
 
 
-class Checked(NamedTuple):
+class ShardCheck(NamedTuple):
     """What `verify_folder` found: a file or the whole folder, what is wrong if anything, and how many good tokens."""
 
     path: Path
@@ -128,7 +128,7 @@ def shard_path(folder: Path, split: Split, number: int, digest: str) -> Path:
     return folder / f"{split}-{number:05}-{digest[:8]}.tokens"
 
 
-def read_record(folder: Path) -> Prepared:
+def read_record(folder: Path) -> DataRecord:
     """What is on record about a folder.
 
     Raises:
@@ -144,17 +144,17 @@ def read_record(folder: Path) -> Prepared:
     if found != FORMAT:
         raise UsageError(f"{path} is of format {found}, and this muonsw reads format {FORMAT}: {fix}")
     try:
-        return from_data(Prepared, fields)
+        return from_data(DataRecord, fields)
     except ValueError as error:
         raise UsageError(f"{path} cannot be read ({error}): {fix}") from error
 
 
-def save_record(folder: Path, record: Prepared) -> None:
+def save_record(folder: Path, record: DataRecord) -> None:
     """Replace the record of a folder."""
     write_json(folder / RECORD, {"format": FORMAT, **asdict(record)}, remedy=KEPT)
 
 
-def write_shard(path: Path, pieces: Iterable[Tokens], record: Prepared) -> tuple[int, str]:
+def write_shard(path: Path, pieces: Iterable[Tokens], record: DataRecord) -> tuple[int, str]:
     """Write tokens, in pieces of which one at a time is held in memory; returns how many they are and their SHA-256.
 
     Raises:
@@ -193,7 +193,7 @@ def open_split(folder: Path, split: Split) -> list[Shard]:
     return [open_shard(path, group, split, record, check=check) for path, group in shards]
 
 
-def open_shard(path: Path, group: Group, split: Split, record: Prepared, *, check: bool = False) -> Shard:
+def open_shard(path: Path, group: Group, split: Split, record: DataRecord, *, check: bool = False) -> Shard:
     """Map one shard after comparing its size with the record, and with `check` its content."""
     count = group.tokens[split]
     try:
@@ -222,22 +222,22 @@ def check_tokens(shard: Shard) -> None:
             raise ShardError(f"{shard.path}: {outside} is outside the vocabulary of {shard.vocab_size}: {AGAIN}")
 
 
-def verify_folder(folder: Path) -> Iterator[Checked]:
+def verify_folder(folder: Path) -> Iterator[ShardCheck]:
     """Check the record, the tokenizer, and every token of every shard, one after the other."""
     record = read_record(folder)
     if not record.complete:
-        yield Checked(folder, f"{folder} is not prepared to the end: run the same `muonsw data prepare` again")
+        yield ShardCheck(folder, f"{folder} is not prepared to the end: run the same `muonsw data prepare` again")
     try:
         load_tokenizer(folder)
     except UsageError as error:
-        yield Checked(folder, str(error))
+        yield ShardCheck(folder, str(error))
     for split in SPLITS:
         for path, group in record.shards(folder, split):
             try:
                 check_tokens(open_shard(path, group, split, record, check=True))
-                yield Checked(path, None, group.tokens[split])
+                yield ShardCheck(path, None, group.tokens[split])
             except ShardError as error:
-                yield Checked(path, str(error))
+                yield ShardCheck(path, str(error))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -252,7 +252,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def fingerprint(record: Prepared) -> str:
+def fingerprint(record: DataRecord) -> str:
     """A short hash of all tokens of a folder and of what made them."""
     shards = (f"{split}:{checksum}" for group in record.groups for split, checksum in group.checksums.items())
     return hashlib.sha256("\n".join([record.tokenizer, *shards]).encode()).hexdigest()[:16]

@@ -16,7 +16,7 @@ import numpy as np
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import student_t_quantile
 from muonsw.lab.diagnose.history import LATE, LINEAR, QUADRATIC, Array, History
-from muonsw.theory import constant_decay_norm_limit, scaled_decay_norm_limit
+from muonsw.lab.theory import constant_decay_norm_limit, scaled_decay_norm_limit
 
 CONFIDENCE = 0.95
 MIN_SAMPLES = 5

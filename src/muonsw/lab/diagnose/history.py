@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import Points, Run, last
-from muonsw.theory import HypothesisError, NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
-from muonsw.theory.sampled import window_in_steps, windowed_line
+from muonsw.lab.theory import HypothesisError, NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
+from muonsw.lab.theory.sampled import window_in_steps, windowed_line
 
 Array = NDArray[np.float64]
 NORM_KEYS = ("weight_rms", "update_rms", "decay", "alignment_update")

@@ -25,7 +25,7 @@ HEAD_BYTES = 4096
 
 
 def write_own(path: Path, content: str | bytes) -> Path:
-    """Write a page, a figure or a diagnosis, unless somebody else's file is there."""
+    """Write a page, a figure or a diagnosis, unless a file that is not ours is there."""
     require_own([path])
     return write_atomically(path, content)
 

@@ -1,7 +1,7 @@
 r"""Reading runs back: configuration, environment, result, and every recorded number as a column.
 
 A folder that is still being written loads as far as it has got. A file of the JSON lines that `muonsw.Telemetry` writes
-in somebody's own loop is a run without a configuration.
+in a user's own loop is a run without a configuration.
 
 Examples:
     >>> import pathlib, tempfile

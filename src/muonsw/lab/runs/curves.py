@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from muonsw.lab.runs.run import Points
-from muonsw.theory.sampled import window_in_steps, windowed_line
+from muonsw.lab.theory.sampled import window_in_steps, windowed_line
 
 # From so many samples on a curve is smoothed, over this share of the run.
 NOISY, NEIGHBOURHOOD = 60, 0.05

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs.metrics import POOLED, Columns, Values, read_metrics
 from muonsw.lab.storage import read_object
-from muonsw.theory import HypothesisError
-from muonsw.theory.tracking import NormHistory, predict_norms
+from muonsw.lab.theory import HypothesisError
+from muonsw.lab.theory.tracking import NormHistory, predict_norms
 
 Points = tuple[NDArray[np.int64], Values]
 METRICS = "metrics.jsonl"
@@ -86,7 +86,7 @@ class Scopes:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, or the JSON lines that `muonsw.Telemetry` wrote in somebody's own training loop, loaded."""
+    """A run folder, or the JSON lines that `muonsw.Telemetry` wrote in a user's own training loop, loaded."""
 
     name: str
     path: Path

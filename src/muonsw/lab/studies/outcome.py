@@ -15,8 +15,8 @@ from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
 from muonsw.lab.tables import Cell, Column, Table, Value, change_text
+from muonsw.lab.theory import relaxation_number
 from muonsw.lab.train.config import RunConfig
-from muonsw.theory import relaxation_number
 
 Measure = Callable[[Run], float]
 

@@ -24,7 +24,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from muonsw.distributed.shards import is_spread, spread_like
+from muonsw.distributed.shards import is_dtensor, shard_like
 from muonsw.lab.errors import UsageError
 from muonsw.lab.storage import numbered, plain, read_object, reported, sync
 from muonsw.lab.train.pieces import Reader, own_piece
@@ -44,7 +44,7 @@ class Resumable(Protocol):
 
     @property
     def model(self) -> torch.nn.Module:
-        """Its model, spread over ranks as it will be trained."""
+        """Its model, placed on ranks as it will be trained."""
 
     def load(self, saved: Checkpoint) -> None:
         """Go on from it."""
@@ -136,7 +136,7 @@ def read_pieces(path: Path, content: Mapping[str, Any], like: Mapping[str, Tenso
     Args:
         path: The checkpoint, of one process or of several ranks.
         content: Its JSON half.
-        like: Parameters by name. Of one that is spread over ranks, and of its state, only this rank's shard is read.
+        like: Parameters by name. Of a sharded one, and of its state, only this rank's shard is read.
 
     Raises:
         CheckpointError: If the files do not belong together.
@@ -154,9 +154,9 @@ def read_pieces(path: Path, content: Mapping[str, Any], like: Mapping[str, Tenso
 
 
 def _read_like(reader: Reader, name: str, param: Tensor | None) -> Tensor:
-    if param is None or not is_spread(param) or reader.shape(name) != tuple(param.shape):
+    if param is None or not is_dtensor(param) or reader.shape(name) != tuple(param.shape):
         return reader.read(name)
-    return spread_like(param.detach(), reader.read(name, own_piece(param)).to(param.device))
+    return shard_like(param.detach(), reader.read(name, own_piece(param)).to(param.device))
 
 
 @contextmanager
@@ -226,7 +226,7 @@ class Shelf:
     Attributes:
         folder: Where they are.
         keep: How many to keep besides the best.
-        note: Is told what was put aside or could not be deleted.
+        note: Called with what was put aside or could not be deleted.
         check: Reads a checkpoint that another process wrote, and raises `CheckpointError` if it is not whole.
     """
 

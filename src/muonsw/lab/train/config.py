@@ -11,10 +11,10 @@ from typing import Any
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.settings import as_data, from_data
+from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import AUTO, DTYPES
-from muonsw.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
 
 VERSION = 1
 LARGEST = 1 << 63

@@ -33,7 +33,7 @@ Note = Callable[[str], None]
 def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _text: None) -> Path:
     """Write the model of a run's newest checkpoint, or of that with the lowest validation loss, into a folder.
 
-    The folder is made if missing; `note` is told about checkpoints that are damaged and passed over.
+    The folder is made if missing; `note` is called with checkpoints that are damaged and passed over.
 
     Raises:
         UsageError: If the run has no whole checkpoint, or its data folder is gone.
@@ -71,7 +71,7 @@ def _require_own(folder: Path) -> None:
 def load_newest(
     run: Path, config: RunConfig, *, best: bool = False, note: Note = lambda _text: None
 ) -> checkpoint.Checkpoint:
-    """The newest whole checkpoint of a run, or its best; `note` is told about newer ones that are damaged.
+    """The newest whole checkpoint of a run, or its best; `note` is called with newer ones that are damaged.
 
     Raises:
         UsageError: If there is none, or if it is of a run with other settings.

@@ -48,7 +48,7 @@ def _agree(folder: Path, config: RunConfig) -> None:
     if os.path.lexists(folder / CONFIG) and begun:
         refuse_other_settings(folder, config)
     for path in checkpoint.newest_first(folder / CHECKPOINTS):
-        with suppress(checkpoint.CheckpointError):  # a damaged one is nobody's
+        with suppress(checkpoint.CheckpointError):  # a damaged one belongs to no run
             refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
     write_json(folder / CONFIG, config.as_data())
 

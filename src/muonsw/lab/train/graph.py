@@ -19,7 +19,7 @@ MOST_TOKENS = 65_536
 Result = TypeVar("Result")
 
 
-class Captured(Generic[Result]):
+class GraphedFunction(Generic[Result]):
     """A function that is captured once and then replayed on new batches of the same shape.
 
     What it returns is overwritten by the next call, so use it before.

@@ -55,7 +55,7 @@ class SaveClock:
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told what happens during a run.
+    """Callbacks for what happens during a run.
 
     Attributes:
         started: The run, before its first update; `step` says where it resumes.
@@ -74,7 +74,7 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     Args:
         config: The run.
         folder: Where it is, for all ranks.
-        watch: Who is told what happens; on rank 0.
+        watch: Callbacks for what happens; on rank 0.
         world: The ranks, each of which calls this with the same config.
 
     Returns:
@@ -182,7 +182,7 @@ def _updates(
             if last or stop or due or training.step % config.checkpoint_every == 0:
                 with clock.saving():
                     save(training, journal, metrics, shelf)
-                stop = world.largest(request.signal or 0)  # somebody may have asked meanwhile
+                stop = world.largest(request.signal or 0)  # a signal may have come meanwhile
             if stop or last:
                 shelf.finish()
             if stop and not last:

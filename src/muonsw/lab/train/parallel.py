@@ -79,7 +79,7 @@ class Sharded(Alone):
         return nullcontext()
 
 
-def spread(model: Decoder, config: RunConfig, world: World, device: torch.device) -> Alone:
+def place_model(model: Decoder, config: RunConfig, world: World, device: torch.device) -> Alone:
     """Put a model on all ranks, as the settings say."""
     if world.alone:
         return Alone(model)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,37 +19,10 @@ from safetensors.torch import load as load_bytes
 from torch import Tensor
 
 from muonsw.distributed.plan import share_by_cost
-from muonsw.distributed.shards import as_spread, is_spread, local, offset
+from muonsw.distributed.shards import as_dtensor, is_dtensor, local, offset
+from muonsw.matrices import Region, box
 
 Index = dict[str, Any]
-
-
-class TensorPiece(NamedTuple):
-    """A rectangular part of a tensor: where it starts, and its shape."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """How many numbers are in it."""
-        return math.prod(self.shape)
-
-    def common(self, other: TensorPiece) -> TensorPiece:
-        """What two parts of a tensor share; empty along an axis where they do not meet."""
-        start = tuple(map(max, self.start, other.start))
-        ends = map(min, self.end, other.end)
-        return TensorPiece(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        """One past the last place along each axis."""
-        return tuple(begin + size for begin, size in zip(self.start, self.shape, strict=True))
-
-    def within(self, outer: TensorPiece) -> tuple[slice, ...]:
-        """Where this part is in another that holds it."""
-        begins = [mine - theirs for mine, theirs in zip(self.start, outer.start, strict=True)]
-        return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True))
 
 
 def file_name(part: str, rank: int, size: int) -> str:
@@ -62,57 +35,57 @@ def file_name(part: str, rank: int, size: int) -> str:
     return f"{part}-{rank:05d}-of-{size:05d}"
 
 
-def own_piece(tensor: Tensor) -> TensorPiece:
+def own_piece(tensor: Tensor) -> Region:
     """The part of a tensor that this rank holds."""
-    return TensorPiece(offset(tensor), tuple(local(tensor).shape))
+    return box(offset(tensor), local(tensor).shape)
 
 
-def own_pieces(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, TensorPiece]:
+def own_pieces(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Region]:
     """What this rank writes: its shard of what is divided, and a share of what every rank holds whole."""
-    whole = [name for name, tensor in tensors.items() if not is_spread(tensor)]
+    whole = [name for name, tensor in tensors.items() if not is_dtensor(tensor)]
     owners = dict(zip(whole, share_by_cost([tensors[name].nbytes for name in whole], size), strict=True))
     pieces = {
         name: own_piece(tensor)
         for name, tensor in tensors.items()
         if (owners[name] == rank if name in owners else _is_first_copy(tensor))
     }
-    return {name: piece for name, piece in pieces.items() if piece.numel}
+    return {name: piece for name, piece in pieces.items() if math.prod(piece.lengths)}
 
 
 def _is_first_copy(tensor: Tensor) -> bool:
     """Whether no rank before this one holds the same shard."""
-    spread = as_spread(tensor)
-    places = spread.device_mesh.get_coordinate() or ()
-    return not any(place for place, how in zip(places, spread.placements, strict=True) if how.is_replicate())
+    sharded = as_dtensor(tensor)
+    places = sharded.device_mesh.get_coordinate() or ()
+    return not any(place for place, how in zip(places, sharded.placements, strict=True) if how.is_replicate())
 
 
-def merged(shapes: Mapping[str, Sequence[int]], by_rank: Iterable[Mapping[str, TensorPiece]]) -> Index:
+def merged(shapes: Mapping[str, Sequence[int]], by_rank: Iterable[Mapping[str, Region]]) -> Index:
     """The index of one part of a checkpoint, from what each rank writes of it."""
     index: Index = {name: {"shape": list(shape), "pieces": {}} for name, shape in shapes.items()}
     for rank, pieces in enumerate(by_rank):
         for name, piece in pieces.items():
-            index[name]["pieces"][str(rank)] = list(piece.start)
+            index[name]["pieces"][str(rank)] = list(piece.starts)
     return index
 
 
-def follow_each_other(shape: tuple[int, ...], pieces: Sequence[TensorPiece]) -> bool:
+def follow_each_other(shape: tuple[int, ...], pieces: Sequence[Region]) -> bool:
     """Whether pieces fill a tensor, one after another along one axis, as ranks divide it.
 
     Examples:
-        >>> follow_each_other((4, 2), [TensorPiece((3, 0), (1, 2)), TensorPiece((0, 0), (3, 2))])
+        >>> follow_each_other((4, 2), [box((3, 0), (1, 2)), box((0, 0), (3, 2))])
         True
-        >>> follow_each_other((4, 2), [TensorPiece((1, 0), (3, 2)), TensorPiece((0, 0), (3, 2))])
+        >>> follow_each_other((4, 2), [box((1, 0), (3, 2)), box((0, 0), (3, 2))])
         False
     """
-    axis = next((axis for piece in pieces for axis, size in enumerate(piece.shape) if size != shape[axis]), 0)
+    axis = next((axis for piece in pieces for axis, size in enumerate(piece.lengths) if size != shape[axis]), 0)
     place = 0
     for piece in sorted(pieces):
-        beside = [size for number, size in enumerate(piece.shape) if number != axis]
-        if len(piece.start) != len(shape) or beside != [size for number, size in enumerate(shape) if number != axis]:
+        beside = [size for number, size in enumerate(piece.lengths) if number != axis]
+        if len(piece.starts) != len(shape) or beside != [size for number, size in enumerate(shape) if number != axis]:
             return False
-        if any(begin != (place if number == axis else 0) for number, begin in enumerate(piece.start)):
+        if any(begin != (place if number == axis else 0) for number, begin in enumerate(piece.starts)):
             return False
-        place += piece.shape[axis] if shape else 1
+        place += piece.lengths[axis] if shape else 1
     return place == (shape[axis] if shape else 1) or 0 in shape
 
 
@@ -150,37 +123,37 @@ class Reader:
             return tuple(self._file(self.part).get_slice(name).get_shape())
         return tuple(int(size) for size in self.index[name]["shape"])
 
-    def read(self, name: str, part: TensorPiece | None = None) -> Tensor:
+    def read(self, name: str, part: Region | None = None) -> Tensor:
         """A part of a tensor, or all of it."""
         shape = self.shape(name)
-        wanted = part or TensorPiece((0,) * len(shape), shape)
+        wanted = part or box((0,) * len(shape), shape)
         pieces = list(self._pieces(name, shape))
         if not follow_each_other(shape, [piece for _, piece in pieces]):
             raise ValueError(f"the pieces of {name} do not make a whole")
         if len(pieces) == 1 and pieces[0][1] == wanted:
             return self._file(pieces[0][0]).get_tensor(name)  # type: ignore[no-any-return]
-        found = self._nothing(pieces, name).new_empty(wanted.shape)
+        found = self._nothing(pieces, name).new_empty(wanted.lengths)
         for file, piece in pieces:
-            common = wanted.common(piece)
-            if common.numel:
-                found[common.within(wanted)] = self._file(file).get_slice(name)[common.within(piece)]
+            there, here = wanted.within(piece), piece.within(wanted)
+            if math.prod(there.lengths):
+                found[here.slices] = self._file(file).get_slice(name)[there.slices]
         return found
 
-    def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, TensorPiece]]:
+    def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, Region]]:
         """Which file holds which part of a tensor; sizes are those of the files, not of the index."""
         if self.index is None:
-            yield self.part, TensorPiece((0,) * len(shape), shape)
+            yield self.part, box((0,) * len(shape), shape)
             return
         for rank, start in self.index[name]["pieces"].items():
             file = file_name(self.part, int(rank), self.ranks)
-            yield file, TensorPiece(tuple(map(int, start)), tuple(self._file(file).get_slice(name).get_shape()))
+            yield file, box(tuple(map(int, start)), self._file(file).get_slice(name).get_shape())
 
-    def _nothing(self, pieces: Sequence[tuple[str, TensorPiece]], name: str) -> Tensor:
+    def _nothing(self, pieces: Sequence[tuple[str, Region]], name: str) -> Tensor:
         """No number of a tensor, in the dtype of all of them."""
         if not pieces:
             return torch.empty(0)
         file, piece = pieces[0]
-        none = tuple(slice(0, 0) for _ in piece.shape)
+        none = tuple(slice(0, 0) for _ in piece.lengths)
         return self._file(file).get_slice(name)[none]  # type: ignore[no-any-return]
 
     def _file(self, name: str) -> Any:

@@ -35,7 +35,7 @@ class Journal:
 
     Attributes:
         training: The run.
-        sinks: Who gets the records; nobody on ranks that do not lead.
+        sinks: Where the records go; empty on ranks that do not lead.
     """
 
     training: Training
@@ -133,7 +133,7 @@ class MetricsFile:
             the run begins, and what an earlier beginning wrote is kept under another name.
         log_every: Updates between training records, by which missing ones are found.
         latest: The evaluation that the checkpoint knows, by which the file of another run is found.
-        note: Is told what was put aside or is missing.
+        note: Called with what was put aside or is missing.
     """
 
     def __init__(

@@ -34,18 +34,19 @@ from muonsw.lab.train.checkpoint import (
     read_state,
     write_part,
 )
-from muonsw.lab.train.pieces import TensorPiece, file_name, merged, own_pieces
+from muonsw.lab.train.pieces import file_name, merged, own_pieces
 from muonsw.lab.train.world import World
+from muonsw.matrices import Region
 
 Files = dict[str, dict[str, Tensor]]
 
 
-class Pending(NamedTuple):
+class PendingCheckpoint(NamedTuple):
     """A checkpoint on its way to the disk: what it holds, and this rank's share of the work."""
 
     checkpoint: Checkpoint
     beside: Path
-    pieces: dict[str, dict[str, TensorPiece]]
+    pieces: dict[str, dict[str, Region]]
     written: Future[dict[str, str]]
 
 
@@ -60,7 +61,7 @@ class SharedShelf:
     def __init__(self, shelf: Shelf, world: World) -> None:
         self.folder, self.shelf, self.world = shelf.folder, shelf, world
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Pending | None = None
+        self._pending: PendingCheckpoint | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Copy this rank's pieces and begin to write them; an earlier checkpoint is finished first.
@@ -81,7 +82,7 @@ class SharedShelf:
         }
         if self.world.leads:
             files["random"] = {name: copied(tensor) for name, tensor in checkpoint.tensors["random"].items()}
-        self._pending = Pending(checkpoint, beside, pieces, self._thread.submit(_write, beside, files))
+        self._pending = PendingCheckpoint(checkpoint, beside, pieces, self._thread.submit(_write, beside, files))
 
     def look(self) -> None:
         """Name the checkpoint under way once every rank has written its part."""
@@ -127,23 +128,25 @@ class SharedShelf:
         pending, self._pending = self._pending, None
         try:
             checksums = self.world.together(pending.written.result)
-            told = self.world.gather((checksums, pending.pieces))
-            self.world.leading(lambda: self._name(pending, told))
+            gathered = self.world.gather((checksums, pending.pieces))
+            self.world.leading(lambda: self._name(pending, gathered))
         except MachineError:
             if self.world.leads:
                 shutil.rmtree(pending.beside, ignore_errors=True)
             raise
 
-    def _name(self, pending: Pending, told: list[tuple[dict[str, str], dict[str, dict[str, TensorPiece]]]]) -> None:
+    def _name(
+        self, pending: PendingCheckpoint, gathered: list[tuple[dict[str, str], dict[str, dict[str, Region]]]]
+    ) -> None:
         """Write what all pieces have in common, and give the folder its name."""
         saved, final = pending.checkpoint, final_name(self.folder, pending.checkpoint.step)
         index = {
             part: merged(
-                {name: tensor.shape for name, tensor in saved.tensors[part].items()}, [b[part] for _, b in told]
+                {name: tensor.shape for name, tensor in saved.tensors[part].items()}, [b[part] for _, b in gathered]
             )
             for part in pending.pieces
         }
-        checksums = {name: checksum for found, _ in told for name, checksum in found.items()}
+        checksums = {name: checksum for found, _ in gathered for name, checksum in found.items()}
         for name in checksums:
             if not (pending.beside / f"{name}.safetensors").is_file():
                 where = f"{pending.beside / name}.safetensors, which another rank has written, is not seen by rank 0"

@@ -18,13 +18,13 @@ from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetc
 from muonsw.lab.data.shards import fingerprint, open_split, read_record
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import Decoder, Losses, ModelConfig
+from muonsw.lab.theory.schedule import lr_scheduler
 from muonsw.lab.train.checkpoint import Checkpoint, CheckpointError, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.graph import MOST_TOKENS, Captured
+from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
-from muonsw.lab.train.parallel import spread
+from muonsw.lab.train.parallel import place_model
 from muonsw.lab.train.world import World
-from muonsw.schedule import lr_scheduler
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
@@ -80,12 +80,12 @@ class Training:
         if config.weights == "bfloat16":
             for parameter in self.model.parameters():  # buffers stay: rotations need their digits
                 parameter.data = parameter.data.bfloat16()
-        self.placed = spread(self.model, config, self.world, self.device)
+        self.placed = place_model(self.model, config, self.world, self.device)
         self.forward = self._compiled()
         self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, self.placed.process_group)
         graphs = self.world.alone and uses_graphs(config)
-        self.replayed_update = Captured(self.plain_update, self.device) if graphs else None
-        self.replayed_score = Captured(self.score, self.device) if graphs else None
+        self.replayed_update = GraphedFunction(self.plain_update, self.device) if graphs else None
+        self.replayed_score = GraphedFunction(self.score, self.device) if graphs else None
         self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
         require_decay_below_one(self.optimizer)
 

@@ -70,11 +70,11 @@ class Watchdog:
         """Which ranks are not as far as this one, or have not been heard of."""
         with suppress(Exception):
             keys = {rank: f"beat/{rank}" for rank in range(self.size) if rank != self.rank}
-            told = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+            heard = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
             for rank in keys:
-                count, doing, when = told.get(rank, (-1, "starting", 0.0))
+                count, doing, when = heard.get(rank, (-1, "starting", 0.0))
                 silent = time.time() - when > min(self.patience / 2, 30 * BEAT_SECONDS)  # clocks may differ a little
                 if count < self._count or silent:
                     yield f"rank {rank} is behind, in: {doing}" + (", and its process is silent" if silent else "")
-            if all(count >= self._count for count, _, _ in told.values()) and len(told) == len(keys):
+            if all(count >= self._count for count, _, _ in heard.values()) and len(heard) == len(keys):
                 yield "no other rank is behind this one"

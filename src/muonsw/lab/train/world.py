@@ -163,22 +163,22 @@ def _meet() -> tuple[Store, int, int]:
     """A store that these processes share and no earlier ones have written to; this rank; how many there are.
 
     torchrun keeps one store for all its restarts, and a rank that starts early may find there the address of a process
-    that is gone. So rank 0 opens a store of its own, whose port is told through the old one: a stale port has nobody
-    behind it, and is asked for again.
+    that is gone. So rank 0 opens a store of its own, whose port is sent through the old one: no store listens at a
+    stale port, and a rank that finds none asks again.
     """
-    told, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
+    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return told, rank, size
+        return store, rank, size
     host, key = os.environ["MASTER_ADDR"], "muonsw/port"
     if rank == 0:
         own = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
-        told.set(key, str(own.port))
+        store.set(key, str(own.port))
         return own, rank, size
     end = time.monotonic() + STARTING_SECONDS
     while True:
         try:
             patience = timedelta(seconds=CONNECTING_SECONDS)
-            theirs = TCPStore(host, int(told.get(key)), size, is_master=False, timeout=patience)
+            theirs = TCPStore(host, int(store.get(key)), size, is_master=False, timeout=patience)
         except dist.DistError:
             if time.monotonic() > end:
                 raise
@@ -239,6 +239,6 @@ def known_to_all(error: Exception) -> bool:
 
 def agreed(error: Exception, rank: int = 0) -> Exception:
     """An error as all ranks raise it: with the rank that it comes from, and marked, so that one rank reports it."""
-    told = error if rank == 0 or isinstance(error, Diverged) else type(error)(f"{error} (on rank {rank})")
-    told.agreed = True  # type: ignore[attr-defined]
-    return told
+    failure = error if rank == 0 or isinstance(error, Diverged) else type(error)(f"{error} (on rank {rank})")
+    failure.agreed = True  # type: ignore[attr-defined]
+    return failure

@@ -13,9 +13,9 @@ from torch import Tensor
 from muonsw import SGDSW, MuonSW, decay_factor
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Progress
+from muonsw.lab.theory import PowerLaw, check_schedule, muon_radius
+from muonsw.lab.theory.hypotheses import require_decay
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.theory import PowerLaw, check_schedule, muon_radius
-from muonsw.theory.hypotheses import require_decay
 
 CONSTANT, SCALED = "constant", "scaled"
 BOTH = (CONSTANT, SCALED)

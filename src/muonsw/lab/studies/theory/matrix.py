@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw import theory
+from muonsw.lab import theory
 from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs.curves import log_extremes
@@ -39,8 +39,8 @@ from muonsw.lab.studies.theory.chains import (
     spectral_norm,
     weighted_mean,
 )
+from muonsw.lab.theory.hypotheses import require
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.theory.hypotheses import require
 
 HYPOTHESES = ("lambda > 0", "eta lambda <= 1", "sum eta = infinity", "sum eta^2 < infinity")
 TRAPPED = "0 < eta lambda <= 1, sum eta = infinity"

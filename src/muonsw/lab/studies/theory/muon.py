@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw import theory
+from muonsw.lab import theory
 from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_least, at_most, within_share
 from muonsw.lab.claims.statistics import mean_of, t_interval
 from muonsw.lab.paper import Tolerance
@@ -29,7 +29,7 @@ from muonsw.lab.studies.theory.chains import (
     nuclear_norm,
     weighted_mean,
 )
-from muonsw.theory.hypotheses import require_noise
+from muonsw.lab.theory.hypotheses import require_noise
 
 ASSUMED = "L-smooth, noise of variance sigma^2/B, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
 THEOREM_WITHOUT_NOISE = "Theorem 3.3 with sigma = 0"

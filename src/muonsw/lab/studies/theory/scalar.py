@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from muonsw import theory
+from muonsw.lab import theory
 from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_most, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from muonsw import theory
+from muonsw.lab import theory
 from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, below, covered, within, within_share
 from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.paper import Tolerance
@@ -32,7 +32,7 @@ from muonsw.lab.studies.theory.chains import (
     robbins_monro,
     sgd,
 )
-from muonsw.theory.hypotheses import require, require_noise
+from muonsw.lab.theory.hypotheses import require, require_noise
 
 RIPPLE, FREQUENCY = 0.9, 3.0
 THEOREM = Stated(

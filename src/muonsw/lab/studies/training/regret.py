@@ -21,8 +21,8 @@ from muonsw.lab.studies.outcome import last_loss
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.sweeps import best_rate, mean_losses, power
 from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig
-from muonsw.schedule import peak_lr_for_horizon
 
 RULES = ("constant", "scaled")
 # A loss within so many nats of the best counts as good.

@@ -32,7 +32,7 @@ def require(hypothesis: str, holds: bool | torch.Tensor, **values: float | torch
     Examples:
         >>> require("lambda > 0", -0.1 > 0, lam=-0.1)
         Traceback (most recent call last):
-        muonsw.theory.hypotheses.HypothesisError: the hypothesis lambda > 0 does not hold: lam=-0.1
+        muonsw.lab.theory.hypotheses.HypothesisError: the hypothesis lambda > 0 does not hold: lam=-0.1
     """
     if isinstance(holds, torch.Tensor):
         holds = bool(holds.all())

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from muonsw.theory.hypotheses import (
+from muonsw.lab.theory.hypotheses import (
     HypothesisError,
     Steps,
     at_most,

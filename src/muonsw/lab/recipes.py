@@ -8,7 +8,7 @@ from typing import Any
 
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.decay import convert_weight_decay, decay_factors
-from muonsw.schedule import warmup_cosine
+from muonsw.lab.theory.schedule import warmup_cosine
 
 # All decay of a run together below this takes less than a quarter of a weight: exp(-0.3) = 0.74.
 IDLE = 0.3

@@ -9,7 +9,7 @@ from math import inf, prod
 
 import torch
 
-from muonsw.theory.hypotheses import (
+from muonsw.lab.theory.hypotheses import (
     Number,
     Steps,
     require,

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
-from muonsw.loading import translate as translate_torch
+from muonsw.interop.load import translate as translate_torch
+from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import differing_options, validate_option
 from muonsw.peak import expected_peak, give_where_unrecorded, inherited, scheduler_record
 from muonsw.state import as_state
-from muonsw.wrapped import unwrap_optimizer
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -27,12 +27,12 @@ Holders = dict[Tensor, tuple[Optimizer, Group]]
 
 # What a scheduler has written; a new one that is made with last_epoch= asks for it.
 _RECORDS = ("initial_lr", "max_lr", "min_lr", "lr_scale")
-# How Muon sees a matrix when nobody says anything: as it is.
+# How Muon sees a matrix by default: as it is.
 _PLAIN_VIEW: Group = {"split_sizes": None, "heads": None, "transposed": False, "split_dim": 0}
 _DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
 
 
-class Part(NamedTuple):
+class AdoptedGroup(NamedTuple):
     """Parameters of one of our groups that others treated alike: their options, our group, and states in its order."""
 
     options: Group
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     states: list[State]
 
 
-class Adopted(NamedTuple):
+class AdoptedParameter(NamedTuple):
     """A parameter as another optimizer had it: options of its group in our words, and its state."""
 
     options: Group
@@ -71,17 +71,17 @@ def plan(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> 
     return [(part.group, part.states) for part in parts]
 
 
-def _parts(optimizer: Optimizer, number: int, holders: Holders) -> list[Part]:
+def _parts(optimizer: Optimizer, number: int, holders: Holders) -> list[AdoptedGroup]:
     """One of our groups, divided where the others treated its parameters differently."""
     own = optimizer.param_groups[number]
     if "initial_lr" in own:
         raise ValueError("a scheduler was already made for this optimizer: adopt first, then make the scheduler")
-    parts: list[Part] = []
+    parts: list[AdoptedGroup] = []
     for name, param in zip(_names(own, number), own["params"], strict=True):
         found = _adopted(name, param, *holders[param])
         part = next((part for part in parts if not differing_options(part.options, found.options)), None)
         if part is None:
-            part = Part(found.options, _group(own, found.options), [])
+            part = AdoptedGroup(found.options, _group(own, found.options), [])
             parts.append(part)
         part.group["params"].append((name, param) if "param_names" in own else param)
         part.states.append(_checked(name, param, part.group, found.state))
@@ -115,7 +115,7 @@ def _name_of(optimizer: Optimizer, param: Tensor) -> str:
     return f"a parameter of shape {tuple(param.shape)}"
 
 
-def _adopted(name: str, param: Tensor, other: Optimizer, group: Group) -> Adopted:
+def _adopted(name: str, param: Tensor, other: Optimizer, group: Group) -> AdoptedParameter:
     layout = next((read for fits, read in LAYOUTS if fits(group)), None)
     if layout is None:
         raise ValueError(
@@ -124,10 +124,12 @@ def _adopted(name: str, param: Tensor, other: Optimizer, group: Group) -> Adopte
         )
     found = layout(name, param, group, dict(other.state.get(param) or {}))
     records = {key: group[key] for key in _RECORDS if key in group}
-    return Adopted({**found.options, "lr": group["lr"], "weight_decay": group["weight_decay"], **records}, found.state)
+    return AdoptedParameter(
+        {**found.options, "lr": group["lr"], "weight_decay": group["weight_decay"], **records}, found.state
+    )
 
 
-def _torchs(name: str, param: Tensor, group: Group, state: State) -> Adopted:  # noqa: ARG001
+def _torchs(name: str, param: Tensor, group: Group, state: State) -> AdoptedParameter:  # noqa: ARG001
     algorithm = "muon" if "adjust_lr_fn" in group else "adamw" if "betas" in group else "sgd"
     translated = translate_torch({key: value for key, value in group.items() if key not in ("params", "param_names")})
     known = {*ALGORITHMS[algorithm].defaults, "maximize"}
@@ -142,12 +144,12 @@ def _torchs(name: str, param: Tensor, group: Group, state: State) -> Adopted:  #
             )
         options |= {"momentum_form": "heavy_ball"}
         state = {key: value for key, value in state.items() if value is not None}
-    return Adopted({"algorithm": algorithm, **options}, state)
+    return AdoptedParameter({"algorithm": algorithm, **options}, state)
 
 
-def _jordans(name: str, param: Tensor, group: Group, state: State) -> Adopted:
+def _jordans(name: str, param: Tensor, group: Group, state: State) -> AdoptedParameter:
     if not group.get("use_muon", True):
-        return Adopted({"algorithm": "adamw", "betas": tuple(group["betas"]), "eps": group["eps"]}, state)
+        return AdoptedParameter({"algorithm": "adamw", "betas": tuple(group["betas"]), "eps": group["eps"]}, state)
     options = {"algorithm": "muon", "momentum": group["momentum"], "momentum_form": "ema", "nesterov": True}
     options |= {"scale": "original", "ns_steps": 5, "orthogonalizer": "newton_schulz", **_PLAIN_VIEW}
     options["matrix"] = {2: None, 3: "stack", 4: "flatten"}.get(param.dim())
@@ -158,10 +160,10 @@ def _jordans(name: str, param: Tensor, group: Group, state: State) -> Adopted:
                 f"{name} is a convolution with a kernel of {rows} x {columns}, scaled in a way unknown here"
             )
         options["scale"] = "none"
-    return Adopted(options, state)
+    return AdoptedParameter(options, state)
 
 
-def _dions(name: str, param: Tensor, group: Group, state: State) -> Adopted:
+def _dions(name: str, param: Tensor, group: Group, state: State) -> AdoptedParameter:
     """Of dion: it counts steps in the group and calls its buffers `momentum` and `variance`.
 
     Its Newton-Schulz coefficients are its own: directions differ from ours as one orthogonalizer from another.
@@ -173,11 +175,13 @@ def _dions(name: str, param: Tensor, group: Group, state: State) -> Adopted:
         view = {"matrix": None if param.dim() == 2 else "flatten" if group["flatten"] else "stack"}
         options = {"momentum": group["mu"], "nesterov": group["nesterov"], "momentum_form": "heavy_ball"}
         options |= {"scale": _DION_SCALES[group["adjust_lr"]], **_PLAIN_VIEW, **view}
-        return Adopted({"algorithm": "muon", **options}, _renamed(state, momentum="momentum_buffer"))
+        return AdoptedParameter({"algorithm": "muon", **options}, _renamed(state, momentum="momentum_buffer"))
     if group["algorithm"] == "adamw":
         options = {"betas": (group["beta1"], group["beta2"]), "eps": group["epsilon"]}
         renamed = _renamed(state, momentum="exp_avg", variance="exp_avg_sq")
-        return Adopted({"algorithm": "adamw", **options}, {**renamed, "step": group["step"]} if renamed else {})
+        return AdoptedParameter(
+            {"algorithm": "adamw", **options}, {**renamed, "step": group["step"]} if renamed else {}
+        )
     raise ValueError(f"{name} is trained by {group['algorithm']!r}, which this library does not have")
 
 
@@ -185,7 +189,7 @@ def _renamed(state: State, **names: str) -> State:
     return {names[key]: value for key, value in state.items() if key in names}
 
 
-Layout = Callable[[str, Tensor, Group, State], Adopted]
+Layout = Callable[[str, Tensor, Group, State], AdoptedParameter]
 LAYOUTS: tuple[tuple[Callable[[Group], bool], Layout], ...] = (
     (lambda group: "mu" in group and "algorithm" in group, _dions),
     (lambda group: "use_muon" in group, _jordans),

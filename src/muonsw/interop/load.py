@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw import moments, norms
+from muonsw import norms, rates
 from muonsw.algorithms import ALGORITHMS
-from muonsw.algorithms.base import Group
 from muonsw.distributed.shards import put_like
 from muonsw.options import CHECKS, differing_options, refuse_running_max, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.state import as_state
+from muonsw.work import Group
 
 StateDict = dict[str, Any]
 
@@ -159,7 +159,7 @@ def _by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
 
 def _refuse_unfit(group: Group, own: Group, label: str) -> None:
     """Refuse loaded options that could not have been given to this optimizer, before anything is replaced."""
-    moments.require_length(group, label)
+    rates.require_length(group, label)
     norms.refuse(group, label)
     refuse_running_max({**group, "lr": own["lr"]})
     names = own.get("param_names") or [f"parameter {place} of {label}" for place in range(len(own["params"]))]
@@ -249,7 +249,7 @@ def saved_as_numbers(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let a state that is saved meanwhile hold numbers where groups hold tensors that a graph changes."""
 
     def plain(_: torch.optim.Optimizer, saved: StateDict) -> None:
-        saved["param_groups"] = [moments.as_saved(group) for group in saved["param_groups"]]
+        saved["param_groups"] = [rates.saved_position(group) for group in saved["param_groups"]]
 
     handle = optimizer.register_state_dict_post_hook(plain, prepend=True)  # before those of the user
     try:
@@ -273,7 +273,7 @@ def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         keep_kinds(optimizer.param_groups, [own["lr"] for own in before_load])
         for group, own in zip(optimizer.param_groups, before_load, strict=True):
             for key in ("step_count", "gradient_average"):
-                group[key] = moments.loaded(group[key], own[key])
+                group[key] = rates.loaded_position(group[key], own[key])
 
     handles = (
         optimizer.register_load_state_dict_pre_hook(before),

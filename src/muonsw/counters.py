@@ -1,8 +1,8 @@
-"""What steps notice on the way, on the host or on the device, and what the user has been told of it.
+"""What steps count, on the host or on the device, and what the user has been warned of.
 
 The device is never asked during a step. What only it knows (a skipped step, a learning rate in a tensor that was too
 high) is remembered there, in tensors that are written in place because a captured graph writes to these very ones, and
-read when somebody waits for the device anyway: in `check`, which `state_dict` and telemetry call.
+read where the host waits for the device anyway: in `check`, which `state_dict` and telemetry call.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from muonsw import peak
-from muonsw.algorithms import Item
-from muonsw.flag import Flag, Flags
-from muonsw.nonfinite import NonFiniteGradientWarning, describe_non_finite
-from muonsw.peak import Group, PeakLRError, PeakLRWarning
+from muonsw.nonfinite import Flag, Flags, NonFiniteGradientWarning, describe_non_finite
+from muonsw.peak import PeakLRError, PeakLRWarning
 from muonsw.warn import users_line
+from muonsw.work import Group, Item
 
 _NO_GRADIENT = (
     "this step found no gradient at all, so nothing was changed; if the model was wrapped, sharded or moved after the "
@@ -40,17 +39,18 @@ _EXCESS = (
 )
 
 
-class Notices:
+class Counters:
     """Flags and counters of one optimizer. None of them is saved."""
 
     def __init__(self) -> None:
+        self.placed: tuple[torch.device, int] | None = None
         self.skipped_on_host = 0
         self._skipped_on_device = torch.zeros((), dtype=torch.float32, device="cpu")
         self._flags: Flags | None = None
         self._excess = torch.zeros((), dtype=torch.bool, device="cpu")
         self._highest: list[Tensor] = []
-        self._told: set[str] = set()
-        self._told_of_skips = 0
+        self._warned: set[str] = set()
+        self._skips_warned_of = 0
         self._records: dict[int, list[tuple[Any, int]]] = {}
 
     def is_new_record(self, number: int, group: Group) -> bool:
@@ -71,8 +71,7 @@ class Notices:
 
     def place(self, device: torch.device, groups: int) -> None:
         """Bring the flags to the device of the parameters, with a place for each group's highest learning rate."""
-        if self._excess.device == device and len(self._highest) >= groups:
-            return
+        self.placed = (device, groups)
         self._skipped_on_device, self._excess = self._skipped_on_device.to(device), self._excess.to(device)
         self._highest = [highest.to(device) for highest in self._highest]
         missing = range(groups - len(self._highest))
@@ -135,41 +134,39 @@ class Notices:
 
     def no_gradient(self) -> None:
         """A step that finds nothing to do is most often an optimizer of another model's parameters."""
-        self._tell("no gradient", _NO_GRADIENT)
+        self._warn("no gradient", _NO_GRADIENT)
 
     def no_decay(self) -> None:
         """Groups that a framework has made may all say no to the decay that the optimizer was built with."""
-        self._tell("no decay", _NO_DECAY)
+        self._warn("no decay", _NO_DECAY)
 
-    def never_reached(self, group: Group, label: str) -> None:
+    def never_reached(self, message: str) -> None:
         """Warn of a schedule that has turned down well below its peak."""
-        message = peak.never_reached(group, label)
-        if message is not None:
-            self._tell("peak never reached", message, PeakLRWarning)
+        self._warn("peak never reached", message, PeakLRWarning)
 
     def not_replayed(self, reason: str) -> None:
         """A step that was meant to be replayed and is not is slower, and right."""
-        self._tell("not replayed", f"replay=True: steps are taken as they are written, because {reason}")
+        self._warn("not replayed", f"replay=True: steps run eagerly, because {reason}")
 
     def unfrozen(self, name: str) -> None:
         """Warn of a parameter that was frozen when the optimizer was built, and is not any more."""
-        self._tell(
+        self._warn(
             "unfrozen",
             f"{name} was frozen when this optimizer was built; it requires a gradient now but is in no param group, so "
             f"it is not trained; add it with add_param_group, or build the optimizer after unfreezing",
         )
 
-    def _tell(self, topic: str, message: str, category: type[Warning] = UserWarning) -> None:
-        if topic not in self._told:
-            self._told.add(topic)
+    def _warn(self, topic: str, message: str, category: type[Warning] = UserWarning) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             warnings.warn(message, category, stacklevel=users_line())
 
     def _warn_of_skips(self, skipped: int, items: Sequence[Item] = ()) -> None:
         """Warn at the first skipped step, and whenever their number has grown tenfold."""
-        told = self._told_of_skips
-        if skipped <= told or (told and skipped < 10 * 10 ** int(math.log10(told))):
+        before = self._skips_warned_of
+        if skipped <= before or (before and skipped < 10 * 10 ** int(math.log10(before))):
             return
-        self._told_of_skips = skipped
+        self._skips_warned_of = skipped
         cause = describe_non_finite(items) if items else "gradients held infinities or NaNs"
         steps = "1 step has" if skipped == 1 else f"{skipped} steps have"
         warnings.warn(

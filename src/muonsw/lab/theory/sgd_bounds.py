@@ -8,7 +8,7 @@ also strongly convex, everything follows from the recursion of stochastic approx
 from bisect import bisect_left
 from math import fsum, inf
 
-from muonsw.theory.hypotheses import (
+from muonsw.lab.theory.hypotheses import (
     Steps,
     at_most,
     require,

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from muonsw.theory.hypotheses import Number, Steps, require, require_at_least, require_decay, step_sizes
+from muonsw.lab.theory.hypotheses import Number, Steps, require, require_at_least, require_decay, step_sizes
 
 
 def next_norm(r: Number, *, s: Number, phi: Number, a: Number) -> Number:

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from muonsw import peak
 from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import validate_option
 from muonsw.warn import users_line
-from muonsw.wrapped import unwrap_optimizer
 
 # torch optimizers that add their decay to the gradient: no weight_decay makes that a shrinkage of the weight.
 _COUPLED = (
@@ -52,7 +52,7 @@ def drive_weight_decay(
     Args:
         optimizer: one whose decay is decoupled: torch's AdamW and Muon, timm's and dion's optimizers. One that
             Accelerate has wrapped is unwrapped.
-        decay: a name from `DECAY_RULES`; not one that follows the gradients, which other optimizers do not tell.
+        decay: a name from `DECAY_RULES`; not one that follows the gradients, which other optimizers do not show.
         peak_lr: the highest learning rate of the run, None to find it, or "running_max". A number is the peak of the
             group with the highest rate; the others get the same fraction of theirs.
         total_steps: the length of the run in updates, for rules that end with it.

@@ -2,7 +2,7 @@
 
 Update n turns the norm `r_n` into `r_(n+1)`; a sample at step n holds `r_n` as it was before that update, with
 the update's size `s_n`, its decay factor `phi_n` and its alignment `a_n`. Signs and symbols are those of
-`muonsw.theory.steady_state`. The alignment is the measured one, so whatever momentum does to it is inside.
+`muonsw.lab.theory.steady_state`. The alignment is the measured one, so whatever momentum does to it is inside.
 """
 
 import math
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw.theory.hypotheses import Number, require
-from muonsw.theory.sampled import WINDOW, Samples, interpolate, window_in_steps, windowed_line
-from muonsw.theory.steady_state import (
+from muonsw.lab.theory.hypotheses import Number, require
+from muonsw.lab.theory.sampled import WINDOW, Samples, interpolate, window_in_steps, windowed_line
+from muonsw.lab.theory.steady_state import (
     next_norm,
     next_norm_simplified,
     relaxation_time,

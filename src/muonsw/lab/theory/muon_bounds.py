@@ -9,7 +9,7 @@ entry. The tracking error E_t is the normalized momentum minus the gradient. f i
 from collections.abc import Iterable
 from math import fsum, sqrt
 
-from muonsw.theory.hypotheses import (
+from muonsw.lab.theory.hypotheses import (
     Number,
     Steps,
     require,

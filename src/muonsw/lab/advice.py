@@ -1,8 +1,8 @@
 """Advice on weight decay before a run: does it matter, what will norms do under each rule, which lambda to try.
 
 What a run's decay takes in all, the sum of phi, says most of it. Norms come from the recursion of
-`muonsw.theory.norms_with_memory`; lambdas and what they cost from our own runs, of which `measured.json` holds what
-`make evidence` found: at a length that was measured advice gives back what was measured, between two of them it
+`muonsw.lab.theory.norms_with_memory`; lambdas and what they cost from our own runs: `measured.json` holds what
+`make evidence` found. At a length that was measured advice gives back what was measured, between two of them it
 interpolates, and beyond them it takes the nearest and says so.
 """
 
@@ -19,11 +19,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from muonsw.decay import DECAY_RULES, decay_factor
-from muonsw.recipes import IDLE
-from muonsw.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
+from muonsw.lab.recipes import IDLE
+from muonsw.lab.theory import NormHistory, norms_with_memory, target_norms
+from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
+from muonsw.lab.theory.tracking import LAG, peak_decay_step
 from muonsw.text import text_table
-from muonsw.theory import NormHistory, norms_with_memory, target_norms
-from muonsw.theory.tracking import LAG, peak_decay_step
 
 SCHEDULES = ("cosine", "wsd", "constant")
 # Root mean square of an update at learning rate 1: Muon's with its usual scale and Newton-Schulz, AdamW's typical one.
@@ -228,7 +228,9 @@ def _advice(found: list[RuleAdvice], lam: float, course: _Course, algorithm: str
 @cache
 def measured() -> dict[str, Any]:
     """What our own runs found about the best lambda of each rule; `docs/evidence.md` shows the same in full."""
-    found: dict[str, Any] = json.loads(resources.files("muonsw").joinpath("measured.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(
+        resources.files("muonsw.lab").joinpath("measured.json").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -322,7 +324,7 @@ def _of_rule(rule: str, lam: float, course: _Course) -> RuleAdvice:
 
 
 def _follows(norms: Sequence[float], phis: Sequence[float], course: _Course) -> bool:
-    """Whether the norm comes within a fifth of its steady state after the peak, as `muonsw.theory.track` means it."""
+    """Whether the norm comes within a fifth of its steady state after the peak, as `lab.theory.track` means it."""
     updates, memory = course.updates, course.memory
     places = range(0, len(phis), max(1, len(phis) // SAMPLES))
     history = NormHistory.of(

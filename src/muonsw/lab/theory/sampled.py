@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from muonsw.theory.hypotheses import require
+from muonsw.lab.theory.hypotheses import require
 
 Samples: TypeAlias = Sequence[float] | Tensor
 

@@ -1,0 +1,292 @@
+"""How a parameter is seen as matrices, and how matrices are cut into chunks.
+
+The last two axes of a parameter are a matrix and the others count matrices (`matrix="stack"`, experts), or the first
+axis is its rows and the others together its columns (`matrix="flatten"`, convolutions). `split_sizes` and `heads`
+divide each of these along one axis into matrices of their own, such as the projections of a fused QKV. Every matrix is
+orthogonalized by itself; those of equal shape are one batch. One planner cuts batches, for parameters that are whole
+here and for sharded ones.
+
+An orthogonal (m, n) matrix has elements of RMS `1/sqrt(max(m, n))`, so without a shape scale large matrices would move
+less than small ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsw.registry import Registry
+from muonsw.work import Item
+
+STACK, FLATTEN = "stack", "flatten"
+
+Cut = tuple[int, int, int]
+
+# Longer than any axis: the length of one that is not cut.
+_ALL = 2**62
+
+
+class Region(NamedTuple):
+    """A rectangular part of a tensor, cut out of a parameter, its gradient and its state alike.
+
+    `cuts` are (axis, start, length), one for each axis that is cut; `flat` cuts the tensor laid out as a vector.
+    """
+
+    cuts: tuple[Cut, ...] = ()
+    flat: bool = False
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of this part of `tensor`."""
+        part = tensor.view(-1) if self.flat else tensor
+        for axis, start, length in self.cuts:
+            part = part.narrow(axis, start, length)
+        return part
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where it begins along each axis that is cut."""
+        return tuple(start for _, start, _ in self.cuts)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How long it is along each axis that is cut."""
+        return tuple(length for _, _, length in self.cuts)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of a region that is cut along every axis."""
+        return tuple(slice(start, start + length) for _, start, length in self.cuts)
+
+    def shape_in(self, shape: Sequence[int]) -> torch.Size:
+        """The shape of this part of a tensor of `shape`."""
+        lengths = list(shape)
+        for axis, _, length in self.cuts:
+            lengths[axis] = length
+        return torch.Size(lengths)
+
+    def within(self, outer: Region) -> Region:
+        """What both parts have in common, in the coordinates of `outer`; of length 0 along an axis where nothing is.
+
+        Examples:
+            >>> Region(((0, 2, 4),)).within(Region(((0, 3, 8),)))
+            Region(cuts=((0, 0, 3),), flat=False)
+        """
+        mine, theirs = ({axis: cut for axis, *cut in region.cuts} for region in (self, outer))
+        cuts = []
+        for axis in sorted({*mine, *theirs}):
+            begin, length = mine.get(axis, (0, _ALL))
+            start, size = theirs.get(axis, (0, _ALL))
+            last = min(max(begin + length - start, 0), size)
+            first = min(max(begin - start, 0), last)
+            cuts.append((axis, first, last - first))
+        return Region(tuple(cuts))
+
+
+WHOLE = Region()
+
+
+def box(starts: Sequence[int], lengths: Sequence[int]) -> Region:
+    """A region that is cut along every axis.
+
+    Examples:
+        >>> box((0, 2), (4, 2)).of(torch.arange(16).view(4, 4)).tolist()
+        [[2, 3], [6, 7], [10, 11], [14, 15]]
+    """
+    return Region(
+        tuple((axis, start, length) for axis, (start, length) in enumerate(zip(starts, lengths, strict=True)))
+    )
+
+
+class Part(NamedTuple):
+    """A region of one item: the unit that algorithms batch and `apply` writes."""
+
+    item: Item
+    region: Region
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of this part."""
+        return self.region.of(self.item.grad)
+
+    def state(self, key: str) -> Tensor:
+        """The state of this part."""
+        return self.region.of(self.item.state[key])
+
+
+def views(parts: Sequence[Part], tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The parts of whole tensors, one for each part."""
+    return [t if part.region is WHOLE else part.region.of(t) for part, t in zip(parts, tensors, strict=True)]
+
+
+class MatrixCell(NamedTuple):
+    """A region of a parameter that holds matrices of `rows` x `columns`, one for each place in the stack."""
+
+    region: Region
+    rows: int
+    columns: int
+
+
+class MatrixView(NamedTuple):
+    """The options of a group that say which matrices its parameters hold."""
+
+    matrix: str | None = None
+    transposed: bool = False
+    split_sizes: tuple[int, ...] | None = None
+    split_dim: int = 0
+    heads: int | None = None
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> MatrixView:
+        """The view that a group's options ask for."""
+        sizes = group["split_sizes"]
+        split = None if sizes is None else tuple(sizes)
+        return cls(group["matrix"], group["transposed"], split, group["split_dim"], group["heads"])
+
+    def stack_axes(self, axes: int) -> int:
+        """How many leading axes of a parameter count matrices."""
+        return 0 if self.matrix == FLATTEN else axes - 2
+
+    def split_axis(self, shape: Sequence[int]) -> int:
+        """The tensor axis of `split_dim`, which counts the axes of the matrix: 0 out, 1 in."""
+        first = self.stack_axes(len(shape))
+        return first + 1 if bool(self.split_dim) != self.transposed else first
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Sizes of the matrices along the split axis, None where it is not split; `heads` means equal parts."""
+        if self.heads is None:
+            return self.split_sizes
+        return (shape[self.split_axis(shape)] // self.heads,) * self.heads
+
+    def cells(self, shape: Sequence[int]) -> Iterator[MatrixCell]:
+        """The matrices of a parameter of this shape."""
+        if len(shape) < 2:
+            raise ValueError(
+                f"a matrix that Muon was built with has become a vector of {math.prod(shape)} elements: something has "
+                f"flattened the parameters since, as DeepSpeed's ZeRO does. Keep them whole (ZeRO stage 0, DDP, FSDP2)"
+            )
+        sizes, axis, start = self.sizes(shape), self.split_axis(shape), 0
+        for size in (None,) if sizes is None else sizes:
+            region = WHOLE if size is None else Region(((axis, start, size),))
+            yield MatrixCell(region, *self.rows_columns(region.shape_in(shape)))
+            start += size or 0
+
+    def rows_columns(self, shape: Sequence[int]) -> tuple[int, int]:
+        """(rows, columns) of unsplit matrices in a tensor, as they are stored."""
+        return (shape[0], math.prod(shape[1:])) if self.matrix == FLATTEN else (shape[-2], shape[-1])
+
+    def count(self, shape: Sequence[int]) -> int:
+        """How many matrices a parameter of this shape holds."""
+        stack = math.prod(shape[: self.stack_axes(len(shape))])
+        return stack * sum(cell.rows * cell.columns > 0 for cell in self.cells(shape))
+
+    def out_in(self, rows: int, columns: int) -> tuple[int, int]:
+        """(out, in) of matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
+        return (columns, rows) if self.transposed else (rows, columns)
+
+
+class StackRun(NamedTuple):
+    """Consecutive matrices of one cell: all of its stack, or a cut along the first axis."""
+
+    cell: MatrixCell
+    stack: tuple[Cut, ...]
+    matrices: int
+
+
+def runs(shape: Sequence[int], view: MatrixView, chunk_bytes: int, fewest: int = 1) -> Iterator[StackRun]:
+    """The matrices of a parameter, stacks cut into even runs: at least `fewest` where it can be, none too large."""
+    stack = shape[: view.stack_axes(len(shape))]
+    slices, per_slice = stack[0] if stack else 1, math.prod(stack[1:])
+    for cell in view.cells(shape):
+        if slices * per_slice * cell.rows * cell.columns:
+            pieces = math.ceil(slices * per_slice / capacity(cell.rows, cell.columns, chunk_bytes))
+            pieces = min(slices, max(fewest, pieces))
+            for start, end in pairwise(slices * i // pieces for i in range(pieces + 1)):
+                yield StackRun(cell, () if pieces == 1 else ((0, start, end - start),), (end - start) * per_slice)
+
+
+def capacity(rows: int, columns: int, chunk_bytes: int) -> int:
+    """How many matrices fit into a chunk, as float32; at least one."""
+    return max(1, chunk_bytes // (4 * rows * columns))
+
+
+class Bucket(NamedTuple):
+    """What matrices must share to be one batch."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+
+
+Chunk = tuple[Bucket, list[tuple[int, Region]]]
+
+
+def chunks(
+    shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], view: MatrixView, chunk_bytes: int
+) -> list[Chunk]:
+    """Which regions of which parameters are batched together: it follows from shapes and settings alone."""
+    buckets: dict[Bucket, list[tuple[int, StackRun]]] = {}
+    for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        for run in runs(shape, view, chunk_bytes):
+            buckets.setdefault(Bucket(run.cell.rows, run.cell.columns, dtype), []).append((index, run))
+    return [
+        (bucket, chunk)
+        for bucket, found in buckets.items()
+        for chunk in _chunks(found, capacity(bucket.rows, bucket.columns, chunk_bytes))
+    ]
+
+
+remembered_chunks = lru_cache(maxsize=128)(chunks)
+
+
+def _chunks(found: list[tuple[int, StackRun]], most: int) -> Iterator[list[tuple[int, Region]]]:
+    """As many runs together as fit."""
+    chunk: list[tuple[int, Region]] = []
+    room = most
+    for index, run in found:
+        if chunk and run.matrices > room:
+            yield chunk
+            chunk, room = [], most
+        whole = run.cell.region is WHOLE and not run.stack
+        chunk.append((index, WHOLE if whole else Region((*run.cell.region.cuts, *run.stack))))
+        room -= run.matrices
+    yield chunk
+
+
+# A shape scale: by how much an orthogonal direction of (rows, columns) = (out, in) is stretched.
+ShapeScale = Callable[[int, int], float]
+
+# The RMS of a typical AdamW update (Liu et al. 2025, "Muon is scalable for LLM training").
+ADAMW_RMS = 0.2
+
+
+def match_rms_adamw(rows: int, columns: int) -> float:
+    """0.2 sqrt(max(m, n)): entries of RMS 0.2, so that AdamW's learning rate can be used."""
+    return ADAMW_RMS * math.sqrt(max(rows, columns))
+
+
+def original(rows: int, columns: int) -> float:
+    """sqrt(max(1, m/n)), Jordan's Muon and the default of `torch.optim.Muon`."""
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def spectral(rows: int, columns: int) -> float:
+    """sqrt(m/n): the spectral condition of muP, equal change of activations at every width."""
+    return math.sqrt(rows / columns)
+
+
+def unscaled(rows: int, columns: int) -> float:  # noqa: ARG001
+    """1: the direction itself, as in the convergence theory."""
+    return 1.0
+
+
+SHAPE_SCALES: Registry[ShapeScale] = Registry("shape scale")
+SHAPE_SCALES.register("match_rms_adamw", match_rms_adamw)
+SHAPE_SCALES.register("original", original)
+SHAPE_SCALES.register("spectral", spectral)
+SHAPE_SCALES.register("none", unscaled)

@@ -1,0 +1,507 @@
+"""One step: six phases, and the three ways to walk them.
+
+    collect   the parameters that have gradients, in batches of one group, device and dtype
+    check     options and learning rates, against each other and against the peak
+    agree     whether the step is taken: gradients are finite and, on many ranks, all would do the same
+    rates     learning rate and decay of each batch
+    update    state and directions, a chunk at a time (`algorithms/`), exchanged where matrices are sharded
+    apply     the only place where weights change (`apply.py`)
+
+What can be wrong is found in the first four, before anything changes: a step that raises leaves weights and state
+alone. `local_step` walks them for parameters that are whole on this rank, `sharded_step` for those that ranks share,
+and `captured_step` has the last two in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from muonsw import norms, peak, rates, replay
+from muonsw.algorithms import ALGORITHMS, Budget, Update
+from muonsw.algorithms.base import FusedUpdate, Rates
+from muonsw.apply import apply_update
+from muonsw.decay import decays
+from muonsw.distributed import exchanged_updates, redistributed_updates
+from muonsw.distributed.agreement import asked_by
+from muonsw.distributed.shards import is_dtensor, local_item
+from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
+from muonsw.options import algorithm_defaults, validate_option
+from muonsw.state import ensure_state
+from muonsw.work import Batch, Group, Item, any_dtensor, items_of, rows_of
+
+if TYPE_CHECKING:
+    from muonsw.distributed.agreement import StepAgreement
+    from muonsw.distributed.plan import ExchangeBatch
+    from muonsw.optimizer import ScaledDecayOptimizer
+
+States = dict[Tensor, dict[str, Any]]
+
+# The group, the parameters and the learning rate of each batch, for `summary`.
+LastStep = list[tuple[Group, list[Tensor], float | Tensor]]
+
+CPU_CHUNK_BYTES = 4 * 2**20
+ACCELERATOR_CHUNK_BYTES = 9 * 2**26
+
+
+def take_step(optimizer: ScaledDecayOptimizer) -> None:
+    """Take one step, or leave nothing of it: no peak, no highest learning rate, no empty state."""
+    if torch.compiler.is_compiling():  # which cannot leave its graph inside of a `try`
+        _walk(optimizer)
+        return
+    last, groups = (optimizer._last, optimizer._last_skipped), optimizer.param_groups
+    peaks = [_peak_of(group) for group in groups]
+    try:
+        _walk(optimizer)
+    except Exception:
+        optimizer._last, optimizer._last_skipped = last
+        for group, values in zip(groups, peaks, strict=True):
+            group.update(zip(peak.KEPT, values, strict=True))
+        for param in [param for param, state in optimizer.state.items() if not state]:
+            del optimizer.state[param]
+        optimizer._counters.forget_records()
+        raise
+
+
+_peak_of = itemgetter(*peak.KEPT)
+
+
+def _walk(optimizer: ScaledDecayOptimizer) -> None:
+    """Replay the step from a graph that is ready, or else walk the phases."""
+    if optimizer.replay and _replayed(optimizer):
+        return
+    if is_shared(optimizer):
+        sharded_step(optimizer)
+    else:
+        local_step(optimizer)
+
+
+def is_shared(optimizer: ScaledDecayOptimizer) -> bool:
+    """Whether other ranks hold parts or copies of a parameter; DTensors may be swapped in at any time."""
+    groups = optimizer.param_groups
+    return optimizer._ranks.process_group is not None or any(any_dtensor(group["params"]) for group in groups)
+
+
+def local_step(optimizer: ScaledDecayOptimizer) -> None:
+    """A step of parameters that are whole on this rank."""
+    work = collect(optimizer, unsharded=True)
+    if torch.compiler.is_compiling():
+        _check_uncompiled(optimizer, work)
+    else:
+        check(optimizer, work)
+    if optimizer._observer is None:
+        _take_local(optimizer, work)
+    else:
+        _take_local_uncompiled(optimizer, work)
+
+
+def _take_local(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
+    if optimizer.replay and _can_be_captured(optimizer, work):
+        captured_step(optimizer, work)
+        return
+    ok = decide(optimizer, work, finite(optimizer, work, counted=True))
+    if ok is False:
+        skip(optimizer, work)
+        return
+    flag = ok if isinstance(ok, Flag) else None
+    for batch, batch_rates in zip(work, final_rates(optimizer, work, flag), strict=True):
+        update(optimizer, batch.group, batch.items, batch_rates)
+
+
+@_disable_dynamo
+def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
+    """A step of parameters that ranks share: local matrices are updated directly, sharded ones exchanged first."""
+    if optimizer.replay:
+        optimizer._counters.not_replayed("parameters are sharded, or shared by a process_group")
+    asked = [asked_by(group) for group in optimizer.param_groups]  # before `check` has resolved anything on this rank
+    try:
+        work = collect(optimizer)
+        check(optimizer, work)
+        for batch in work:
+            norms.refuse_sharded(batch.group, batch.items)
+        ok = finite(optimizer, work)
+    except Exception:
+        agree(optimizer, asked, False)  # the other ranks skip this step instead of waiting for ever
+        raise
+    agreement = agree(optimizer, asked, ok)
+    if agreement.absent:
+        work = collect(optimizer, agreement.absent)
+        remember(optimizer, work)
+    if decide(optimizer, work, agreement.ok) is False:
+        skip(optimizer, work)
+        return
+    update_sharded(optimizer, work, final_rates(optimizer, work, None))
+
+
+def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
+    """A step whose rates the host hands over as scalars on the device, so that the rest can be a graph."""
+
+    def program(work: list[Batch], on_device: list[Rates]) -> None:
+        ok = decide(optimizer, work, finite(optimizer, work, counted=True))
+        flag = ok if isinstance(ok, Flag) else None
+        for batch, batch_rates in zip(work, on_device, strict=True):
+            update(optimizer, batch.group, batch.items, batch_rates._replace(flag=flag))
+
+    on_host = final_rates(optimizer, work, None)
+    optimizer._replay.take(work, on_host, program, measured=optimizer._observer is not None)
+
+
+def _replayed(optimizer: ScaledDecayOptimizer) -> bool:
+    """Take the step by a graph, if one is bound to exactly what is there now."""
+    if optimizer._observer is not None or torch.compiler.is_compiling():
+        return False
+    settings = (optimizer.nonfinite, optimizer.chunk_bytes)
+    batches = optimizer._replay.ready(optimizer.param_groups, optimizer.state, settings)
+    if batches is None:
+        return False
+    check(optimizer, batches)
+    optimizer._replay.again(final_rates(optimizer, batches, None))
+    return True
+
+
+def _can_be_captured(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> bool:
+    """Whether a step like this can be captured, now or later; warns if not, or if it never comes to it."""
+    if not work or torch.compiler.is_compiling():
+        return False
+    reason = replay.obstacle(work, optimizer.nonfinite)
+    if reason or optimizer._replay.complaint:
+        optimizer._counters.not_replayed(reason or optimizer._replay.complaint)
+    return not reason
+
+
+# Telemetry measures an eager step, whatever the step was compiled to. torch.compiler.disable would import the compiler.
+_take_local_uncompiled = _disable_dynamo(_take_local)
+
+
+# collect
+
+
+def collect(optimizer: Optimizer, absent: Sequence[Tensor] = (), *, unsharded: bool = False) -> list[Batch]:
+    """The parameters that have gradients, in batches; of a sharded one, the shard of this rank.
+
+    Args:
+        optimizer: whose parameters they are.
+        absent: parameters that have a gradient on other ranks alone, which is zero here.
+        unsharded: skips the search for DTensors: the caller knows that there are none.
+    """
+    zero = {id(param) for param in absent}
+    numbered = _numbered if torch.compiler.is_compiling() else _remembered_numbers
+    position = 0
+    work: list[Batch] = []
+    for number, group in enumerate(optimizer.param_groups):
+        params = group["params"]
+        names = group.get("param_names")
+        if names is None or len(names) != len(params):  # other parameters were put there, as ZeRO does
+            names = numbered(number, len(params))
+        places = range(position, position + len(params))
+        if not unsharded and (zero or any_dtensor(params)):
+            items = _shards(places, names, params, optimizer.state, zero)
+        else:
+            items = _items(places, names, params, optimizer.state)
+        work += _batches(number, group, items)
+        position += len(params)
+    return work
+
+
+def _numbered(number: int, count: int) -> list[str]:
+    """Names for the parameters of a group that have none."""
+    return [f"parameter {place} of group {number}" for place in range(count)]
+
+
+_remembered_numbers = lru_cache(maxsize=128)(_numbered)
+
+
+def _items(places: Sequence[int], names: Sequence[str], params: Sequence[Tensor], state: States) -> list[Item]:
+    """The parameters that have a gradient; no Python function runs for each of them."""
+    columns = zip(places, names, params, [param.grad for param in params], strict=True)
+    rows = [(place, name, param, grad, state[param], None) for place, name, param, grad in columns if grad is not None]
+    for name, grad in [(row[1], row[3]) for row in rows if row[3].layout is not torch.strided]:
+        _refuse_layout(name, grad)
+    return rows_of(Item, rows)
+
+
+def _shards(
+    places: Sequence[int], names: Sequence[str], params: Sequence[Tensor], state: States, zero: set[int]
+) -> list[Item]:
+    """The same of parameters that may be sharded, or have a gradient on other ranks alone."""
+    items: list[Item] = []
+    for place, name, param in zip(places, names, params, strict=True):
+        grad = param.grad
+        if grad is None and id(param) not in zero:
+            continue
+        if grad is not None:
+            _refuse_layout(name, grad)
+        if is_dtensor(param):
+            items.append(local_item(place, name, param, grad, state[param]))
+        else:
+            items.append(Item(place, name, param, torch.zeros_like(param) if grad is None else grad, state[param]))
+    return items
+
+
+def _refuse_layout(name: str, grad: Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise ValueError(f"the gradient of {name} is sparse; make it dense, or freeze the parameter")
+
+
+def _batches(number: int, group: Group, items: list[Item]) -> list[Batch]:
+    """The items of a group, those of one device and dtype together, in the order in which they come first."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Item]] = {}
+    kinds = [(item.param.device, item.param.dtype) for item in items]
+    if len(set(kinds)) == 1:  # nearly always
+        by_kind[kinds[0]] = items
+    else:
+        for kind, item in zip(kinds, items, strict=True):
+            by_kind.setdefault(kind, []).append(item)
+    batches = [Batch(number, group, *kind, _whole_parameters(of_kind), of_kind) for kind, of_kind in by_kind.items()]
+    for batch in batches:
+        if batch.device.type == "meta":
+            raise ValueError(
+                f"{batch.items[0].name} is on the meta device and has no values to change; give the model memory with "
+                f"model.to_empty(device=...), initialize it, and build the optimizer after that"
+            )
+    return batches
+
+
+def _whole_parameters(items: Sequence[Item]) -> list[Tensor]:
+    return [item.param if item.whole is None else item.whole for item in items]
+
+
+# check
+
+
+def check(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
+    """Check options and learning rates of all groups and resolve peaks, on the host and before anything changes."""
+    remember(optimizer, work)
+    groups, counters = optimizer.param_groups, optimizer._counters
+    if work and counters.placed != (work[0].device, len(groups)):
+        counters.place(work[0].device, len(groups))
+    if not work and not is_shared(optimizer):  # other ranks may have gradients
+        counters.no_gradient()
+    _warn_of_unfrozen(optimizer)
+    if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
+        counters.no_decay()
+    labels = [optimizer._label(number) for number in range(len(groups))]
+    for number, group in enumerate(groups):
+        _check_options(optimizer, number, group, labels[number])
+    for number, group in enumerate(groups):
+        rates.check(number, group, labels[number], counters)
+
+
+class OptionCheck:
+    """Validates options that were set in the middle of a run; those that stayed are only compared."""
+
+    def __init__(self) -> None:
+        self._right: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+
+    def changed(self, number: int, group: Group, label: str) -> set[str]:
+        """The options of a group that have changed since it was last found right; each of them is valid."""
+        names, read = _rate_free_options(group["algorithm"])
+        lam, others = group["weight_decay"], read(group)
+        known = self._right.get(number)
+        if known is not None and known[0] is lam and known[1] == others:
+            return set()
+        before = [self] * (1 + len(others)) if known is None else [known[0], *known[1]]  # an option is never `self`
+        if len(before) != 1 + len(others):  # another algorithm
+            before = [self] * (1 + len(others))
+        pairs = zip(("weight_decay", *names), (lam, *others), before, strict=True)
+        changed = {key: now for key, now, old in pairs if now is not old}
+        for key, value in changed.items():
+            _check_named(key, value, label)
+        return set(changed)
+
+    def found_right(self, number: int, group: Group) -> None:
+        """Remember a group's options as right."""
+        self._right[number] = group["weight_decay"], _rate_free_options(group["algorithm"])[1](group)
+
+
+@cache
+def _rate_free_options(algorithm: str) -> tuple[tuple[str, ...], Callable[[Group], tuple[Any, ...]]]:
+    """Every option but the rates: `lr` is checked at each step, and a lambda in a tensor must not be compared."""
+    names = tuple(sorted(algorithm_defaults(algorithm).keys() - {"lr", "weight_decay"}))
+    return names, itemgetter(*names)
+
+
+def _check_named(key: str, value: Any, label: str) -> None:
+    try:
+        validate_option(key, value)
+    except ValueError as error:
+        raise ValueError(f"{label} has {error}") from None
+
+
+# What schedulers change in every step; whether it fits a parameter does not depend on the parameter.
+_SCHEDULED = {"weight_decay", "momentum", "betas"}
+
+
+def _check_options(optimizer: ScaledDecayOptimizer, number: int, group: Group, label: str) -> None:
+    """Refuse options that were set since the last step and are wrong, or do not fit the parameters."""
+    changed = optimizer._option_check.changed(number, group, label)
+    if not changed:
+        return
+    rates.require_length(group, label)
+    norms.refuse(group, label)
+    names, params = group.get("param_names") or (), group["params"]
+    for place, param in enumerate(params if changed - _SCHEDULED else params[:1]):
+        name = names[place] if place < len(names) else f"parameter {place} of {label}"
+        ALGORITHMS[group["algorithm"]].count_matrices(group, param)  # says of what it was if ZeRO has flattened it
+        ALGORITHMS[group["algorithm"]].validate(group, name, param)
+    optimizer._option_check.found_right(number, group)
+
+
+def remember(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
+    """Keep what `summary` shows of this step."""
+    optimizer._last = [(batch.group, batch.parameters, batch.group["lr"]) for batch in work]
+    optimizer._last_skipped = False
+
+
+_check_uncompiled = _disable_dynamo(check)
+
+
+def _warn_of_unfrozen(optimizer: ScaledDecayOptimizer) -> None:
+    """Warn of parameters that were frozen when the optimizer was built, are not any more, and are in no group."""
+    found = [(name, param) for name, reference in optimizer._left_out if (param := reference()) is not None]
+    unfrozen = [(name, param) for name, param in found if param.requires_grad]
+    if unfrozen:
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for name in [name for name, param in unfrozen if id(param) not in own][:1]:
+            optimizer._counters.unfrozen(name)
+
+
+# agree
+
+
+def finite(optimizer: ScaledDecayOptimizer, work: list[Batch], *, counted: bool = False) -> Flag | bool:
+    """Whether all gradients are finite; a flag counts its step as skipped, unless other ranks have a say in it."""
+    if optimizer.nonfinite == "propagate" or not work:
+        return True
+    counted = counted and optimizer.nonfinite == "skip" and work[0].device.type == "cuda"
+    flags = optimizer._counters.flags(work[0].device) if counted else None
+    return finite_flag(work, flags)
+
+
+def agree(optimizer: ScaledDecayOptimizer, asked: list[Group], ok: Flag | bool) -> StepAgreement:
+    """Agree with the other ranks on what was asked for, and whether the step is taken."""
+    settings = {"nonfinite": optimizer.nonfinite, "chunk_bytes": optimizer.chunk_bytes}
+    known = ok.ok if isinstance(ok, Flag) else ok
+    measured = optimizer._observer is not None
+    return optimizer._ranks.agree(optimizer.param_groups, known, asked=asked, settings=settings, measured=measured)
+
+
+def decide(optimizer: ScaledDecayOptimizer, work: list[Batch], ok: Flag | bool) -> Flag | bool:
+    """What follows from the finite flag: go on, skip, or raise."""
+    if ok is True:
+        return True
+    if optimizer.nonfinite == "raise":
+        if not (bool(ok.ok) if isinstance(ok, Flag) else ok):
+            raise NonFiniteGradientError(f"{describe_non_finite(items_of(work))}; nothing was changed")
+        return True
+    if isinstance(ok, Flag):
+        optimizer._counters.skip_on_device(ok)
+    return ok
+
+
+def skip(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
+    """Leave everything as it is; the step counts for schedules."""
+    optimizer._counters.skip_on_host(items_of(work))
+    optimizer._last_skipped = True
+    rates.count_steps(optimizer.param_groups)
+
+
+# rates
+
+
+def final_rates(optimizer: ScaledDecayOptimizer, work: list[Batch], flag: Flag | None) -> list[Rates]:
+    """Learning rate and decay of each batch; from here on the step is taken."""
+    ruled = [batch for batch in work if batch.group["norm"] != norms.FREE]
+    radii = norms.missing_radii(ruled) if ruled else []
+    found = rates.rates_of(work, optimizer.param_groups, flag, optimizer._counters)
+    if flag is not None and not torch.compiler.is_compiling():
+        optimizer._last_skipped = flag
+    if radii:
+        norms.keep(radii)
+    return found
+
+
+# update and apply
+
+
+def update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
+    """Update parameters whose matrices are whole on this rank."""
+    _begin(group, items, batch_rates.flag)
+    algorithm = ALGORITHMS[group["algorithm"]]
+    for one in algorithm.updates(group, items, _budget(optimizer, group, items, batch_rates)):
+        _apply(optimizer, group, one, batch_rates)
+        del one  # its directions need not outlive it
+
+
+def update_sharded(optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[Rates]) -> None:
+    """Update parameters that ranks share: those whose matrices are whole here first, then those that are exchanged."""
+    ranks = optimizer._ranks
+    ranks.settle_owners(optimizer.param_groups)
+    exchanged: list[tuple[ExchangeBatch, Rates]] = []
+    for batch, batch_rates in zip(work, all_rates, strict=True):
+        group = batch.group
+        sorted_items = ranks.sort(group, batch.items)
+        if sorted_items.here:
+            update(optimizer, group, sorted_items.here, batch_rates)
+        if sorted_items.redistributed is not None:
+            _begin(group, sorted_items.redistributed.items, batch_rates.flag)
+            for one in redistributed_updates(sorted_items.redistributed):
+                _apply(optimizer, group, one, batch_rates)
+        if sorted_items.exchanged is not None:
+            away = ranks.release(group, sorted_items.exchanged.items)
+            _begin(group, sorted_items.exchanged.items, batch_rates.flag, away)
+            exchanged.append((sorted_items.exchanged, batch_rates))
+    for number, one in _exchange(optimizer, exchanged):
+        _apply(optimizer, exchanged[number][0].group, one, exchanged[number][1])
+
+
+def _exchange(
+    optimizer: ScaledDecayOptimizer, exchanged: list[tuple[ExchangeBatch, Rates]]
+) -> Iterator[tuple[int, Update]]:
+    """The updates of sharded matrices, each with the number of its batch."""
+    if not exchanged:
+        return
+    batches = [batch for batch, _ in exchanged]
+    rounds = optimizer._ranks.rounds(batches, chunk_bytes(optimizer, batches[0].items[0].param.device))
+    yield from exchanged_updates(batches, rounds)
+
+
+def _begin(group: Group, items: list[Item], flag: Flag | None, away: Sequence[Item] = ()) -> None:
+    """Create the state that is missing, except for the momenta of items `away` on other ranks, and count the step."""
+    ensure_state(group, away, leave_out=ALGORITHMS[group["algorithm"]].state_keys(group))
+    elsewhere = {id(item) for item in away}
+    ensure_state(group, [item for item in items if id(item) not in elsewhere] if away else items)
+    counters = [item.state["step"] for item in items if "step" in item.state]
+    if counters and flag is None:
+        torch._foreach_add_(counters, 1)
+    elif counters and flag is not None:
+        torch._foreach_add_(counters, flag.taken, alpha=1)  # without alpha torch would read the tensor on the host
+
+
+def _apply(optimizer: ScaledDecayOptimizer, group: Group, one: Update | FusedUpdate, batch_rates: Rates) -> None:
+    if batch_rates.norm is not None:
+        one = norms.prepared(group, one, batch_rates.norm)
+    if optimizer._observer is None:
+        apply_update(group, one, batch_rates)
+    else:
+        optimizer._observer.apply(group, one, batch_rates)
+
+
+def _budget(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> Budget:
+    """How an algorithm may work; where a norm rule acts it cuts no weight and leaves the last word to the rule."""
+    most, plain, fused = chunk_bytes(optimizer, items[0].param.device), batch_rates.norm is not None, group["fused"]
+    if plain and ALGORITHMS[group["algorithm"]].matrices is None:
+        most = max(most, *(item.param.numel() * item.param.element_size() for item in items))
+    return Budget(most, batch_rates.flag, batch_rates.on_host, plain or fused is False, optimizer._observer is not None)
+
+
+def chunk_bytes(optimizer: ScaledDecayOptimizer, device: torch.device) -> int:
+    """How much temporary memory a batch of matrices may take."""
+    return optimizer.chunk_bytes or (CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES)
