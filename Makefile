@@ -130,7 +130,7 @@ bench: install  ## time our step and the demo model against torch's, on this mac
 	$(BIN)/python bench/demo_speed.py
 
 evidence: install  ## rebuild docs/evidence.md and its figures from the records of our own runs
-	$(BIN)/python bench/evidence.py --figures
+	$(BIN)/muonsw reproduce evidence
 
 docs: $(DOCS_INSTALLED)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,14 @@ from muonsw.decay import decay_factors
 from muonsw.lab import advice
 from muonsw.lab.advice import advise
 from muonsw.lab.recipes import IDLE
+from muonsw.lab.runs.records import Records
+from muonsw.lab.studies.arms import hidden_multiplier
 from muonsw.lab.theory import next_norm, norms_with_memory
 from muonsw.lab.theory.schedule import warmup_cosine, warmup_steps_for_horizon
 
 ROOT = Path(__file__).parents[1]
-RECORDS = [
-    json.loads(line) for path in sorted((ROOT / "evidence").glob("*.jsonl")) for line in path.read_text().splitlines()
-]
-MAP = [record for record in RECORDS if record["group"].startswith("regret")]
+RUNS = list(Records.read(ROOT / "evidence" / "enwiki-23M.jsonl").runs.values())
+MAP = RUNS[0].config
 RULES = [rule for rule in DECAY_RULES if not DECAY_RULES[rule].uses_gradient]
 
 
@@ -56,20 +57,24 @@ def test_long_runs_are_summed_in_parts(monkeypatch):
         assert a.end_norm == pytest.approx(b.end_norm, rel=2e-3)
 
 
-def known(record):
+def known(run):
     """Whether advice can be asked about a run: every one but AdamW's, norm rules, and rules that follow gradients."""
-    rule = DECAY_RULES[record["rule"]]
-    plain = record["algorithm"] == "muon" and record["norm"] == "free" and not record["unnormalized"]
-    return plain and not rule.uses_gradient
+    chosen = run.config.optimizer
+    plain = chosen.algorithm == "muon" and chosen.norm == "free" and not chosen.unnormalized
+    return plain and not DECAY_RULES[chosen.decay].uses_gradient
 
 
-def about(record):
-    """The rule of a run, as advice sees it; muP divides the learning rate where the base width is 128."""
-    divided = record["base_width"] / record["width"] if record["base_width"] == 128 else 1.0
-    base = record["lr"] if record["peak"] == "base" else None
-    shape = {"decay_fraction": 0.1, "final_fraction": 0.0} if record["schedule"] == "wsd" else {}
-    options = {"schedule": record["schedule"], "base_peak_lr": base, "rules": (record["rule"],), **shape}
-    return advise(record["steps"], record["lr"] * divided, record["lambda"], **options)
+def about(run):
+    """What advice says of a run; muP divides the learning rate of some."""
+    config, chosen = run.config, run.config.optimizer
+    options = {
+        "schedule": config.schedule.shape,
+        "decay_fraction": config.schedule.decay_fraction,
+        "final_fraction": config.schedule.final_fraction,
+        "base_peak_lr": chosen.lr if chosen.peak == "base" else None,
+        "rules": (chosen.decay,),
+    }
+    return advise(config.steps, chosen.lr * hidden_multiplier(config, chosen), chosen.weight_decay, **options)
 
 
 def test_norms_are_those_of_our_runs():
@@ -77,33 +82,39 @@ def test_norms_are_those_of_our_runs():
 
     Whatever the rule, the schedule, the length, the precision and how often text was seen; 0.08 is unstable.
     """
-    seen = [r for r in RECORDS if known(r) and r["width"] == 128 and r["lr"] < 0.08 and r["end_norm"] is not None]
+    seen = [run for run in RUNS if known(run) and run.config.model.width == 128 and run.config.optimizer.lr < 0.08]
+    seen = [run for run in seen if math.isfinite(run.final_norm)]
     assert len(seen) >= 190
-    for record in seen:
-        assert about(record).rules[0].end_norm == pytest.approx(record["end_norm"], rel=0.1), record
+    for run in seen:
+        assert about(run).rules[0].end_norm == pytest.approx(run.final_norm, rel=0.1), run.settings
 
 
 def columns():
-    """By rule and length, by lambda and seed: all runs that differ from the regret map in nothing else."""
-    shared = {key: MAP[0][key] for key in ("width", "base_width", "batch", "schedule", "windows", "weights")}
+    """By rule and length, by lambda: the runs that differ from the regret map in nothing else."""
     found = {}
-    for one in RECORDS:
-        if known(one) and one["rule"] != "none" and all(one[key] == value for key, value in shared.items()):
-            column = found.setdefault((one["rule"], one["steps"]), {})
-            column.setdefault(one["lambda"], {})[one["seed"]] = one
+    for run in RUNS:
+        config, chosen = run.config, run.config.optimizer
+        shared = replace(MAP.optimizer, decay=chosen.decay, weight_decay=chosen.weight_decay, lr=chosen.lr)
+        alike = (config.model, config.data, config.batch, config.schedule, config.weights, chosen) == (
+            *(MAP.model, MAP.data, MAP.batch, MAP.schedule, MAP.weights, shared),
+        )
+        if alike and known(run) and chosen.decay != "none":
+            found.setdefault((chosen.decay, config.steps), {}).setdefault(chosen.weight_decay, []).append(run)
     return found
+
+
+def mean_loss(runs):
+    return math.fsum(run.final_loss for run in runs) / len(runs)
 
 
 def test_advice_gives_back_what_was_measured_at_every_measured_setting():
     """Cost, verdict, range and lambda to try, of each rule at each length and lambda that our runs tried."""
     checked = 0
     for column in columns().values():
-        means = {
-            lam: math.fsum(one["final_loss"] for one in seeds.values()) / len(seeds) for lam, seeds in column.items()
-        }
+        means = {lam: mean_loss(runs) for lam, runs in column.items()}
         best = min(means, key=means.get)
-        for lam, seeds in column.items():
-            found, cost = about(next(iter(seeds.values()))), means[lam] - means[best]
+        for lam, runs in column.items():
+            found, cost = about(runs[0]), means[lam] - means[best]
             rule = found.rules[0]
             assert rule.own
             assert rule.cost == pytest.approx(cost, abs=2e-4)
@@ -120,15 +131,16 @@ def test_advice_gives_back_what_was_measured_at_every_measured_setting():
 
 def test_what_decay_takes_in_all_tells_its_cost_at_other_widths_too():
     """Of the table: within 0.015 nats at the lambdas near the best; the matched ones are beyond what was tried."""
+    table = [run for run in RUNS if known(run) and run.config.optimizer.muon_lr == "adam" and run.config.steps == 1_600]
     losses = {}
-    for one in RECORDS:
-        if one["group"].startswith("table") and known(one):
-            losses.setdefault((one["width"], one["rule"]), {}).setdefault((one["lambda"], one["peak"]), []).append(one)
+    for run in (run for run in table if run.config.optimizer.lr == 0.02 and run.config.optimizer.weight_decay > 0.105):
+        arms = losses.setdefault((run.config.model.width, run.config.optimizer.decay), {})
+        arms.setdefault((run.config.optimizer.weight_decay, run.config.optimizer.peak), []).append(run)
     assert {width for width, _ in losses} == {128, 256, 512}
     for arms in losses.values():
-        means = {arm: math.fsum(one["final_loss"] for one in seeds) / len(seeds) for arm, seeds in arms.items()}
-        for arm, seeds in arms.items():
-            found, cost = about(seeds[0]), means[arm] - min(means.values())
+        means = {arm: mean_loss(runs) for arm, runs in arms.items()}
+        for arm, runs in arms.items():
+            found, cost = about(runs[0]), means[arm] - min(means.values())
             told = found.rules[0].cost
             assert told == pytest.approx(cost, abs=0.015) if told is not None else cost > 0.1
 
@@ -144,7 +156,7 @@ def test_between_two_lengths_advice_lies_between_them():
 
 
 def test_beyond_the_lambdas_that_were_tried_no_cost_is_told():
-    found = advise(6_400, MAP[-1]["lr"], 1.6)
+    found = advise(6_400, 0.01842, 1.6)
     assert [one.cost for one in found.rules] == [None, None]
     assert "beyond the lambdas that were tried in our runs of 6,400 updates" in found.sentences[0]
 

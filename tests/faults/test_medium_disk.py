@@ -15,7 +15,7 @@ from muonsw.lab.train import __main__ as entry
 from muonsw.lab.train import folder
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.records import tensorboard_sink
-from tests.lab.studies.tiny import ARMS, WILD, by_arm, comparison
+from tests.lab.studies.tiny import ARMS, KEY, WILD, by_arm, comparison
 from tests.lab.test_storage import files_no_larger_than
 from tests.lab.train.small import losses, small_run
 
@@ -117,6 +117,6 @@ def test_a_divergence_that_cannot_be_written_down_is_told(tmp_path, monkeypatch)
     with pytest.raises(MachineError, match=rf"result\.json {FULL}"):
         by_arm(tmp_path).train([one])
     monkeypatch.undo()
-    runs = by_arm(tmp_path).train([one])["comparison"]
+    runs = by_arm(tmp_path).train([one])[KEY]
     assert diverged_at(runs["wild"][0]) is not None
     assert diverged_at(runs["constant"][0]) is None

@@ -28,9 +28,9 @@ LADDER = (
     "report",
     "diagnose",
     "studies",
+    "run",
     "commands",
     "cli",
-    "run",
 )
 LAB = Path(muonsw.lab.__file__).parent
 ROOMS = sorted(path.stem for path in LAB.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists())

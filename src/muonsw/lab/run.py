@@ -1,4 +1,4 @@
-"""Train from a config file: `python -m muonsw.lab.run CONFIG.json RUN`, the same as `python -m muonsw.lab.train`."""
+"""Train from a config file: `python -m muonsw.lab.run CONFIG.json RUN`; `studies/program.py` is what it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muonsw.lab.launcher import end
 def main() -> int:
     """Load the trainer and run it; an interrupt while it loads ends in one line, too."""
     try:
-        return int(importlib.import_module("muonsw.lab.train.__main__").main())
+        return int(importlib.import_module("muonsw.lab.studies.program").main())
     except KeyboardInterrupt:
         print("muonsw: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -49,7 +49,7 @@ def test_every_number_is_read_as_it_was_written(folder):
     run = load_run(folder)
     assert_as_in_text(run, folder)
     assert run.name == "first"
-    assert run.config["note"] == "λ"
+    assert run.settings["note"] == "λ"
     assert run.rule == "scaled"
     assert run.environment["torch"] == "2.13.0"
     assert run.complete
@@ -198,7 +198,7 @@ def test_arms_are_what_sets_runs_apart(tmp_path):
         "constant": ["a", "b"],
         "scaled": ["c"],
     }
-    found = differences([run.config for run in runs])
+    found = differences([run.settings for run in runs])
     assert list(found)[:2] == ["optimizer.decay", "optimizer.weight_decay"]
     assert found["seed"] == [0, 1, 0, 0, 3]
     assert "steps" not in found

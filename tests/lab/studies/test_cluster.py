@@ -20,7 +20,7 @@ from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.processes import Audience
 from muonsw.lab.studies import cluster as module
 from muonsw.lab.studies.cluster import FOLDER, FRUITLESS, Cluster, last_records, run_on_cluster, saved_step
-from muonsw.lab.studies.jobs import main
+from muonsw.lab.studies.program import main
 from tests.lab.studies.tiny import ARMS, WILD, by_arm, comparison
 from tests.lab.train.small import losses
 

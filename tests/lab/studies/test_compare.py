@@ -29,7 +29,7 @@ from muonsw.lab.studies.outcome import (
 from muonsw.lab.studies.study import conduct
 from muonsw.lab.studies.tuning import sweep_table, tune
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
-from tests.lab.studies.tiny import ARMS, WILD, by_arm, comparison, tiny_run
+from tests.lab.studies.tiny import ARMS, KEY, WILD, by_arm, comparison, tiny_run
 from tests.lab.train.small import small_run, tokens
 
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(folder):
     """Two arms with three seeds."""
-    return by_arm(folder / "runs").train([comparison()])["comparison"]
+    return by_arm(folder / "runs").train([comparison()])[KEY]
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,16 @@ from muonsw.lab.cli import main
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import count, preset
 from muonsw.lab.runs import load_run
-from muonsw.lab.studies.arms import decay_factors
+from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.catalogue import TRAINING_STUDIES
 from muonsw.lab.studies.costs import cost, run_flops
 from muonsw.lab.studies.scales import GPT2_VOCAB, SCALES, find_data
 from muonsw.lab.studies.study import conduct
 from muonsw.lab.studies.training import best_rules, dynamics, rows, rules, sweeps
-from muonsw.lab.studies.workshop import relabelled
 from muonsw.lab.train.config import RunConfig
 from tests.lab.diagnose.runs import make_run
 from tests.lab.studies.tiny import WILD, by_settings, tiny_scale
-from tests.lab.train.small import tokens
+from tests.lab.train.small import small_run, tokens
 
 STUDIES = {study.name: study for study in TRAINING_STUDIES}
 PAPER, MINI, CPU = (SCALES[name] for name in ("paper", "mini", "cpu"))
@@ -41,7 +40,7 @@ def test_every_study_builds_runs_that_can_be_written_and_read_back(name, scale):
     study = STUDIES[name]
     assert set(study.scaled) == set(SCALES)
     comparisons = planned(name, scale)
-    assert len({one.name for one in comparisons}) == len(comparisons)
+    assert len({one.key for one in comparisons}) == len(comparisons)
     for one in comparisons:
         assert len({arm.name for arm in one.arms}) == len(one.arms)
         assert len(one.seeds) >= 1
@@ -59,18 +58,18 @@ def test_small_studies_stay_within_their_promise_and_below_the_cap_of_a_step(sca
     limit = {"cpu": 0.5, "mini": 1.1}[scale]
     for study in TRAINING_STUDIES:
         assert cost(study.at(chosen).runs()).hours(chosen.tflops, chosen.workers) < limit, study.name
-    cap = {"cpu": 0.02, "mini": 0.01}[scale]
+    cap = {"cpu": 0.02, "mini": 0.022}[scale]
     for run in chosen.rows.values():
         for arm in rows.decay_arms(run):
             assert max(decay_factors(run, arm.optimizer)) <= cap * (1 + 1e-9)
 
 
 def test_paper_scale_is_the_papers_configuration():
-    table = {one.name: one for one in planned("main-table", "paper")}
+    table = {one.key.width: one for one in planned("main-table", "paper")}
     steps = {256: 35_000, 512: 110_000, 768: 223_000, 1024: 376_000}
     peaks = {256: 1e-2, 512: 7e-3, 768: 5.6e-3, 1024: 4.8e-3}
     for width, row in paper.ROWS.items():
-        one = table[f"width {width}"]
+        one = table[width]
         arms = {arm.name: arm.optimizer for arm in one.arms}
         assert one.base.model == preset(f"w{width}")
         assert (one.base.steps, one.base.tokens_per_step, one.seeds) == (steps[width], 524_288, (0,))
@@ -79,8 +78,8 @@ def test_paper_scale_is_the_papers_configuration():
         assert arms["scaled"].peak == "base"
         assert ("scaled, group peak" in arms) == (width > 256)
         assert row.scaled < row.constant
-    sweep = {one.name: one for one in planned("width-transfer", "paper")}
-    assert [arm.optimizer.lr for arm in sweep["width 128"].arms] == list(paper.SWEEP_RATES)
+    sweep = {one.key.width: one for one in planned("width-transfer", "paper")}
+    assert [arm.optimizer.lr for arm in sweep[128].arms] == list(paper.SWEEP_RATES)
     assert all(arm.optimizer.algorithm == "adamw" for one in sweep.values() for arm in one.arms)
     assert [one.base.steps for one in planned("horizon-transfer", "paper")] == [5_000, 10_000, 20_000]
 
@@ -213,7 +212,10 @@ def written(folder, name, *, rule, seed, loss, **settings):
     path = folder / name / "result.json"
     path.write_text(json.dumps({"steps": 1500, "final_loss": loss, "best_loss": loss, "best_step": 1500}))
     run = load_run(folder / name)
-    return relabelled(replace(run, config={**run.config, "seed": seed}), rule)
+    settings = small_run(seed=seed, steps=1500).as_data()
+    return replace(
+        run, settings={**settings, "optimizer": {**settings["optimizer"], **run.settings["optimizer"]}}
+    ).named(rule)
 
 
 @cache
@@ -257,13 +259,13 @@ def test_the_main_effect_is_judged_by_its_interval(tmp_path):
 
 def test_scaled_decay_is_shown_beside_its_control(tmp_path):
     arms = pair(tmp_path)
-    arms = {**arms, rows.CONTROL: [relabelled(run, rows.CONTROL) for run in arms["constant"]]}
-    (table,) = rows.control_tables({"width 64": arms}, CPU)
+    arms = {**arms, rows.CONTROL: [run.named(rows.CONTROL) for run in arms["constant"]]}
+    (table,) = rows.control_tables({Key(width=64): arms}, CPU)
     assert [row[:3] for row in table.rows] == [("width 64: scaled", "constant, same total", "-0.0500")]
 
 
 def test_limits_belong_to_the_scale(tmp_path):
-    arms = {"width 256": pair(tmp_path)}
+    arms = {Key(width=256): pair(tmp_path)}
     limits = {scale.name: rows.judge_rows(arms, scale)[0].limits for scale in (CPU, PAPER)}
     assert "raised lambda" in limits["cpu"]
     assert limits["paper"] == ""
@@ -292,7 +294,7 @@ def test_printed_values_hold_where_they_are_met_and_fail_elsewhere(tmp_path):
 def test_steady_state_and_diagnostics_of_runs_that_obey_the_recursion(tmp_path):
     arms = pair(tmp_path)
     for judge in (dynamics.judge_steady_state, dynamics.judge_diagnostics):
-        found = judge({"width 64": arms}, CPU)
+        found = judge({Key(width=64): arms}, CPU)
         assert all(claim.holds for claim in found), [claim.id for claim in found if not claim.holds]
     # Norms that the recorded updates do not explain, and directions that are not orthogonal.
     spoilt = {
@@ -302,8 +304,8 @@ def test_steady_state_and_diagnostics_of_runs_that_obey_the_recursion(tmp_path):
         ]
         for rule in ("constant", "scaled")
     }
-    assert not verdicts(dynamics.judge_steady_state({"x": spoilt}, CPU))["constant-recursion"]
-    bad = verdicts(dynamics.judge_diagnostics({"x": spoilt}, CPU))
+    assert not verdicts(dynamics.judge_steady_state({Key("x"): spoilt}, CPU))["constant-recursion"]
+    bad = verdicts(dynamics.judge_diagnostics({Key("x"): spoilt}, CPU))
     assert not bad["scaled-defect-low"]
     assert not bad["scaled-gradient"]
 
@@ -314,7 +316,7 @@ def spoil(_role, record):
 
 def test_late_fits_are_compared_in_the_papers_terms(tmp_path):
     arms = pair(tmp_path)
-    found = {claim.id: claim for claim in dynamics.judge_diagnostics({"x": arms}, PAPER)}
+    found = {claim.id: claim for claim in dynamics.judge_diagnostics({Key("x"): arms}, PAPER)}
     # a = -(memory - 1) s / (2 r): with s = 0.176 eta the slope of the scaled arm is known from its norm.
     run = arms["scaled"][0]
     norm = run.telemetry.scope("decayed")["weight_rms"][-1]
@@ -332,27 +334,27 @@ def sweep_runs(folder, optimum, *, seeds=2, rates=MINI.rates, name=""):
 
 def fake(path, rate, optimum, seed):
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps({"seed": seed, "optimizer": {"lr": rate}}))
+    (path / "config.json").write_text(json.dumps(small_run(seed=seed, optimizer={"lr": rate}).as_data()))
     loss = 3.0 + 0.1 * seed + 0.05 * math.log(rate / optimum) ** 2
     (path / "result.json").write_text(json.dumps({"final_loss": loss}))
     return load_run(path)
 
 
 def test_width_transfer_is_told_from_its_absence(tmp_path):
-    same = {f"width {w}": sweep_runs(tmp_path, 0.02, name=f"{w}-") for w in (128, 256)}
+    same = {Key(width=w): sweep_runs(tmp_path, 0.02, name=f"{w}-") for w in (128, 256)}
     assert all(claim.holds for claim in sweeps.judge_widths(same, MINI))
-    moved = {**same, "width 256": sweep_runs(tmp_path, 0.0035, name="moved-")}
+    moved = {**same, Key(width=256): sweep_runs(tmp_path, 0.0035, name="moved-")}
     found = verdicts(sweeps.judge_widths(moved, MINI))
     assert not found["same-rate"]
     assert not found["width-256-cost"]
-    edge = {**same, "width 256": sweep_runs(tmp_path, 0.5, name="edge-")}
+    edge = {**same, Key(width=256): sweep_runs(tmp_path, 0.5, name="edge-")}
     assert not verdicts(sweeps.judge_widths(edge, MINI))["width-256-inside"]
     assert [row[0] for row in sweeps.sweep_tables(same, MINI)[0].rows] == [f"{rate:g}" for rate in MINI.rates]
 
 
 def test_the_best_rate_is_that_of_the_whole_basin():
     noise = (0.004, -0.003, 0.002, -0.004, 0.003, -0.002)
-    basin = {rate: 3.0 + 0.05 * math.log(rate / 0.013) ** 2 + off for rate, off in zip(MINI.rates, noise, strict=True)}
+    basin = {rate: 3.0 + 0.05 * math.log(rate / 0.013) ** 2 + off for rate, off in zip(CPU.rates, noise, strict=True)}
     assert sweeps.best_rate(basin) == pytest.approx(0.013, rel=0.05)
     # A run that all but diverged, and one without a loss, say nothing about the bottom.
     for lost in (6.0, math.inf):
@@ -366,7 +368,7 @@ def test_the_printed_sweep_judges_itself_true(tmp_path):
         for rate, loss in zip(paper.SWEEP_RATES, losses, strict=True):
             run = fake(tmp_path / f"{width}-{rate}", rate, rate, 0)
             arms[f"lr {rate:g}"] = [replace(run, result={"final_loss": loss})]
-        rows[f"width {width}"] = arms
+        rows[Key(width=width)] = arms
     found = sweeps.judge_widths(rows, PAPER)
     assert all(claim.holds for claim in found), [claim.id for claim in found if not claim.holds]
     assert sum("lr" in claim.id for claim in found) == 24
@@ -375,7 +377,7 @@ def test_the_printed_sweep_judges_itself_true(tmp_path):
 @pytest.mark.parametrize(("power", "holds"), [(-1 / 3, True), (0.0, False), (-1.0, False)])
 def test_the_cube_root_rule_is_told_from_others(tmp_path, power, holds):
     results = {
-        f"{steps} updates": sweep_runs(tmp_path, 0.02 * (steps / 1000) ** power, name=f"{steps}-")
+        Key(steps=steps): sweep_runs(tmp_path, 0.02 * (steps / 1000) ** power, name=f"{steps}-")
         for steps in MINI.horizons
     }
     found = {claim.id: claim for claim in sweeps.judge_horizons(results, MINI)}["cube-root"]
@@ -383,7 +385,7 @@ def test_the_cube_root_rule_is_told_from_others(tmp_path, power, holds):
     assert found.holds is holds
     (chart,) = sweeps.horizon_charts(results, MINI)
     minima = [curve.x[min(range(len(curve.y)), key=curve.y.__getitem__)] for curve in chart.curves]
-    assert len(minima) == 3
+    assert len(minima) == len(MINI.horizons)
 
 
 def test_rules_that_are_the_same_under_another_name_decay_alike():
@@ -402,8 +404,8 @@ def test_rules_are_judged_against_each_other(tmp_path):
     arms["none"] = [
         written(tmp_path, f"none-{seed}", rule="none", seed=seed, loss=3.1, lam=0.7, lr=0.02) for seed in range(3)
     ]
-    assert all(verdicts(rules.judge_rules({"rules": arms}, CPU)).values())
-    swapped = verdicts(rules.judge_rules({"rules": arms | {"squared": arms["constant"]}}, CPU))
+    assert all(verdicts(rules.judge_rules({rules.RULES: arms}, CPU)).values())
+    swapped = verdicts(rules.judge_rules({rules.RULES: arms | {"squared": arms["constant"]}}, CPU))
     assert not swapped["squared-is-scaled"]
 
 

@@ -25,7 +25,7 @@ from muonsw.lab.studies.workshop import ByArm, Workshop, describe
 from muonsw.lab.train.config import ScheduleConfig
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.small import SMALL
-from tests.lab.studies.tiny import ARMS, QUIET, WILD, by_arm, by_settings, comparison, tiny_run, tiny_scale
+from tests.lab.studies.tiny import ARMS, KEY, QUIET, WILD, by_arm, by_settings, comparison, tiny_run, tiny_scale
 from tests.lab.train.small import losses, tokens
 
 
@@ -61,7 +61,7 @@ def test_a_stopped_comparison_saves_all_its_runs_which_are_the_same_in_any_proce
 
 def test_a_run_that_diverges_does_not_end_the_others_and_is_not_tried_again(tmp_path):
     one = comparison((ARMS[0], WILD), seeds=(0, 1), steps=20, diverged=1.0)
-    runs = by_arm(tmp_path).train([one])["comparison"]
+    runs = by_arm(tmp_path).train([one])[KEY]
     assert [diverged_at(run) for run in runs["constant"]] == [None, None]
     steps = [diverged_at(run) for run in runs["wild"]]
     assert all(1 <= step <= 20 for step in steps)

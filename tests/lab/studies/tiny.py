@@ -6,13 +6,14 @@ from pathlib import Path
 from rich.console import Console
 
 from muonsw.lab.model import MuP
-from muonsw.lab.studies.arms import Arm, Comparison
+from muonsw.lab.studies.arms import Arm, Comparison, Key
 from muonsw.lab.studies.scales import Scale, adamw_sweep
 from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop
 from muonsw.lab.train.config import DataConfig, OptimizerConfig
 from tests.lab.train.small import MODEL, small_run, tokens
 
 ARMS = tuple(Arm(rule, OptimizerConfig(decay=rule, weight_decay=1.0)) for rule in ("constant", "scaled"))
+KEY = Key("comparison")
 WILD = Arm("wild", OptimizerConfig(lr=50.0, weight_decay=0.0))
 QUIET = Console(quiet=True)
 
@@ -23,7 +24,7 @@ def tiny_run(**settings):
 
 
 def comparison(arms=ARMS, seeds=(0, 1, 2), **settings):
-    return Comparison("comparison", tiny_run(**settings), tuple(arms), tuple(seeds))
+    return Comparison(KEY, tiny_run(**settings), tuple(arms), tuple(seeds))
 
 
 def by_arm(folder, workers=1, **settings):
@@ -53,8 +54,8 @@ def tiny_scale(**changes):
         "horizons": (5, 10),
         "factors": (0.5, 1.0, 2.0),
         "map_run": row,
-        "map_horizons": (4, 8),
-        "map_lambdas": (0.5, 1.0),
+        "maps": {4: (0.5, 1.0), 8: (0.5, 1.0)},
+        "map_seeds": 1,
         "seeds": 2,
         "sweep_seeds": 1,
         "tflops": 1.0,

@@ -6,7 +6,7 @@ import sys
 import time
 
 from muonsw.lab.launcher import end
-from muonsw.lab.train.__main__ import main
+from muonsw.lab.studies.program import main
 from muonsw.lab.train.state import Training
 
 FAULTS = {

@@ -21,7 +21,7 @@ import torch.distributed.fsdp  # once, in the server of children
 
 from muonsw import machine
 from muonsw.lab.settings import as_data
-from muonsw.lab.train.__main__ import main
+from muonsw.lab.studies.program import main
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 from tests.common.children import start_child
 

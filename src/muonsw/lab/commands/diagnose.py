@@ -71,9 +71,9 @@ class Diagnose:
         return 0
 
     def _with_momentum(self, run: Run) -> Run:
-        if self.momentum is None or run.config:
+        if self.momentum is None or run.settings:
             return run
-        return replace(run, config={"optimizer": {"momentum": self.momentum}})
+        return replace(run, settings={"optimizer": {"momentum": self.momentum}})
 
 
 def _folder(runs: tuple[Path, ...]) -> Path:

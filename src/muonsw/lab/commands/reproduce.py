@@ -17,6 +17,7 @@ from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.report import check_target
 from muonsw.lab.storage import prepare_folder
+from muonsw.lab.studies import evidence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.costs import cost_table
 from muonsw.lab.studies.scales import SCALES, find_data
@@ -39,7 +40,8 @@ class Reproduce:
     """
 
     name: Annotated[str, Positional, arg(metavar="NAME")] = ""
-    """The study, such as `main-table` or `theory`, or one experiment of it, such as `theory/matrix`."""
+    """The study, such as `main-table` or `theory`, or one experiment of it, such as `theory/matrix`. `evidence`
+    rebuilds docs/evidence.md from the records of our own runs; with --data it makes those that are missing first."""
 
     list: FlagCreatePairsOff[bool] = False
     """Show what can be reproduced, and run nothing."""
@@ -93,8 +95,25 @@ class Reproduce:
             print_studies(console, STUDIES.values())
             return 0
         self.cluster.check(self.device)
+        if self.name.partition("/")[0] == evidence.NAME:
+            return self._evidence(console)
         study = self._study()
         return self._train(console, study) if isinstance(study, TrainingStudy) else self._run(console, study)
+
+    def _evidence(self, console: Console) -> int:
+        """Make what the evidence lacks where data is given; then its page, from the records alone."""
+        if self.data is not None:
+            workers, records = _at_least_one("--workers", self.workers), self.out or evidence.FOLDER
+            places = BySettings(Path("out/runs-mini"), self.data, self._device())
+            for name in evidence.chosen(self.name, self.data, records):
+                shop = self._workshop(console, places, workers, len(evidence.part(name).runs()))
+                made = evidence.gather(name, shop, evidence.file_of(name, records))
+                say(console, f"{name}: {made} runs exported to {evidence.file_of(name, records)}")
+        if not (evidence.FOLDER / evidence.TEMPLATE).exists():
+            raise UsageError(f"there is no {evidence.FOLDER / evidence.TEMPLATE} here: go to a clone of the repository")
+        evidence.write_page()
+        say(console, f"wrote {evidence.PAGE}, its pictures and {evidence.MEASURED}")
+        return 0
 
     def _run(self, console: Console, study: ExperimentStudy) -> int:
         """A study of experiments that are run anew each time."""

@@ -58,7 +58,7 @@ class History:
 
     def setting(self, name: str) -> Any:
         """A setting of the optimizer, None where the configuration does not say."""
-        return (self.run.config.get("optimizer") or {}).get(name)
+        return (self.run.settings.get("optimizer") or {}).get(name)
 
     @property
     def momentum(self) -> float:

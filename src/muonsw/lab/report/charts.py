@@ -125,7 +125,7 @@ def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
     The fall before that may be ten times as high as everything after it, and would flatten the rest.
     """
     # The loss of a user's own loop may have any unit.
-    unit = "nats per token" if runs and all(run.config for run in runs) else ""
+    unit = "nats per token" if runs and all(run.settings for run in runs) else ""
     late: list[float] = []
     for curve in curves:
         begin = BEGINNING * curve.x[-1]

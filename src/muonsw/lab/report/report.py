@@ -158,7 +158,7 @@ def _state(run: Run) -> Cell:
 
 def differences_table(charts: Charts) -> Table | None:
     """The settings that are not the same in all runs; None where all agree."""
-    found = differences([run.config for run in charts.runs])
+    found = differences([run.settings for run in charts.runs])
     if not found:
         return None
     rows = [
@@ -173,7 +173,7 @@ def commands_table(charts: Charts) -> Table | None:
     rows = [
         (label, Cell(f"muonsw train --config {_quoted(run.path / 'config.json')} --out {_again(run.path)}", code=True))
         for label, run in zip(charts.labels, charts.runs, strict=True)
-        if run.config
+        if run.settings
     ]
     return Table("commands", "Run them again", ("run", "command"), rows, folded=len(rows) > MANY) if rows else None
 

@@ -39,10 +39,10 @@ def name_arms(runs: Sequence[Run]) -> list[str]:
 
     Runs that differ in their seed alone share a name.
     """
-    found = differences([run.config for run in runs])
+    found = differences([run.settings for run in runs])
     between = {key: values for key, values in found.items() if key.rpartition(".")[2] not in WITHIN_ARM}
     return [
-        str(run.config.get("arm") or _describe(run, {key: values[place] for key, values in between.items()}))
+        str(run.arm or _describe(run, {key: values[place] for key, values in between.items()}))
         for place, run in enumerate(runs)
     ]
 

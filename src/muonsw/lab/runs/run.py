@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from muonsw.lab.runs.metrics import POOLED, Columns, Values, read_metrics
 from muonsw.lab.storage import read_object
 from muonsw.lab.theory import HypothesisError
 from muonsw.lab.theory.tracking import NormHistory, predict_norms
+from muonsw.lab.train.config import RunConfig
 
 Points = tuple[NDArray[np.int64], Values]
 METRICS = "metrics.jsonl"
@@ -90,7 +91,7 @@ class Run:
 
     name: str
     path: Path
-    config: dict[str, Any]  # empty for a file
+    settings: dict[str, Any]  # as they were written; empty for a file
     environment: dict[str, Any]  # empty where it was not written
     result: dict[str, Any] | None  # what was written at the end; None until then, and for a file
     tables: Mapping[str, Mapping[str, Columns]]  # the records by kind and scope; of telemetry the pooled scopes
@@ -111,6 +112,27 @@ class Run:
         """What telemetry recorded of the weights."""
         return Scopes(self.tables.get("telemetry", {}), self.details)
 
+    @cached_property
+    def config(self) -> RunConfig:
+        """What decided the run.
+
+        Raises:
+            UsageError: If its settings are not those of a run of this lab.
+        """
+        try:
+            return RunConfig.from_data(self.settings)
+        except ValueError as error:
+            raise UsageError(f"{self.path}: {error}") from error
+
+    @property
+    def arm(self) -> str:
+        """What a comparison calls it."""
+        return str(self.settings.get("arm") or "")
+
+    def named(self, arm: str) -> Run:
+        """The same run under the name that a study has for its arm."""
+        return replace(self, settings={**self.settings, "arm": arm})
+
     @property
     def complete(self) -> bool:
         """Whether the run wrote its result."""
@@ -119,7 +141,7 @@ class Run:
     @property
     def planned_steps(self) -> int | None:
         """How many updates the run was to take; None where nothing says so."""
-        steps = self.config.get("steps")
+        steps = self.settings.get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
@@ -130,7 +152,7 @@ class Run:
     @cached_property
     def rule(self) -> str:
         """The decay rule: the configuration's, or as the recorded decay shows it; empty where neither says."""
-        named = (self.config.get("optimizer") or {}).get("decay")
+        named = (self.settings.get("optimizer") or {}).get("decay")
         return str(named) if named else _rule_of(self.telemetry.scope("decayed"))
 
     @property
@@ -198,20 +220,30 @@ class Run:
         return next((points for points in found if len(points[0])), NOTHING)
 
     @property
+    def epochs(self) -> float:
+        """How often the run saw its text; not a number where its result does not say."""
+        return self._result("epochs")
+
+    @property
     def norms(self) -> Points:
         """Steps and root mean squares of the weights that decay, each before an update."""
         return self.recorded("weight_rms")
 
     @property
     def final_norm(self) -> float:
-        """The last recorded norm; not a number where there is none."""
-        return last(self.norms)
+        """The last norm, of the record of an exported run or of telemetry; not a number where there is none."""
+        return self._result("end_norm", last(self.norms))
 
     @property
     def norm_change(self) -> float:
-        """The last recorded norm over the largest, minus one; not a number where none was recorded."""
-        values = self.norms[1]
-        return float(values[-1] / values.max() - 1.0) if len(values) and values.max() > 0 else NAN
+        """The last norm over the largest, minus one; not a number where none was recorded."""
+        largest = self.highest_norm
+        return self.final_norm / largest - 1.0 if largest > 0 else NAN
+
+    @property
+    def highest_norm(self) -> float:
+        """The largest norm, of the record or of telemetry; not a number where there is none."""
+        return self._result("highest_norm", max(self.norms[1].tolist(), default=NAN))
 
     @property
     def predicted_norms(self) -> Points:
@@ -265,7 +297,7 @@ def load_run(path: str | Path) -> Run:
     return Run(
         name=where.resolve().name,
         path=where,
-        config=_read_config(where / "config.json"),
+        settings=_read_settings(where / "config.json"),
         environment=_read_json(where / "environment.json") or {},
         result=_read_json(where / "result.json"),
         tables=_tables(where / METRICS),
@@ -315,7 +347,7 @@ def _details(path: Path) -> Mapping[str, Columns]:
     return _tables(path, details=True).get("telemetry", {})
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     """The settings of a run; those that are used here must be of the right kind."""
     config = _read_json(path) or {}
     optimizer = config.get("optimizer")

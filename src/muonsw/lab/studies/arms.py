@@ -31,10 +31,34 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Key:
+    """What sets a comparison apart within its study: a name, a width, a number of updates, or several of these.
+
+    Examples:
+        >>> str(Key(width=256)), str(Key("muon", steps=1600)), Key("muon", steps=1600).slug
+        ('width 256', 'muon, 1600 updates', 'muon-1600-updates')
+    """
+
+    name: str = ""
+    width: int | None = None
+    steps: int | None = None
+
+    def __str__(self) -> str:
+        width = "" if self.width is None else f"width {self.width}"
+        steps = "" if self.steps is None else f"{self.steps} updates"
+        return ", ".join(filter(None, (self.name, width, steps)))
+
+    @property
+    def slug(self) -> str:
+        """The same for ids and names of files."""
+        return str(self).replace(", ", "-").replace(" ", "-")
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Arms that share everything but their optimizer, seed by seed."""
 
-    name: str  # how it is called within its study
+    key: Key
     base: RunConfig  # what the arms share
     arms: tuple[Arm, ...]  # the first is the baseline of every pair
     seeds: tuple[int, ...]  # of initial weights and data order, the same for every arm
@@ -53,9 +77,9 @@ class Comparison:
         return [self.config(arm, seed) for arm, seed in self.members()]
 
 
-# By arm: one run for each seed. By comparison: its arms.
+# By the name of the arm: one run for each seed. By comparison: its arms.
 Runs = Mapping[str, Sequence[Run]]
-Results = Mapping[str, Runs]
+Results = Mapping[Key, Runs]
 
 
 def parse_arm(text: str, base: OptimizerConfig) -> Arm:
@@ -97,6 +121,11 @@ def _value(text: str, key: str, value: str) -> Any:
         except ValueError as error:
             raise UsageError(f"arm {text!r}: {key} must be a number, not {value!r}") from error
     return value
+
+
+def lambda_arm(base: OptimizerConfig, rule: str, lam: float) -> Arm:
+    """A rule at one lambda, called after both."""
+    return Arm(f"{rule}, lambda {lam:g}", replace(base, decay=rule, weight_decay=lam))
 
 
 def with_lambda(arm: Arm, name: str, weight_decay: float) -> Arm:
@@ -148,7 +177,7 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
         raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
     wanted = math.fsum(decay_factors(config, arm.optimizer))
     if math.isnan(wanted):
-        raise UsageError(f"arm {arm.name!r} follows the gradients: its total is not known before the run")
+        raise UsageError(f"arm {arm.name!r} follows the gradients, so its total is not known before the run")
     weight_decay = constant.weight_decay * (wanted / total)
     return Arm(f"constant, {CONTROL_SUFFIX}", replace(constant, weight_decay=weight_decay))
 
@@ -177,8 +206,8 @@ def own_peak(run: RunConfig) -> OptimizerConfig:
     return replace(run.optimizer, peak="group") if run.model.relative_width != 1.0 else run.optimizer
 
 
-def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
-    """A rule at one lambda."""
+def rule_arm(run: RunConfig, rule: str, weight_decay: float, *, named: bool = False) -> Arm:
+    """A rule at one lambda, called after the rule, or with `named` after both."""
     base = own_peak(run)
-    peak = "group" if rule == CONSTANT else base.peak
-    return Arm(rule, replace(base, decay=rule, weight_decay=weight_decay, peak=peak))
+    arm = lambda_arm(replace(base, peak="group" if rule == CONSTANT else base.peak), rule, weight_decay)
+    return arm if named else replace(arm, name=rule)

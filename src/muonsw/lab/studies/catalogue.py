@@ -9,7 +9,7 @@ from muonsw.lab import paper
 from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup, theory
 from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
-from muonsw.lab.studies.training import best_rules, dynamics, recipes, regret, rows, rules, sweeps
+from muonsw.lab.studies.training import best_rules, cases, dynamics, long, recipes, regret, rows, rules, sweeps
 from muonsw.registry import Registry
 
 THEORY = ExperimentStudy(
@@ -32,8 +32,8 @@ CPU_BODY = (
 )
 CPU_BLIND = "What cannot be seen at this size: the paper's gains, the steps saved, and limits of the norm"
 MINI_BODY = (
-    "6 layers, 8 experts, muP base width 128, Python source with a BPE of 4,096, 3,500 updates of 32,768 tokens "
-    "(16,384 at width 512), lambda times learning rate times updates 35 at every width"
+    "6 layers, 8 experts, muP base width 128, a BPE of 4,096 on Python source unless text is given, 1,600 updates of "
+    "16,384 tokens, lambda times learning rate times updates 35 at every width"
 )
 LOSS_AND_NORM = partial(rows.draw_figures, figures=("loss-and-norm",))
 PAPER_BODY = "Nothing is scaled; one seed, as in the paper"
@@ -61,7 +61,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         scaled=_rows("Widths 64 and 96", "Widths 128, 256 and 512", "Widths 256, 512, 768 and 1024"),
         comparisons=rows.all_rows,
         claims=rows.judge_rows,
-        own_tables=rows.control_tables,
+        own_tables=rows.row_tables,
         figures=LOSS_AND_NORM,
     ),
     TrainingStudy(
@@ -79,8 +79,9 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         title="the steady-state figure: alignment, and the norm beside its target and its recursion",
         reference=paper.STEADY,
         scaled=_rows("Width 64", "Width 256", "Width 1024"),
-        comparisons=rows.headline_row,
+        comparisons=rows.sampled_row,
         claims=dynamics.judge_steady_state,
+        charts=dynamics.norm_charts,
         figures=partial(rows.draw_figures, figures=("alignment-and-prediction", "tracking")),
     ),
     TrainingStudy(
@@ -88,7 +89,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         title="the three diagnostic figures: orthogonality, gradient and momentum, late alignment",
         reference="appendix with additional data",
         scaled=_rows("Width 64", "Width 256", "Width 1024"),
-        comparisons=rows.headline_row,
+        comparisons=rows.sampled_row,
         claims=dynamics.judge_diagnostics,
         figures=partial(rows.draw_figures, figures=("orthogonality", "gradient-and-momentum", "late-alignment")),
     ),
@@ -118,8 +119,8 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         scaled=_scaled(
             "Widths 32, 64 and 128, 240 updates of 1,536 tokens instead of 5,000 of 524,288, six rates, two seeds. At "
             "so few tokens the best rate is set by the length of the run as much as by the model.",
-            "Widths 128, 256 and 512 of 6 layers, 1,000 updates of 32,768 tokens, six rates a factor of two apart, "
-            "two seeds.",
+            "Widths 128, 256 and 512 of 6 layers, 400 updates of 16,384 tokens, five rates a factor of two apart, "
+            "two seeds; under Muon with scaled decay too.",
             "The table of the paper's source: widths 128, 256, 512, eight rates, 5,000 updates, one seed. The paper "
             "does not print the decay of these runs; constant decay with lambda 0.1 is assumed.",
         ),
@@ -135,8 +136,8 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         scaled=_scaled(
             "Width 64; 120, 240 and 480 updates of 1,536 tokens, six rates, two seeds. The rule is the paper's for "
             "5,000 to 20,000 updates; a tenth of so short a run is warmup.",
-            "Width 128 of 6 layers; 1,000, 2,000 and 4,000 updates of 32,768 tokens, six rates, two seeds. The rule "
-            "is the paper's for 5,000 to 20,000 updates.",
+            "Width 128 of 6 layers; 400 and 1,600 updates of 16,384 tokens, five rates, two seeds; under Muon with "
+            "scaled decay too. The rule is the paper's for 5,000 to 20,000 updates.",
             "Width 256; 5,000, 10,000 and 20,000 updates, one seed. The paper does not print its rates here; those "
             "of its width sweep are taken, and its constant decay.",
         ),
@@ -151,13 +152,50 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         reference=regret.BEYOND.reference,
         scaled=_scaled(
             "Width 64; 105 and 420 updates of 1,536 tokens, six lambdas, two seeds; so short that decay hardly acts.",
-            "Width 128 of 6 layers; 400, 1,600 and 6,400 updates of 16,384 tokens, seven lambdas, two seeds.",
+            "Width 128 of 6 layers; 400, 1,600 and 6,400 updates of 16,384 tokens, seven lambdas (eight at the last), "
+            "three seeds.",
             "Width 256; 2,500 to 40,000 updates, seven lambdas, one seed.",
         ),
         comparisons=regret.maps,
         claims=regret.judge_map,
         own_tables=regret.map_tables,
         charts=regret.map_charts,
+    ),
+    TrainingStudy(
+        name="long",
+        title="long horizons on fresh text: does what scaled decay gains grow with the length of the run?",
+        reference=regret.BEYOND.reference,
+        scaled=_scaled(
+            "Width 64; 1,680 and 420 updates of 768 tokens, five lambdas, two seeds; decay hardly acts in the shorter.",
+            "Width 128 of 6 layers; 25,600 and 6,400 updates of 8,192 tokens, five lambdas, three seeds.",
+            "Width 256; 160,000 and 40,000 updates of half the paper's batch, five lambdas, one seed.",
+        ),
+        comparisons=long.long_runs,
+        claims=long.judge_long,
+        own_tables=regret.map_tables,
+        charts=regret.map_charts,
+    ),
+    TrainingStudy(
+        name="hard-cases",
+        title="where decay should matter most: little text seen many times, a flat learning rate, bfloat16 weights",
+        reference="beyond the paper",
+        scaled=_scaled(
+            "Width 64, 420 updates of 1,536 tokens, three seeds.",
+            "Width 128 of 6 layers, 1,600 updates of 16,384 tokens, three seeds.",
+            "Width 256, 10,000 updates, one seed.",
+        ),
+        comparisons=cases.hard_cases,
+        claims=cases.no_claims,
+        own_tables=cases.case_tables,
+    ),
+    TrainingStudy(
+        name="adamw",
+        title="AdamW with constant decay, with scaled decay, and with AdamC's own form",
+        reference="beyond the paper",
+        scaled=_rows("Width 64", "Width 256", "Width 256"),
+        comparisons=cases.adamw_forms,
+        claims=cases.no_claims,
+        own_tables=cases.case_tables,
     ),
     TrainingStudy(
         name="decay-sweep",

@@ -15,7 +15,7 @@ from muonsw.lab.claims.table import Claims
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.report import write_report
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import Arm, Comparison, Runs, same_total
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Runs, same_total
 from muonsw.lab.studies.outcome import (
     ArmOutcome,
     Outcome,
@@ -36,6 +36,7 @@ from muonsw.lab.train.config import RunConfig
 from muonsw.text import counted
 
 NAME = "comparison"
+KEY = Key(NAME)
 SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
 MAIN_TABLE = Stated(paper.TABLE, SAME_LAMBDA)
 LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
@@ -82,8 +83,8 @@ class CompareStudy(Study[Trained]):
         arms = [one.arm for one in tuned] or list(self.arms)
         if self.control:
             arms.append(same_total(self.base, next(arm for arm in arms if arm.optimizer.decay == "scaled")))
-        results = workshop.train([Comparison(NAME, self.base, tuple(arms), tuple(range(self.seeds)))])
-        return Trained(results[NAME], compare(results[NAME]), tuned)
+        results = workshop.train([Comparison(KEY, self.base, tuple(arms), tuple(range(self.seeds)))])
+        return Trained(results[KEY], compare(results[KEY]), tuned)
 
     def judge(self, found: Trained) -> Claims:
         """The paper's claims, which are about one lambda for both rules; none where each has its own."""

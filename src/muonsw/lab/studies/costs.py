@@ -74,7 +74,7 @@ def cost_table(study: TrainingStudy, tflops: float, workers: int) -> Table:
     )
     rows: list[Sequence[Value]] = [
         (
-            one.name,
+            str(one.key),
             "; ".join(arm.name for arm in one.arms),
             len(one.seeds),
             one.base.steps,

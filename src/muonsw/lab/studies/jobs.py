@@ -1,7 +1,4 @@
-"""One run as a job: what it is, and how a process, or several ranks, bring it to its end.
-
-As a program, `python -m muonsw.lab.studies.jobs CONFIG.json RUN NOTE.json`, it is one of the ranks of a job.
-"""
+"""One run as a job: what it is, and how a process, or several ranks, bring it to its end."""
 
 from __future__ import annotations
 
@@ -20,16 +17,15 @@ from typing import Any
 
 from filelock import FileLock
 
-from muonsw.lab.errors import OK, Diverged, Interrupted, MachineError, UsageError
-from muonsw.lab.launcher import end, report_error
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.processes import POLL_SECONDS, Tell, explain, stop_requests
 from muonsw.lab.storage import prepare_folder, write_json
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import RESULT, read_config_file
+from muonsw.lab.train.folder import RESULT
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import compiles
-from muonsw.lab.train.world import World, joined
+from muonsw.lab.train.world import World
 
 # Parts of a record that no display shows; they stay in the process that made them.
 DETAILS = ("parameters", "layers", "roles")
@@ -77,12 +73,12 @@ def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
 
 
 def write_divergence(folder: Path, error: Diverged) -> None:
-    """Say that a run diverged, so that nobody tries it again unasked."""
+    """Say that a run diverged, so that it is not tried again unasked."""
     write_json(folder / RESULT, {"diverged": error.step, "steps": error.step, "reason": str(error)})
 
 
 def train_alone(config: RunConfig, folder: Path, note: Path, world: World | None = None) -> None:
-    """Bring one run to its end where nobody listens: what comes of it is on disk afterwards.
+    """Bring one run to its end without an audience: what comes of it is on disk afterwards.
 
     Args:
         config: The run.
@@ -113,7 +109,7 @@ def train_on_ranks(job: Job, note: Path, ranks: int) -> None:
         SystemExit: If they failed; the note says why.
     """
     config = write_json(note.with_suffix(".config"), job.config.as_data())
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "muonsw.lab.studies.jobs"]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "muonsw.lab.run"]
     command = [sys.executable, "-m", *launcher, str(config), str(job.folder), str(note)]
     with stop_requests() as request:
         process = _deaf_to(signal.SIGUSR2, command)
@@ -139,20 +135,3 @@ def _deaf_to(number: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command)
     finally:
         signal.signal(number, before)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Be one of the ranks of a job."""
-    config, folder, note = map(Path, arguments)
-    try:
-        with joined() as world:
-            train_alone(read_config_file(config), folder, note, world)
-    except (UsageError, Interrupted) as error:
-        report_error(f"muonsw: {error}")
-        print(f"muonsw: {error}", file=sys.stderr)
-        return error.exit_code
-    return OK
-
-
-if __name__ == "__main__":
-    end(main(sys.argv[1:]))

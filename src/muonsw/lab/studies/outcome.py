@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,10 @@ from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
-from muonsw.lab.tables import Cell, Column, Table, Value, change_text
+from muonsw.lab.tables import Cell, Column, Table, Value, change_text, norm_text
 from muonsw.lab.theory import relaxation_number
-from muonsw.lab.train.config import RunConfig
 
 Measure = Callable[[Run], float]
-
-
-def seed_of(run: Run) -> int:
-    """The seed of a run."""
-    return int(run.config["seed"])
 
 
 def diverged_at(run: Run) -> int | None:
@@ -65,8 +59,8 @@ def over_runs(runs: Sequence[Run], measure: Measure) -> Measured:
 
 def both_completed(one: Sequence[Run], other: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
     """By seed, the runs of two arms, on the seeds that both completed."""
-    theirs = {seed_of(run): run for run in completed(other)}
-    return {seed_of(run): (run, theirs[seed_of(run)]) for run in completed(one) if seed_of(run) in theirs}
+    theirs = {run.config.seed: run for run in completed(other)}
+    return {run.config.seed: (run, theirs[run.config.seed]) for run in completed(one) if run.config.seed in theirs}
 
 
 def paired(one: Sequence[Run], other: Sequence[Run], measure: Measure) -> list[float]:
@@ -137,18 +131,17 @@ def compare(runs: Runs) -> Outcome:
 
 def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
     """What the runs of one arm found; they differ in the seed alone."""
-    config = RunConfig.from_data(runs[0].config)
+    config = runs[0].config
     phis, ended = decay_factors(config, config.optimizer), completed(runs)
-    norms = [run.telemetry.scope("decayed") for run in ended]
     beta = config.optimizer.betas[0] if config.optimizer.algorithm == "adamw" else config.optimizer.momentum
     return ArmOutcome(
-        name=config.arm,
+        name=runs[0].arm,
         rule=config.optimizer.decay,
         weight_decay=config.optimizer.weight_decay,
-        seeds=tuple(map(seed_of, ended)),
+        seeds=tuple(run.config.seed for run in ended),
         final=tuple(map(last_loss, ended)),
         best=tuple(map(lowest_loss, ended)),
-        norm=tuple(float(scope["weight_rms"][-1]) if scope.records else math.nan for scope in norms),
+        norm=tuple(run.final_norm if _decays(run) else math.nan for run in ended),
         norm_change=tuple(run.norm_change for run in ended),
         relative_update=tuple(map(_relative_update_at_peak, ended)),
         relaxation=math.nan if math.isnan(phis[0]) else relaxation_number(phis),
@@ -157,6 +150,11 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         memory_ratio=max(phis) / (1.0 - beta),
         diverged=divergence_steps(runs),
     )
+
+
+def _decays(run: Run) -> bool:
+    """Whether telemetry, or the record of an exported run, has norms of weights that decay."""
+    return bool(run.telemetry.scope("decayed").records) or "end_norm" in (run.result or {})
 
 
 def _relative_update_at_peak(run: Run) -> float:
@@ -173,8 +171,8 @@ def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
     matches = tuple(steps_to_match(theirs, ours) for theirs, ours in both.values())
     known = [match for match in matches if match is not None]
     return PairOutcome(
-        baseline=str(baseline[0].config["arm"]),
-        arm=str(arm[0].config["arm"]),
+        baseline=baseline[0].arm,
+        arm=arm[0].arm,
         seeds=tuple(both),
         differences=differences,
         mean=mean(differences),
@@ -192,8 +190,8 @@ def mean(values: Sequence[float]) -> float:
 def steps_to_match(baseline: Run, arm: Run) -> float | None:
     """The update at which the arm first has the baseline's best loss, over the update at which the baseline had it."""
     steps, losses = baseline.evals.known("loss")
-    best = int(losses.argmin())
-    if steps[best] == 0:
+    best = int(losses.argmin()) if len(losses) else 0
+    if not len(losses) or steps[best] == 0:
         return None
     reached = first_crossing(*arm.evals.known("loss"), level=float(losses[best]))
     return None if reached is None else reached / float(steps[best])
@@ -220,14 +218,14 @@ def first_crossing(steps: Any, losses: Any, level: float) -> float | None:
 
 def divergence_steps(runs: Sequence[Run]) -> dict[int, int]:
     """By seed, the update at which a run diverged."""
-    return {seed_of(run): step for run in runs if (step := diverged_at(run)) is not None}
+    return {run.config.seed: step for run in runs if (step := diverged_at(run)) is not None}
 
 
 def divergences(results: Results) -> list[str]:
     """Every arm with runs that diverged, in words."""
     return [
-        f"{(f'{name}: {arm}' if len(results) > 1 else arm)!r} diverged {describe_divergence(where)}"
-        for name, arms in results.items()
+        f"{(f'{key}: {arm}' if len(results) > 1 else arm)!r} diverged {describe_divergence(where)}"
+        for key, arms in results.items()
         for arm, runs in arms.items()
         if (where := divergence_steps(runs))
     ]
@@ -316,6 +314,35 @@ def _pair_row(pair: PairOutcome) -> tuple[Value, ...]:
         ", ".join(f"{value:+.4f}" for value in pair.differences) or None,
         matches if pair.seeds else None,
     )
+
+
+def constant_of(runs: Runs, arm: str) -> str | None:
+    """The arm of constant decay that an arm differs from in its rule alone; None where there is none."""
+    wanted = replace(runs[arm][0].config.optimizer, decay="constant", unnormalized="", peak="group")
+    found = (name for name, those in runs.items() if replace(those[0].config.optimizer, peak="group") == wanted)
+    return next((name for name in found if name != arm), None)
+
+
+def against_constant(results: Results) -> Table:
+    """One row for each arm of every comparison: its settings, its loss, and how far it ends from constant decay."""
+    numbers = ("lambda", "peak rate", "epochs", "loss", "end norm (RMS)", "minus constant", "95% t interval", "seeds")
+    columns = [Column("run"), Column("arm"), *(Column(name, number=True) for name in numbers)]
+    rows: list[tuple[Value | Cell, ...]] = []
+    for key, runs in results.items():
+        for arm, those in runs.items():
+            config, ended, other = those[0].config.optimizer, completed(those), constant_of(runs, arm)
+            gaps = paired(those, runs[other], last_loss) if other else []
+            interval = interval_of(gaps)
+            measured = (
+                f"{mean([last_loss(run) for run in ended]):.3f}" if ended else "diverged",
+                norm_text(mean([run.final_norm for run in ended])),
+                f"{mean(gaps):+.3f}" if gaps else None,
+                None if interval is None else f"{interval.low:+.3f} to {interval.high:+.3f}",
+            )
+            epochs = f"{those[0].epochs:.1f}"
+            rows.append((str(key), arm, f"{config.weight_decay:.3g}", f"{config.lr:g}", epochs, *measured, len(ended)))
+    note = "Means over seeds; differences are paired by seed, to constant decay with the same settings."
+    return Table("against-constant", "Every arm, and constant decay of its settings", columns, rows, note)
 
 
 def loss_cell(losses: Mapping[float, float], setting: float) -> Cell | None:

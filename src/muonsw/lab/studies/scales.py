@@ -19,6 +19,7 @@ NO_DATA = ""
 GPT2_VOCAB = 50_257
 # A sweep of the learning rate goes where training is unstable: only a loss that is not finite ends its runs.
 NEVER = 1e9
+LAMBDAS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,17 @@ class Scale:
         horizons: Updates, ascending.
         factors: Multiples of lambda.
         map_run: The run of the regret map, at the smallest width that trains stably.
-        map_horizons: Its lengths, a factor of four apart.
-        map_lambdas: Its lambdas, a factor of two apart.
+        maps: By its lengths, a factor of four apart, its lambdas, a factor of two apart.
+        map_seeds: How many for each point of the map.
         seeds: How many for each arm.
         sweep_seeds: How many for each point of a sweep.
         tflops: FLOPs that one run sustains in a second, in units of 1e12; a guess for planning.
         workers: Runs at a time that the times are given for.
         tokens: Makes or finds the tokens where no folder is given.
         vocab: The vocabulary that a given folder must have; None takes any.
+        near_best: Further lambdas of the main table, as multiples of its own.
+        muon_sweeps: Whether learning rates are swept under Muon too.
+        sampled_every: Updates between samples where telemetry is what is studied; None is as in all other runs.
     """
 
     name: str
@@ -60,14 +64,17 @@ class Scale:
     horizons: tuple[int, ...]
     factors: tuple[float, ...]
     map_run: RunConfig
-    map_horizons: tuple[int, ...]
-    map_lambdas: tuple[float, ...]
+    maps: Mapping[int, tuple[float, ...]]
+    map_seeds: int
     seeds: int
     sweep_seeds: int
     tflops: float
     workers: int
     tokens: Callable[[], Path]
     vocab: int | None = None
+    near_best: tuple[float, ...] = ()
+    muon_sweeps: bool = False
+    sampled_every: int | None = None
 
     @property
     def base_width(self) -> int:
@@ -81,7 +88,7 @@ class Scale:
 
     def with_seeds(self, seeds: int | None) -> Scale:
         """The same with so many seeds everywhere; None leaves its own."""
-        return self if seeds is None else replace(self, seeds=seeds, sweep_seeds=seeds)
+        return self if seeds is None else replace(self, seeds=seeds, sweep_seeds=seeds, map_seeds=seeds)
 
 
 def relaxed(name: str, model: ModelConfig, *, phi_peak: float) -> RunConfig:
@@ -110,6 +117,23 @@ def adamw_sweep(run: RunConfig, steps: int, *, weight_decay: float = 0.1) -> Run
         run, optimizer=optimizer, steps=steps, diverged=NEVER, eval_every=every, checkpoint_every=steps,
         telemetry_every=every,
     )  # fmt: skip
+
+
+def shortened(run: RunConfig, steps: int, batch: int) -> RunConfig:
+    """The run in fewer updates, with more decay in each, so that it takes as much over the run.
+
+    Examples:
+        >>> shortened(preset_run("mini", NO_DATA), 1_750, 16).optimizer.weight_decay
+        1.0
+    """
+    lam = float(f"{run.optimizer.weight_decay * run.steps / steps:.3g}")
+    return lean(replace(run, steps=steps, batch=batch, optimizer=replace(run.optimizer, weight_decay=lam)))
+
+
+def lean(run: RunConfig) -> RunConfig:
+    """Evaluated and sampled by telemetry ten times, saved at the end alone."""
+    tenth = max(1, run.steps // 10)
+    return replace(run, eval_every=tenth, checkpoint_every=run.steps, telemetry_every=tenth, log_every=tenth, keep=1)
 
 
 def at_width(run: RunConfig, width: int) -> RunConfig:
@@ -168,8 +192,8 @@ PAPER = Scale(
     horizons=(5_000, 10_000, 20_000),
     factors=(0.25, 0.5, 1.0, 2.0, 4.0),
     map_run=preset_run("w256", NO_DATA),
-    map_horizons=(2_500, 10_000, 40_000),
-    map_lambdas=(0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
+    maps=dict.fromkeys((2_500, 10_000, 40_000), LAMBDAS),
+    map_seeds=1,
     seeds=1,
     sweep_seeds=1,
     tflops=400.0,
@@ -181,29 +205,32 @@ PAPER = Scale(
 _MINI = relaxed("mini", replace(preset("mini"), width=128, mup=MuP(base_width=128)), phi_peak=0.01)
 MINI = Scale(
     name="mini",
-    title="6 layers, Python source, minutes to an hour on one GPU",
-    # The widest row has half the batch, so that the table fits an hour.
+    title="6 layers, minutes to an hour on one GPU; with the text of docs/evidence.md its runs are those of that page",
     rows={
-        128: _MINI,
-        256: _wider(_MINI, "mini", 256, 0.01),
-        512: replace(_wider(_MINI, "mini", 512, 0.01), batch=_MINI.batch // 2),
+        128: shortened(_MINI, 1_600, 16),
+        256: shortened(_wider(_MINI, "mini", 256, 0.01), 1_600, 16),
+        512: shortened(_wider(_MINI, "mini", 512, 0.01), 1_600, 16),
     },
     headline=256,
     others=(128, 512),
     small=256,
-    sweep=adamw_sweep(_MINI, 1_000),
+    sweep=replace(lean(adamw_sweep(_MINI, 400)), batch=16),
     sweep_widths=(128, 256, 512),
-    rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
-    horizons=(1_000, 2_000, 4_000),
+    rates=(5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
+    horizons=(400, 1_600),
     factors=(0.1, 0.25, 0.5, 1.0, 2.0),
     map_run=replace(preset_run("mini", NO_DATA, model=replace(preset("mini"), width=128)), batch=16),
-    map_horizons=(400, 1_600, 6_400),
-    map_lambdas=(0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
+    # Long runs want less decay: one lambda more, so that the best one of a rule has neighbours on both sides.
+    maps={400: LAMBDAS, 1_600: LAMBDAS, 6_400: (0.00625, *LAMBDAS)},
+    map_seeds=3,
     seeds=3,
     sweep_seeds=2,
     tflops=100.0,
     workers=1,
     tokens=_mini_tokens,
+    near_best=(0.1, 0.2),
+    muon_sweeps=True,
+    sampled_every=10,
 )
 
 _CPU = relaxed("demo", replace(preset("demo"), mup=MuP(base_width=64)), phi_peak=0.02)
@@ -220,8 +247,8 @@ CPU = Scale(
     horizons=(120, 240, 480),
     factors=(0.1, 0.25, 0.5, 1.0, 2.0),
     map_run=preset_run("demo", NO_DATA),
-    map_horizons=(105, 420),
-    map_lambdas=(0.0625, 0.125, 0.25, 0.5, 1.0, 2.0),
+    maps=dict.fromkeys((105, 420), (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0)),
+    map_seeds=2,
     seeds=3,
     sweep_seeds=2,
     tflops=0.05,

@@ -21,7 +21,7 @@ from muonsw.lab.studies.arms import Comparison, Results
 from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.outcome import arms_table, compare, completed, divergences, pairs_table
 from muonsw.lab.studies.scales import CPU, Scale
-from muonsw.lab.studies.workshop import Finished, Workshop, relabelled
+from muonsw.lab.studies.workshop import Finished, Workshop
 from muonsw.lab.tables import Table
 from muonsw.lab.train.config import RunConfig
 from muonsw.registry import Registry
@@ -271,12 +271,12 @@ class TrainingStudy(Study[Results]):
 
         A sweep keeps them: a learning rate at which training diverges is a bad one.
         """
-        sweeps = {one.name for one in self.planned() if not one.paired}
+        sweeps = {one.key for one in self.planned() if not one.paired}
         kept = {
-            name: arms if name in sweeps else {arm: completed(runs) for arm, runs in arms.items()}
-            for name, arms in found.items()
+            key: arms if key in sweeps else {arm: completed(runs) for arm, runs in arms.items()}
+            for key, arms in found.items()
         }
-        return {name: arms for name, arms in kept.items() if all(arms.values())}
+        return {key: arms for key, arms in kept.items() if all(arms.values())}
 
     def sentence(self, found: Results, claims: Claims) -> str:
         """What came out, and at which size."""
@@ -293,7 +293,7 @@ class TrainingStudy(Study[Results]):
 
     def record(self, found: Results, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
         """Everything except the curves."""
-        seeds = {one.name: one.seeds for one in self.planned()}
+        seeds = {one.key: one.seeds for one in self.planned()}
         return {
             "study": self.name,
             "title": self.title,
@@ -304,12 +304,12 @@ class TrainingStudy(Study[Results]):
             "claims": [claim.as_data() for claim in claims[self.name]],
             "comparisons": [
                 {
-                    "name": name,
-                    "seeds": seeds[name],
+                    "name": str(key),
+                    "seeds": seeds[key],
                     "runs": {arm: [run.name for run in runs] for arm, runs in arms.items()},
                     **compare(arms).as_data(),
                 }
-                for name, arms in found.items()
+                for key, arms in found.items()
             ],
             "environment": environment(),
         }
@@ -317,18 +317,18 @@ class TrainingStudy(Study[Results]):
     def tables(self, found: Results) -> list[Table]:
         """Its own, then losses and norms of every arm, and of pairs where there is a baseline."""
         tables = [*self.own_tables(found, self.scale)]
-        for place, one in enumerate(one for one in self.planned() if one.name in found):
-            outcome = compare(found[one.name])
+        for place, one in enumerate(one for one in self.planned() if one.key in found):
+            outcome = compare(found[one.key])
             for table in (arms_table(outcome), pairs_table(outcome.pairs))[: 2 if one.paired else 1]:
-                tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {one.name}"))
+                tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {one.key}"))
         return tables
 
     def draw(self, found: Results, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
         """Figures of its own, and the page."""
         several, usable = len(found) > 1, self._usable(found)
         runs = [
-            relabelled(run, f"{name}: {arm}" if several else arm)
-            for name, arms in found.items()
+            run.named(f"{key}: {arm}" if several else arm)
+            for key, arms in found.items()
             for arm, those in arms.items()
             for run in those
         ]

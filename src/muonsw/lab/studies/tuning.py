@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from muonsw.lab.storage import plain
-from muonsw.lab.studies.arms import Arm, Comparison, Runs, with_lambda
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, with_lambda
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.tables import Column, Table
 from muonsw.lab.train.config import RunConfig
 
-SEARCH = "search"
+SEARCH = Key("search")
 FACTORS = (0.1, 0.25, 0.5, 1.0, 2.0)
 MOST_EXTENSIONS = 3
 
@@ -56,7 +56,7 @@ def best_of(arm: Arm, candidates: Sequence[Arm], runs: Runs, name: str = "{arm},
 
 
 def tune(
-    train: Callable[[Sequence[Comparison]], Mapping[str, Runs]],
+    train: Callable[[Sequence[Comparison]], Results],
     base: RunConfig,
     arms: Sequence[Arm],
     *,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +25,7 @@ from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.jobs import Job, train_job, write_divergence
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import RESULT, refuse_other_settings
+from muonsw.lab.train.folder import RESULT, identity, refuse_other_settings
 from muonsw.lab.train.progress import numbers_of
 from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import resolve_device, with_fingerprint
@@ -73,9 +71,8 @@ class BySettings:
     def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
         """The run of one arm with one seed."""
         config = self.ready(comparison.config(arm, seed))
-        digest = hashlib.sha256(json.dumps(config.as_data(), sort_keys=True).encode()).hexdigest()[:10]
-        folder = self.folder / f"{config.arm}-seed{config.seed}-{digest}"
-        return Job(f"{comparison.name}: {arm.name}, seed {seed}", config, folder)
+        folder = self.folder / f"{config.arm}-seed{config.seed}-{identity(config)}"
+        return Job(f"{comparison.key}: {arm.name}, seed {seed}", config, folder)
 
     def ready(self, config: RunConfig) -> RunConfig:
         """The run on these tokens and this device, under a name that its settings alone decide."""
@@ -150,25 +147,26 @@ class Workshop:
             Interrupted: If the process was asked to stop; all runs were saved.
         """
         jobs = self.jobs(comparisons)
-        self._bring_to_end(list(jobs.values()))
+        self.bring_to_end(list(jobs.values()))
         loaded = dict(zip(jobs, load_runs(jobs), strict=True))
 
         def runs(one: Comparison, arm: Arm) -> list[Run]:
             folders = (self.places.job(one, arm, seed).folder for seed in one.seeds)
-            return [relabelled(loaded[folder], arm.name) for folder in folders]
+            return [loaded[folder].named(arm.name) for folder in folders]
 
-        return {one.name: {arm.name: runs(one, arm) for arm in one.arms} for one in comparisons}
+        return {one.key: {arm.name: runs(one, arm) for arm in one.arms} for one in comparisons}
 
     def jobs(self, comparisons: Sequence[Comparison]) -> dict[Path, Job]:
-        """The runs of comparisons by folder, equal ones once, under the name that is met first."""
+        """The runs of comparisons by folder, equal ones once, under the name that is met first; seed by seed."""
         found: dict[Path, Job] = {}
-        for one in comparisons:
-            for arm, seed in one.members():
-                job = self.places.job(one, arm, seed)
-                found.setdefault(job.folder, job)
+        members = ((one, arm, seed) for one in comparisons for arm, seed in one.members())
+        for member in sorted(members, key=lambda member: member[-1]):
+            job = self.places.job(*member)
+            found.setdefault(job.folder, job)
         return found
 
-    def _bring_to_end(self, jobs: Sequence[Job]) -> None:
+    def bring_to_end(self, jobs: Sequence[Job]) -> None:
+        """Train what has not ended yet."""
         todo = {job.name: job for job in jobs if not self._has_ended(job)}
         ended = [job for job in jobs if job.name not in todo]
         diverged = sum(_diverged(job) for job in ended)
@@ -224,11 +222,6 @@ class Workshop:
             run = partial(_run_experiment, seed=seed)
             run_jobs(run, tasks, audience, workers=self.workers, again="the same command begins anew")
         return {experiment.name: found[experiment.name] for experiment in experiments}
-
-
-def relabelled(run: Run, arm: str) -> Run:
-    """The run under the name that a study has for its arm."""
-    return replace(run, config={**run.config, "arm": arm})
 
 
 def _show(view: View, todo: Mapping[str, Job], name: str, content: Record | str) -> None:

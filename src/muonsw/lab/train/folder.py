@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,7 @@ import torch
 from muonsw import machine
 from muonsw.lab.errors import UsageError
 from muonsw.lab.processes import environment
-from muonsw.lab.settings import differences
+from muonsw.lab.settings import differences, flatten
 from muonsw.lab.storage import locked, read_object, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import ParallelConfig, RunConfig
@@ -29,6 +31,12 @@ HARMLESS = (
     *("keep", "checkpoint_every", "checkpoint_seconds", "tensorboard", "wandb", "data.path"),
     *(f"parallel.{one.name}" for one in fields(ParallelConfig)),
 )
+
+
+def identity(config: RunConfig) -> str:
+    """A short hash of everything that can change a number of a run: all settings, and the fingerprint of its tokens."""
+    settings = {name: value for name, value in flatten(config.as_data()).items() if name not in (*HARMLESS, "arm")}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
 
 @contextmanager

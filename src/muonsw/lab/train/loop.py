@@ -257,6 +257,7 @@ def _result(training: Training) -> dict[str, Any]:
         "best_loss": training.best.loss,
         "best_step": training.best.step,
         "tokens": training.step * training.config.tokens_per_step,
+        "epochs": training.loader.epochs(training.step),
         "seconds": training.seconds,
         "skipped": training.guard.skipped,
     }

@@ -15,15 +15,15 @@ from muonsw.decay import convert_weight_decay
 from muonsw.lab.claims.claim import Claim, Stated, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs, hidden_multiplier
-from muonsw.lab.studies.outcome import last_loss
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier
+from muonsw.lab.studies.outcome import swept_loss
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.regret import at_horizon
 from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
 
-NAME = "best of three"
+KEY = Key("best of three")
 FACTORS = (0.5, 1.0, 2.0)
 # The size of gradients is not known beforehand: a factor of four apart, around what short runs showed.
 GRADIENT, GRADIENT_FACTORS = 1e-4, (0.25, 1.0, 4.0)
@@ -87,26 +87,22 @@ def best_of_three(scale: Scale) -> list[Comparison]:
     """All of them at the run of the regret map, at its second horizon."""
     run = rules_run(scale)
     arms = tuple(arm for those in candidates(run).values() for arm in those)
-    return [Comparison(NAME, run, arms, tuple(range(scale.sweep_seeds)), paired=False)]
+    return [Comparison(KEY, run, arms, tuple(range(scale.sweep_seeds)), paired=False)]
 
 
 def rules_run(scale: Scale) -> RunConfig:
     """The run that all rules share, with a lambda that suits constant decay."""
-    run = at_horizon(scale.map_run, scale.map_horizons[1])
-    middle = scale.map_lambdas[len(scale.map_lambdas) // 2]
+    steps, lambdas = list(scale.maps.items())[1]
+    run, middle = at_horizon(scale.map_run, steps), lambdas[len(lambdas) // 2]
     return replace(run, optimizer=replace(run.optimizer, weight_decay=middle))
 
 
 def losses_by_rule(arms: Runs, run: RunConfig) -> dict[str, list[list[float]]]:
     """For each rule and each strength, final loss by seed; a run that diverged counts as infinitely bad."""
     return {
-        rule: [[_loss(last_loss(one)) for one in arms[arm.name]] for arm in those if arm.name in arms]
+        rule: [[swept_loss(one) for one in arms[arm.name]] for arm in those if arm.name in arms]
         for rule, those in candidates(run).items()
     }
-
-
-def _loss(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def best_strength(losses: Sequence[Sequence[float]]) -> int:
@@ -122,7 +118,7 @@ def best_strength(losses: Sequence[Sequence[float]]) -> int:
 
 def judge_best_rules(results: Results, scale: Scale) -> list[Claim]:
     """No rule at its best differs from constant decay at its own by more than seeds do."""
-    return judge_strengths(losses_by_rule(results[NAME], rules_run(scale)))
+    return judge_strengths(losses_by_rule(results[KEY], rules_run(scale)))
 
 
 def judge_strengths(found: Mapping[str, Sequence[Sequence[float]]]) -> list[Claim]:
@@ -149,12 +145,19 @@ def judge_strengths(found: Mapping[str, Sequence[Sequence[float]]]) -> list[Clai
 def best_rules_tables(results: Results, scale: Scale) -> list[Table]:
     """Mean final loss of each rule at each strength, the best marked."""
     run = rules_run(scale)
-    columns = [Column("rule"), Column("strength"), Column("loss", number=True)]
+    columns = [Column("rule"), Column("strength"), Column("seeds", number=True), Column("loss", number=True)]
     rows: list[list[Value | Cell]] = []
-    for (rule, losses), arms in zip(losses_by_rule(results[NAME], run).items(), candidates(run).values(), strict=True):
+    for (rule, losses), arms in zip(losses_by_rule(results[KEY], run).items(), candidates(run).values(), strict=True):
         for place, (arm, seeds) in enumerate(zip(arms, losses, strict=False)):
             tone = "holds" if place == best_strength(losses) else ""
             text = f"{math.fsum(seeds) / len(seeds):.4f}"
-            rows.append([rule, arm.name.removeprefix(f"{rule}, "), Cell(text, tone=tone)])
-    note = f"Validation loss, means over {scale.sweep_seeds} seeds; the best strength of each rule is marked."
+            rows.append([rule, arm.name.removeprefix(rule).removeprefix(", "), len(seeds), Cell(text, tone=tone)])
+    note = "Validation loss, means over seeds; the best strength of each rule is marked."
+    if ends := ", ".join(best_at_an_end(losses_by_rule(results[KEY], run))):
+        note += f" Best at the weakest or strongest that was tried, so perhaps better beyond it: {ends}."
     return [Table("best-rules", "Every rule at three strengths", columns, rows, note)]
+
+
+def best_at_an_end(found: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
+    """The rules whose best strength has no other on one side of it."""
+    return [rule for rule, values in found.items() if len(values) > 1 and best_strength(values) in (0, len(values) - 1)]

@@ -11,6 +11,7 @@ from muonsw.lab.claims.claim import Claim, Stated, at_least, at_most, below, wit
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import late_fits, open_history
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import CONSTANT, SCALED, Results, Runs
 from muonsw.lab.studies.outcome import log_end_norm, over_runs, paired
@@ -65,6 +66,24 @@ def _printed_steady_state(arms: Runs) -> list[Claim]:
         within_share("boundary", boundary, follows, breaks, paper.BOUNDARY, paper.TRACKING),
         within("fall", shrinks, STEADY_FIGURE, fall, paper.FALL_FROM_PEAK, paper.FALL),
         within_share("ratio", apart, STEADY_FIGURE, ratio, told_ratio, paper.NORM_RATIO),
+    ]
+
+
+def norm_charts(results: Results, _scale: Scale) -> list[Chart]:
+    """Weight RMS beside what the recursion makes of the first one, and the alignment of weights and updates."""
+    norms, alignments = [], []
+    for rule, run in ((rule, arms[rule][0]) for arms in results.values() for rule in RULES):
+        (steps, seen), (known, predicted) = run.norms, run.predicted_norms
+        norms += [
+            Curve(rule, rule, steps.tolist(), seen.tolist()),
+            Curve(f"{rule}, recursion", rule, known.tolist(), predicted.tolist(), line="dashed", neutral=True),
+        ]
+        at, alignment = run.recorded("alignment_update")
+        alignments.append(Curve(rule, rule, at.tolist(), alignment.tolist()))
+    key = [("solid", "observed"), ("dashed", "by the recursion")]
+    return [
+        Chart("recursion", "Weight RMS", norms, y=Axis("RMS of the entries"), key=key),
+        Chart("outward", "cos(weights, update)", alignments, y=Axis("alignment"), levels=[Level(0.0)]),
     ]
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from muonsw.lab.claims.claim import Claim, Measured, Stated, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
-from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs
-from muonsw.lab.studies.outcome import last_loss
+from muonsw.lab.runs import Run
+from muonsw.lab.studies.arms import Comparison, Key, Results, Runs, decay_factors, lambda_arm
+from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.sweeps import best_rate, mean_losses, power
+from muonsw.lab.studies.training.sweeps import Losses, mean_losses, power
 from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig
@@ -30,23 +31,21 @@ GOOD = 0.01
 BEYOND = Stated("beyond the paper; claims written down before the runs", "Muon, cosine to a tenth of the peak")
 EXACT = Tolerance(0.0, "the bound itself was stated before the runs")
 
-# By seed: the loss of each lambda, lambdas ascending.
-Losses = Mapping[float, float]
+# By rule, by horizon, by seed: the loss of each lambda, lambdas ascending.
+Map = Mapping[str, Mapping[int, Sequence[Losses]]]
 
 
 def maps(scale: Scale) -> list[Comparison]:
     """Every lambda under both rules, at every horizon."""
-    return [_at(scale, steps) for steps in scale.map_horizons]
+    return [
+        lambda_map(at_horizon(scale.map_run, steps), lambdas, scale.map_seeds) for steps, lambdas in scale.maps.items()
+    ]
 
 
-def _at(scale: Scale, steps: int) -> Comparison:
-    run = at_horizon(scale.map_run, steps)
-    arms = tuple(
-        Arm(f"{rule} {lam:g}", replace(run.optimizer, decay=rule, weight_decay=lam))
-        for rule in RULES
-        for lam in scale.map_lambdas
-    )
-    return Comparison(f"{steps} updates", run, arms, tuple(range(scale.sweep_seeds)), paired=False)
+def lambda_map(run: RunConfig, lambdas: Sequence[float], seeds: int) -> Comparison:
+    """Every lambda under both rules at one horizon."""
+    arms = tuple(lambda_arm(run.optimizer, rule, lam) for lam in lambdas for rule in RULES)
+    return Comparison(Key(steps=run.steps), run, arms, tuple(range(seeds)), paired=False)
 
 
 def at_horizon(run: RunConfig, steps: int) -> RunConfig:
@@ -61,13 +60,19 @@ def at_horizon(run: RunConfig, steps: int) -> RunConfig:
 def losses_of(arms: Runs, rule: str) -> list[dict[float, float]]:
     """For each seed, final loss by lambda under one rule; a run that diverged counts as infinitely bad."""
     found: dict[int, dict[float, float]] = {}
-    for runs in arms.values():
-        for run in runs:
-            chosen, loss = run.config["optimizer"], last_loss(run)
-            if chosen["decay"] == rule:
-                by_lambda = found.setdefault(int(run.config["seed"]), {})
-                by_lambda[float(chosen["weight_decay"])] = math.inf if math.isnan(loss) else loss
+    for run in (run for runs in arms.values() for run in runs if run.config.optimizer.decay == rule):
+        found.setdefault(run.config.seed, {})[run.config.optimizer.weight_decay] = swept_loss(run)
     return [dict(sorted(found[seed].items())) for seed in sorted(found)]
+
+
+def map_of(results: Results) -> Map:
+    """The losses of a map."""
+    return {rule: {first_run(arms).config.steps: losses_of(arms, rule) for arms in results.values()} for rule in RULES}
+
+
+def first_run(arms: Runs) -> Run:
+    """A run, for what all of a comparison share."""
+    return next(iter(arms.values()))[0]
 
 
 def best_of_means(seeds: Sequence[Losses]) -> float:
@@ -120,85 +125,241 @@ def carried_regrets(short: Sequence[Losses], long: Sequence[Losses]) -> list[flo
     return [losses[carried] - losses[best] for losses in long]
 
 
-def judge_map(results: Results, scale: Scale) -> list[Claim]:
-    """The claims of the map, as they were written down before the runs."""
-    names = [f"{steps} updates" for steps in scale.map_horizons]
-    return judge_losses({rule: [losses_of(results[name], rule) for name in names] for rule in RULES}, names)
+def judge_map(results: Results, _scale: Scale) -> list[Claim]:
+    """The claims of the map, as they were written down before the runs, for each longer horizon and the shortest."""
+    found = map_of(results)
+    short, *longer = found["constant"]
+    return [claim for steps in longer for claim in judge_losses(found, short, steps)]
 
 
-def judge_losses(by_rule: Mapping[str, Sequence[Sequence[Losses]]], names: Sequence[str]) -> list[Claim]:
-    """The same from losses alone: by rule, by horizon and by seed, with what the horizons are called."""
-    first, last = ({rule: maps[place] for rule, maps in by_rule.items()} for place in (0, -1))
-    carried = {rule: carried_regrets(first[rule], last[rule]) for rule in by_rule}
-    return [*_carried_claims(carried, names[0], names[-1]), _width_claim(last, names[-1]), _best_claim(last, names[-1])]
-
-
-def _carried_claims(carried: Mapping[str, Sequence[float]], short: str, long: str) -> list[Claim]:
-    """What the best lambda of the shortest run costs in the longest, by rule and seed."""
+def judge_losses(found: Map, short: int, long: int) -> list[Claim]:
+    """The claims about two horizons, on the lambdas and the seeds that both have."""
+    first, last = shared(found, short, long)
+    carried = {rule: carried_regrets(first[rule], last[rule]) for rule in RULES}
     gaps = [constant - scaled for constant, scaled in zip(carried["constant"], carried["scaled"], strict=True)]
-    costs = f"regret at {long} of {{}} decay's best lambda of {short}, in nats"
-    grows, stays = (costs.format(rule) for rule in RULES)
-    differ = "the first of these minus the second, in nats"
-    return [
-        at_least("constant-regret-grows", grows, BEYOND, over_seeds(carried["constant"]), GOOD, EXACT),
-        at_most("scaled-regret-does-not", stays, BEYOND, over_seeds(carried["scaled"]), GOOD, EXACT),
-        at_least("scaled-forgives-the-horizon", differ, BEYOND, over_seeds(gaps), 0.0, EXACT),
-    ]
-
-
-def _width_claim(last: Mapping[str, Sequence[Losses]], long: str) -> Claim:
-    """How many octaves of lambda are good in the longest run."""
     best = {rule: best_of_means(last[rule]) for rule in RULES}
-    constant, scaled = ([octaves_within(losses, best=best[rule]) for losses in last[rule]] for rule in RULES)
-    ratios = [s / c if c else math.inf for c, s in zip(constant, scaled, strict=True)]
-    wider = f"octaves of lambda within {GOOD} of the best at {long}: scaled over constant"
-    return at_least("scaled-is-wider", wider, BEYOND, over_seeds(ratios), 2.0, EXACT)
-
-
-def _best_claim(last: Mapping[str, Sequence[Losses]], long: str) -> Claim:
-    """Each rule at the best of its lambdas in the longest run."""
-    gap = best_against_best(last["scaled"], last["constant"])
-    lower = f"best of scaled minus best of constant over lambda at {long}, in nats"
+    octaves = {rule: [octaves_within(losses, best=best[rule]) for losses in last[rule]] for rule in RULES}
+    ratios = [s / c if c else math.inf for c, s in zip(octaves["constant"], octaves["scaled"], strict=True)]
+    costs = f"regret at {long:,} updates of {{}} decay's best lambda of {short:,} updates, in nats"
+    grows, stays = (costs.format(rule) for rule in RULES)
+    differ = (
+        f"what those of {short:,} updates cost constant decay at {long:,} minus what they cost scaled decay, in nats"
+    )
+    wider = f"octaves of lambda within {GOOD} of the best at {long:,} updates: scaled over constant"
+    lower = f"best of scaled minus best of constant over lambda at {long:,} updates, in nats"
     limits = "the best of means, on the seeds that it is judged on: a little too good for both rules"
-    return at_most("best-against-best", lower, BEYOND, gap, 0.0, EXACT, limits=limits)
-
-
-def map_tables(results: Results, scale: Scale) -> list[Table]:
-    """Mean final loss by lambda, rule and horizon; and the best lambda as a power of the horizon."""
-    means = {(name, rule): mean_losses(losses_of(arms, rule)) for name, arms in results.items() for rule in RULES}
-    columns = [Column("lambda"), *(Column(f"{rule}, {name}", number=True) for name, rule in means)]
-    rows: list[list[Value | Cell]] = [
-        [f"{lam:g}", *(_cell(losses, lam) for losses in means.values())] for lam in scale.map_lambdas
+    gap = best_against_best(last["scaled"], last["constant"])
+    return [
+        at_least(f"constant-regret-grows-{long}", grows, BEYOND, over_seeds(carried["constant"]), GOOD, EXACT),
+        at_most(f"scaled-regret-does-not-{long}", stays, BEYOND, over_seeds(carried["scaled"]), GOOD, EXACT),
+        at_least(f"scaled-forgives-the-horizon-{long}", differ, BEYOND, over_seeds(gaps), 0.0, EXACT),
+        at_least(f"scaled-is-wider-{long}", wider, BEYOND, over_seeds(ratios), 2.0, EXACT),
+        at_most(f"best-against-best-{long}", lower, BEYOND, gap, 0.0, EXACT, limits=limits),
     ]
-    note = f"Validation loss, means over {scale.sweep_seeds} seeds; the best of each column is marked."
-    tables = [Table("regret-map", "Final loss by lambda", columns, rows, note)]
-    if len(scale.map_horizons) > 1 and len(results) == len(scale.map_horizons):
-        tables.append(_powers(means, scale))
-    return tables
 
 
-def _cell(losses: Losses, lam: float) -> Cell:
-    text = f"{losses[lam]:.4f}" if losses[lam] < math.inf else "diverged"
-    return Cell(text, tone="holds" if losses[lam] == min(losses.values()) else "")
+def shared(found: Map, *horizons: int) -> list[dict[str, list[dict[float, float]]]]:
+    """By horizon and rule, the losses of the lambdas and seeds that all of these horizons have."""
+    seeds = min(len(found[rule][steps]) for rule in RULES for steps in horizons)
+    lambdas = set.intersection(*(set(found[rule][steps][0]) for rule in RULES for steps in horizons))
+    return [
+        {
+            rule: [{lam: loss for lam, loss in one.items() if lam in lambdas} for one in found[rule][steps][:seeds]]
+            for rule in RULES
+        }
+        for steps in horizons
+    ]
 
 
-def _powers(means: Mapping[tuple[str, str], Losses], scale: Scale) -> Table:
-    columns = [Column("rule"), *(Column(f"best lambda, {steps} updates", number=True) for steps in scale.map_horizons)]
+@dataclass(frozen=True)
+class Optimum:
+    """What a rule's best lambda is at a horizon, and how wrong it may be.
+
+    Attributes:
+        rule: Of decay.
+        steps: The horizon.
+        peak_lr: The peak learning rate there.
+        epochs: How often the text was seen; not a number where that is not known.
+        seeds: How many.
+        best: The vertex of a parabola over the logarithm of lambda, through the lowest mean and its neighbours.
+        low: The smallest lambda within `GOOD` of the lowest mean, by lines over the logarithm.
+        high: The largest one.
+        per_lambda: What decay takes over the run, the sum of phi, for each unit of lambda.
+        at_an_end: Whether the best is the smallest or the largest that was tried.
+        losses: Means by lambda.
+        costs: By lambda, the mean regret, and half of its 95% interval over seeds; None of one seed.
+    """
+
+    rule: str
+    steps: int
+    peak_lr: float
+    epochs: float
+    seeds: int
+    best: float
+    low: float
+    high: float
+    per_lambda: float
+    at_an_end: bool
+    losses: Losses
+    costs: Mapping[float, tuple[float, float | None]]
+
+
+def optimum(seeds: Sequence[Losses], run: Run, rule: str) -> Optimum:
+    """What the losses of several seeds say; `run` is one of theirs."""
+    config, losses, lowest = run.config, mean_losses(seeds), best_of_means(seeds)
+    one = replace(config.optimizer, decay=rule, weight_decay=1.0)
+    low, high = good_range(losses)
+    return Optimum(
+        rule=rule,
+        steps=config.steps,
+        peak_lr=config.optimizer.lr,
+        epochs=run.epochs,
+        seeds=len(seeds),
+        best=vertex(losses),
+        low=low,
+        high=high,
+        per_lambda=math.fsum(decay_factors(config, one)),
+        at_an_end=lowest in (min(losses), max(losses)),
+        losses=losses,
+        costs={lam: _cost([seed[lam] - seed[lowest] for seed in seeds]) for lam in losses},
+    )
+
+
+def _cost(values: Sequence[float]) -> tuple[float, float | None]:
+    cost = over_seeds(values)
+    return cost.value, None if cost.interval is None else cost.interval.high - cost.value
+
+
+def optima(results: Results) -> list[Optimum]:
+    """Of every rule at every horizon."""
+    return [optimum(losses_of(arms, rule), first_run(arms), rule) for rule in RULES for arms in results.values()]
+
+
+def vertex(losses: Losses) -> float:
+    """The best lambda: the vertex of the parabola over log lambda through the lowest point and its neighbours.
+
+    A basin rises more steeply towards large lambdas, so points far out would pull a parabola through all of them.
+    """
+    lambdas, values = list(losses), list(losses.values())
+    place = values.index(min(values))
+    if place in (0, len(values) - 1) or math.inf in values[place - 1 : place + 2]:
+        return lambdas[place]
+    x, y = [math.log(lam) for lam in lambdas[place - 1 : place + 2]], values[place - 1 : place + 2]
+    left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    return math.exp((x[0] + x[1]) / 2 - left * (x[2] - x[0]) / 2 / (right - left)) if right > left else lambdas[place]
+
+
+def good_range(losses: Losses) -> tuple[float, float]:
+    """The lambdas around the lowest point between which the loss is within `GOOD` of it, by lines over log lambda."""
+    points = [(math.log2(lam), regret) for lam, regret in regrets(losses).items()]
+    place = min(range(len(points)), key=lambda i: points[i][1])
+
+    def edge(rest: Sequence[tuple[float, float]]) -> float:
+        for (x0, y0), (x1, y1) in pairwise(rest):
+            if y1 > GOOD:
+                return x0 + (x1 - x0) * (GOOD - y0) / (y1 - y0) if y1 < math.inf else x0
+        return rest[-1][0]
+
+    return 2.0 ** edge(points[place::-1]), 2.0 ** edge(points[place:])
+
+
+def at_factor(losses: Losses, best: float, factor: float) -> float | None:
+    """The regret at a multiple of a lambda, by lines over log lambda; None beyond the grid."""
+    points = [(math.log2(lam), regret) for lam, regret in regrets(losses).items()]
+    x = math.log2(best * factor)
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return None
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """The regrets of one lambda; `same_total` is that of scaled decay which takes as much as constant decay does."""
+
+    constant_at: Optimum
+    lam: float
+    constant: float
+    scaled: float
+    same_total: float | None
+
+
+def too_large(found: Sequence[Optimum]) -> list[TooLarge]:
+    """For each horizon the lambdas above the best one of both rules."""
+    rows = []
+    scaled_at = {one.steps: one for one in found if one.rule == "scaled"}
+    for constant in (one for one in found if one.rule == "constant"):
+        scaled = scaled_at[constant.steps]
+        for lam in (lam for lam in constant.costs if lam > max(constant.best, scaled.best)):
+            same_total = at_factor(scaled.losses, lam, constant.per_lambda / scaled.per_lambda)
+            rows.append(TooLarge(constant, lam, constant.costs[lam][0], scaled.costs[lam][0], same_total))
+    return rows
+
+
+def map_tables(results: Results, _scale: Scale) -> list[Table]:
+    """Mean final loss by lambda, rule and horizon; the best lambdas; and what a larger one costs."""
+    found = optima(results)
+    return [_losses_table(results, found), _optima_table(found), _too_large_table(found)]
+
+
+def _losses_table(results: Results, found: Sequence[Optimum]) -> Table:
+    columns = [one for arms in results.values() for one in found if one.steps == first_run(arms).config.steps]
+    rows: list[list[Value | Cell]] = [
+        ["peak rate", *(f"{one.peak_lr:.3g}" for one in columns)],
+        ["epochs", *(f"{one.epochs:.1f}" for one in columns)],
+    ]
+    lambdas = sorted({lam for one in columns for lam in one.losses})
+    rows += [[f"{lam:g}", *(loss_cell(one.losses, lam) for one in columns)] for lam in lambdas]
+    seeds = sorted({one.seeds for one in columns})
+    note = f"Validation loss, means over {' to '.join(map(str, seeds))} seeds; the best of each column is marked."
+    headings = [Column("lambda"), *(Column(f"{one.rule}, {one.steps:,} updates", number=True) for one in columns)]
+    return Table("regret-map", "Final loss by lambda", headings, rows, note)
+
+
+def _optima_table(found: Sequence[Optimum]) -> Table:
+    names = ("updates", "peak rate", "epochs", "best lambda", "total (Σφ)", f"within {GOOD} nats", "octaves")
+    columns = [Column("rule"), *(Column(name, number=True) for name in (*names, "regret at 4 times"))]
     rows: list[list[Value | Cell]] = []
-    for rule in RULES:
-        best = [best_rate(means[f"{steps} updates", rule]) for steps in scale.map_horizons]
-        rows.append([rule, *(f"{lam:.3g}" for lam in best), f"{power(best, scale.map_horizons):.2f}"])
-    note = "By a parabola over the logarithm of lambda; the power is the slope over the logarithm of the horizon."
-    columns.append(Column("power of the horizon", number=True))
-    return Table("best-lambda", "The best lambda", columns, rows, note)
+    for one in found:
+        high, good = at_factor(one.losses, one.best, 4.0), f"{one.low:.3g} to {one.high:.3g}"
+        run = one.rule, one.steps, f"{one.peak_lr:.3g}", f"{one.epochs:.1f}"
+        best = f"{one.best:.3g}", f"{one.best * one.per_lambda:.2f}"
+        octaves = f"{octaves_within(one.losses):.1f}"
+        rows.append([*run, *best, good, octaves, None if high is None else f"{high:+.3f}"])
+    powers = {
+        rule: [(one.best, one.steps) for one in found if one.rule == rule] for rule in RULES if len(found) > len(RULES)
+    }
+    told = ", ".join(f"{rule} {power(*map(list, zip(*points, strict=True))):.2f}" for rule, points in powers.items())
+    note = (
+        "The best lambda is the vertex of a parabola over its logarithm, through the lowest mean and its neighbours; "
+        "the total is what decay takes over the run at that lambda, the sum of phi."
+    )
+    more = f" The best lambda goes with the horizon to the power: {told}." if told else ""
+    return Table("best-lambda", "The best lambda", columns, rows, note + more)
+
+
+def _too_large_table(found: Sequence[Optimum]) -> Table:
+    names = ("updates", "peak rate", "epochs", "lambda", "constant", "scaled", "scaled of the same total")
+    rows: list[list[Value | Cell]] = []
+    for row in too_large(found):
+        one = row.constant_at
+        costs = (None if cost is None else f"{cost:+.3f}" for cost in (row.constant, row.scaled, row.same_total))
+        rows.append([one.steps, f"{one.peak_lr:.3g}", f"{one.epochs:.1f}", f"{row.lam:g}", *costs])
+    note = (
+        "What a lambda above the best one of both rules costs, in nats above the best of its own rule; in the last "
+        "column scaled decay with the lambda that takes as much in all as constant decay with this one, by lines "
+        "between the lambdas that were tried."
+    )
+    columns = [Column(name, number=True) for name in names]
+    return Table("too-large", "What a larger lambda costs", columns, rows, note)
 
 
 def map_charts(results: Results, _scale: Scale) -> list[Chart]:
     """Regret over lambda, one panel for each horizon."""
     return [
         Chart(
-            f"regret-{name.split()[0]}",
-            f"Regret at {name}",
+            f"regret-{first_run(arms).config.steps}",
+            f"Regret at {first_run(arms).config.steps:,} updates",
             [_regret_curve(arms, rule) for rule in RULES],
             x=Axis("lambda", log=2),
             y=Axis("regret", "nats per token"),
@@ -206,14 +367,10 @@ def map_charts(results: Results, _scale: Scale) -> list[Chart]:
             points=True,
             levels=[Level(GOOD, f"{GOOD} nats")],
         )
-        for name, arms in results.items()
+        for arms in results.values()
     ]
 
 
 def _regret_curve(arms: Runs, rule: str) -> Curve:
     found = regrets(mean_losses(losses_of(arms, rule)))
-    return Curve(rule, rule, list(found), _finite(list(found.values())))
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    return [value if value < math.inf else math.nan for value in values]
+    return Curve(rule, rule, list(found), [value if value < math.inf else math.nan for value in found.values()])

@@ -18,13 +18,16 @@ from muonsw.lab.studies.arms import (
     GROUP,
     SCALED,
     Comparison,
+    Key,
     Results,
     Runs,
     decay_arms,
+    rule_arm,
 )
 from muonsw.lab.studies.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
 from muonsw.lab.studies.outcome import (
     Measure,
+    against_constant,
     log_end_norm,
     lowest_loss,
     over_runs,
@@ -45,7 +48,9 @@ SAME_RUNS = "the same weights and batches for every arm"
 def row(scale: Scale, width: int) -> Comparison:
     """The arms of one width."""
     run = scale.rows[width]
-    return Comparison(f"width {width}", run, decay_arms(run), tuple(range(scale.seeds)))
+    lambdas = [factor * run.optimizer.weight_decay for factor in scale.near_best]
+    near = (rule_arm(run, rule, lam, named=True) for lam in lambdas for rule in (CONSTANT, SCALED))
+    return Comparison(Key(width=width), run, (*decay_arms(run), *near), tuple(range(scale.seeds)))
 
 
 def all_rows(scale: Scale) -> list[Comparison]:
@@ -58,6 +63,15 @@ def headline_row(scale: Scale) -> list[Comparison]:
     return [row(scale, scale.headline)]
 
 
+def sampled_row(scale: Scale) -> list[Comparison]:
+    """The width of the figures, sampled by telemetry as often as the scale asks for; both rules alone where it does."""
+    (one,) = headline_row(scale)
+    if scale.sampled_every is None:
+        return [one]
+    arms = tuple(arm for arm in one.arms if arm.name in (CONSTANT, SCALED))
+    return [replace(one, base=replace(one.base, telemetry_every=scale.sampled_every), arms=arms)]
+
+
 def other_rows(scale: Scale) -> list[Comparison]:
     """The widths of the figures beside it."""
     return [row(scale, width) for width in scale.others]
@@ -66,11 +80,12 @@ def other_rows(scale: Scale) -> list[Comparison]:
 def judge_rows(results: Results, scale: Scale) -> list[Claim]:
     """Loss and norm at every width that was run, and what the paper prints about it."""
     claims: list[Claim] = []
-    for name, arms in results.items():
-        width = int(name.removeprefix("width "))
-        claims += judge_pair(f"w{width}", name, arms, paper.TABLE, limits_at(scale))
+    for key, arms in results.items():
+        width = key.width
+        assert width is not None
+        claims += judge_pair(f"w{width}", str(key), arms, paper.TABLE, limits_at(scale))
         if GROUP in arms:
-            claims += judge_group(f"w{width}", name, arms, limits_at(scale))
+            claims += judge_group(f"w{width}", str(key), arms, limits_at(scale))
         if scale.printed:
             claims += judge_printed(width, arms[CONSTANT], arms[SCALED])
     return claims
@@ -141,10 +156,15 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
     return claims
 
 
+def row_tables(results: Results, scale: Scale) -> list[Table]:
+    """Every arm beside constant decay of its settings; then the control."""
+    return [against_constant(results), *control_tables(results, scale)]
+
+
 def control_tables(results: Results, _scale: Scale) -> list[Table]:
     """Scaled decay against constant decay of the same total: later decay alone, where less decay is ruled out."""
-    pairs = {name: pair_outcome(arms[CONTROL], arms[SCALED]) for name, arms in results.items()}
-    table = pairs_table([replace(pair, arm=f"{name}: {pair.arm}") for name, pair in pairs.items()])
+    pairs = {key: pair_outcome(arms[CONTROL], arms[SCALED]) for key, arms in results.items()}
+    table = pairs_table([replace(pair, arm=f"{key}: {pair.arm}") for key, pair in pairs.items()])
     return [replace(table, name="control", title="Scaled decay against constant decay of the same total")]
 
 
@@ -153,8 +173,8 @@ def draw_figures(results: Results, folder: Path, *, figures: Sequence[str]) -> l
     from muonsw.lab.diagnose.figures import draw  # training the runs needs nothing that draws
 
     paths = []
-    for name, arms in results.items():
-        chosen = folder / "figures" / name.replace(" ", "-").replace(",", "")
+    for key, arms in results.items():
+        chosen = folder / "figures" / key.slug
         chosen.mkdir(parents=True, exist_ok=True)
         paths += draw([diagnose(arms[rule][0]) for rule in (CONSTANT, SCALED)], chosen, figures)
     return paths

@@ -18,6 +18,7 @@ from muonsw.lab.studies.arms import (
     SCALED,
     Arm,
     Comparison,
+    Key,
     Results,
     Runs,
     control_arm,
@@ -40,7 +41,7 @@ from muonsw.lab.studies.tuning import SEARCH, Tuned, best_of, sweep_table
 from muonsw.lab.tables import Table
 from muonsw.lab.train.config import RunConfig
 
-BEST = "best against best"
+BEST, RULES = Key("best against best"), Key("rules")
 SAME = Tolerance(0.01, "the same decay, computed another way: training amplifies its rounding")
 EQUIVALENT = {"squared": SCALED, "independent": CONSTANT}
 
@@ -48,7 +49,7 @@ EQUIVALENT = {"squared": SCALED, "independent": CONSTANT}
 def lambda_arms(run: RunConfig, rule: str, factors: Sequence[float]) -> list[Arm]:
     """A rule at multiples of the run's lambda."""
     lambdas = [float(f"{run.optimizer.weight_decay * factor:.4g}") for factor in factors]
-    return [replace(rule_arm(run, rule, lam), name=f"{rule}, lambda {lam:g}") for lam in lambdas]
+    return [rule_arm(run, rule, lam, named=True) for lam in lambdas]
 
 
 def search(scale: Scale) -> list[Comparison]:
@@ -127,12 +128,12 @@ def all_rules(scale: Scale) -> list[Comparison]:
         others.append(Arm(rule, replace(base, decay=rule, peak="group", weight_decay=weight_decay)))
     no_decay = Arm("none", replace(base, decay="none", weight_decay=0.0, peak="group"))
     arms = (constant, scaled, *others, no_decay, control_arm(run, scaled))
-    return [Comparison("rules", run, arms, tuple(range(scale.seeds)))]
+    return [Comparison(RULES, run, arms, tuple(range(scale.seeds)))]
 
 
 def judge_rules(results: Results, scale: Scale) -> list[Claim]:
     """Scaled beats constant, rules that are the same under another name end alike, and norms are ordered."""
-    arms, source = results["rules"], Stated(BEYOND, SAME_RUNS)
+    arms, source = results[RULES], Stated(BEYOND, SAME_RUNS)
     claims = judge_pair("rules", "at equal decay at the peak", arms, paper.TABLE, limits_at(scale))
     for rule, like in EQUIVALENT.items():
         statement = f"{rule} decay with a converted lambda ends where {like} decay does"
@@ -152,7 +153,7 @@ def dense_and_moe(scale: Scale) -> list[Comparison]:
     run = scale.rows[scale.small]
     dense = replace(run, model=run.model.dense())
     return [
-        Comparison(name, chosen, decay_arms(chosen), tuple(range(scale.seeds)))
+        Comparison(Key(name), chosen, decay_arms(chosen), tuple(range(scale.seeds)))
         for name, chosen in (("moe", run), ("dense", dense))
     ]
 
@@ -162,6 +163,6 @@ def judge_dense(results: Results, scale: Scale) -> list[Claim]:
     references = {"moe": paper.TABLE, "dense": BEYOND}
     return [
         claim
-        for name, arms in results.items()
-        for claim in judge_pair(name, name, arms, references[name], limits_at(scale))
+        for key, arms in results.items()
+        for claim in judge_pair(key.name, key.name, arms, references[key.name], limits_at(scale))
     ]

@@ -15,12 +15,13 @@ from muonsw.lab.claims.claim import Claim, Stated, at_least, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
-from muonsw.lab.studies.arms import Arm, Comparison, Results, Runs
-from muonsw.lab.studies.outcome import loss_cell, seed_of, swept_loss
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs
+from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.studies.scales import Scale, adamw_sweep, at_width
 from muonsw.lab.tables import Column, Table
 from muonsw.lab.train.config import RunConfig
 
+MUON = "muon"
 ADAMW = "AdamW for all parameters, constant decay"
 WIDTH_FIGURE = Stated("appendix on muP, figure on width and the table commented out in the source", ADAMW)
 HORIZON_FIGURE = Stated("appendix on muP, figure on the horizon", ADAMW)
@@ -37,26 +38,44 @@ Losses = Mapping[float, float]
 
 def width_sweep(scale: Scale) -> list[Comparison]:
     """The same learning rates at every width."""
-    return [_sweep(f"width {width}", at_width(scale.sweep, width), scale) for width in scale.sweep_widths]
+    runs = {Key(width=width): at_width(scale.sweep, width) for width in scale.sweep_widths}
+    return [one for key, run in runs.items() for one in _sweeps(key, run, scale)]
 
 
 def horizon_sweep(scale: Scale) -> list[Comparison]:
     """The same learning rates for every number of updates."""
     lam = scale.sweep.optimizer.weight_decay
-    runs = {f"{steps} updates": adamw_sweep(scale.sweep, steps, weight_decay=lam) for steps in scale.horizons}
-    return [_sweep(name, run, scale) for name, run in runs.items()]
+    runs = {Key(steps=steps): adamw_sweep(scale.sweep, steps, weight_decay=lam) for steps in scale.horizons}
+    return [one for key, run in runs.items() for one in _sweeps(key, run, scale)]
 
 
-def _sweep(name: str, run: RunConfig, scale: Scale) -> Comparison:
-    arms = tuple(Arm(f"lr {rate:g}", replace(run.optimizer, lr=rate)) for rate in scale.rates)
-    return Comparison(name, run, arms, tuple(range(scale.sweep_seeds)), paired=False)
+def _sweeps(key: Key, run: RunConfig, scale: Scale) -> list[Comparison]:
+    """The rates under AdamW, as the paper's; where the scale asks for it under Muon with scaled decay too."""
+    muon = replace(run.optimizer, algorithm="muon", decay="scaled")
+    chosen = {key: run.optimizer, **({replace(key, name=MUON): muon} if scale.muon_sweeps else {})}
+    return [
+        Comparison(
+            one,
+            run,
+            tuple(Arm(f"lr {rate:g}", replace(optimizer, lr=rate)) for rate in scale.rates),
+            tuple(range(scale.sweep_seeds)),
+            paired=False,
+        )
+        for one, optimizer in chosen.items()
+    ]
+
+
+def by_algorithm(results: Results) -> list[dict[Key, list[dict[float, float]]]]:
+    """The sweeps of AdamW, then those of Muon, where there are any: for each comparison the losses of every seed."""
+    names = dict.fromkeys(key.name for key in results)
+    return [{key: losses_by_seed(arms) for key, arms in results.items() if key.name == name} for name in names]
 
 
 def losses_by_seed(arms: Runs) -> list[dict[float, float]]:
     """For each seed, final loss by learning rate; a run without one counts as infinitely bad."""
     found: dict[int, dict[float, float]] = {}
     for run in chain.from_iterable(arms.values()):
-        found.setdefault(seed_of(run), {})[float(run.config["optimizer"]["lr"])] = swept_loss(run)
+        found.setdefault(run.config.seed, {})[run.config.optimizer.lr] = swept_loss(run)
     return [dict(sorted(found[seed].items())) for seed in sorted(found)]
 
 
@@ -109,23 +128,27 @@ def distance(seeds: Sequence[Losses]) -> float:
 
 def judge_widths(results: Results, scale: Scale) -> list[Claim]:
     """The best rate is the same at every width, within a step of the grid; taking the narrowest's costs little."""
-    sweeps = {name: losses_by_seed(arms) for name, arms in results.items()}
-    means = {name: mean_losses(seeds) for name, seeds in sweeps.items()}
-    claims = [_inside(name, losses, WIDTH_FIGURE) for name, losses in means.items()]
+    return [claim for sweeps in by_algorithm(results) for claim in _judge_widths(sweeps, scale)]
+
+
+def _judge_widths(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> list[Claim]:
+    means = {key: mean_losses(seeds) for key, seeds in sweeps.items()}
+    claims = [_inside(key, losses, WIDTH_FIGURE) for key, losses in means.items()]
+    narrow, *wider = means
+    who = replace(narrow, width=None)
     spread = ", ".join(f"{distance(those):.2f}" for those in zip(*sweeps.values(), strict=True))
-    same = "steps of the grid between the best learning rates of the widths"
+    same = f"{_of(who)}steps of the grid between the best learning rates of the widths"
     limits = f"from means over seeds; seed by seed it is {spread}"
     claims.append(
-        at_most("same-rate", same, WIDTH_FIGURE, distance(list(means.values())), 1.0, ONE_STEP, limits=limits)
-    )
-    narrow, *wider = means
-    limits = "from means over seeds, of a number that is never negative, so without an interval"
-    for name in wider:
-        costs = f"{name}: what the best learning rate of {narrow} costs, over what the worst of the grid costs"
-        share = transfer_cost(means[narrow], means[name])
-        claims.append(
-            at_most(f"{_slug(name)}-cost", costs, WIDTH_FIGURE, share, TRANSFER_COST, TRANSFER, limits=limits)
+        at_most(
+            f"{_id(who)}same-rate", same, WIDTH_FIGURE, distance(list(means.values())), 1.0, ONE_STEP, limits=limits
         )
+    )
+    limits = "from means over seeds, of a number that is never negative, so without an interval"
+    for key in wider:
+        costs = f"{key}: what the best learning rate of {narrow} costs, over what the worst of the grid costs"
+        share = transfer_cost(means[narrow], means[key])
+        claims.append(at_most(f"{key.slug}-cost", costs, WIDTH_FIGURE, share, TRANSFER_COST, TRANSFER, limits=limits))
     return [*claims, *(_printed_widths(sweeps) if scale.printed else [])]
 
 
@@ -143,8 +166,12 @@ def transfer_cost(narrow: Losses, wide: Losses) -> float:
     return (values[best_place(narrow)] - lowest) / (highest - lowest) if highest > lowest else 0.0
 
 
-def _slug(name: str) -> str:
-    return name.replace(" ", "-")
+def _of(key: Key) -> str:
+    return f"{key}: " if str(key) else ""
+
+
+def _id(key: Key) -> str:
+    return f"{key.slug}-" if str(key) else ""
 
 
 def mean_losses(seeds: Sequence[Losses]) -> dict[float, float]:
@@ -152,36 +179,41 @@ def mean_losses(seeds: Sequence[Losses]) -> dict[float, float]:
     return {rate: math.fsum(losses[rate] for losses in seeds) / len(seeds) for rate in seeds[0]}
 
 
-def _inside(name: str, losses: Losses, source: Stated) -> Claim:
+def _inside(key: Key, losses: Losses, source: Stated) -> Claim:
     rates, best = list(losses), best_rate(losses)
-    inside = f"{name}: steps of the grid from the best learning rate to the nearest edge"
+    inside = f"{key}: steps of the grid from the best learning rate to the nearest edge"
     steps = min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates)
-    return at_least(f"{_slug(name)}-inside", inside, source, steps, 0.5, INSIDE, limits="from means over seeds")
+    return at_least(f"{key.slug}-inside", inside, source, steps, 0.5, INSIDE, limits="from means over seeds")
 
 
-def _printed_widths(sweeps: Mapping[str, Sequence[Losses]]) -> list[Claim]:
+def _printed_widths(sweeps: Mapping[Key, Sequence[Losses]]) -> list[Claim]:
     claims = []
-    for name, seeds in sweeps.items():
-        costs = f"{name}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats"
+    for key, seeds in sweeps.items():
+        assert key.width is not None
+        costs = f"{key}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats"
         cost = over_seeds([losses[paper.TRANSFERRED_RATE] - min(losses.values()) for losses in seeds])
-        claims.append(at_most(f"{_slug(name)}-transferred", costs, WIDTH_FIGURE, cost, *paper.TRANSFERRED))
-        for rate, told in zip(paper.SWEEP_RATES, paper.SWEEP[int(name.removeprefix("width "))], strict=True):
-            ends = f"{name}: loss after 5,000 updates at learning rate {rate:g}"
+        claims.append(at_most(f"{key.slug}-transferred", costs, WIDTH_FIGURE, cost, *paper.TRANSFERRED))
+        for rate, told in zip(paper.SWEEP_RATES, paper.SWEEP[key.width], strict=True):
+            ends = f"{key}: loss after 5,000 updates at learning rate {rate:g}"
             loss = over_seeds([losses[rate] for losses in seeds])
-            claims.append(within(f"{_slug(name)}-lr-{rate:g}", ends, WIDTH_FIGURE, loss, told, paper.SWEEP_LOSS))
+            claims.append(within(f"{key.slug}-lr-{rate:g}", ends, WIDTH_FIGURE, loss, told, paper.SWEEP_LOSS))
     return claims
 
 
 def judge_horizons(results: Results, scale: Scale) -> list[Claim]:
     """The best learning rate falls with the horizon as its cube root."""
-    sweeps = {name: losses_by_seed(arms) for name, arms in results.items()}
-    claims = [_inside(name, mean_losses(seeds), HORIZON_FIGURE) for name, seeds in sweeps.items()]
+    return [claim for sweeps in by_algorithm(results) for claim in _judge_horizons(sweeps, scale)]
+
+
+def _judge_horizons(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> list[Claim]:
+    claims = [_inside(key, mean_losses(seeds), HORIZON_FIGURE) for key, seeds in sweeps.items()]
+    who = replace(next(iter(sweeps)), steps=None)
     best = [[best_rate(losses) for losses in those] for those in zip(*sweeps.values(), strict=True)]
     slope = over_seeds([power(rates, scale.horizons) for rates in best])
-    falls = "power of the horizon that the best learning rate follows"
+    falls = f"{_of(who)}power of the horizon that the best learning rate follows"
     limits = "" if scale.printed else "validated by the paper for 5,000 to 20,000 updates only"
     rule, slack = paper.HORIZON_POWER, resolution(scale)
-    return [*claims, within("cube-root", falls, HORIZON_FIGURE, slope, rule, slack, limits=limits)]
+    return [*claims, within(f"{_id(who)}cube-root", falls, HORIZON_FIGURE, slope, rule, slack, limits=limits)]
 
 
 def power(rates: Sequence[float], horizons: Sequence[int]) -> float:
@@ -208,32 +240,33 @@ def resolution(scale: Scale) -> Tolerance:
 
 def sweep_tables(results: Results, scale: Scale) -> list[Table]:
     """Mean final loss over seeds by learning rate and comparison, the best of each column marked."""
-    means = {name: mean_losses(losses_by_seed(arms)) for name, arms in results.items()}
-    columns = [Column("learning rate"), *(Column(name, number=True) for name in means)]
+    sweeps = {key: losses_by_seed(arms) for key, arms in results.items()}
+    means = {key: mean_losses(seeds) for key, seeds in sweeps.items()}
+    columns = [Column("learning rate"), *(Column(str(key), number=True) for key in means)]
     rows = [[f"{rate:g}", *(loss_cell(losses, rate) for losses in means.values())] for rate in scale.rates]
-    seeds = "one seed" if scale.sweep_seeds == 1 else f"means over {scale.sweep_seeds} seeds"
+    most = max(map(len, sweeps.values()))
+    seeds = "one seed" if most == 1 else f"means over {most} seeds"
     return [Table("sweep", "Final loss by learning rate", columns, rows, f"Validation loss, {seeds}.")]
 
 
 def width_charts(results: Results, _scale: Scale) -> list[Chart]:
     """Excess loss over the learning rate, one curve for each width."""
-    return [_excess_chart(results, dict.fromkeys(results, 1.0), "learning rate")]
+    return [_excess_chart(results, 1.0, "learning rate")]
 
 
 def horizon_charts(results: Results, scale: Scale) -> list[Chart]:
     """The same, over the learning rate times the cube root of the horizon: the minima should then meet."""
     first = scale.horizons[0]
-    factors = {name: (steps / first) ** (1.0 / 3.0) for name, steps in zip(results, scale.horizons, strict=True)}
-    return [_excess_chart(results, factors, f"learning rate times (T/{first})^(1/3)")]
+    return [_excess_chart(results, float(first), f"learning rate times (T/{first})^(1/3)")]
 
 
-def _excess_chart(results: Results, factors: Mapping[str, float], label: str) -> Chart:
+def _excess_chart(results: Results, first: float, label: str) -> Chart:
     curves = []
-    for name, arms in results.items():
+    for key, arms in results.items():
         losses = mean_losses(losses_by_seed(arms))
-        lowest = min(losses.values())
-        x, y = [rate * factors[name] for rate in losses], [loss - lowest for loss in losses.values()]
-        curves.append(Curve(name, name, x, y))
+        lowest, factor = min(losses.values()), ((key.steps or first) / first) ** (1.0 / 3.0)
+        x, y = [rate * factor for rate in losses], [loss - lowest for loss in losses.values()]
+        curves.append(Curve(str(key), str(key), x, y))
     note = "Mean over seeds minus the lowest of the same curve."
     rates, excess = Axis(label, log=10), Axis("excess loss", "nats per token")
     return Chart("excess-loss", "Excess loss", curves, x=rates, y=excess, note=note, points=True)

@@ -1,0 +1,142 @@
+"""Runs exported to a file of JSON lines and read back: what the runs on one text found, without their weights.
+
+The first line says on which text and machine, and has the settings of a run in full; every other line has a run's
+settings where they differ, its result, its evaluations, and its telemetry where that was sampled often.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muonsw.lab.errors import UsageError
+from muonsw.lab.runs.metrics import Columns
+from muonsw.lab.runs.run import SCOPES, Run
+from muonsw.lab.settings import flatten
+from muonsw.lab.storage import write_atomically
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import identity
+
+# Telemetry is kept of runs that were sampled so often, and of it these columns.
+SAMPLES = 100
+SAMPLED = (
+    *("weight_rms", "update_rms", "decay", "alignment_update", "alignment_gradient", "alignment_momentum"),
+    *("defect", "lr"),
+)
+DIGITS = 5
+
+
+class Records:
+    """The runs of one text, by identity; `base` has the settings that a run has unless its line says otherwise."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
+        self.path, self.header, self.lines = path, dict(header), list(lines)
+        self.base = RunConfig.from_data(self.header["config"])
+        self.runs = {identity(run.config): run for run in map(self._run, self.lines)}
+
+    @classmethod
+    def read(cls, path: Path) -> Records:
+        """Read a file back."""
+        header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return cls(path, header, lines)
+
+    @classmethod
+    def open(cls, path: Path, config: RunConfig, **about: Any) -> Records:
+        """Read a file, or begin one for runs on the tokens of this config.
+
+        Raises:
+            UsageError: If it holds runs on other tokens.
+        """
+        if not path.exists():
+            base = replace(config, data=replace(config.data, path=""), arm="")
+            return cls(path, {**about, "fingerprint": config.data.fingerprint, "config": base.as_data()}, ())
+        found = cls.read(path)
+        if found.base.data.fingerprint != config.data.fingerprint:
+            other = f"{path} has runs on other text ({found.base.data.fingerprint})"
+            raise UsageError(f"{other} than --data has ({config.data.fingerprint}): give that text, or another --out")
+        return found
+
+    def ready(self, config: RunConfig) -> RunConfig:
+        """A planned run as it is on this text and this kind of machine."""
+        model, data = replace(config.model, vocab=self.base.model.vocab), self.base.data
+        data = replace(config.data, path="", fingerprint=data.fingerprint)
+        return replace(config, model=model, data=data, device=self.base.device, threads=self.base.threads)
+
+    def find(self, config: RunConfig) -> Run | None:
+        """The run that a study plans, if it was made, or one that differs in being sampled more often alone."""
+        wanted = self.ready(config)
+        often = (replace(wanted, telemetry_every=every) for every in self.sampled if every < wanted.telemetry_every)
+        found = (self.runs.get(identity(one)) for one in (wanted, *often))
+        return next((run for run in found if run is not None), None)
+
+    @property
+    def sampled(self) -> set[int]:
+        """Updates between samples that runs of this file have."""
+        return {run.config.telemetry_every for run in self.runs.values()}
+
+    def add(self, runs: Sequence[Run], **about: Any) -> None:
+        """Export runs and write the file anew."""
+        new = [run for run in runs if identity(run.config) not in self.runs]
+        self.lines += [{**self._line(run), **about} for run in new]
+        self.runs |= {identity(run.config): run for run in new}
+        write_atomically(self.path, "\n".join(json.dumps(line) for line in (self.header, *self.lines)) + "\n")
+
+    def _line(self, run: Run) -> dict[str, Any]:
+        usual = flatten(self.header["config"])
+        settings = flatten({**run.settings, "data": {**run.settings["data"], "path": ""}, "arm": ""})
+        norms = {"end_norm": _short(run.final_norm), "highest_norm": _short(run.highest_norm)}
+        losses = [[int(step), _short(loss)] for step, loss in zip(*run.losses, strict=True) if step > 0]
+        return {
+            "settings": {name: value for name, value in settings.items() if usual.get(name) != value},
+            "result": {**(run.result or {}), **{name: norm for name, norm in norms.items() if norm is not None}},
+            "losses": losses,
+            **_telemetry(run),
+        }
+
+    def _run(self, line: Mapping[str, Any]) -> Run:
+        settings = _nested(flatten(self.header["config"]) | line["settings"])
+        tables: dict[str, dict[str, Columns]] = {"eval": {"": _columns(("step", "loss"), line["losses"])}}
+        if "samples" in line:
+            tables["telemetry"] = dict.fromkeys(("", *SCOPES), _columns(line["sampled"], line["samples"]))
+        return Run(settings.get("arm") or "", self.path, settings, {}, dict(line["result"]), tables)
+
+
+def _telemetry(run: Run) -> dict[str, Any]:
+    scope = run.telemetry.scope(SCOPES[0])
+    if scope.records < SAMPLES:
+        return {}
+    columns = [scope.step, *(scope.get(key, np.full(scope.records, np.nan)) for key in SAMPLED)]
+    rows = [[int(step), *map(_short, values)] for step, *values in zip(*columns, strict=True)]
+    return {"sampled": ["step", *SAMPLED], "samples": rows}
+
+
+def _columns(names: Sequence[str], rows: Sequence[Sequence[float | None]]) -> Columns:
+    values = np.array([[math.nan if value is None else value for value in row] for row in rows], dtype=float)
+    return Columns({name: values[:, place] if len(rows) else np.empty(0) for place, name in enumerate(names)})
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """What `flatten` makes dotted names of.
+
+    Examples:
+        >>> _nested({"steps": 10, "optimizer.lr": 0.01})
+        {'steps': 10, 'optimizer': {'lr': 0.01}}
+    """
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split(".")
+        place = found
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return found
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

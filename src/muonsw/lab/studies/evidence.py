@@ -1,0 +1,312 @@
+"""The evidence: studies at scale mini whose runs are kept as records, the page that they make, and what advice knows.
+
+`gather` trains what has no record yet and exports it; `write_page` needs the records alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from muonsw.decay import DECAY_RULES
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.claims.table import claims_table
+from muonsw.lab.data.shards import fingerprint, read_record
+from muonsw.lab.errors import UsageError
+from muonsw.lab.report.sections import Chart, LegendEntry, Sheet
+from muonsw.lab.runs import load_runs
+from muonsw.lab.runs.records import Records
+from muonsw.lab.studies.arms import Comparison, Results, Runs
+from muonsw.lab.studies.catalogue import find_study
+from muonsw.lab.studies.outcome import last_loss, paired
+from muonsw.lab.studies.scales import MINI
+from muonsw.lab.studies.study import TrainingStudy
+from muonsw.lab.studies.training import best_rules, cases, regret
+from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, TooLarge
+from muonsw.lab.studies.workshop import Workshop
+from muonsw.lab.tables import Cell, markdown
+from muonsw.lab.train.folder import RESULT, identity
+
+NAME, FOLDER = "evidence", Path("evidence")
+TEMPLATE = "evidence.md.in"
+PAGE, ASSETS = Path("docs/evidence.md"), Path("docs/assets")
+MEASURED = Path("src/muonsw/measured.json")
+# By study, the file of its records in `FOLDER`: a file holds the runs of one text.
+TEXTS: Mapping[str, str] = {
+    **dict.fromkeys(("regret", "best-rules", "hard-cases", "main-table", "adamw", "steady-state"), "enwiki-23M"),
+    **dict.fromkeys(("diagnostics", "width-transfer", "horizon-transfer"), "enwiki-23M"),
+    "long": "enwiki-123M",
+}
+# The charts of which studies are pictures of the page.
+PICTURES = {"regret": "regret-map", "steady-state": "dynamics", "long": "long-horizons"}
+# Totals of the best lambdas within this factor count as one: basins are flatter than that.
+SAME_TOTAL = 3.0
+
+
+def part(name: str) -> TrainingStudy:
+    """A study of the evidence, at its scale."""
+    found = find_study(name)
+    assert isinstance(found, TrainingStudy)
+    return found.at(MINI)
+
+
+def file_of(name: str, folder: Path = FOLDER) -> Path:
+    """The file of a study's records."""
+    return folder / f"{TEXTS[name]}.jsonl"
+
+
+def chosen(name: str, data: Path, folder: Path = FOLDER) -> list[str]:
+    """The studies that `evidence/NAME` means, or for `evidence` alone all whose records are of this text.
+
+    Raises:
+        UsageError: If there are none.
+    """
+    one = name.partition("/")[2]
+    if one:
+        if one not in TEXTS:
+            raise UsageError(f"no study {one!r} makes evidence: give evidence/NAME with {', '.join(TEXTS)}")
+        return [one]
+    text = fingerprint(read_record(data))
+    found = [name for name, records in read_records(folder).items() if records.base.data.fingerprint == text]
+    if not found:
+        raise UsageError(f"no records in {folder} are of the text in {data} ({text}): name a study, as evidence/long")
+    return found
+
+
+def gather(name: str, workshop: Workshop, path: Path) -> int:
+    """Train the runs of a study that have no record yet, and add those that end to its file; even if it is stopped.
+
+    Returns:
+        How many runs were added.
+
+    Raises:
+        UsageError: If the file holds runs on other text, or a run cannot start.
+        Interrupted: If the process was asked to stop; all runs were saved.
+    """
+    jobs = list(workshop.jobs(part(name).planned()).values())
+    records = Records.open(path, jobs[0].config)
+    todo = [job for job in jobs if identity(job.config) not in records.runs]
+    before = len(records.runs)
+    try:
+        workshop.bring_to_end(todo)
+    finally:
+        ended = [job.folder for job in todo if (job.folder / RESULT).exists()]
+        records.add(load_runs(ended), workers=workshop.workers)
+    return len(records.runs) - before
+
+
+def read_records(folder: Path = FOLDER) -> dict[str, Records]:
+    """The records of every study whose file is there."""
+    files = {path: Records.read(path) for path in {file_of(name, folder) for name in TEXTS} if path.exists()}
+    return {name: files[path] for name in TEXTS if (path := file_of(name, folder)) in files}
+
+
+def results_of(study: TrainingStudy, records: Records | None) -> Results:
+    """What the records have of a study: of each comparison the arms that its first seed has, and the seeds with all."""
+    found = {one.key: _runs_of(one, records) for one in study.planned()} if records else {}
+    return {key: arms for key, arms in found.items() if arms}
+
+
+def _runs_of(one: Comparison, records: Records) -> Runs:
+    made = {(arm.name, seed): records.find(one.config(arm, seed)) for arm, seed in one.members()}
+    arms = [arm.name for arm in one.arms if made[arm.name, one.seeds[0]] is not None]
+    seeds = [seed for seed in one.seeds if all(made[arm, seed] is not None for arm in arms)]
+    return (
+        {arm: [run.named(arm) for seed in seeds if (run := made[arm, seed])] for arm in arms} if len(arms) > 1 else {}
+    )
+
+
+def missing(study: TrainingStudy, records: Records | None) -> int:
+    """How many runs of a study have no record."""
+    return sum(records is None or records.find(config) is None for config in study.runs())
+
+
+class Evidence:
+    """What all records say, study by study."""
+
+    def __init__(self, records: Mapping[str, Records]) -> None:
+        self.records = records
+        self.studies = {name: part(name) for name in TEXTS}
+        self.results = {name: results_of(study, records.get(name)) for name, study in self.studies.items()}
+
+    def section(self, name: str) -> str:
+        """Claims and tables of a study, and what is missing of it."""
+        study, found = self.studies[name], self.results[name]
+        lacking = missing(study, self.records.get(name))
+        told = f"{lacking} of {len(study.runs())} planned runs of `{name}` are missing."
+        if not found:
+            return f"Not measured yet: {told}"
+        tables = [markdown(table) for table in study.own_tables(found, study.scale)]
+        claims = study.judge(found)[name]
+        judged = [markdown(_claims(claims))] if claims else []
+        return "\n\n".join([*tables, *judged, *([told] if lacking else [])])
+
+    def optima(self) -> list[Optimum]:
+        """The best lambda of every rule and horizon of the map."""
+        return regret.optima(self.results["regret"]) if self.results["regret"] else []
+
+    def sheets(self) -> Iterable[Sheet]:
+        """The pictures of the page."""
+        for name, picture in PICTURES.items():
+            charts: Sequence[Chart] = self.studies[name].charts(self.results[name], MINI) if self.results[name] else ()
+            if charts:
+                yield Sheet(picture, "", charts, columns=len(charts))
+
+
+def _claims(claims: Sequence[Any]) -> Any:
+    table = claims_table({"": claims}, ("asked", "found"))
+    plain = [[Cell(cell.text) if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
+    return replace(table, columns=["claim", "asked", "found", "verdict"], rows=plain)
+
+
+def write_page(root: Path = Path(), *, figures: bool = True) -> None:
+    """Rebuild the page, its pictures, and what advice knows, from the records alone."""
+    evidence = Evidence(read_records(root / FOLDER))
+    (root / PAGE).write_text(page(evidence, (root / FOLDER / TEMPLATE).read_text("utf-8")), encoding="utf-8")
+    text = json.dumps(measured(evidence), indent=1)
+    (root / MEASURED).write_text(text + "\n", encoding="utf-8")
+    if figures:
+        draw(evidence, root / ASSETS)
+
+
+def page(evidence: Evidence, template: str) -> str:
+    """The page: a template whose names in braces are studies, and a few numbers more."""
+    lines = [line for records in {id(one): one for one in evidence.records.values()}.values() for line in records.lines]
+    minutes = sum(line["result"].get("seconds", 0.0) / line.get("workers", 1) for line in lines) / 60
+    values = {name: evidence.section(name) for name in TEXTS}
+    values |= {"conclusion": conclusion(evidence), "runs": str(len(lines)), "minutes": f"{minutes:.0f}"}
+    for name, value in values.items():
+        template = template.replace(f"{{{name}}}", value)
+    return template
+
+
+def draw(evidence: Evidence, folder: Path) -> None:
+    """Write the pictures."""
+    from muonsw.lab.report.static import write_sheet  # nothing else here needs what draws
+
+    for sheet in evidence.sheets():
+        for path in write_sheet(sheet, [LegendEntry(rule, rule) for rule in RULES], folder):
+            if path.suffix == ".svg":
+                path.unlink()
+
+
+def measured(evidence: Evidence) -> dict[str, Any]:
+    """The best lambda of each decay rule at each horizon, for `muonsw.advice`."""
+    run, found = MINI.map_run, evidence.optima()
+    rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in found)
+    basis = (
+        f"width {run.model.width}, {run.model.layers} layers, {run.model.experts} experts, Muon with cosine to a "
+        f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {', '.join(rates)}"
+    )
+    others = _other_rules(evidence.results["best-rules"])
+    return {"basis": basis, "good": GOOD, "optima": [_plain(one) for one in (*found, *others)]}
+
+
+def _other_rules(results: Results) -> list[Optimum]:
+    """Of the decay rules that the map does not have and that follow no gradients."""
+    found = []
+    for arms in results.values():
+        for rule, those in best_rules.candidates(best_rules.rules_run(MINI)).items():
+            if rule in DECAY_RULES and rule not in RULES and rule != "none" and not DECAY_RULES[rule].uses_gradient:
+                runs = {arm.name: arms[arm.name] for arm in those if arm.name in arms}
+                found.append(regret.optimum(regret.losses_of(runs, rule), regret.first_run(runs), rule))
+    return found
+
+
+def _plain(one: Optimum) -> dict[str, Any]:
+    """Four digits of what advice reads."""
+    totals = {"total": one.best, "low_total": one.low, "high_total": one.high}
+    return {
+        **{key: getattr(one, key) for key in ("rule", "steps", "epochs", "seeds", "at_an_end")},
+        "peak_lr": _rounded(one.peak_lr),
+        **{key: _rounded(lam * one.per_lambda) for key, lam in totals.items()},
+        "costs": [
+            [_rounded(lam * one.per_lambda), _rounded(cost), None if error is None else _rounded(error)]
+            for lam, (cost, error) in one.costs.items()
+        ],
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def conclusion(evidence: Evidence) -> str:
+    """A few sentences with the numbers of the longest horizon; what they say follows from the numbers."""
+    found = evidence.optima()
+    sentences = [*(_about_the_map(evidence, found) if found else ()), *_about_others(evidence)]
+    return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
+
+
+def _about_the_map(evidence: Evidence, found: Sequence[Optimum]) -> list[str]:
+    longest = max(found, key=lambda one: one.steps)
+    losses = regret.map_of(evidence.results["regret"])
+    gap = regret.best_against_best(losses["scaled"][longest.steps], losses["constant"][longest.steps])
+    close = "Choose lambda well and the rule hardly matters" if abs(gap.value) <= GOOD else "The rule matters"
+    run = f"at {longest.steps:,} updates, a peak rate of {longest.peak_lr:.3g} and {longest.epochs:.1f} epochs"
+    chance = (
+        "one seed" if gap.interval is None else f"95% t interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
+    )
+    totals = sorted(one.best * one.per_lambda for one in found)
+    took = f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, over all horizons and both rules"
+    count = (
+        f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "
+        f"longer. [`muonsw advise`](guide/which-rule.md#which-lambda) does the sum."
+    )
+    if totals[-1] > SAME_TOTAL * totals[0]:
+        count = f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
+    return [
+        f"{close}: each at the lambda with the lowest mean over seeds, scaled decay ends {gap.value:+.3f} nats from "
+        f"constant decay ({run}; {chance}).",
+        *_too_large(regret.too_large(found), longest.steps),
+        count,
+    ]
+
+
+def _too_large(rows: Sequence[TooLarge], longest: int) -> list[str]:
+    """What the lambdas above both best ones cost at the longest horizon; and at all of them, one over the other."""
+    costly = [row for row in rows if row.constant > GOOD]
+    last = [row for row in costly if row.constant_at.steps == longest]
+    if not last:
+        return []
+    shares = sorted(row.scaled / row.constant for row in costly)
+    cost = ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in last)
+    known = [(row.same_total, row.constant) for row in last if row.same_total is not None]
+    less = all(ours < theirs for ours, theirs in known)
+    how = "so it matters when decay acts, not only how much there is" if less else "so it is the amount that matters"
+    total = ", ".join(f"{ours:.3f}" for ours, _ in known)
+    return [
+        f"Too large a lambda costs scaled decay {shares[0]:.2f} to {shares[-1]:.2f} of what it costs constant decay, "
+        f"over all horizons: at {longest:,} updates constant and scaled end {cost} above their best. Scaled decay of "
+        f"the same total ends {total} above, {how}."
+    ]
+
+
+def _about_others(evidence: Evidence) -> list[str]:
+    """Whether anything was better than choosing lambda well, and what happens where text is repeated."""
+    said = []
+    if (rules := evidence.results["best-rules"]) and (claims := best_rules.judge_best_rules(rules, MINI)):
+        gaps = {claim.id.removesuffix("-is-as-good"): claim.measured for claim in claims}
+        lowest = min(gaps, key=lambda rule: gaps[rule])
+        better = (
+            f"One rule is better, `{lowest}`" if gaps[lowest] < -GOOD else "No rule is better than choosing lambda well"
+        )
+        near = ", ".join(f"`{rule}`" for rule, gap in gaps.items() if abs(gap) <= GOOD)
+        none = f", no decay at all {gaps['none']:+.3f} from it" if "none" in gaps else ""
+        said.append(f"{better}: at the best of three strengths {near} end within {GOOD} nats of constant decay{none}.")
+    if little := evidence.results["hard-cases"].get(cases.LITTLE):
+        constant, scaled = little.values()
+        gap = over_seeds(paired(scaled, constant, last_loss))
+        chance = (
+            "" if gap.interval is None else f" (95% t interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f})"
+        )
+        worse = "costs" if gap.value > 0 else "gains"
+        said.append(
+            f"Where text is seen {constant[0].epochs:.0f} times decay is what keeps a model from memorizing it, and "
+            f"there scaled decay {worse} {abs(gap.value):.2f} nats at the same lambda{chance}, as it takes less in all "
+            f"and least at the end: use constant decay there, and more of it."
+        )
+    return said

@@ -1,0 +1,107 @@
+"""Long horizons on fresh text: does the difference at the best lambda grow with the length, and the forgiving region?
+
+The longest runs of the regret map with half its batch, and four times longer ones, on the same text: at scale mini
+6,400 and 25,600 updates of 8 sequences, which see a text of 123 million tokens less than twice. Five lambdas around the
+one that should be best, which is 0.4 of the other at four times the length: totals grow a little with it, and the peak
+learning rate falls. The claims were written down before the runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from muonsw.lab.claims.claim import Claim, at_least, at_most, below
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.studies.arms import Comparison, Results
+from muonsw.lab.studies.scales import Scale, lean
+from muonsw.lab.studies.training.regret import (
+    BEYOND,
+    EXACT,
+    RULES,
+    at_horizon,
+    best_of_means,
+    lambda_map,
+    map_of,
+    octaves_within,
+    optima,
+)
+from muonsw.lab.studies.training.sweeps import Losses
+
+LONGER, SMALLER = 4, 0.4
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+def long_runs(scale: Scale) -> list[Comparison]:
+    """Both horizons under both rules, the longer first.
+
+    Examples:
+        >>> from muonsw.lab.studies.scales import MINI
+        >>> [(one.base.steps, one.base.batch, one.arms[4].name) for one in long_runs(MINI)]
+        [(25600, 8, 'constant, lambda 0.02'), (6400, 8, 'constant, lambda 0.05')]
+    """
+    run = replace(scale.map_run, batch=scale.map_run.batch // 2)
+    steps, lambdas = list(scale.maps.items())[-1]
+    middle = lambdas[(len(lambdas) - 1) // 2]
+    grids = {
+        LONGER * steps: [float(f"{SMALLER * middle * factor:.3g}") for factor in FACTORS],
+        steps: [float(f"{middle * factor:.3g}") for factor in FACTORS],
+    }
+    # Logged often: the first record of a run lets the next process compile.
+    runs = {length: replace(lean(at_horizon(run, length)), log_every=20) for length in grids}
+    return [lambda_map(runs[length], grid, scale.map_seeds) for length, grid in grids.items()]
+
+
+def judge_long(results: Results, _scale: Scale) -> list[Claim]:
+    """What the paper's argument says about length: the gap at the best lambda and the forgiving region grow with it."""
+    found = map_of(results)
+    long, *shorter = found["constant"]
+    totals = {(one.rule, one.steps): one.best * one.per_lambda for one in optima(results)}
+    claims = _at_one_length({rule: found[rule][long] for rule in RULES}, long)
+    for short in shorter:
+        both = [{rule: found[rule][steps] for rule in RULES} for steps in (long, short)]
+        gaps = [a - b for a, b in zip(*map(best_gaps, both), strict=False)]
+        octaves = [a - b for a, b in zip(*map(octave_ratios, both), strict=False)]
+        grows = f"best of scaled minus best of constant at {long:,} updates, minus the same at {short:,}, in nats"
+        wider = f"octaves within 0.01 nats, scaled over constant, at {long:,} updates minus the same at {short:,}"
+        claims += [
+            at_most("gap-grows", grows, BEYOND, over_seeds(gaps), 0.0, EXACT),
+            at_least("region-grows", wider, BEYOND, over_seeds(octaves), 0.0, EXACT),
+        ]
+        for rule in RULES:
+            more = f"total of {rule} decay's best lambda at {long:,} updates over that at {short:,}"
+            ratio, limits = totals[rule, long] / totals[rule, short], "from means over seeds, so without an interval"
+            claims.append(at_least(f"{rule}-total-grows", more, BEYOND, ratio, 1.0, EXACT, limits=limits))
+    return claims
+
+
+def _at_one_length(last: Mapping[str, Sequence[Losses]], steps: int) -> list[Claim]:
+    lower = f"best of scaled minus best of constant over lambda at {steps:,} updates, in nats"
+    wider = f"octaves within 0.01 nats at {steps:,} updates, scaled over constant"
+    milder = f"regret of the largest lambda at {steps:,} updates, scaled over constant"
+    return [
+        below("best-against-best", lower, BEYOND, over_seeds(best_gaps(last)), 0.0, EXACT),
+        at_least("scaled-is-wider", wider, BEYOND, over_seeds(octave_ratios(last)), 1.0, EXACT),
+        at_most("too-large-costs-less", milder, BEYOND, over_seeds(_largest_ratios(last)), 0.6, EXACT),
+    ]
+
+
+def best_gaps(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
+    """Scaled minus constant decay, each at its best of means, by seed."""
+    best = {rule: best_of_means(losses[rule]) for rule in RULES}
+    pairs = zip(losses["scaled"], losses["constant"], strict=True)
+    return [scaled[best["scaled"]] - constant[best["constant"]] for scaled, constant in pairs]
+
+
+def octave_ratios(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
+    """Octaves of lambda within a hundredth of the best, scaled over constant, by seed."""
+    octaves = {
+        rule: [octaves_within(one, best=best_of_means(seeds)) for one in seeds] for rule, seeds in losses.items()
+    }
+    return [s / c if c else math.inf for s, c in zip(octaves["scaled"], octaves["constant"], strict=True)]
+
+
+def _largest_ratios(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
+    costs = {rule: [one[max(one)] - one[best_of_means(seeds)] for one in seeds] for rule, seeds in losses.items()}
+    return [s / c if c else math.inf for s, c in zip(costs["scaled"], costs["constant"], strict=True)]
