@@ -68,7 +68,7 @@ class Table:
 
 
 def markdown(table: Table) -> str:
-    """A table for a page of Markdown: numbers to the right, cells that stand out in bold, its note below.
+    """A table for a page of Markdown: numbers to the right, those that stand out in bold, its note below.
 
     Examples:
         >>> table = Table("x", "", ["rule", Column("loss", number=True)], [["scaled", Cell("3.1", tone="holds")]])
@@ -78,7 +78,10 @@ def markdown(table: Table) -> str:
         | scaled | **3.1** |
     """
     columns = table.headings()
-    rows = [[f"**{cell.text}**" if cell.tone == "holds" else cell.text for cell in row] for row in table.cells()]
+    rows = [
+        [f"**{cell.text}**" if column.number and cell.tone == "holds" else cell.text for cell, column in row]
+        for row in (zip(cells, columns, strict=True) for cells in table.cells())
+    ]
     lines = [[column.title for column in columns], ["---:" if column.number else "---" for column in columns], *rows]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     return f"{text}\n\n{table.note}" if table.note else text

@@ -19,7 +19,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.run import SCOPES, Run
 from muonsw.lab.settings import flatten
-from muonsw.lab.storage import write_atomically
+from muonsw.lab.storage import prepare_folder, write_atomically
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import identity
 
@@ -83,8 +83,11 @@ class Records:
     def add(self, runs: Sequence[Run], **about: Any) -> None:
         """Export runs and write the file anew."""
         new = [run for run in runs if identity(run.config) not in self.runs]
+        if not new:
+            return
         self.lines += [{**self._line(run), **about} for run in new]
         self.runs |= {identity(run.config): run for run in new}
+        prepare_folder(self.path.parent)
         write_atomically(self.path, "\n".join(json.dumps(line) for line in (self.header, *self.lines)) + "\n")
 
     def _line(self, run: Run) -> dict[str, Any]:

@@ -204,12 +204,12 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         scaled=_scaled(
             f"Width 64, five lambdas from a tenth to twice the relaxation-matched one; {CPU_BODY}. {CPU_BLIND}.",
             f"Width 256, five lambdas from a tenth to twice the relaxation-matched one; {MINI_BODY}.",
-            "Width 256 at the paper's settings, lambda 0.025 to 0.4; the search has a seed of its own.",
+            "Width 256 at the paper's settings, lambda 0.025 to 0.4, one seed.",
         ),
-        comparisons=rules.search,
-        follow_up=rules.best_against_best,
+        comparisons=rules.lambda_sweep,
         claims=rules.judge_best,
-        own_tables=rules.search_tables,
+        own_tables=regret.map_tables,
+        charts=regret.map_charts,
     ),
     TrainingStudy(
         name="decay-rules",

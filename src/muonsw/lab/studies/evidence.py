@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.studies.training import best_rules, cases, regret
 from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, TooLarge
 from muonsw.lab.studies.workshop import Workshop
-from muonsw.lab.tables import Cell, markdown
+from muonsw.lab.tables import markdown
 from muonsw.lab.train.folder import RESULT, identity
 
 NAME, FOLDER = "evidence", Path("evidence")
@@ -141,7 +140,7 @@ class Evidence:
             return f"Not measured yet: {told}"
         tables = [markdown(table) for table in study.own_tables(found, study.scale)]
         claims = study.judge(found)[name]
-        judged = [markdown(_claims(claims))] if claims else []
+        judged = [markdown(claims_table({name: claims}, ("asked", "found")))] if claims else []
         return "\n\n".join([*tables, *judged, *([told] if lacking else [])])
 
     def optima(self) -> list[Optimum]:
@@ -154,12 +153,6 @@ class Evidence:
             charts: Sequence[Chart] = self.studies[name].charts(self.results[name], MINI) if self.results[name] else ()
             if charts:
                 yield Sheet(picture, "", charts, columns=len(charts))
-
-
-def _claims(claims: Sequence[Any]) -> Any:
-    table = claims_table({"": claims}, ("asked", "found"))
-    plain = [[Cell(cell.text) if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
-    return replace(table, columns=["claim", "asked", "found", "verdict"], rows=plain)
 
 
 def write_page(root: Path = Path(), *, figures: bool = True) -> None:

@@ -18,9 +18,7 @@ from rich.console import Console
 
 from muonsw.lab.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
 from muonsw.lab.launcher import report_error
-from muonsw.lab.studies import evidence
 from muonsw.lab.studies.jobs import train_alone
-from muonsw.lab.studies.workshop import BySettings, Workshop, gpus_for
 from muonsw.lab.terminal import enduring, harmless, say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
@@ -36,14 +34,14 @@ __all__ = ["main", "read_config_file", "run"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and return an exit code: 0 done, 1 diverged, 2 not usable, 3 the machine, 130 or 143 stopped and saved."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    study = bool(given) and given[0].partition("/")[0] == evidence.NAME
-    if not study and len(given) not in (2, 3):
-        usage = f"usage: python -m muonsw.lab.run CONFIG.json RUN_FOLDER (or {evidence.NAME}/STUDY -h)"
+    evidence = bool(given) and given[0].partition("/")[0] == "evidence"
+    if not evidence and len(given) not in (2, 3):
+        usage = "usage: python -m muonsw.lab.run CONFIG.json RUN_FOLDER (or evidence/STUDY -h)"
         report_error(usage)
         print(usage, file=sys.stderr)
         return USAGE
     try:
-        if study:
+        if evidence:
             return gather(given)
         config, folder, *note = map(Path, given)
         return as_job(config, folder, *note) if note else run(read_config_file(config), folder)
@@ -57,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def gather(arguments: Sequence[str]) -> int:
     """Make the runs of the evidence that have no record yet."""
+    from muonsw.lab.studies import evidence  # a run by itself needs none of this
+    from muonsw.lab.studies.workshop import BySettings, Workshop, gpus_for
+
     parser = ArgumentParser("python -m muonsw.lab.run", description="Make runs of the evidence, and export them.")
     parser.add_argument("name", help=f"{evidence.NAME}, or one study: {', '.join(evidence.TEXTS)}")
     parser.add_argument("--data", type=Path, required=True, help="a folder that `muonsw data prepare` filled")

@@ -203,7 +203,7 @@ def seven_digits(value: Any) -> Any:
 
 
 def nothing(_results: Results, _scale: Scale) -> Sequence[Any]:
-    """No comparison that waits for results, no table or figure beside those that every study has."""
+    """No table or figure beside those that every study has."""
     return ()
 
 
@@ -223,7 +223,6 @@ class TrainingStudy(Study[Results]):
         scaled: By scale, how it was scaled, in words; the scales it can be run at.
         comparisons: The runs, given a scale.
         claims: The claims that they allow.
-        follow_up: Runs that depend on what the first ones found; given no results, stand-ins that cost the same.
         own_tables: Tables of its own.
         charts: Figures of its own, for the page.
         figures: Figures of its own, as files in a folder.
@@ -236,7 +235,6 @@ class TrainingStudy(Study[Results]):
     scaled: Mapping[str, str]
     comparisons: Callable[[Scale], Sequence[Comparison]]
     claims: Callable[[Results, Scale], Sequence[Claim]]
-    follow_up: Callable[[Results, Scale], Sequence[Comparison]] = nothing
     own_tables: Callable[[Results, Scale], Sequence[Table]] = nothing
     charts: Callable[[Results, Scale], Sequence[Chart]] = nothing
     figures: Callable[[Results, Path], list[Path]] = no_figures
@@ -247,19 +245,16 @@ class TrainingStudy(Study[Results]):
         return replace(self, scale=scale)
 
     def planned(self) -> list[Comparison]:
-        """All comparisons, those that wait for results with stand-ins."""
-        return [*self.comparisons(self.scale), *self.follow_up({}, self.scale)]
+        """All comparisons."""
+        return list(self.comparisons(self.scale))
 
     def runs(self) -> list[RunConfig]:
         """Every run, those that comparisons share once."""
         return list(dict.fromkeys(config for one in self.planned() for config in one.configs()))
 
     def run(self, workshop: Workshop) -> Results:
-        """Train everything, then what depends on it."""
-        first = self.comparisons(self.scale)
-        results = workshop.train(first)
-        later = self.follow_up(results, self.scale)
-        return workshop.train([*first, *later]) if later else results
+        """Train everything."""
+        return workshop.train(self.planned())
 
     def judge(self, found: Results) -> Claims:
         """The claims about runs that were completed; those that failed first."""

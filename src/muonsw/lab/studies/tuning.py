@@ -48,11 +48,11 @@ def grid(arm: Arm, factors: Sequence[float]) -> list[Arm]:
     return [with_lambda(arm, f"{arm.name}, lambda={lam:g}", lam) for lam in lambdas]
 
 
-def best_of(arm: Arm, candidates: Sequence[Arm], runs: Runs, name: str = "{arm}, best lambda={best:g}") -> Tuned:
+def best_of(arm: Arm, candidates: Sequence[Arm], runs: Runs) -> Tuned:
     """The candidate with the lowest final loss, under a name that says so."""
     losses = {one.optimizer.weight_decay: swept_loss(runs[one.name][0]) for one in candidates}
     best = min(losses, key=losses.__getitem__)
-    return Tuned(arm.name, with_lambda(arm, name.format(arm=arm.name, best=best), best), losses)
+    return Tuned(arm.name, with_lambda(arm, f"{arm.name}, best lambda={best:g}", best), losses)
 
 
 def tune(

@@ -9,7 +9,7 @@ learning rate falls. The claims were written down before the runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from muonsw.lab.claims.claim import Claim, at_least, at_most, below
@@ -21,10 +21,11 @@ from muonsw.lab.studies.training.regret import (
     EXACT,
     RULES,
     at_horizon,
+    best_gaps,
     best_of_means,
     lambda_map,
     map_of,
-    octaves_within,
+    octave_ratios,
     optima,
 )
 from muonsw.lab.studies.training.sweeps import Losses
@@ -58,11 +59,13 @@ def judge_long(results: Results, _scale: Scale) -> list[Claim]:
     found = map_of(results)
     long, *shorter = found["constant"]
     totals = {(one.rule, one.steps): one.best * one.per_lambda for one in optima(results)}
-    claims = _at_one_length({rule: found[rule][long] for rule in RULES}, long)
+    pairs = {steps: (found["scaled"][steps], found["constant"][steps]) for steps in found["constant"]}
+    claims = _at_one_length(*pairs[long], long)
     for short in shorter:
-        both = [{rule: found[rule][steps] for rule in RULES} for steps in (long, short)]
-        gaps = [a - b for a, b in zip(*map(best_gaps, both), strict=False)]
-        octaves = [a - b for a, b in zip(*map(octave_ratios, both), strict=False)]
+        gaps, octaves = (
+            [a - b for a, b in zip(measure(*pairs[long]), measure(*pairs[short]), strict=False)]
+            for measure in (best_gaps, octave_ratios)
+        )
         grows = f"best of scaled minus best of constant at {long:,} updates, minus the same at {short:,}, in nats"
         wider = f"octaves within 0.01 nats, scaled over constant, at {long:,} updates minus the same at {short:,}"
         claims += [
@@ -76,32 +79,14 @@ def judge_long(results: Results, _scale: Scale) -> list[Claim]:
     return claims
 
 
-def _at_one_length(last: Mapping[str, Sequence[Losses]], steps: int) -> list[Claim]:
+def _at_one_length(scaled: Sequence[Losses], constant: Sequence[Losses], steps: int) -> list[Claim]:
     lower = f"best of scaled minus best of constant over lambda at {steps:,} updates, in nats"
     wider = f"octaves within 0.01 nats at {steps:,} updates, scaled over constant"
     milder = f"regret of the largest lambda at {steps:,} updates, scaled over constant"
+    ours, theirs = ([one[max(one)] - one[best_of_means(seeds)] for one in seeds] for seeds in (scaled, constant))
+    shares = [s / c if c else math.inf for s, c in zip(ours, theirs, strict=True)]
     return [
-        below("best-against-best", lower, BEYOND, over_seeds(best_gaps(last)), 0.0, EXACT),
-        at_least("scaled-is-wider", wider, BEYOND, over_seeds(octave_ratios(last)), 1.0, EXACT),
-        at_most("too-large-costs-less", milder, BEYOND, over_seeds(_largest_ratios(last)), 0.6, EXACT),
+        below("best-against-best", lower, BEYOND, over_seeds(best_gaps(scaled, constant)), 0.0, EXACT),
+        at_least("scaled-is-wider", wider, BEYOND, over_seeds(octave_ratios(scaled, constant)), 1.0, EXACT),
+        at_most("too-large-costs-less", milder, BEYOND, over_seeds(shares), 0.6, EXACT),
     ]
-
-
-def best_gaps(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
-    """Scaled minus constant decay, each at its best of means, by seed."""
-    best = {rule: best_of_means(losses[rule]) for rule in RULES}
-    pairs = zip(losses["scaled"], losses["constant"], strict=True)
-    return [scaled[best["scaled"]] - constant[best["constant"]] for scaled, constant in pairs]
-
-
-def octave_ratios(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
-    """Octaves of lambda within a hundredth of the best, scaled over constant, by seed."""
-    octaves = {
-        rule: [octaves_within(one, best=best_of_means(seeds)) for one in seeds] for rule, seeds in losses.items()
-    }
-    return [s / c if c else math.inf for s, c in zip(octaves["scaled"], octaves["constant"], strict=True)]
-
-
-def _largest_ratios(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
-    costs = {rule: [one[max(one)] - one[best_of_means(seeds)] for one in seeds] for rule, seeds in losses.items()}
-    return [s / c if c else math.inf for s, c in zip(costs["scaled"], costs["constant"], strict=True)]

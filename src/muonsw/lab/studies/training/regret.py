@@ -86,10 +86,15 @@ def best_of_means(seeds: Sequence[Losses]) -> float:
     return min(means, key=lambda lam: means[lam])
 
 
-def best_against_best(ours: Sequence[Losses], theirs: Sequence[Losses]) -> Measured:
-    """One rule at its best minus another at its own, each the best of means, paired by seed."""
+def best_gaps(ours: Sequence[Losses], theirs: Sequence[Losses]) -> list[float]:
+    """One rule at its best minus another at its own, each the best of means, seed by seed."""
     best, other = best_of_means(ours), best_of_means(theirs)
-    return over_seeds([a[best] - b[other] for a, b in zip(ours, theirs, strict=True)])
+    return [a[best] - b[other] for a, b in zip(ours, theirs, strict=True)]
+
+
+def best_against_best(ours: Sequence[Losses], theirs: Sequence[Losses]) -> Measured:
+    """Their mean with its interval."""
+    return over_seeds(best_gaps(ours, theirs))
 
 
 def regrets(losses: Losses, best: float | None = None) -> dict[float, float]:
@@ -119,6 +124,12 @@ def octaves_within(losses: Losses, limit: float = GOOD, best: float | None = Non
     return width
 
 
+def octave_ratios(scaled: Sequence[Losses], constant: Sequence[Losses]) -> list[float]:
+    """Octaves of lambda within a hundredth of the best of means, scaled over constant decay, seed by seed."""
+    ours, theirs = ([octaves_within(one, best=best_of_means(seeds)) for one in seeds] for seeds in (scaled, constant))
+    return [s / c if c else math.inf for s, c in zip(ours, theirs, strict=True)]
+
+
 def carried_regrets(short: Sequence[Losses], long: Sequence[Losses]) -> list[float]:
     """What the best lambda of short runs costs in long ones, seed by seed."""
     carried, best = best_of_means(short), best_of_means(long)
@@ -137,9 +148,7 @@ def judge_losses(found: Map, short: int, long: int) -> list[Claim]:
     first, last = shared(found, short, long)
     carried = {rule: carried_regrets(first[rule], last[rule]) for rule in RULES}
     gaps = [constant - scaled for constant, scaled in zip(carried["constant"], carried["scaled"], strict=True)]
-    best = {rule: best_of_means(last[rule]) for rule in RULES}
-    octaves = {rule: [octaves_within(losses, best=best[rule]) for losses in last[rule]] for rule in RULES}
-    ratios = [s / c if c else math.inf for c, s in zip(octaves["constant"], octaves["scaled"], strict=True)]
+    ratios = octave_ratios(last["scaled"], last["constant"])
     costs = f"regret at {long:,} updates of {{}} decay's best lambda of {short:,} updates, in nats"
     grows, stays = (costs.format(rule) for rule in RULES)
     differ = (

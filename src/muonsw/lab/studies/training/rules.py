@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from muonsw.decay import convert_weight_decay
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim, Stated, at_least, within
+from muonsw.lab.claims.claim import Claim, Stated, at_least, below, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import open_history
 from muonsw.lab.paper import Tolerance
@@ -20,16 +19,16 @@ from muonsw.lab.studies.arms import (
     Comparison,
     Key,
     Results,
-    Runs,
     control_arm,
     decay_arms,
     hidden_multiplier,
     own_peak,
     rule_arm,
 )
-from muonsw.lab.studies.compare import lower_loss
+from muonsw.lab.studies.compare import LOWER
 from muonsw.lab.studies.outcome import last_loss, paired
 from muonsw.lab.studies.scales import Scale
+from muonsw.lab.studies.training.regret import best_against_best, best_of_means, losses_of
 from muonsw.lab.studies.training.rows import (
     BEYOND,
     SAME_RUNS,
@@ -37,82 +36,35 @@ from muonsw.lab.studies.training.rows import (
     larger_norm,
     limits_at,
 )
-from muonsw.lab.studies.tuning import SEARCH, Tuned, best_of, sweep_table
-from muonsw.lab.tables import Table
-from muonsw.lab.train.config import RunConfig
 
-BEST, RULES = Key("best against best"), Key("rules")
+LAMBDAS, RULES = Key("lambdas"), Key("rules")
+EDGE = Tolerance(0.0, "at an edge a better lambda may lie beyond")
 SAME = Tolerance(0.01, "the same decay, computed another way: training amplifies its rounding")
 EQUIVALENT = {"squared": SCALED, "independent": CONSTANT}
 
 
-def lambda_arms(run: RunConfig, rule: str, factors: Sequence[float]) -> list[Arm]:
-    """A rule at multiples of the run's lambda."""
-    lambdas = [float(f"{run.optimizer.weight_decay * factor:.4g}") for factor in factors]
-    return [rule_arm(run, rule, lam, named=True) for lam in lambdas]
-
-
-def search(scale: Scale) -> list[Comparison]:
-    """Every lambda of both rules, on a seed that the comparison itself does not use."""
+def lambda_sweep(scale: Scale) -> list[Comparison]:
+    """Both rules at multiples of the run's lambda."""
     run = scale.rows[scale.small]
-    arms = (arm for rule in (CONSTANT, SCALED) for arm in lambda_arms(run, rule, scale.factors))
-    return [Comparison(SEARCH, run, tuple(arms), (scale.seeds,), paired=False)]
+    lambdas = [float(f"{run.optimizer.weight_decay * factor:.4g}") for factor in scale.factors]
+    arms = tuple(rule_arm(run, rule, lam, named=True) for lam in lambdas for rule in (CONSTANT, SCALED))
+    return [Comparison(LAMBDAS, run, arms, tuple(range(scale.sweep_seeds)), paired=False)]
 
 
-def best_against_best(results: Results, scale: Scale) -> list[Comparison]:
-    """Each rule at its best lambda, on the other seeds."""
-    run = scale.rows[scale.small]
-    chosen = {one.name: one.best for one in tuned(results[SEARCH], scale)} if results else {}
-    lambdas = {rule: chosen.get(rule, run.optimizer.weight_decay) for rule in (CONSTANT, SCALED)}
-    arms = tuple(rule_arm(run, rule, lam) for rule, lam in lambdas.items())
-    return [Comparison(BEST, run, arms, tuple(range(scale.seeds)))]
-
-
-def tuned(runs: Runs, scale: Scale) -> list[Tuned]:
-    """What the search found for each rule."""
-    run = scale.rows[scale.small]
-    return [
-        best_of(
-            rule_arm(run, rule, run.optimizer.weight_decay), lambda_arms(run, rule, scale.factors), runs, name="{arm}"
-        )
-        for rule in (CONSTANT, SCALED)
-    ]
-
-
-def judge_best(results: Results, scale: Scale) -> list[Claim]:
+def judge_best(results: Results, _scale: Scale) -> list[Claim]:
     """Whether scaled decay is better when constant decay is given its own best lambda."""
-    claims = []
-    if BEST in results:
-        claims.append(
-            lower_loss(
-                "best-loss",
-                "scaled decay at its best lambda ends lower than constant decay at its own",
-                results[BEST][CONSTANT],
-                results[BEST][SCALED],
-                source=Stated(BEYOND, "lambdas chosen on a seed that is used for nothing else"),
-                limits="the paper compares at one lambda only",
-            )
-        )
-    for one in tuned(results[SEARCH], scale):
-        grid = sorted(one.losses)
-        place = grid.index(one.best)
-        claims.append(
-            at_least(
-                f"{one.name}-inside",
-                f"{one.name} decay: steps of the grid from its best lambda to the nearest edge",
-                Stated(BEYOND, SAME_RUNS),
-                float(min(place, len(grid) - 1 - place)),
-                1.0,
-                Tolerance(0.0, "at an edge a better lambda may lie beyond"),
-                limits="one seed for the search, used for nothing else",
-            )
-        )
+    losses = {rule: losses_of(results[LAMBDAS], rule) for rule in (CONSTANT, SCALED)}
+    lower = "scaled decay at its best lambda minus constant decay at its own, in nats"
+    gap = best_against_best(losses[SCALED], losses[CONSTANT])
+    beyond = Stated(BEYOND, "each the best of means over seeds")
+    claims = [below("best-loss", lower, beyond, gap, 0.0, LOWER, limits="the paper compares at one lambda only")]
+    for rule, seeds in losses.items():
+        grid = sorted(seeds[0])
+        place = grid.index(best_of_means(seeds))
+        inside = f"{rule} decay: steps of the grid from its best lambda to the nearest edge"
+        steps = float(min(place, len(grid) - 1 - place))
+        claims.append(at_least(f"{rule}-inside", inside, Stated(BEYOND, SAME_RUNS), steps, 1.0, EDGE))
     return claims
-
-
-def search_tables(results: Results, scale: Scale) -> list[Table]:
-    """Final loss by lambda and rule."""
-    return [sweep_table(tuned(results[SEARCH], scale))]
 
 
 def all_rules(scale: Scale) -> list[Comparison]:
