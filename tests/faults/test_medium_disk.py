@@ -10,8 +10,8 @@ from muonsw.lab.cli import main
 from muonsw.lab.errors import MachineError
 from muonsw.lab.storage import write_json
 from muonsw.lab.studies import jobs
+from muonsw.lab.studies import program as entry
 from muonsw.lab.studies.outcome import diverged_at
-from muonsw.lab.train import __main__ as entry
 from muonsw.lab.train import folder
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.records import tensorboard_sink

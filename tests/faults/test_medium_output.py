@@ -14,7 +14,7 @@ from muonsw.lab.data.shards import RECORD
 from muonsw.lab.diagnose.diagnosis import diagnose, print_diagnosis
 from muonsw.lab.errors import USAGE
 from muonsw.lab.runs import load_run
-from muonsw.lab.train import __main__ as entry
+from muonsw.lab.studies import program as entry
 from muonsw.lab.train.loop import train
 from tests.lab.train.small import small_run, tokens
 

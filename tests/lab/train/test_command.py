@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from muonsw.lab.cli import main
-from muonsw.lab.train import __main__ as entry
+from muonsw.lab.studies import program as entry
 from muonsw.lab.train.state import Training
 from tests.faults.killing import in_child
 from tests.lab.train.small import losses, small_run, tokens
