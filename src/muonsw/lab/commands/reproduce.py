@@ -181,7 +181,7 @@ def print_studies(console: Console, studies: Iterable[ExperimentStudy | Training
     """What can be reproduced: the experiments of each study, or the scales of one that trains."""
     for study in studies:
         if isinstance(study, TrainingStudy):
-            say(console, f"{study.name}: {study.title} (--scale {', '.join(study.scaled)})")
+            say(console, f"{study.name}: {study.title} (--scale {', '.join(SCALES)})")
             continue
         say(console, f"{study.name}: {study.title}")
         for experiment in study.experiments:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -203,8 +204,12 @@ def seven_digits(value: Any) -> Any:
 
 
 def nothing(_results: Results, _scale: Scale) -> Sequence[Any]:
-    """No table or figure beside those that every study has."""
+    """No claim, no table or figure beside those that every study has."""
     return ()
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return ", ".join(f"{size:,}" for size in sorted(set(sizes)))
 
 
 def no_figures(_results: Results, _folder: Path) -> list[Path]:
@@ -220,24 +225,24 @@ class TrainingStudy(Study[Results]):
         name: What `muonsw reproduce` is given.
         title: One line for lists.
         reference: Where the paper has it.
-        scaled: By scale, how it was scaled, in words; the scales it can be run at.
         comparisons: The runs, given a scale.
         claims: The claims that they allow.
         own_tables: Tables of its own.
         charts: Figures of its own, for the page.
         figures: Figures of its own, as files in a folder.
+        notes: By scale, what a reader should know of it there, in sentences.
         scale: At which size it is run.
     """
 
     name: str
     title: str
     reference: str
-    scaled: Mapping[str, str]
     comparisons: Callable[[Scale], Sequence[Comparison]]
-    claims: Callable[[Results, Scale], Sequence[Claim]]
+    claims: Callable[[Results, Scale], Sequence[Claim]] = nothing
     own_tables: Callable[[Results, Scale], Sequence[Table]] = nothing
     charts: Callable[[Results, Scale], Sequence[Chart]] = nothing
     figures: Callable[[Results, Path], list[Path]] = no_figures
+    notes: Mapping[str, str] = field(default_factory=dict)
     scale: Scale = CPU
 
     def at(self, scale: Scale) -> TrainingStudy:
@@ -283,8 +288,16 @@ class TrainingStudy(Study[Results]):
 
     @property
     def how_scaled(self) -> str:
-        """How the study was changed for its scale, in words."""
-        return self.scaled[self.scale.name]
+        """What is run at its scale, in words, and what a reader should know of it."""
+        planned = self.planned()
+        if not planned:
+            return "Nothing is trained, so nothing is scaled."
+        runs = [one.base for one in planned]
+        names = ("model.width", "model.layers", "steps", "tokens_per_step")
+        widths, layers, steps, tokens = (_listed(map(attrgetter(name), runs)) for name in names)
+        arms, seeds = _listed(len(one.arms) for one in planned), _listed(len(one.seeds) for one in planned)
+        told = f"Widths {widths}; layers {layers}; updates {steps}, of {tokens} tokens; arms {arms}; seeds {seeds}. "
+        return (told + self.notes.get(self.scale.name, "")).strip()
 
     def record(self, found: Results, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
         """Everything except the curves."""

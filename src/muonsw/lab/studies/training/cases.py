@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from muonsw.lab.claims.claim import Claim
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, lambda_arm
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.scales import Scale
@@ -46,11 +44,6 @@ def adamw_forms(scale: Scale) -> list[Comparison]:
         adamc = replace(base, decay="scaled", unnormalized="constant", weight_decay=lam)
         arms.append(Arm(f"adamc, lambda {lam:g}", adamc))
     return [Comparison(Key("adamw", width=run.model.width), run, tuple(arms), tuple(range(scale.sweep_seeds)))]
-
-
-def no_claims(_results: Results, _scale: Scale) -> Sequence[Claim]:
-    """Nothing was claimed before the runs."""
-    return ()
 
 
 def case_tables(results: Results, _scale: Scale) -> list[Table]:
