@@ -70,9 +70,9 @@ def test_best_against_best_is_one_number_everywhere(found):
     gap = claims["best-against-best-6400"]
     assert gap.measured == pytest.approx(means[0] - means[1])
     page = (ROOT / evidence.PAGE).read_text(encoding="utf-8")
-    assert f"scaled decay ends {gap.measured:+.3f} nats from constant decay" in page
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-")
     interval = f"interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
+    assert f"scaled decay ends {gap.measured:+.3f} nats (95% t {interval}) from constant decay" in page
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-")
     assert f"best against best {gap.measured:+.3f} ({interval}" in readme
 
 
@@ -150,6 +150,20 @@ def test_the_program_makes_runs_and_the_page_grows_with_them(tmp_path, capsys):
     assert "| little text, four times the lambda | none |" in page
     assert "Not measured yet: 8 of 8 planned runs of `regret` are missing." in page
     assert main(["evidence/nothing", *folders]) == 2
+
+
+@pytest.mark.usefixtures("tiny")
+def test_long_runs_from_training_to_the_page(tmp_path):
+    shop = by_settings(tmp_path / "runs")
+    assert evidence.gather("long", shop, evidence.file_of("long", tmp_path)) == 2 * 2 * 5
+    grown = evidence.Evidence(evidence.read_records(tmp_path))
+    page = evidence.page(grown, "{conclusion}\n{long}")
+    assert "On fresh text, each at its best lambda, scaled decay ends" in page
+    assert "assets/long-horizons.png" in page
+    assert "| constant, 32 updates |" in page
+    assert "best of scaled minus best of constant at 32 updates, minus the same at 8, in nats" in page
+    evidence.draw(grown, tmp_path)
+    assert [path.name for path in tmp_path.glob("*.png")] == ["long-horizons.png"]
 
 
 def test_training_needs_no_library_of_the_command_line_or_of_pages():

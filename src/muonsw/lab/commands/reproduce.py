@@ -187,6 +187,10 @@ def print_studies(console: Console, studies: Iterable[ExperimentStudy | Training
         for experiment in study.experiments:
             name = f"{study.name}/{experiment.name}"
             say(console, f"  {name:<28} {experiment.title}")
+    say(
+        console,
+        "evidence: docs/evidence.md from the records of our own runs; evidence/NAME --data DIR makes more of them",
+    )
     for scale in SCALES.values():
         say(console, f"scale {scale.name}: {scale.title}")
     say(console, "what a study takes at a scale: muonsw reproduce NAME --scale SCALE --dry-run")

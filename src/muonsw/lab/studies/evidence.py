@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.decay import DECAY_RULES
+from muonsw.lab.claims.claim import Measured
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.data.shards import fingerprint, read_record
@@ -24,7 +25,7 @@ from muonsw.lab.studies.outcome import last_loss, paired
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.studies.training import best_rules, cases, regret
-from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, TooLarge
+from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.tables import markdown
 from muonsw.lab.train.folder import RESULT, identity
@@ -39,8 +40,20 @@ TEXTS: Mapping[str, str] = {
     **dict.fromkeys(("diagnostics", "width-transfer", "horizon-transfer"), "enwiki-23M"),
     "long": "enwiki-123M",
 }
-# The charts of which studies are pictures of the page.
-PICTURES = {"regret": "regret-map", "steady-state": "dynamics", "long": "long-horizons"}
+# By study whose charts are a picture of the page: the stem of its file, and what it shows.
+PICTURES = {
+    "regret": (
+        "regret-map",
+        "Regret over lambda under both rules, one panel for each horizon: in the longer runs constant decay's curve "
+        "rises sooner and more steeply to the right of its minimum.",
+    ),
+    "steady-state": (
+        "dynamics",
+        "Weight RMS over the updates: under constant decay it rises and then falls to a third, under scaled decay it "
+        "settles; the recursion lies on both. Beside it the alignment of weights and updates.",
+    ),
+    "long": ("long-horizons", "Regret over lambda under both rules, for both lengths on fresh text."),
+}
 # Totals of the best lambdas within this factor count as one: basins are flatter than that.
 SAME_TOTAL = 3.0
 
@@ -140,8 +153,9 @@ class Evidence:
             return f"Not measured yet: {told}"
         tables = [markdown(table) for table in study.own_tables(found, study.scale)]
         claims = study.judge(found)[name]
+        pictures = [f"![{words}](assets/{file}.png)" for file, words in [PICTURES[name]]] if name in PICTURES else []
         judged = [markdown(claims_table({name: claims}, ("asked", "found")))] if claims else []
-        return "\n\n".join([*tables, *judged, *([told] if lacking else [])])
+        return "\n\n".join([*pictures, *tables, *judged, *([told] if lacking else [])])
 
     def optima(self) -> list[Optimum]:
         """The best lambda of every rule and horizon of the map."""
@@ -149,10 +163,10 @@ class Evidence:
 
     def sheets(self) -> Iterable[Sheet]:
         """The pictures of the page."""
-        for name, picture in PICTURES.items():
+        for name, (file, _) in PICTURES.items():
             charts: Sequence[Chart] = self.studies[name].charts(self.results[name], MINI) if self.results[name] else ()
             if charts:
-                yield Sheet(picture, "", charts, columns=len(charts))
+                yield Sheet(file, "", charts, columns=len(charts))
 
 
 def write_page(root: Path = Path(), *, figures: bool = True) -> None:
@@ -229,77 +243,94 @@ def _rounded(value: float) -> float:
 
 def conclusion(evidence: Evidence) -> str:
     """A few sentences with the numbers of the longest horizon; what they say follows from the numbers."""
-    found = evidence.optima()
-    sentences = [*(_about_the_map(evidence, found) if found else ()), *_about_others(evidence)]
+    sentences = [
+        said for about in (_map, _too_large, _totals, _length, _rules, _little_text) if (said := about(evidence))
+    ]
     return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
 
 
-def _about_the_map(evidence: Evidence, found: Sequence[Optimum]) -> list[str]:
-    longest = max(found, key=lambda one: one.steps)
-    losses = regret.map_of(evidence.results["regret"])
-    gap = regret.best_against_best(losses["scaled"][longest.steps], losses["constant"][longest.steps])
+def _map(evidence: Evidence) -> str:
+    if not (found := evidence.optima()):
+        return ""
+    one, losses = max(found, key=lambda one: one.steps), regret.map_of(evidence.results["regret"])
+    gap = regret.best_against_best(losses["scaled"][one.steps], losses["constant"][one.steps])
     close = "Choose lambda well and the rule hardly matters" if abs(gap.value) <= GOOD else "The rule matters"
-    run = f"at {longest.steps:,} updates, a peak rate of {longest.peak_lr:.3g} and {longest.epochs:.1f} epochs"
-    chance = (
-        "one seed" if gap.interval is None else f"95% t interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f}"
+    return (
+        f"{close}: each at the lambda with the lowest mean over seeds, scaled decay ends {_nats(gap)} from constant "
+        f"decay, at {one.steps:,} updates, a peak rate of {one.peak_lr:.3g} and {one.epochs:.1f} epochs."
     )
-    totals = sorted(one.best * one.per_lambda for one in found)
-    took = f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, over all horizons and both rules"
-    count = (
-        f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "
-        f"longer. [`muonsw advise`](guide/which-rule.md#which-lambda) does the sum."
-    )
-    if totals[-1] > SAME_TOTAL * totals[0]:
-        count = f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
-    return [
-        f"{close}: each at the lambda with the lowest mean over seeds, scaled decay ends {gap.value:+.3f} nats from "
-        f"constant decay ({run}; {chance}).",
-        *_too_large(regret.too_large(found), longest.steps),
-        count,
-    ]
 
 
-def _too_large(rows: Sequence[TooLarge], longest: int) -> list[str]:
+def _too_large(evidence: Evidence) -> str:
     """What the lambdas above both best ones cost at the longest horizon; and at all of them, one over the other."""
-    costly = [row for row in rows if row.constant > GOOD]
+    costly = [row for row in regret.too_large(evidence.optima()) if row.constant > GOOD]
+    if not costly:
+        return ""
+    longest = max(row.constant_at.steps for row in costly)
     last = [row for row in costly if row.constant_at.steps == longest]
-    if not last:
-        return []
     shares = sorted(row.scaled / row.constant for row in costly)
     cost = ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in last)
     known = [(row.same_total, row.constant) for row in last if row.same_total is not None]
     less = all(ours < theirs for ours, theirs in known)
     how = "so it matters when decay acts, not only how much there is" if less else "so it is the amount that matters"
     total = ", ".join(f"{ours:.3f}" for ours, _ in known)
-    return [
+    return (
         f"Too large a lambda costs scaled decay {shares[0]:.2f} to {shares[-1]:.2f} of what it costs constant decay, "
         f"over all horizons: at {longest:,} updates constant and scaled end {cost} above their best. Scaled decay of "
         f"the same total ends {total} above, {how}."
-    ]
+    )
 
 
-def _about_others(evidence: Evidence) -> list[str]:
-    """Whether anything was better than choosing lambda well, and what happens where text is repeated."""
-    said = []
-    if (rules := evidence.results["best-rules"]) and (claims := best_rules.judge_best_rules(rules, MINI)):
-        gaps = {claim.id.removesuffix("-is-as-good"): claim.measured for claim in claims}
-        lowest = min(gaps, key=lambda rule: gaps[rule])
-        better = (
-            f"One rule is better, `{lowest}`" if gaps[lowest] < -GOOD else "No rule is better than choosing lambda well"
-        )
-        near = ", ".join(f"`{rule}`" for rule, gap in gaps.items() if abs(gap) <= GOOD)
-        none = f", no decay at all {gaps['none']:+.3f} from it" if "none" in gaps else ""
-        said.append(f"{better}: at the best of three strengths {near} end within {GOOD} nats of constant decay{none}.")
-    if little := evidence.results["hard-cases"].get(cases.LITTLE):
-        constant, scaled = little.values()
-        gap = over_seeds(paired(scaled, constant, last_loss))
-        chance = (
-            "" if gap.interval is None else f" (95% t interval {gap.interval.low:+.3f} to {gap.interval.high:+.3f})"
-        )
-        worse = "costs" if gap.value > 0 else "gains"
-        said.append(
-            f"Where text is seen {constant[0].epochs:.0f} times decay is what keeps a model from memorizing it, and "
-            f"there scaled decay {worse} {abs(gap.value):.2f} nats at the same lambda{chance}, as it takes less in all "
-            f"and least at the end: use constant decay there, and more of it."
-        )
-    return said
+def _totals(evidence: Evidence) -> str:
+    totals = sorted(one.best * one.per_lambda for one in evidence.optima())
+    if not totals:
+        return ""
+    took = f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, over all horizons and both rules"
+    if totals[-1] > SAME_TOTAL * totals[0]:
+        return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
+    return (
+        f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "
+        f"longer. [`muonsw advise`](guide/which-rule.md#which-lambda) does the sum."
+    )
+
+
+def _length(evidence: Evidence) -> str:
+    """Whether the gap at the best lambda grows with the length, on text that is hardly repeated."""
+    losses = regret.map_of(evidence.results["long"])
+    lengths = sorted(losses["constant"])
+    gaps = [regret.best_against_best(losses["scaled"][steps], losses["constant"][steps]) for steps in lengths]
+    told = " and ".join(f"{_nats(gap)} at {steps:,} updates" for gap, steps in zip(gaps, lengths, strict=True))
+    return f"On fresh text, each at its best lambda, scaled decay ends {told} from constant decay." if told else ""
+
+
+def _rules(evidence: Evidence) -> str:
+    """Whether anything was better than choosing lambda well."""
+    results = evidence.results["best-rules"]
+    claims = best_rules.judge_best_rules(results, MINI) if results else []
+    gaps = {claim.id.removesuffix("-is-as-good"): claim.measured for claim in claims}
+    if not gaps:
+        return ""
+    better = [f"`{rule}`" for rule, gap in gaps.items() if gap < -GOOD]
+    near = ", ".join(f"`{rule}`" for rule, gap in gaps.items() if abs(gap) <= GOOD)
+    first = f"Better: {', '.join(better)}" if better else "No rule is better than choosing lambda well"
+    none = f", no decay at all {gaps['none']:+.3f} from it" if "none" in gaps else ""
+    return f"{first}: at the best of three strengths {near} end within {GOOD} nats of constant decay{none}."
+
+
+def _little_text(evidence: Evidence) -> str:
+    """What happens where text is repeated."""
+    if not (little := evidence.results["hard-cases"].get(cases.LITTLE)):
+        return ""
+    constant, scaled = little.values()
+    gap = over_seeds(paired(scaled, constant, last_loss))
+    advice = ", as it takes less in all and least at the end: use constant decay there, and more of it"
+    return (
+        f"Where text is seen {constant[0].epochs:.0f} times decay is what keeps a model from memorizing it, and there "
+        f"scaled decay ends {_nats(gap)} from constant decay at the same lambda{advice if gap.value > 0 else ''}."
+    )
+
+
+def _nats(gap: Measured) -> str:
+    interval = gap.interval
+    chance = "one seed" if interval is None else f"95% t interval {interval.low:+.3f} to {interval.high:+.3f}"
+    return f"{gap.value:+.3f} nats ({chance})"
