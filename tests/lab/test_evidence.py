@@ -90,6 +90,8 @@ def test_runs_are_exported_once_and_read_back_as_they_were(tmp_path, tiny):
     assert evidence.gather("regret", shop, path) == 0
     records, study = Records.read(path), evidence.part("regret")
     assert evidence.missing(study, records) == 0
+    assert records.header["tokens"] > 0
+    assert all(line["made_with"]["device"] and line["made_with"]["torch"] for line in records.lines)
     folders = {load_run(folder).config: load_run(folder) for folder in (tmp_path / "runs").iterdir() if folder.is_dir()}
     for run in folders.values():
         read = records.runs[identity(run.config)]

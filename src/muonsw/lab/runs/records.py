@@ -1,7 +1,7 @@
 """Runs exported to a file of JSON lines and read back: what the runs on one text found, without their weights.
 
-The first line says on which text and machine, and has the settings of a run in full; every other line has a run's
-settings where they differ, its result, its evaluations, and its telemetry where that was sampled often.
+The first line says on which text, and has the settings of a run in full; every other line has a run's settings where
+they differ, its result, its evaluations, its telemetry where that was sampled often, and what it was made with.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ SAMPLED = (
     *("defect", "lr"),
 )
 DIGITS = 5
+MADE_WITH = ("device", "torch", "muonsw")
 
 
 class Records:
@@ -100,6 +101,7 @@ class Records:
             "result": {**(run.result or {}), **{name: norm for name, norm in norms.items() if norm is not None}},
             "losses": losses,
             **_telemetry(run),
+            "made_with": {name: run.environment[name] for name in MADE_WITH if name in run.environment},
         }
 
     def _run(self, line: Mapping[str, Any]) -> Run:

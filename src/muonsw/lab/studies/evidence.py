@@ -99,7 +99,9 @@ def gather(name: str, workshop: Workshop, path: Path) -> int:
         Interrupted: If the process was asked to stop; all runs were saved.
     """
     jobs = list(workshop.jobs(part(name).planned()).values())
-    records = Records.open(path, jobs[0].config)
+    text = read_record(Path(jobs[0].config.data.path))
+    sizes = {"documents": text.documents, "tokens": text.tokens("train"), "vocabulary": text.vocab_size}
+    records = Records.open(path, jobs[0].config, **sizes)
     todo = [job for job in jobs if identity(job.config) not in records.runs]
     before = len(records.runs)
     try:
