@@ -107,6 +107,16 @@ def test_runs_are_exported_once_and_read_back_as_they_were(tmp_path, tiny):
     assert study.judge(results)["regret"]
 
 
+def test_a_seed_counts_once_all_arms_have_it(found):
+    """What a GPU has made of a study when its time is up: no table or claim rests on a part of a grid."""
+    records, study = found.records["regret"], found.studies["regret"]
+    last = [run for run in records.runs.values() if run.config.steps == 6_400 and run.config.seed == 2][-1]
+    fewer = [line for line, run in zip(records.lines, records.runs.values(), strict=True) if run is not last]
+    results = evidence.results_of(study, Records(records.path, records.header, fewer))
+    assert {key.steps: len(next(iter(arms.values()))) for key, arms in results.items()} == {400: 3, 1_600: 3, 6_400: 2}
+    assert study.judge(results)["regret"]
+
+
 def test_telemetry_is_kept_of_runs_that_were_sampled_often(tmp_path, tiny, monkeypatch):
     monkeypatch.setattr("muonsw.lab.runs.records.SAMPLES", 10)
     path = tmp_path / "records.jsonl"

@@ -17,7 +17,7 @@ from muonsw.lab.claims.table import claims_table
 from muonsw.lab.data.shards import fingerprint, read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.sections import Chart, LegendEntry, Sheet
-from muonsw.lab.runs import load_runs
+from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.arms import Comparison, Results, Runs
 from muonsw.lab.studies.catalogue import find_study
@@ -28,7 +28,7 @@ from muonsw.lab.studies.training import best_rules, cases, regret
 from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.tables import markdown
-from muonsw.lab.train.folder import RESULT, identity
+from muonsw.lab.train.folder import RESULT
 
 NAME, FOLDER = "evidence", Path("evidence")
 TEMPLATE = "evidence.md.in"
@@ -102,7 +102,7 @@ def gather(name: str, workshop: Workshop, path: Path) -> int:
     text = read_record(Path(jobs[0].config.data.path))
     sizes = {"documents": text.documents, "tokens": text.tokens("train"), "vocabulary": text.vocab_size}
     records = Records.open(path, jobs[0].config, **sizes)
-    todo = [job for job in jobs if identity(job.config) not in records.runs]
+    todo = [job for job in jobs if records.find(job.config) is None]
     before = len(records.runs)
     try:
         workshop.bring_to_end(todo)
@@ -119,18 +119,20 @@ def read_records(folder: Path = FOLDER) -> dict[str, Records]:
 
 
 def results_of(study: TrainingStudy, records: Records | None) -> Results:
-    """What the records have of a study: of each comparison the arms that its first seed has, and the seeds with all."""
+    """What the records have of a study: of each comparison the seeds that all its arms have."""
     found = {one.key: _runs_of(one, records) for one in study.planned()} if records else {}
     return {key: arms for key, arms in found.items() if arms}
 
 
 def _runs_of(one: Comparison, records: Records) -> Runs:
-    made = {(arm.name, seed): records.find(one.config(arm, seed)) for arm, seed in one.members()}
-    arms = [arm.name for arm in one.arms if made[arm.name, one.seeds[0]] is not None]
-    seeds = [seed for seed in one.seeds if all(made[arm, seed] is not None for arm in arms)]
-    return (
-        {arm: [run.named(arm) for seed in seeds if (run := made[arm, seed])] for arm in arms} if len(arms) > 1 else {}
-    )
+    found: dict[str, list[Run]] = {arm.name: [] for arm in one.arms}
+    for seed in one.seeds:
+        made = [records.find(one.config(arm, seed)) for arm in one.arms]
+        runs = [run.named(arm.name) for run, arm in zip(made, one.arms, strict=True) if run is not None]
+        if len(runs) == len(one.arms):
+            for run in runs:
+                found[run.arm].append(run)
+    return found if all(found.values()) else {}
 
 
 def missing(study: TrainingStudy, records: Records | None) -> int:
@@ -171,14 +173,12 @@ class Evidence:
                 yield Sheet(file, "", charts, columns=len(charts))
 
 
-def write_page(root: Path = Path(), *, figures: bool = True) -> None:
+def write_page(root: Path = Path()) -> None:
     """Rebuild the page, its pictures, and what advice knows, from the records alone."""
     evidence = Evidence(read_records(root / FOLDER))
     (root / PAGE).write_text(page(evidence, (root / FOLDER / TEMPLATE).read_text("utf-8")), encoding="utf-8")
-    text = json.dumps(measured(evidence), indent=1)
-    (root / MEASURED).write_text(text + "\n", encoding="utf-8")
-    if figures:
-        draw(evidence, root / ASSETS)
+    (root / MEASURED).write_text(json.dumps(measured(evidence), indent=1) + "\n", encoding="utf-8")
+    draw(evidence, root / ASSETS)
 
 
 def page(evidence: Evidence, template: str) -> str:
