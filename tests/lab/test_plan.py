@@ -247,7 +247,7 @@ def test_the_command_judges_the_row_that_the_preset_trains(capsys):
         }
     assert PlanCommand(preset="w1024", tokens="197B").run() == 0
     printed = capsys.readouterr().out
-    assert "The preset trains the row Muon, adam, with peak base:" in printed
+    assert "The preset trains the row Muon, adam, with peak base." in printed
     assert "scaled takes 4.49 in all." in printed
     assert "constant takes 24.5 in all." in printed
 

@@ -189,11 +189,13 @@ class Plan:
             "base_peak_lr": result.peak_lr if trained.peak == "base" else None,
         }
         rules = dict.fromkeys((trained.decay, "constant"))
+        row = f"Muon, {trained.muon_lr}, with peak {trained.peak}"
         try:
-            found = {rule: advise(result.steps, own, self.weight_decay, rules=(rule,), **settings) for rule in rules}
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        return f"Muon, {trained.muon_lr}, with peak {trained.peak}", found
+            return row, {
+                rule: advise(result.steps, own, self.weight_decay, rules=(rule,), **settings) for rule in rules
+            }
+        except (ValueError, OverflowError) as error:  # a decay that no optimizer would take; the rest is a plan
+            return f"{row}; {error}", {}
 
     def planned(self) -> RunPlan | RecipePlan:
         """What the options describe."""
@@ -263,7 +265,7 @@ def print_plan(console: Console, result: RunPlan | RecipePlan) -> None:
 def advice_text(row: str, advice: Mapping[str, Advice]) -> str:
     """What decay does to the row that a preset trains, a line for each rule."""
     lines = [f"  {rule} takes {one.rules[0].total:.3g} in all. {one.sentences[0]}" for rule, one in advice.items()]
-    return "\n".join((f"The preset trains the row {row}:", *lines, "`muonsw advise` says more."))
+    return "\n".join((f"The preset trains the row {row}.", *lines, "`muonsw advise` says more."))
 
 
 def plan_rows(result: RunPlan) -> list[Row]:
