@@ -203,7 +203,7 @@ def draw(evidence: Evidence, folder: Path) -> None:
 
 
 def measured(evidence: Evidence) -> dict[str, Any]:
-    """The best lambda of each decay rule at each horizon, for `muonsw.advice`."""
+    """The best lambda of each decay rule at each horizon, for `muonsw.lab.advice`."""
     run, found = MINI.map_run, evidence.optima()
     rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in found)
     basis = (
