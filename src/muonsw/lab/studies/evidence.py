@@ -33,7 +33,7 @@ from muonsw.lab.train.folder import RESULT
 NAME, FOLDER = "evidence", Path("evidence")
 TEMPLATE = "evidence.md.in"
 PAGE, ASSETS = Path("docs/evidence.md"), Path("docs/assets")
-MEASURED = Path("src/muonsw/measured.json")
+MEASURED = Path("src/muonsw/lab/measured.json")
 # By study, the file of its records in `FOLDER`: a file holds the runs of one text.
 TEXTS: Mapping[str, str] = {
     **dict.fromkeys(("regret", "best-rules", "hard-cases", "main-table", "adamw", "steady-state"), "enwiki-23M"),
