@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from muonsw.lab.commands.plan import Plan, RankOptions, rank_rows
+from muonsw.lab.cost import H200, ON_PAPER, RankLayout, RankPlan, RunPlan, Scenario, parts_of, plan_ranks
 from muonsw.lab.model import ModelConfig, preset
-from muonsw.lab.plan import RunPlan
-from muonsw.lab.scaling import H200, ON_PAPER, RankLayout, RankPlan, Scenario, parts_of, plan_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
 W1024, MOE = preset("w1024"), ON_PAPER["moe-1t"]

@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from muonsw.lab.commands.plan import Plan as PlanCommand
+from muonsw.lab.cost import (
+    MOST_STEPS,
+    activation_bytes,
+    estimate_memory,
+    lr_multiples,
+    orthogonalizer_flops,
+    parse_amount,
+    plan,
+    plan_recipe,
+)
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig, moe, preset
-from muonsw.lab.model.counts import activation_bytes, estimate_memory, orthogonalizer_flops
 from muonsw.lab.paper import RECIPES
-from muonsw.lab.plan import MOST_STEPS, lr_multiples, parse_amount, plan, plan_recipe
 from muonsw.lab.theory.schedule import warmup_cosine
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.lab.train.groups import build_optimizer
@@ -64,7 +72,7 @@ def test_sums_of_long_runs_agree_with_every_step_of_them(schedule):
     kept = lr_multiples(schedule, steps)
     assert len(kept) == MOST_STEPS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("muonsw.lab.plan.MOST_STEPS", steps)
+        patch.setattr("muonsw.lab.cost.MOST_STEPS", steps)
         exact = lr_multiples(schedule, steps)
     assert len(exact) == steps
     for power in (1, 2):

@@ -10,21 +10,21 @@ import pytest
 
 from muonsw.distributed.plan import share_by_cost
 from muonsw.lab.commands.plan import Plan, RankOptions
-from muonsw.lab.errors import UsageError
-from muonsw.lab.model import ModelConfig, count, preset
-from muonsw.lab.model.counts import estimate_memory
-from muonsw.lab.scaling import (
+from muonsw.lab.cost import (
     ADAMW_PASSES,
     H200,
     KEPT,
     ON_PAPER,
     RankLayout,
     Scenario,
+    estimate_memory,
     heaviest,
     orthogonalizing,
     parts_of,
     plan_ranks,
 )
+from muonsw.lab.errors import UsageError
+from muonsw.lab.model import ModelConfig, count, preset
 
 BATCH = 524_288
 MOE = ON_PAPER["moe-1t"]

@@ -10,12 +10,12 @@ import pytest
 
 from muonsw.lab import paper
 from muonsw.lab.cli import main
+from muonsw.lab.cost import cost, run_flops
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import count, preset
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.catalogue import TRAINING_STUDIES
-from muonsw.lab.studies.costs import cost, run_flops
 from muonsw.lab.studies.scales import GPT2_VOCAB, SCALES, find_data
 from muonsw.lab.studies.study import conduct
 from muonsw.lab.studies.training import best_rules, dynamics, rows, rules, sweeps

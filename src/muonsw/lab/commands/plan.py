@@ -12,11 +12,24 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.lab.advice import Advice, advise
+from muonsw.lab.cost import (
+    H200,
+    ON_PAPER,
+    GroupPlan,
+    RankLayout,
+    RankPlan,
+    RecipePlan,
+    RunPlan,
+    Scenario,
+    amount,
+    parse_amount,
+    plan,
+    plan_ranks,
+    plan_recipe,
+)
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import muon_lr_multiplier, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
-from muonsw.lab.plan import GroupPlan, RecipePlan, RunPlan, parse_amount, plan, plan_on, plan_recipe
-from muonsw.lab.scaling import H200, ON_PAPER, RankLayout, RankPlan, Scenario
 from muonsw.lab.storage import plain
 from muonsw.lab.tables import Column, Table, print_table
 from muonsw.lab.terminal import say
@@ -214,16 +227,21 @@ class Plan:
         batch = parse_amount(self.batch_tokens) if self.batch_tokens else PAPER_BATCH_TOKENS
         steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
         model = ON_PAPER[self.preset] if self.preset in ON_PAPER else preset(self.preset)
-        settings: dict[str, Any] = {
-            "peak_lr": self.peak_lr,
-            "optimizer": OptimizerConfig(weight_decay=self.weight_decay, momentum=self.momentum),
-            "schedule": self._schedule(self.warmup_steps),
-        }
         scenario = self.ranks.scenario(batch, self.micro_batch, self.tflops)
-        if scenario is not None:
-            return plan_on(model, steps, scenario, **settings)
-        sizes: dict[str, Any] = {"batch_tokens": batch, "micro_batch": self.micro_batch, "tflops": self.tflops}
-        return plan(model, steps, **sizes, **settings)
+        whole = plan(
+            model,
+            steps,
+            batch_tokens=batch,
+            peak_lr=self.peak_lr,
+            optimizer=OptimizerConfig(weight_decay=self.weight_decay, momentum=self.momentum),
+            schedule=self._schedule(self.warmup_steps),
+            micro_batch=self.micro_batch,
+            tflops=self.tflops * (scenario.layout.gpus if scenario else 1),
+        )
+        if scenario is None:
+            return whole
+        ranks = plan_ranks(model, scenario)
+        return replace(whole, ranks=ranks, rank_hours=steps * ranks.step_seconds / 3600.0)
 
     def _recipe(self) -> RecipePlan:
         if self.ranks != RankOptions():
@@ -275,9 +293,9 @@ def plan_rows(result: RunPlan) -> list[Row]:
         ("parameters", f"{result.parameters:,}", "exact"),
         ("active parameters", f"{result.active:,}", "exact; all but the experts a token is not sent to"),
         ("steps", f"{result.steps:,}", f"of {result.batch_tokens:,} tokens, {result.warmup_steps:,} of them warmup"),
-        ("tokens", amount(result.tokens), f"{result.tokens_per_active:.0f} for each active parameter"),
+        ("tokens", amount(result.tokens, 4), f"{result.tokens_per_active:.0f} for each active parameter"),
         ("peak learning rate", f"{result.peak_lr:.3g}", result.peak_lr_from),
-        ("FLOP a token", amount(result.flops_per_token), "forward and backward, causal attention at full length"),
+        ("FLOP a token", amount(result.flops_per_token, 4), "forward and backward, causal attention at full length"),
         ("FLOP", f"{result.flops:.3g}", f"Newton-Schulz adds {100 * result.orthogonalizer_share:.1f}%"),
         ("hours", f"{result.hours:,.1f}", f"at {result.tflops:g} TFLOP/s sustained"),
         ("weights", gib(memory.weights), "float32"),
@@ -329,12 +347,7 @@ def rank_rows(result: RunPlan, ranks: RankPlan) -> list[Row]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds in milliseconds.
-
-    Examples:
-        >>> milliseconds(0.01234), milliseconds(2.5)
-        ('12.3 ms', '2,500.0 ms')
-    """
+    """Seconds in milliseconds."""
     return f"{1e3 * seconds:,.1f} ms"
 
 
@@ -350,8 +363,8 @@ def recipe_rows(result: RecipePlan) -> list[Row]:
     )
     return [
         ("recipe", recipe.title, recipe.reference),
-        ("parameters", f"{amount(recipe.total)}, {amount(recipe.active)} active", "as printed"),
-        ("tokens", amount(recipe.tokens), f"{recipe.tokens / recipe.active:.0f} for each active parameter"),
+        ("parameters", f"{amount(recipe.total, 4)}, {amount(recipe.active, 4)} active", "as printed"),
+        ("tokens", amount(recipe.tokens, 4), f"{recipe.tokens / recipe.active:.0f} for each active parameter"),
         ("steps", steps, batch),
         ("learning rate", f"{recipe.peak_lr:g} to {recipe.final_lr:g}", "as printed"),
         ("weight decay λ", f"{recipe.weight_decay:g}", "as printed"),
@@ -365,39 +378,13 @@ def recipe_rows(result: RecipePlan) -> list[Row]:
 def group_row(group: GroupPlan) -> tuple[str, ...]:
     """One line of the table of learning rates and decay."""
     constant, scaled, base = group.decays
-    return (
-        group.name,
-        f"{group.peak_lr:.3g}",
-        f"{constant.total:.3g}",
-        f"{constant.relaxation:.3g}",
-        f"{scaled.relaxation:.3g}",
-        f"{base.relaxation:.3g}",
-        f"{scaled.phi_peak:.2e}",
-        f"{scaled.phi_peak_over_memory:.3g}",
-        f"{base.phi_peak:.2e}",
-    )
-
-
-def amount(number: float) -> str:
-    """A large number with the letter that `--tokens` understands.
-
-    Examples:
-        >>> amount(197_132_288_000), amount(2_009_000_000), amount(512)
-        ('197.1B', '2.009B', '512')
-    """
-    for letter, unit in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= unit:
-            return f"{number / unit:.4g}{letter}"
-    return f"{number:g}"
+    short = (group.peak_lr, constant.total, constant.relaxation, scaled.relaxation, base.relaxation)
+    phis = (f"{scaled.phi_peak:.2e}", f"{scaled.phi_peak_over_memory:.3g}", f"{base.phi_peak:.2e}")
+    return (group.name, *(f"{number:.3g}" for number in short), *phis)
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB.
-
-    Examples:
-        >>> gib(3 * 2**29)
-        '1.50 GiB'
-    """
+    """Bytes in GiB."""
     return f"{size / GIB:.2f} GiB"
 
 

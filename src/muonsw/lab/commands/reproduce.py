@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,16 +14,16 @@ from muonsw import machine
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.show import paragraph, print_conclusion
+from muonsw.lab.cost import Cost, amount, cost
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.report import check_target
 from muonsw.lab.storage import prepare_folder
 from muonsw.lab.studies import evidence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
-from muonsw.lab.studies.costs import cost_table
 from muonsw.lab.studies.scales import SCALES, find_data
 from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
 from muonsw.lab.studies.workshop import BySettings, Workshop, gpus_for
-from muonsw.lab.tables import print_table
+from muonsw.lab.tables import Column, Table, Value, print_table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.state import resolve_device
 from muonsw.text import counted
@@ -201,6 +201,40 @@ def print_cost(console: Console, study: TrainingStudy, tflops: float, workers: i
     paragraph(console, f"{study.name}, scale {study.scale.name} ({study.scale.title}); {study.reference}")
     paragraph(console, study.how_scaled)
     print_table(console, cost_table(study, tflops, workers), hint="a pipe shows them, as in | cat")
+
+
+def cost_table(study: TrainingStudy, tflops: float, workers: int) -> Table:
+    """One row for each comparison, and the whole."""
+
+    def numbers(total: Cost) -> tuple[Value, ...]:
+        hours = hours_text(total.hours(tflops, workers))
+        return total.runs, amount(total.tokens), f"{total.flops:.3g}", hours
+
+    names = ("seeds", "updates", "runs", "tokens", "FLOPs", "hours")
+    ranks = {"runs": 0, "hours": 0}
+    columns = [Column("comparison"), Column("arms", rank=2)]
+    columns += [Column(name, number=True, rank=ranks.get(name, 1)) for name in names]
+    rows: list[Sequence[Value]] = []
+    for one in study.planned():
+        arms = "; ".join(arm.name for arm in one.arms)
+        rows.append((one.name, arms, len(one.seeds), one.base.steps, *numbers(cost(one.configs()))))
+    rows.append(("all, shared runs once", "", None, None, *numbers(cost(study.runs()))))
+    at_once = "one run at a time" if workers == 1 else f"{workers} runs at a time"
+    note = (
+        f"Hours at {tflops:g} TFLOP/s sustained by each run, {at_once}. Runs are kept and shared between studies of "
+        "a scale: what is complete is not trained again."
+    )
+    return Table("cost", "What it takes", columns, rows, note)
+
+
+def hours_text(hours: float) -> str:
+    """Hours in two or three digits, never as a power of ten.
+
+    Examples:
+        >>> hours_text(1630.4), hours_text(12.34), hours_text(0.0512)
+        ('1,630', '12.3', '0.051')
+    """
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 1 else f"{hours:.2g}"
 
 
 def _at_least_one(option: str, value: int | None) -> int | None:

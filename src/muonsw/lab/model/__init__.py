@@ -8,10 +8,11 @@ from muonsw.lab.model.config import PRESETS as PRESETS
 from muonsw.lab.model.config import ModelConfig as ModelConfig
 from muonsw.lab.model.config import MuP as MuP
 from muonsw.lab.model.config import preset as preset
-from muonsw.lab.model.counts import ModelSize as ModelSize
-from muonsw.lab.model.counts import count as count
 from muonsw.lab.model.decoder import Decoder as Decoder
 from muonsw.lab.model.decoder import Losses as Losses
+from muonsw.lab.model.decoder import ModelSize as ModelSize
+from muonsw.lab.model.decoder import count as count
+from muonsw.lab.model.decoder import unallocated as unallocated
 from muonsw.lab.model.init import MUON_LR_POWERS as MUON_LR_POWERS
 from muonsw.lab.model.init import Scaling as Scaling
 from muonsw.lab.model.init import initialize as initialize
@@ -36,4 +37,5 @@ __all__ = [
     "preset",
     "role_of",
     "scalings",
+    "unallocated",
 ]

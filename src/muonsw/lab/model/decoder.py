@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -130,6 +131,42 @@ class Decoder(nn.Module):
         """Name patterns of matrices that hold several projections along their output axis, and the sizes of those."""
         width, ff = self.config.width, self.config.ff_width
         return {"*.attention.qkv.weight": (width, width, width), "*.gate_up": (ff, ff)}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes of a model."""
+
+    total: int  # parameters; the tied matrix counts once
+    active: int  # parameters that one token uses: all but the experts it is not sent to
+    attention_flops: int  # FLOPs a token of causal attention, forward and backward, at the longest sequence
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of training on one token: six for each active parameter, and attention's."""
+        return 6 * self.active + self.attention_flops
+
+
+def count(config: ModelConfig) -> ModelSize:
+    """Count on the meta device, from the modules that would be trained.
+
+    Examples:
+        >>> count(ModelConfig(width=256)).total
+        72677632
+    """
+    model = unallocated(config)
+    total = sum(param.numel() for param in model.parameters())
+    stacks = [stack for one in model.modules() if isinstance(one, MoE) for stack in (one.gate_up, one.down)]
+    idle = (config.experts - config.top_k) * sum(stack[0].numel() for stack in stacks)
+    # Scores and mixing are 2*2*T*D each layer for a full square, half of it causal, three times with the backward.
+    attention = 6 * config.layers * config.width * config.sequence
+    return ModelSize(total, total - idle, attention)
+
+
+def unallocated(config: ModelConfig) -> Decoder:
+    """The decoder on the meta device, where tensors have shapes and no memory."""
+    with torch.device("meta"):
+        return Decoder(config, seed=None)
 
 
 def rotary_table(length: int, head_dim: int, theta: float, *, start: int = 0) -> Rotary:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from muonsw.lab.claims.claim import Claim, Stated, within_share
+from muonsw.lab.cost import RecipePlan, amount, plan_recipe
 from muonsw.lab.paper import RECIPES, Tolerance
-from muonsw.lab.plan import RecipePlan, plan_recipe
 from muonsw.lab.studies.arms import Comparison, Results
-from muonsw.lab.studies.costs import amount
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.tables import Column, Table, Value
 

@@ -1,0 +1,785 @@
+"""What a run costs before it is started: parameters, FLOPs, memory, hours, what decay does, and an update on N GPUs.
+
+Sizes and bytes are counted: tests hold them to what tensors take and ranks send. Times on several GPUs are the model of
+docs/scaling.md: sums over measured rates of one GPU, held to its measured steps, and over assumed rates of links, which
+are marked as such. Products overlap with the exchange, gradients and gathered weights with the passes of the model:
+fully, which is the best that can be.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import NamedTuple
+
+from muonsw.decay import decay_factor, decay_factors
+from muonsw.distributed.plan import ROUNDS, SMALLEST_ROUND
+from muonsw.lab.model import (
+    MUON_LR_POWERS,
+    ModelConfig,
+    count,
+    muon_lr_multiplier,
+    preset,
+    role_of,
+    scalings,
+    unallocated,
+)
+from muonsw.lab.model.loss import chunk_tokens
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, PrintedRecipe
+from muonsw.lab.theory.schedule import peak_lr_for_horizon
+from muonsw.lab.theory.steady_state import relaxation_number
+from muonsw.lab.train.config import OptimizerConfig, RunConfig, ScheduleConfig
+from muonsw.orthogonalize.iterations import gram_pays
+from muonsw.step import ACCELERATOR_CHUNK_BYTES
+
+FLOAT32, BFLOAT16 = 4, 2
+STEPS = 5  # of Newton-Schulz
+# Roles in the muP table whose parameters Muon moves.
+MUON_ROLES = ("hidden", "residual")
+UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+# Sums over longer runs take this many evenly spaced steps; the curves are smooth, so the error is below 1e-4.
+MOST_STEPS = 20_000
+# Horizons at which the paper swept the peak learning rate, with AdamW.
+TUNED_STEPS = (5_000, 20_000)
+DECAYS = (("constant", "group"), ("scaled", "group"), ("scaled", "base"))
+
+STRATEGIES = ("ddp", "fsdp", "ep")
+EXPERTS = ("stack", "rows")
+# Bytes that a pass over memory reads and writes for each parameter, from docs/performance.md: momentum, look-ahead and
+# cast 14, division 4, decay and move 10, finite check 4; AdamW reads four numbers and writes three, and is checked.
+MUON_PASSES, ADAMW_PASSES = 32, 32
+# Buffers of the exchange: sent, received, whole and result, for two rounds in flight.
+IN_FLIGHT = 8
+# The compiler and the lab's kernels keep this share of the tensors that autograd would, and compute the rest again;
+# fitted to the memory of three runs on one H200.
+KEPT = 0.59
+# Tokens travel to their experts and back, in the forward and in the backward pass, in bfloat16.
+JOURNEYS, TOKEN_BYTES = 4, 2
+
+# A model that exists on paper alone: about the size and shape of the largest open mixtures.
+ON_PAPER: Mapping[str, ModelConfig] = {
+    "moe-1t": ModelConfig(
+        width=7168, layers=61, head_dim=128, experts=384, top_k=8, ff=2048, vocab=163_840, sequence=4096
+    )
+}
+
+
+def parse_amount(text: str) -> int:
+    """A number of tokens as people write it.
+
+    Raises:
+        ValueError: If it is not a positive number, with what is understood.
+
+    Examples:
+        >>> parse_amount("197B"), parse_amount("1.5e9"), parse_amount("300M"), parse_amount("524,288")
+        (197000000000, 1500000000, 300000000, 524288)
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmbt]?)", text.strip().replace(",", "").replace("_", ""), re.I)
+    try:
+        number = float(match.group(1)) * UNITS[match.group(2).upper()] if match else 0.0
+    except ValueError:
+        number = 0.0
+    if not 1.0 <= number < math.inf:
+        raise ValueError(f"{text!r} is not a number of tokens; write it like 197B, 300M, 1.5e9 or 524288")
+    return round(number)
+
+
+def amount(number: float, digits: int = 3) -> str:
+    """A large number with the letter that `parse_amount` understands.
+
+    Examples:
+        >>> amount(18_350_080_000), amount(962_560), amount(197_132_288_000, 4), amount(512)
+        ('18.4B', '963K', '197.1B', '512')
+    """
+    for letter, unit in reversed(UNITS.items()):
+        if letter and number >= unit:
+            return f"{number / unit:.{digits}g}{letter}"
+    return f"{number:g}"
+
+
+class Part(NamedTuple):
+    """Parameters that are moved in one way."""
+
+    parameters: int
+    stack: int  # how many matrices lie on each other in one tensor; 1 for plain matrices
+    matrices: Mapping[tuple[int, int], int]  # those that Muon orthogonalizes, by short and long side; none for AdamW's
+
+
+class ModelParts(NamedTuple):
+    """A model, divided by what the optimizer and ranks do with it."""
+
+    experts: Part  # stacks of experts
+    hidden: Part  # other matrices of Muon
+    rest: Part  # what AdamW moves
+
+    @property
+    def muon(self) -> int:
+        """Parameters that Muon moves."""
+        return self.experts.parameters + self.hidden.parameters
+
+
+@cache
+def parts_of(config: ModelConfig) -> ModelParts:
+    """Divide the modules that would be trained; fused projections count one by one.
+
+    Examples:
+        >>> parts = parts_of(ModelConfig(width=256))
+        >>> parts.experts.parameters, sum(parts.experts.matrices.values()), parts.hidden.matrices
+        (56623104, 288, {(256, 256): 48})
+    """
+    model = unallocated(config)
+    fused, sizes = model.fused_projections(), Counter[str]()
+    matrices: dict[str, Counter[tuple[int, int]]] = {"experts": Counter(), "hidden": Counter()}
+    for name, param in model.named_parameters():
+        if role_of(name) not in MUON_ROLES:
+            sizes["rest"] += param.numel()
+            continue
+        part = "experts" if param.dim() == 3 and config.experts > 1 else "hidden"
+        sizes[part] += param.numel()
+        *stack, rows, columns = param.shape
+        for size in next((sizes for pattern, sizes in fused.items() if fnmatchcase(name, pattern)), (rows,)):
+            matrices[part][min(size, columns), max(size, columns)] += math.prod(stack)
+    return ModelParts(
+        Part(sizes["experts"], config.experts, dict(matrices["experts"])),
+        Part(sizes["hidden"], 1, dict(matrices["hidden"])),
+        Part(sizes["rest"], 1, {}),
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device that holds the whole model, or on the one of several that holds the most."""
+
+    weights: float  # float32
+    gradients: float  # float32
+    muon_state: float  # one float32 momentum for each element of hidden and expert matrices
+    adamw_state: float  # two float32 averages for every other element
+    adamw_only_state: float  # what AdamW for all parameters would keep instead of both
+    activations: float  # an estimate of what a micro-batch keeps for its backward pass, see `activation_bytes`
+    gathered: float = 0  # on ranks: weights to compute with, two layers at a time, or all where none is divided
+    buffers: float = 0  # on ranks: of the optimizer's exchange and products, at most
+
+    @property
+    def total(self) -> float:
+        """With Muon."""
+        return math.fsum(vars(self).values()) - self.adamw_only_state
+
+
+def estimate_memory(config: ModelConfig, micro_batch: int) -> Memory:
+    """What training with Muon holds in bfloat16 autocast over float32 weights.
+
+    Examples:
+        >>> estimate_memory(ModelConfig(width=256), micro_batch=1).weights == 4 * 72_677_632
+        True
+    """
+    parts = parts_of(config)
+    total = parts.muon + parts.rest.parameters
+    return Memory(
+        weights=FLOAT32 * total,
+        gradients=FLOAT32 * total,
+        muon_state=FLOAT32 * parts.muon,
+        adamw_state=2 * FLOAT32 * parts.rest.parameters,
+        adamw_only_state=2 * FLOAT32 * total,
+        activations=activation_bytes(config, micro_batch) + BFLOAT16 * total,
+    )
+
+
+def activation_bytes(config: ModelConfig, sequences: int) -> int:
+    """Estimated bytes that one forward pass keeps for its backward in bfloat16 autocast, copies of weights apart.
+
+    A layer keeps 36 bytes a token for each unit of the width (norms and the stream in float32, attention in bfloat16),
+    and for each expert of a token 4 for each unit of the width and 8 for each of the expert's; the coefficients count
+    the tensors that autograd saves. The loss holds the bfloat16 logits of one chunk. Fragmentation, temporaries of the
+    backward pass and what a compiler recomputes are not in it.
+    """
+    tokens, width = sequences * config.sequence, config.width
+    layer = 36 * width + config.top_k * (4 * width + 8 * config.ff_width)
+    logits = BFLOAT16 * min(tokens, chunk_tokens(config.vocab, BFLOAT16)) * config.vocab
+    return tokens * (config.layers * layer + 12 * width) + logits
+
+
+def orthogonalizer_flops(config: ModelConfig) -> float:
+    """FLOPs that Newton-Schulz takes in one update: three products in each of its steps, for every matrix by itself.
+
+    Examples:
+        >>> seven_squares = ModelConfig(width=64, layers=1, experts=1, top_k=1, ff=64)
+        >>> orthogonalizer_flops(seven_squares) / (5 * 6 * 64**3)
+        7.0
+    """
+    pairs = (pair for part in parts_of(config) for pair in part.matrices.items())
+    return float(sum(number * newton_schulz_flops(*shape) for shape, number in pairs))
+
+
+def newton_schulz_flops(short: int, long: int) -> int:
+    """Of one matrix."""
+    return STEPS * (4 * short**2 * long + 2 * short**3)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Runs and what they take."""
+
+    runs: int
+    tokens: int  # trained on
+    flops: float  # training, Newton-Schulz and evaluation together
+
+    def hours(self, tflops: float, workers: int) -> float:
+        """At a sustained rate for each run, with so many runs at a time."""
+        return self.flops / (tflops * 1e12) / 3600.0 / max(1, min(workers, self.runs))
+
+
+def cost(configs: Iterable[RunConfig]) -> Cost:
+    """Of runs, equal ones counted once."""
+    distinct = list(dict.fromkeys(configs))
+    tokens = sum(config.steps * config.tokens_per_step for config in distinct)
+    return Cost(len(distinct), tokens, math.fsum(map(run_flops, distinct)))
+
+
+def run_flops(config: RunConfig) -> float:
+    """FLOPs of one run: three passes a trained token, one a validated token, and Newton-Schulz in every update.
+
+    Examples:
+        >>> from muonsw.lab.train.presets import preset_run
+        >>> f"{run_flops(preset_run('w256', '')):.2g}"
+        '4e+18'
+    """
+    each = _flops_per_token(config.model)
+    evaluations = 1 + math.ceil(config.steps / config.eval_every)
+    validated = evaluations * (config.data.eval_windows or 0) * config.model.sequence
+    muon = orthogonalizer_flops(config.model) if config.optimizer.algorithm == "muon" else 0.0
+    return config.steps * (config.tokens_per_step * each + muon) + validated * each / 3.0
+
+
+@cache
+def _flops_per_token(config: ModelConfig) -> int:
+    return count(config).flops_per_token
+
+
+@dataclass(frozen=True)
+class DecayPlan:
+    """What one decay rule does to one group over the run."""
+
+    rule: str  # "constant" or "scaled"
+    peak: str  # whether scaled decay divides by the "group"'s peak or by the undivided "base" peak
+    total: float  # sum of phi over the run
+    relaxation: float  # N, relaxation times that the run lasts
+    phi_peak: float  # the fraction of a weight that is taken away in a step at the peak
+    phi_final: float  # the same in the last step
+    phi_peak_over_memory: float  # phi_peak / (1 - beta); well under one, or weights shrink while momentum remembers
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Hidden and expert matrices under one rule for their learning rate."""
+
+    name: str  # the algorithm with the rule
+    multiplier: float  # of the base learning rate
+    peak_lr: float  # highest learning rate of the group
+    product: float  # lambda * peak_lr * T
+    decays: tuple[DecayPlan, ...]  # for constant decay, and scaled decay with either peak
+
+
+def plan_groups(
+    model: ModelConfig | None, peak_lr: float, steps: int, multiples: list[float], optimizer: OptimizerConfig
+) -> tuple[GroupPlan, ...]:
+    """Learning rates and decay of hidden matrices by every rule; without a model, by the learning rate as it is."""
+    muon, adamw = 1.0 - optimizer.momentum, 1.0 - optimizer.betas[0]
+    rules = [("Muon", 1.0, muon)]
+    if model is not None:
+        rules = [(f"Muon, {rule}", muon_lr_multiplier(model, rule), muon) for rule in MUON_LR_POWERS]
+        rules.append(("AdamW", scalings(model)["hidden"].lr, adamw))
+    lam, stretch = optimizer.weight_decay, steps / len(multiples)
+
+    def decay(rule: str, peak: str, own: float, forgets: float) -> DecayPlan:
+        eta_max = own if peak == "group" else peak_lr
+        phis = decay_factors(rule, lam, (own * multiple for multiple in multiples), eta_max)
+        relaxation = stretch * relaxation_number(phis)
+        at_peak = float(decay_factor(rule, lam, own, eta_max))
+        return DecayPlan(rule, peak, relaxation / 2.0, relaxation, at_peak, phis[-1], at_peak / forgets)
+
+    groups = []
+    for name, multiplier, forgets in rules:
+        own = peak_lr * multiplier
+        decays = tuple(decay(rule, peak, own, forgets) for rule, peak in DECAYS)
+        groups.append(GroupPlan(name, multiplier, own, lam * own * steps, decays))
+    return tuple(groups)
+
+
+def lr_multiples(schedule: ScheduleConfig, steps: int) -> list[float]:
+    """Multiples of the peak learning rate over the run, the last step's at the end; at most `MOST_STEPS` of them.
+
+    Examples:
+        >>> [round(multiple, 2) for multiple in lr_multiples(ScheduleConfig(warmup_steps=1), 5)]
+        [1.0, 0.87, 0.55, 0.23, 0.1]
+    """
+    kept, multiple = min(steps, MOST_STEPS), schedule.multiple(steps)
+    places = [(2 * number + 1) * steps // (2 * kept) for number in range(kept - 1)] + [steps - 1]
+    return [multiple(place) for place in places]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run, computed without running it."""
+
+    model: ModelConfig
+    parameters: int
+    active: int  # parameters that one token uses
+    steps: int
+    batch_tokens: int  # tokens in an update
+    tokens: int  # of the whole run
+    tokens_per_active: float
+    peak_lr: float  # base learning rate at its highest
+    peak_lr_from: str
+    weight_decay: float
+    final_fraction: float  # what is left of the learning rate in the last step
+    warmup_steps: int
+    groups: tuple[GroupPlan, ...]  # hidden and expert matrices under every rule that the lab knows
+    flops_per_token: int  # forward and backward
+    flops: float  # of the whole run, without the orthogonalizer
+    orthogonalizer_share: float  # what Newton-Schulz adds to them
+    memory: Memory
+    micro_batch: int  # sequences whose activations are held at once
+    tflops: float  # sustained rate, in units of 1e12 a second
+    hours: float  # at this rate, the orthogonalizer included
+    ranks: RankPlan | None = None  # an update on several GPUs, where that was asked
+    rank_hours: float | None = None  # the whole run, at this update's pace
+
+
+def plan(
+    model: ModelConfig,
+    steps: int,
+    *,
+    batch_tokens: int = PAPER_BATCH_TOKENS,
+    peak_lr: float | None = None,
+    optimizer: OptimizerConfig | None = None,
+    schedule: ScheduleConfig | None = None,
+    micro_batch: int = 8,
+    tflops: float = 400.0,
+) -> RunPlan:
+    """Compute a run of so many steps.
+
+    Without a peak learning rate the horizon gives one. Of the optimizer weight decay and momenta are read, `tflops` is
+    the rate that the hardware sustains, not the one on its data sheet.
+
+    Examples:
+        >>> result = plan(preset("w256"), 35_000)
+        >>> result.parameters, f"{result.peak_lr:.4f}", result.warmup_steps
+        (72677632, '0.0105', 1000)
+    """
+    optimizer, schedule = optimizer or OptimizerConfig(), schedule or ScheduleConfig()
+    _require(steps=steps, batch_tokens=batch_tokens, micro_batch=micro_batch, tflops=tflops)
+    sizes, tokens = count(model), steps * batch_tokens
+    horizon = max(1, round(tokens / PAPER_BATCH_TOKENS))
+    chosen = peak_lr_for_horizon(horizon) if peak_lr is None else peak_lr
+    _require(peak_lr=chosen)
+    flops = float(sizes.flops_per_token) * tokens
+    share = orthogonalizer_flops(model) * steps / flops
+    multiples = lr_multiples(schedule, steps)
+    return RunPlan(
+        model=model,
+        parameters=sizes.total,
+        active=sizes.active,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        tokens=tokens,
+        tokens_per_active=tokens / sizes.active,
+        peak_lr=chosen,
+        peak_lr_from="given" if peak_lr is not None else _horizon_note(horizon),
+        weight_decay=optimizer.weight_decay,
+        final_fraction=multiples[-1],
+        warmup_steps=schedule.warmup(steps),
+        groups=plan_groups(model, chosen, steps, multiples, optimizer),
+        flops_per_token=sizes.flops_per_token,
+        flops=flops,
+        orthogonalizer_share=share,
+        memory=estimate_memory(model, micro_batch),
+        micro_batch=micro_batch,
+        tflops=tflops,
+        hours=flops * (1.0 + share) / (tflops * 1e12) / 3600.0,
+    )
+
+
+def _horizon_note(horizon: int) -> str:
+    if horizon < TUNED_STEPS[0]:
+        return f"capped: the horizon rule is not known below {TUNED_STEPS[0]:,} steps of {PAPER_BATCH_TOKENS:,} tokens"
+    known = "" if horizon <= TUNED_STEPS[1] else f", beyond the {TUNED_STEPS[1]:,} it was tuned for"
+    return f"0.02 (T/5000)^(-1/3) with T = {horizon:,} steps of {PAPER_BATCH_TOKENS:,} tokens{known}"
+
+
+def _require(**values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be positive and finite")
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """What decay does under a printed recipe; None where that needs a number of steps and none is known."""
+
+    recipe: PrintedRecipe
+    batch_tokens: int | None  # printed, or given by the user
+    steps: int | None  # printed, or tokens over batch
+    decay_tokens: float  # lambda * sum(eta) times the batch in tokens, which needs no number of steps
+    scaled_over_constant: float  # total decay of the scaled rule relative to the constant one
+    final_ratio: float  # the same in the last step
+    equal_total_weight_decay: float  # lambda at which scaled decay takes as much in total as constant decay
+    groups: tuple[GroupPlan, ...] | None  # the printed learning rate; for the paper's own runs every rule of the lab
+
+
+def plan_recipe(
+    recipe: PrintedRecipe, *, batch_tokens: int | None = None, schedule: ScheduleConfig | None = None
+) -> RecipePlan:
+    """Compute what decay does under a printed recipe; the batch is needed where the paper does not print one.
+
+    Examples:
+        >>> from muonsw.lab.paper import RECIPES
+        >>> result = plan_recipe(RECIPES["kimi-k2"])
+        >>> result.steps, round(result.scaled_over_constant, 2), round(result.final_ratio, 2)
+        (None, 0.73, 0.1)
+    """
+    if recipe.batch_tokens is not None and batch_tokens not in (None, recipe.batch_tokens):
+        raise ValueError(f"{recipe.title} has a batch of {recipe.batch_tokens:,} tokens; leave --batch-tokens out")
+    batch = recipe.batch_tokens or batch_tokens
+    steps = recipe.steps or (None if batch is None else math.ceil(recipe.tokens / batch))
+    without_warmup = ScheduleConfig(warmup_steps=None if recipe.steps else 0)
+    shape = replace(schedule or without_warmup, final_fraction=recipe.final_fraction)
+    multiples = lr_multiples(shape, steps or MOST_STEPS)
+    optimizer = OptimizerConfig(weight_decay=recipe.weight_decay)
+    mean, mean_square = (math.fsum(one**power for one in multiples) / len(multiples) for power in (1, 2))
+    model = preset(recipe.preset) if recipe.preset else None
+    return RecipePlan(
+        recipe=recipe,
+        batch_tokens=batch,
+        steps=steps,
+        decay_tokens=recipe.weight_decay * recipe.peak_lr * mean * recipe.tokens,
+        scaled_over_constant=mean_square / mean,
+        final_ratio=multiples[-1],
+        equal_total_weight_decay=recipe.weight_decay * mean / mean_square,
+        groups=None if steps is None else plan_groups(model, recipe.peak_lr, steps, multiples, optimizer),
+    )
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Rates of one GPU and of its links, in units a second; as given, of one NVIDIA H200 (docs/performance.md)."""
+
+    memory: float = 4.3e12  # bytes, read and written
+    dense: float = 720e12  # FLOPs of products
+    gram: float = 530e12  # useful FLOPs of `X X^T`, of which one triangle is computed
+    short: float = 400e12  # useful FLOPs of the small symmetric products
+    triangles: int = 512  # rows from which on one triangle is computed
+    overhead: float = 1.3e-3  # seconds of a step that depend on nothing: launches and the last wave of each product
+    capacity: float = 141e9  # bytes of memory
+    node: int = 8  # GPUs of one machine
+    inside: float = 360e9  # bytes that a GPU sends to others of its node while it receives as many. Assumed.
+    outside: float = 40e9  # the same between nodes. Assumed.
+    latency: float = 20e-6  # seconds of a collective. Assumed.
+    message: float = 1e-6  # seconds more for each further rank of it. Assumed.
+
+    def link(self, reach: int) -> float:
+        """Bytes a second among ranks of which the first and the last are so far apart."""
+        return self.inside if reach <= self.node else self.outside
+
+
+H200 = Hardware()
+
+
+class Spread(NamedTuple):
+    """How a part lies on the ranks: `stack * cut * copies` of them."""
+
+    stack: int = 1  # ranks over which stacks are divided
+    cut: int = 1  # ranks over which each matrix is cut
+    copies: int = 1  # ranks that hold the same
+    stride: int = 1  # how far apart two neighbours of a cut are in the numbering of ranks
+
+    def held(self, part: Part) -> float:
+        """Elements of a part on the rank that holds the most."""
+        return math.ceil(part.stack / self.stack) / part.stack * part.parameters / self.cut
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """A strategy for so many GPUs.
+
+    "ddp" has copies everywhere and divides Muon's matrices among them; "fsdp" divides everything; "ep" sends tokens to
+    experts that stay where they are, and divides the rest like "fsdp".
+    """
+
+    gpus: int
+    strategy: str = "fsdp"
+    experts: str = "stack"  # under "fsdp", whether experts are divided along their "stack" or each by its "rows"
+    replicas: int = 1  # copies: under "fsdp" of the whole (HSDP), under "ep" of all but the experts
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy={self.strategy!r} must be one of {', '.join(STRATEGIES)}")
+        if self.experts not in EXPERTS:
+            raise ValueError(f"experts={self.experts!r} must be one of {', '.join(EXPERTS)}")
+        if self.gpus < 1 or self.replicas < 1 or self.gpus % self.replicas:
+            raise ValueError(f"gpus={self.gpus} must be a positive multiple of replicas={self.replicas}")
+        if self.replicas > 1 and self.strategy == "ddp":
+            raise ValueError(f"replicas={self.replicas} needs strategy fsdp or ep: ddp has a copy on every GPU")
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the model, or under "ep" of all but its experts."""
+        return 1 if self.strategy == "ddp" else self.gpus // self.replicas
+
+    def spreads(self, parts: ModelParts) -> tuple[Spread, Spread, Spread]:
+        """How each part of a model lies."""
+        others, number = Spread(cut=self.shards, copies=self.gpus // self.shards), parts.experts.stack
+        experts = others
+        if self.strategy == "fsdp" and number > 1 and self.experts == "stack":
+            experts = Spread(stack=min(self.shards, number), copies=self.replicas)
+        elif self.strategy == "ep" and number > 1:
+            stack = math.gcd(self.gpus, number)
+            experts = Spread(stack=stack, cut=self.gpus // stack, stride=stack)
+        return experts, others, others
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What an update on several GPUs depends on, beside its model."""
+
+    layout: RankLayout
+    batch_tokens: int  # tokens in an update, on all GPUs
+    micro_batch: int = 8  # sequences that a GPU computes at once
+    tflops: float = 400.0  # what one GPU sustains in the model, in 1e12 FLOPs a second
+    hardware: Hardware = H200
+    there: int = 4  # bytes of an element on its way to the rank that orthogonalizes it (the dtype of the momentum)
+    back: int = 2  # bytes of an element on its way back (the dtype of the products)
+    gathered: int = 4  # bytes of a weight that is gathered for the model; the lab's trainer gathers float32
+    momentum_on_owner: bool = False  # under ddp, whether each momentum lives on one rank alone
+    recompute: bool = False  # whether layers keep their input alone, and compute the rest again in the backward pass
+    # Matrices that are cut are orthogonalized whole in every so many steps, and by each rank's own rows in the others
+    # (MuonBP). Our optimizer does not do that: above 1 it is a question on paper.
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        names = ("batch_tokens", "micro_batch", "tflops", "there", "back", "gathered", "period")
+        _require(**{name: getattr(self, name) for name in names})
+
+    @property
+    def ddp(self) -> bool:
+        """Whether every GPU has a copy."""
+        return self.layout.strategy == "ddp"
+
+    def owners(self, spread: Spread) -> int:
+        """Ranks among which the matrices of a part are divided."""
+        return spread.copies if self.ddp else spread.cut
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """An update on N GPUs."""
+
+    layout: RankLayout
+    memory: Memory  # bytes on one GPU
+    model_bytes: float  # that a GPU receives for weights, gradients and tokens
+    optimizer_bytes: float  # that a GPU receives for Muon's exchange, on average over ranks
+    model_seconds: float  # forward and backward, computing
+    model_link_seconds: float  # what they wait for on links; hidden as far as it is less
+    product_seconds: float  # orthogonalizing, on the rank with the most
+    exchange_seconds: float  # the optimizer's exchange; hidden behind its products as far as it is less
+    pass_seconds: float  # momentum, decay, AdamW: passes over memory
+    overhead_seconds: float  # of the optimizer, whatever the size
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """A step of the optimizer."""
+        return max(self.product_seconds, self.exchange_seconds) + self.pass_seconds + self.overhead_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """An update."""
+        return max(self.model_seconds, self.model_link_seconds) + self.optimizer_seconds
+
+    @property
+    def optimizer_share(self) -> float:
+        """The optimizer's part of an update."""
+        return self.optimizer_seconds / self.step_seconds
+
+    @property
+    def longest(self) -> str:
+        """What takes the optimizer longest."""
+        terms = {
+            "products": self.product_seconds,
+            "exchange": self.exchange_seconds,
+            "passes over memory": self.pass_seconds,
+            "overhead": self.overhead_seconds,
+        }
+        return max(terms, key=lambda name: terms[name])
+
+
+def plan_ranks(model: ModelConfig, scenario: Scenario) -> RankPlan:
+    """Predict an update on several GPUs.
+
+    Examples:
+        >>> one = plan_ranks(ModelConfig(width=1024), Scenario(RankLayout(1), batch_tokens=524_288))
+        >>> one.optimizer_bytes, f"{1e3 * one.optimizer_seconds:.0f} ms"
+        (0.0, '29 ms')
+    """
+    parts, layout, hardware = parts_of(model), scenario.layout, scenario.hardware
+    *muon, (rest, as_rest) = zip(parts, layout.spreads(parts), strict=True)
+    muon = [(part, spread) for part, spread in muon if part.parameters]
+    flops = _flops_per_token(model) * (4 / 3 if scenario.recompute else 1.0)
+    sent, link_seconds = _traffic_of_model(model, parts, scenario)
+    moved = MUON_PASSES * sum(spread.held(part) for part, spread in muon) + ADAMW_PASSES * as_rest.held(rest)
+    return RankPlan(
+        layout=layout,
+        memory=_memory(model, parts, scenario),
+        model_bytes=sent,
+        optimizer_bytes=math.fsum(_exchanged(part, spread, scenario) for part, spread in muon),
+        model_seconds=flops * scenario.batch_tokens / (layout.gpus * scenario.tflops * 1e12),
+        model_link_seconds=link_seconds,
+        product_seconds=math.fsum(_products(part, spread, scenario) for part, spread in muon),
+        exchange_seconds=math.fsum(_exchange_seconds(part, spread, scenario) for part, spread in muon),
+        pass_seconds=moved / hardware.memory,
+        overhead_seconds=hardware.overhead,
+    )
+
+
+def _exchanged(part: Part, spread: Spread, scenario: Scenario) -> float:
+    """Bytes that a rank receives in the exchange of a part, on average over steps."""
+    if scenario.ddp:
+        return scenario.back * (spread.copies - 1) / spread.copies * part.parameters
+    others = (spread.cut - 1) / spread.cut**2
+    return (scenario.there + scenario.back) * others * part.parameters / spread.stack / scenario.period
+
+
+def _exchange_seconds(part: Part, spread: Spread, scenario: Scenario) -> float:
+    """On links, with the latency of every collective."""
+    ranks, hardware = scenario.owners(spread), scenario.hardware
+    if ranks == 1:
+        return 0.0
+    share = FLOAT32 * part.parameters / spread.stack / ranks
+    rounds = math.ceil(share / _room(share))
+    journeys = 1 if scenario.ddp else 2
+    waiting = journeys * rounds * (hardware.latency + hardware.message * (ranks - 1)) / scenario.period
+    return _exchanged(part, spread, scenario) / hardware.link(ranks * spread.stride) + waiting
+
+
+def _room(share: float) -> float:
+    """Bytes of matrices that a rank may own in a round, given those that it owns in all."""
+    return min(ACCELERATOR_CHUNK_BYTES, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
+
+
+def _products(part: Part, spread: Spread, scenario: Scenario) -> float:
+    """Seconds of products on the rank with the most, on average over steps."""
+    share = math.ceil(part.stack / spread.stack) / part.stack
+    here = {shape: round(number * share) for shape, number in part.matrices.items()}
+    kinds = [(orthogonalizing(*shape, scenario.hardware), number) for shape, number in here.items()]
+    whole = heaviest(kinds, scenario.owners(spread))
+    if scenario.period == 1 or spread.cut == 1:
+        return whole
+    blocks = 0.0
+    for (rows, columns), number in here.items():
+        short, long = sorted((math.ceil(rows / spread.cut), columns))
+        blocks += number * orthogonalizing(short, long, scenario.hardware)
+    return (whole + (scenario.period - 1) * blocks) / scenario.period
+
+
+def orthogonalizing(short: int, long: int, hardware: Hardware = H200) -> float:
+    """Seconds of the products of one matrix among many: see `muonsw.orthogonalize.iterations` for how many there are.
+
+    Examples:
+        >>> f"{1e6 * orthogonalizing(1024, 2816):.0f} us"
+        '65 us'
+    """
+    if short < hardware.triangles:
+        return newton_schulz_flops(short, long) / hardware.dense
+    segments = 2 if gram_pays(short, long, STEPS) else STEPS
+    symmetric = STEPS + 3 * (STEPS - segments)
+    long_products = segments * short**2 * long
+    return long_products / hardware.gram + symmetric * short**3 / hardware.short + 2 * long_products / hardware.dense
+
+
+def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
+    """The load of the most loaded of the owners: costs, each with how often it is there, are given out largest first.
+
+    Examples:
+        >>> heaviest([(1.0, 2), (8.0, 1), (2.0, 1), (4.0, 1)], 2)
+        8.0
+    """
+    loads = [0.0] * owners
+    for cost, number in sorted(costs, reverse=True):
+        if loads[0] == max(loads):  # all ranks have the same, so that many can be given at once
+            each, number = divmod(number, owners)  # noqa: PLW2901
+            loads = [loads[0] + each * cost] * owners
+        for _ in range(number):
+            heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads)
+
+
+def _traffic_of_model(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> tuple[float, float]:
+    """Bytes that a rank receives for the model in an update, and their seconds on links.
+
+    Divided weights are gathered for each forward and each backward pass of a micro-batch; gradients are added up once.
+    """
+    layout = scenario.layout
+    tokens = scenario.batch_tokens / layout.gpus
+    micro_batches = max(1, math.ceil(tokens / (scenario.micro_batch * model.sequence)))
+    sent: list[tuple[float, int]] = []  # bytes, and how far the ranks are apart
+    spreads = layout.spreads(parts)
+    for part, spread in zip(parts, spreads, strict=True):
+        divided = spread.cut if layout.strategy == "ep" else spread.cut * spread.stack
+        held = part.parameters / (spread.cut * spread.stack)
+        others = held * (divided - 1)
+        reach = layout.shards if layout.strategy == "fsdp" else divided * spread.stride
+        sent.append(((2 * micro_batches * scenario.gathered + FLOAT32) * others, reach))
+        sent.append((2 * FLOAT32 * (spread.copies - 1) / spread.copies * held, layout.gpus))
+    if layout.strategy == "ep":
+        stack = spreads[0].stack
+        size = JOURNEYS * TOKEN_BYTES * tokens * model.top_k * model.width * model.layers
+        sent.append((size * (stack - 1) / stack, stack))
+    return sum(size for size, _ in sent), sum(size / scenario.hardware.link(reach) for size, reach in sent)
+
+
+def _memory(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> Memory:
+    experts, others, _ = scenario.layout.spreads(parts)
+    muon = experts.held(parts.experts) + others.held(parts.hidden)
+    rest = others.held(parts.rest)
+    on_owner = scenario.momentum_on_owner and scenario.ddp
+    return Memory(
+        weights=FLOAT32 * (muon + rest),
+        gradients=FLOAT32 * (muon + rest),
+        muon_state=FLOAT32 * (parts.muon / scenario.layout.gpus if on_owner else muon),
+        adamw_state=2 * FLOAT32 * rest,
+        adamw_only_state=2 * FLOAT32 * (muon + rest),
+        activations=_activations(model, scenario),
+        gathered=_gathered(model, parts, scenario),
+        buffers=_buffers(parts, scenario),
+    )
+
+
+def _activations(model: ModelConfig, scenario: Scenario) -> float:
+    if not scenario.recompute:
+        return KEPT * activation_bytes(model, scenario.micro_batch)
+    inputs = FLOAT32 * scenario.micro_batch * model.sequence * model.width * model.layers
+    return inputs + KEPT * activation_bytes(replace(model, layers=1), scenario.micro_batch)
+
+
+def _gathered(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> float:
+    """Copies in bfloat16, and weights that are whole for a while: the layer at work, the next one, and the rest."""
+    layout = scenario.layout
+    if layout.shards == 1:
+        return BFLOAT16 * (parts.muon + parts.rest.parameters)
+    stack = layout.spreads(parts)[0].stack if layout.strategy == "ep" else 1
+    layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
+    return scenario.gathered * (2 * layer + parts.rest.parameters) + BFLOAT16 * layer
+
+
+def _buffers(parts: ModelParts, scenario: Scenario) -> float:
+    """Eight rounds where matrices travel; two batches where they do not."""
+    sizes = []
+    for part, spread in zip(parts[:2], scenario.layout.spreads(parts), strict=False):
+        owners = scenario.owners(spread)
+        share = FLOAT32 * part.parameters / spread.stack / owners
+        sizes.append(IN_FLIGHT * _room(share) if owners > 1 else 2 * min(ACCELERATOR_CHUNK_BYTES, share))
+    return max(sizes)
