@@ -1,4 +1,7 @@
-"""Intervals for means, and slopes: the little statistics that experiments need, without a further dependency."""
+"""Intervals for means, and slopes: the little statistics that experiments need.
+
+Student's t is ours because scipy would replace thirty lines by a hundred megabytes on every machine that judges runs.
+"""
 
 from __future__ import annotations
 
