@@ -1,7 +1,8 @@
 """The lab's one view of work under way: live bars in a terminal, a plain line now and then in a file.
 
 Only the process that owns the terminal draws. Numbers are never cut: where the line is too narrow the bar goes first,
-then the names are shortened.
+then the names are shortened. rich draws; its `Progress` would repeat the headings of all numbers in every row, which
+does not fit into 80 columns, and prints nothing to a file.
 """
 
 from __future__ import annotations

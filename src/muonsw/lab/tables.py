@@ -1,4 +1,7 @@
-"""A table as data, and one way to print it: the columns that matter most for the width at hand, no number cut."""
+"""A table as data, for terminals, files and pages, and one way to print it.
+
+rich draws it. Which columns are drawn is decided here: rich would cut numbers where the width does not suffice.
+"""
 
 from __future__ import annotations
 
