@@ -1,4 +1,8 @@
-"""What this process runs on, how it is asked to stop, and the lab's one pool of worker processes."""
+"""What this process runs on, how it is asked to stop, and the lab's one pool of worker processes.
+
+The pool is ours because `concurrent.futures` and loky give up all jobs when one process dies, without its exit code,
+have no messages from a job under way, pass no signal on (a run could not save), and outlive a parent that is killed.
+"""
 
 from __future__ import annotations
 
@@ -214,8 +218,8 @@ class _Pool:
         devices: Sequence[str] = (),
     ) -> None:
         self.work, self.audience, self.workers, self.threads, self.again = work, audience, workers, threads, again
-        self.devices, self.seats = devices, dict[Connection, str | None]()
-        self.staff: dict[Connection, BaseProcess] = {}
+        self.devices, self.device_of = devices, dict[Connection, str | None]()
+        self.processes: dict[Connection, BaseProcess] = {}
         self.busy: dict[Connection, str] = {}
         self.saved = 0
 
@@ -234,20 +238,20 @@ class _Pool:
                 self._end(sys.exc_info()[0] is KeyboardInterrupt)
 
     def _assign(self, name: str, task: Any) -> None:
-        idle = next((connection for connection in self.staff if connection not in self.busy), None)
-        connection = idle or self._hire()
+        idle = next((connection for connection in self.processes if connection not in self.busy), None)
+        connection = idle or self._start_worker()
         self.busy[connection] = name
         with suppress(BrokenPipeError):  # it has died since its last job: `_hear` finds that out
             connection.send(task)
 
-    def _hire(self) -> Connection:
+    def _start_worker(self) -> Connection:
         # A forked child would inherit the threads of torch and of the tokenizers in whatever state they are.
         spawn: Any = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
-        self.seats[ours] = next_device(self.devices, [self.seats[other] for other in self.staff])
-        self.staff[ours] = spawn.Process(target=_serve, args=(theirs, self.work, self.threads), daemon=True)
-        with _showing_alone(self.seats[ours]):
-            self.staff[ours].start()
+        self.device_of[ours] = next_device(self.devices, [self.device_of[other] for other in self.processes])
+        self.processes[ours] = spawn.Process(target=_serve, args=(theirs, self.work, self.threads), daemon=True)
+        with _showing_alone(self.device_of[ours]):
+            self.processes[ours].start()
         theirs.close()  # so that the end of the process is the end of the pipe
         return cast("Connection", ours)
 
@@ -277,23 +281,23 @@ class _Pool:
         try:
             kind, content, stays = connection.recv()
         except (EOFError, OSError):
-            process = self._dismiss(connection)
+            process = self._stop_worker(connection)
             return "died", process.exitcode
         self.saved += kind == "stopped"
         if not stays:
-            self._dismiss(connection)
+            self._stop_worker(connection)
         return kind, content
 
-    def _dismiss(self, connection: Connection) -> BaseProcess:
+    def _stop_worker(self, connection: Connection) -> BaseProcess:
         connection.close()
-        process = self.staff.pop(connection)
+        process = self.processes.pop(connection)
         process.join()
         return process
 
     def _stop(self) -> str:
         """Ask the jobs at work to save and stop, wait until they have, and say how that went."""
         for connection in self.busy:
-            self.staff[connection].terminate()
+            self.processes[connection].terminate()
         unsaved = []
         while self.busy:
             for ready in wait(list(self.busy)):
@@ -304,7 +308,7 @@ class _Pool:
                 name = self.busy.pop(connection)
                 if kind == "failed":
                     unsaved.append(f"{name} was not saved: {explain(content)}")
-                elif kind == "died" and content not in _DEAF:
+                elif kind == "died" and content not in STOP_EXIT_CODES:
                     unsaved.append(f"{name} was not saved: its process was ended from outside ({_ending(content)})")
                 elif kind == "finished":
                     self.audience.finished(name, content)
@@ -316,17 +320,17 @@ class _Pool:
         try:
             if self.busy and not at_once:
                 self._stop()
-            for process in self.staff.values() if self.busy else ():
+            for process in self.processes.values() if self.busy else ():
                 process.kill()
-            for connection in list(self.staff):
-                self._dismiss(connection)
+            for connection in list(self.processes):
+                self._stop_worker(connection)
         finally:  # a second Ctrl-C, or an audience that raises again
-            for process in self.staff.values():
+            for process in self.processes.values():
                 process.kill()
 
 
 # How a job ends that was asked to stop and does not listen: it has nothing to save.
-_DEAF = tuple(-number for number in STOP_SIGNALS)
+STOP_EXIT_CODES = tuple(-number for number in STOP_SIGNALS)
 
 
 class _Stop(Exception):  # noqa: N818 (leaves the loop over jobs)

@@ -2,7 +2,9 @@
 
 A run's folder on the shared disk is all that a job and its watcher have in common: checkpoints and records while it
 goes on, `result.json` when it is done. The watcher reads no pickle, and asks Slurm one thing only: which jobs are still
-in its queue. So it works without Slurm's accounting, and goes on after it was stopped itself.
+in its queue. So it works without Slurm's accounting, and goes on after it was stopped itself. submitit submits jobs,
+signals them before their time is up and puts them back into the queue; ours is what it has nothing for: jobs of an
+earlier command, runs whose jobs died, one question for all jobs, and time to save before a job is sent away.
 """
 
 from __future__ import annotations
