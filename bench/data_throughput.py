@@ -11,20 +11,19 @@ Before anything is timed, the shards are compared with the library's tokens.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from muonsw.lab.bench.timing import chosen_device, environment, in_turn, save
 from muonsw.lab.data.corpus import Corpus, up_to
 from muonsw.lab.data.prepare import grouped, open_split, prepare
 from muonsw.lab.data.tokenizers import BPETokenizer, GPT2Tokenizer, Tokenizer
@@ -73,7 +72,6 @@ def check(kind: str, tokenizer: Tokenizer, texts: list[str], folder: Path) -> No
 
 def measure(kind: str, tokenizer: Tokenizer, texts: list[str], processes: int, rounds: int) -> Seconds:
     """Seconds of each way on the clock and on all cores together, one way after the other in every round."""
-    seconds: Seconds = {"library alone": [], "prepare, threads": [], "prepare, processes": []}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "data")
         ways: dict[str, Callable[[], None]] = {
@@ -84,24 +82,20 @@ def measure(kind: str, tokenizer: Tokenizer, texts: list[str], processes: int, r
         for name in ("prepare, threads", "prepare, processes"):
             ways[name]()
             check(kind, tokenizer, texts, folder)
-        for _ in range(rounds):
-            for name, way in ways.items():
-                wall, work = time.perf_counter(), worked()
-                way()
-                seconds[name].append((time.perf_counter() - wall, worked() - work))
-    return seconds
+        return in_turn({name: partial(clocked, way) for name, way in ways.items()}, rounds, warming=0)
+
+
+def clocked(way: Callable[[], None]) -> tuple[float, float]:
+    """Seconds on the clock, and on all cores together."""
+    wall, work = time.perf_counter(), worked()
+    way()
+    return time.perf_counter() - wall, worked() - work
 
 
 def worked() -> float:
     """Seconds that this process and those it waited for kept a core busy."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-def environment(processes: int) -> dict[str, object]:
-    versions = {name: importlib.metadata.version(name) for name in ("tokenizers", "tiktoken", "numpy")}
-    machine = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
-    return {**machine, "processes": processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
 
 
 def table(results: dict[str, Seconds], megabytes: float) -> str:
@@ -137,10 +131,8 @@ def main() -> None:
     results = {kind: measure(kind, made, texts, args.processes, args.rounds) for kind, made in chosen.items()}
     print(f"{len(texts):,} documents, {megabytes:.1f} MB, {args.processes} cores; shards equal the library's tokens")
     print(table(results, megabytes))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {"environment": environment(args.processes), "megabytes": megabytes, "seconds": results}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    where = environment(chosen_device("cpu"), ("tokenizers", "tiktoken", "numpy")) | {"processes": args.processes}
+    save({"environment": where, "megabytes": megabytes, "seconds": results}, args.json)
 
 
 if __name__ == "__main__":

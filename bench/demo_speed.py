@@ -10,16 +10,16 @@ timed in turn; shares of model and optimizer are medians of their own.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from muonsw.lab.bench.timing import chosen_device, environment, in_turn, save
 from muonsw.lab.model import Decoder, ModelConfig, preset
 from muonsw.lab.model.moe import FeedForwardOutput, MoE, balance_loss, z_loss
 from muonsw.lab.train.groups import build_optimizer
@@ -92,22 +92,19 @@ def main() -> None:
     tokens = torch.randint(config.vocab, (options.batch, config.sequence + 1))
     sides = {"muonsw": (ours, [mine]), "loop over nn.Linear + torch.optim": (twin, torch_optimizers)}
     check(ours, twin, tokens)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for _ in range(options.rounds + 2):
-        for name, (model, optimizers) in sides.items():
-            times[name].append(update(model, optimizers, tokens))
+    times = in_turn({name: partial(update, *side, tokens) for name, side in sides.items()}, options.rounds)
     rows = []
     for name, pairs in times.items():
-        forward, step = (statistics.median(values) for values in zip(*pairs[2:], strict=True))
+        forward, step = (statistics.median(values) for values in zip(*pairs, strict=True))
         rate = options.batch * config.sequence / (forward + step)
         rows.append({"side": name, "tokens_s": rate, "model_ms": 1e3 * forward, "optimizer_ms": 1e3 * step})
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    where = environment(chosen_device("cpu"))
+    print(f"{where['device']}, torch {torch.__version__}, {where['threads']} threads")
     print(f"{'':36} {'tokens/s':>9} {'model ms':>9} {'optimizer ms':>13}")
     for row in rows:
         print(f"{row['side']:36} {row['tokens_s']:9,.0f} {row['model_ms']:9.1f} {row['optimizer_ms']:13.1f}")
     print(f"ratio {rows[0]['tokens_s'] / rows[1]['tokens_s']:.2f}")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    save(rows, options.json)
 
 
 def check(ours: Decoder, twin: Decoder, tokens: Tensor) -> None:

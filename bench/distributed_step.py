@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonsw import MuonSW, machine
+from muonsw.lab.bench.timing import in_turn, save, synchronize
 
 
 def decoder(width: int, layers: int) -> list[tuple[int, int]]:
@@ -105,18 +107,13 @@ def check(build: Build, shapes: list[tuple[int, int]], mesh: DeviceMesh, strateg
 def timed(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> float:
     """Seconds until the slowest rank has finished a step."""
     dist.barrier()
-    _finish(mesh)
+    synchronize(torch.device(mesh.device_type))
     begun = time.perf_counter()
     optimizer.step()
-    _finish(mesh)
+    synchronize(torch.device(mesh.device_type))
     taken = torch.tensor(time.perf_counter() - begun, device=mesh.device_type)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)
-
-
-def _finish(mesh: DeviceMesh) -> None:
-    if mesh.device_type == "cuda":
-        torch.cuda.synchronize()
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -137,12 +134,8 @@ def worker(options: argparse.Namespace) -> None:
         builds = contenders(strategy)
         check(builds["muonsw" if strategy == "fsdp" else "muonsw, divided"], shapes, mesh, strategy)
         running = {name: build(parameters(shapes, mesh, strategy), mesh) for name, build in builds.items()}
-        times: dict[str, list[float]] = {name: [] for name in running}
-        for number in range(options.warmup + options.rounds):
-            for name, optimizer in running.items():
-                seconds = timed(optimizer, mesh)
-                if number >= options.warmup:
-                    times[name].append(seconds)
+        ways = {name: partial(timed, optimizer, mesh) for name, optimizer in running.items()}
+        times = in_turn(ways, options.rounds, options.warmup)
         for name, optimizer in running.items():
             row = {"strategy": strategy, "ranks": mesh.size(), "contender": name, "device": device}
             row |= {"ms": 1000 * statistics.median(times[name]), "state_mib": state_bytes(optimizer) / 2**20}
@@ -185,8 +178,7 @@ def main() -> None:
     print(f"{'strategy':9} {'ranks':>5}  {'contender':36} {'ms a step':>10} {'state, MiB a rank':>18}")
     for row in sorted(rows, key=lambda r: (r["strategy"], r["contender"], r["ranks"])):
         print(f"{row['strategy']:9} {row['ranks']:5}  {row['contender']:36} {row['ms']:10.2f} {row['state_mib']:18.1f}")
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1))
+    save(rows, options.out)
 
 
 if __name__ == "__main__":

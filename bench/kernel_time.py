@@ -9,8 +9,6 @@ product half of a dense one.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +18,8 @@ from torch import Tensor
 from muonsw.algorithms import base
 from muonsw.kernels import adamw, elementwise, finite, momentum, move
 from muonsw.kernels.symmetric import Tiles, symmetric_product
+from muonsw.lab.bench.timing import device_milliseconds as milliseconds
+from muonsw.lab.bench.timing import save
 from muonsw.lab.model import kernels as model
 from muonsw.lab.model.decoder import rotary_table
 from muonsw.lab.model.grouped import gated
@@ -34,22 +34,6 @@ TILES = [
     Tiles(128, 2, 64, 8, 3, True), Tiles(128, 2, 64, 8, 4, True), Tiles(128, 1, 128, 4, 2, True),
 ]  # fmt: skip
 SHAPES = [(40, 1024, 2816), (96, 768, 2048), (96, 512, 1408), (192, 256, 768)]
-
-
-def milliseconds(work: Callable[[], object], repeats: int = 5, calls: int = 10) -> float:
-    """Median time on the device, of calls back to back so that launching them is hidden."""
-    for _ in range(2):
-        work()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(calls):
-            work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -218,8 +202,7 @@ def main() -> None:
             for tiles in (None, *TILES):
                 name = f"{shape} {'turned ' if turned else ''}{tuple(tiles) if tiles else 'torch'}"
                 record[name] = guarded(name, lambda s=shape, u=turned, t=tiles: products(s, u, t))
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(record, indent=1))
+    save(record, args.json)
 
 
 if __name__ == "__main__":

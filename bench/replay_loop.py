@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 import warnings
 
 import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW
-from muonsw.lab.bench.machine import chosen_device, environment
+from muonsw.lab.bench.timing import chosen_device, environment, in_turn, milliseconds
 
 WARM, TIMED, BLOCKS = 60, 40, 9
 LENGTHS = {"one length": (128,), "four lengths": (96, 128, 160, 200)}
@@ -30,13 +29,10 @@ def main() -> None:
     print(f"{'optimizer':10} {'batches':14} {'replay':7} {'ms an update':>13} {'replayed':>9}")
     for kind in (MuonSW, AdamWSW):
         for name, lengths in LENGTHS.items():
-            loops = [Loop(kind, lengths, replay) for replay in (False, True)]
-            times: list[list[float]] = [[], []]
-            for _ in range(BLOCKS):  # in turn: a host's speed changes from minute to minute
-                for loop, taken in zip(loops, times, strict=True):
-                    taken.append(loop.block())
-            for loop, taken in zip(loops, times, strict=True):
-                told = f"{loop.optimizer.replay!s:7} {statistics.median(taken):13.2f} {loop.share_replayed:9.0%}"
+            loops = {str(replay): Loop(kind, lengths, replay) for replay in (False, True)}
+            times = in_turn({replay: loop.block for replay, loop in loops.items()}, BLOCKS, warming=0)
+            for replay, loop in loops.items():
+                told = f"{replay:7} {statistics.median(times[replay]):13.2f} {loop.share_replayed:9.0%}"
                 print(f"{kind.__name__:10} {name:14} {told}", flush=True)
 
 
@@ -67,12 +63,7 @@ class Loop:
 
     def block(self) -> float:
         """The milliseconds of an update, over some."""
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(TIMED):
-            self.update()
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - begin) / TIMED
+        return milliseconds(lambda: [self.update() for _ in range(TIMED)], torch.device("cuda")) / TIMED
 
     @property
     def share_replayed(self) -> float:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from muonsw.lab.bench.machine import chosen_device, environment, synchronize
 from muonsw.lab.bench.steps import PACKAGES, PEERS, SETS, Matrices, MatrixSource, check, contenders, measure, ours
+from muonsw.lab.bench.timing import chosen_device, environment, save, synchronize
 
 MUONS = (
     "muonsw",
@@ -42,11 +42,10 @@ def main() -> None:
     found, missing = contenders(args.only or (*MUONS, *PEERS))
     checked = check(device) if dtype == torch.float32 else {}
     record = {"environment": environment(device, PACKAGES), "dtype": args.dtype, "check": checked, "results": {}}
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     for name in sets:
         print(f"timing {name} ...", flush=True)
         record["results"][name] = measure(SETS[name], MatrixSource(device, dtype), args.rounds, found)
-        args.json.write_text(json.dumps(record, indent=1))
+        save(record, args.json)
     print(json.dumps(record["environment"]))
     print(f"our steps are within {checked} of torch's; not installed: {missing}; written to {args.json}")
     print(table(record["results"]))

@@ -11,15 +11,16 @@ median of the differences within rounds. At `every=n` an n-th of a sampled step'
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from muonsw import MuonSW, Telemetry
+from muonsw.lab.bench.timing import in_turn, save, synchronize
 from muonsw.lab.model import Decoder, preset
 
 VOCAB, LONGEST = 1024, 256
@@ -31,20 +32,20 @@ class Training:
 
     def __init__(self, size: str, device: str, every: int | None, **options: bool) -> None:
         self.model = Decoder(replace(preset(size), vocab=VOCAB)).to(device)
-        self.wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        self.device = torch.device(device)
         splits = {name: {"split_sizes": sizes} for name, sizes in self.model.fused_projections().items()}
         self.optimizer = MuonSW.for_model(self.model, lr=1e-3, weight_decay=0.1, patterns=splits)
         self.telemetry = Telemetry(self.optimizer, every=every, **options) if every else None
 
     def step(self, tokens: torch.Tensor) -> tuple[float, float]:
         """Seconds of one training step, and of the optimizer in it."""
-        self.wait()
+        synchronize(self.device)
         begin = time.perf_counter()
         self.model(tokens[:, :-1], tokens[:, 1:]).total.backward()
-        self.wait()
+        synchronize(self.device)
         middle = time.perf_counter()
         self.optimizer.step()
-        self.wait()
+        synchronize(self.device)
         end = time.perf_counter()
         self.optimizer.zero_grad()
         return end - begin, end - middle
@@ -59,14 +60,8 @@ def measure(size: str, device: str, batch: int, rounds: int) -> dict[str, dict[s
         "sampled, spectral norms": Training(size, device, 1, spectral_norm=True),
     }
     generator, length = torch.Generator().manual_seed(0), min(LONGEST, preset(size).sequence)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for number in range(rounds + 2):
-        tokens = torch.randint(0, VOCAB, (batch, length + 1), generator=generator).to(device)
-        names = list(ways)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            taken = ways[name].step(tokens)
-            if number >= 2:  # the first two warm up
-                seconds[name].append(taken)
+    tokens = torch.randint(0, VOCAB, (batch, length + 1), generator=generator).to(device)
+    seconds = in_turn({name: partial(way.step, tokens) for name, way in ways.items()}, rounds)
     base = seconds["none"]
     step = statistics.median(total for total, _ in base)
     results = {}
@@ -105,12 +100,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="write the numbers to this file")
     args = parser.parse_args()
     results = measure(args.preset, args.device, args.batch, args.rounds)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"preset": args.preset, "device": args.device, "batch": args.batch}
-        settings |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        record = {**settings, "results": results}
-        args.json.write_text(json.dumps(record, indent=1))
+    record = {"preset": args.preset, "device": args.device, "batch": args.batch}
+    record |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    save({**record, "results": results}, args.json)
     print(table(results))
 
 

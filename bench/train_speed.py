@@ -8,12 +8,11 @@ What is timed, and how, is in `muonsw.lab.bench.training`.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 
-from muonsw.lab.bench.machine import chosen_device, product_rate
+from muonsw.lab.bench.timing import chosen_device, product_rate, save
 from muonsw.lab.bench.training import Amount, TimedTraining, kernel_table
 
 
@@ -40,8 +39,7 @@ def main() -> None:
             f"{row['preset']:8} {row['batch']:6} {row['micro']:6} {row['tokens_per_second'] / 1e3:8.1f} "
             f"{row['ms']:10.1f} {row['optimizer_ms']:13.1f} {row['tflops']:8.3g} ({row['tflops'] / rate:.0%})"
         )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    save(rows, options.json)
 
 
 def measured(name: str, device: torch.device, amount: Amount, profiles: Path | None) -> dict:

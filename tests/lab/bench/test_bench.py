@@ -10,7 +10,7 @@ from torch import nn
 
 from muonsw import machine
 from muonsw.lab.bench import steps
-from muonsw.lab.bench.machine import chosen_device, product_rate
+from muonsw.lab.bench.timing import WARMING_ROUNDS, chosen_device, in_turn, product_rate
 from muonsw.lab.bench.training import Amount, TimedTraining
 from muonsw.lab.cli import main
 from muonsw.lab.commands.bench import steps_table, training_table
@@ -67,7 +67,7 @@ def test_a_peer_that_takes_gradients_away_gets_them_back():
 
     steps.measure(TWO, steps.MatrixSource(CPU), rounds=2, chosen={"taker": steps.theirs(lambda p: Taker(p, lr=0.1))})
     assert all(seen[:-1])
-    assert len(seen) == 2 + steps.WARMING_ROUNDS + 2
+    assert len(seen) == 2 + WARMING_ROUNDS + 2
 
 
 def test_peers_that_are_missing_are_named(monkeypatch):
@@ -165,3 +165,11 @@ def test_mistakes_are_told_before_any_work(arguments, message, capsys):
 def test_a_device_that_is_not_there():
     with pytest.raises(UsageError, match="there is no CUDA device here"):
         chosen_device("cuda")
+
+
+def test_all_take_their_turn_in_every_round_and_another_one_is_first():
+    order = []
+    ways = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
+    found = in_turn(ways, rounds=3, warming=1)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert found == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}

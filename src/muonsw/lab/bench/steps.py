@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muonsw import SGDSW, AdamWSW, MuonSW
-from muonsw.lab.bench.machine import milliseconds, peak_extra_bytes
+from muonsw.lab.bench.timing import in_turn, milliseconds, peak_extra_bytes
 from muonsw.lab.errors import UsageError
 from muonsw.replay import SETTLED
 
 LR, LAMBDA = 1e-3, 0.1
-WARMING_ROUNDS = 2
 
 
 class WrongStepError(RuntimeError):
@@ -318,13 +317,7 @@ def measure(
         except Exception as error:  # whatever a peer may raise
             running.pop(name, None)
             results[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    times: dict[str, list[float]] = {name: [] for name in running}
-    for number in range(WARMING_ROUNDS + rounds):
-        for name, step in running.items():
-            taken = step()
-            if number >= WARMING_ROUNDS:
-                times[name].append(taken)
-    for name, taken_by_one in times.items():
+    for name, taken_by_one in in_turn(running, rounds).items():
         optimizer, params = optimizers[name]
         results[name] |= {
             "ms": statistics.median(taken_by_one),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from muonsw.lab.bench.machine import milliseconds, synchronize
+from muonsw.lab.bench.timing import milliseconds, synchronize
 from muonsw.lab.data.loader import Batch
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource

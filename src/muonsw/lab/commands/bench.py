@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, arg
 
-from muonsw.lab.bench.machine import chosen_device, environment, product_rate
 from muonsw.lab.bench.steps import PACKAGES, SETS, MatrixSource, WrongStepError, check, contenders, measure
+from muonsw.lab.bench.timing import chosen_device, environment, product_rate
 from muonsw.lab.bench.training import Amount, WrongLossError, measure_training
 from muonsw.lab.errors import FAILED, OK, UsageError
 from muonsw.lab.model import preset

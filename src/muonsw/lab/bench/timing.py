@@ -1,20 +1,24 @@
-"""What is timed on, and how fast it multiplies."""
+"""How `muonsw bench` and the scripts of bench/ time things: clocks, turns, memory, and what it was timed on."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from muonsw import machine
 from muonsw.lab.errors import UsageError
+
+Result = TypeVar("Result")
+WARMING_ROUNDS = 2
 
 
 def chosen_device(name: str) -> torch.device:
@@ -43,6 +47,51 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     synchronize(device)
     return 1e3 * (time.perf_counter() - start)
+
+
+def device_milliseconds(work: Callable[[], object], repeats: int = 5, calls: int = 10) -> float:
+    """Median time of a call on the GPU, of calls back to back so that launching them is hidden."""
+    for _ in range(WARMING_ROUNDS):
+        work()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)) / calls)
+    return statistics.median(times)
+
+
+def in_turn(
+    ways: Mapping[str, Callable[[], Result]], rounds: int, warming: int = WARMING_ROUNDS
+) -> dict[str, list[Result]]:
+    """What each way of doing something returns, round by round after those that warm up.
+
+    A round takes each once, another one first every time, so that what else the machine does hits all of them alike.
+
+    Examples:
+        >>> in_turn({"a": lambda: 1, "b": lambda: 2}, rounds=3)
+        {'a': [1, 1, 1], 'b': [2, 2, 2]}
+    """
+    found: dict[str, list[Result]] = {name: [] for name in ways}
+    names = list(ways)
+    for number in range(warming + rounds):
+        first = number % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            result = ways[name]()
+            if number >= warming:
+                found[name].append(result)
+    return found
+
+
+def save(record: Any, path: Path | None) -> None:
+    """Write what was measured as JSON, where a path is given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
