@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -112,16 +112,7 @@ class Prepare:
 
     def settings(self) -> DataSettings:
         """What the options ask for."""
-        corpus = Corpus(
-            source=self.source,
-            packages=self.packages,
-            files=self.files,
-            dataset=self.dataset,
-            sample=self.sample,
-            seed=self.seed,
-            limit_documents=self.limit_documents,
-            limit_characters=self.limit_characters,
-        )
+        corpus = Corpus(**{one.name: getattr(self, one.name) for one in fields(Corpus)})
         choice = TokenizerChoice(self.tokenizer, vocab=self.vocab, gpt2_files=self.gpt2_files)
         return DataSettings(corpus, choice, self.validation_fraction, self.group_characters)
 
