@@ -217,7 +217,7 @@ def cost_table(study: TrainingStudy, tflops: float, workers: int) -> Table:
     rows: list[Sequence[Value]] = []
     for one in study.planned():
         arms = "; ".join(arm.name for arm in one.arms)
-        rows.append((one.name, arms, len(one.seeds), one.base.steps, *numbers(cost(one.configs()))))
+        rows.append((str(one.key), arms, len(one.seeds), one.base.steps, *numbers(cost(one.configs()))))
     rows.append(("all, shared runs once", "", None, None, *numbers(cost(study.runs()))))
     at_once = "one run at a time" if workers == 1 else f"{workers} runs at a time"
     note = (
