@@ -66,7 +66,7 @@ def test_fineweb_that_cannot_be_had_is_said(fineweb, monkeypatch):
     with pytest.raises(UsageError, match=r"the dataset nobody/nothing \(sample-10BT\) cannot be read"):
         list(fineweb_documents("nobody/nothing"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match=r"needs the package datasets: pip install 'muonsw\[data\]'"):
+    with pytest.raises(UsageError, match=r"needs the package datasets: run pip install '\.\[data\]'"):
         list(fineweb_documents(fineweb))
 
 

@@ -116,7 +116,7 @@ def test_a_compressed_parquet_is_of_no_known_kind(tmp_path):
 def test_a_missing_package_is_said_before_any_document(tmp_path, monkeypatch, name):
     (tmp_path / name).write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UsageError, match=r"package pyarrow: pip install 'muonsw\[data\]'"):
+    with pytest.raises(UsageError, match=r"package pyarrow: run pip install '\.\[data\]'"):
         text_documents([tmp_path / name])
 
 

@@ -163,9 +163,9 @@ def test_a_failed_download_says_what_to_do(monkeypatch):
 def test_a_missing_package_is_named(monkeypatch):
     for name in ("tokenizers", "tiktoken"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match=r"needs the package tokenizers: pip install"):
+    with pytest.raises(UsageError, match=r"needs the package tokenizers: run pip install"):
         BPETokenizer.train(CORPUS, 300)
-    with pytest.raises(UsageError, match=r"needs the package tiktoken: pip install"):
+    with pytest.raises(UsageError, match=r"needs the package tiktoken: run pip install"):
         GPT2Tokenizer()
 
 

@@ -158,7 +158,7 @@ def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid(tm
         assert tuned.losses[best] == min(tuned.losses.values())
         assert tuned.at_edge == (best in (tried[0], tried[-1]))
         written = tuned.as_data()
-        assert {one["weight_decay"]: one["loss"] for one in written["tried"]} == tuned.losses
+        assert {one["weight_decay"]: one["final"] for one in written["losses"]} == tuned.losses
         assert (written["best"], written["arm"]) == (best, tuned.name)
         assert len(tried) == 6 or not tuned.at_edge, "the search stops at an edge only after three extensions"
     assert all(path.name.endswith("seed7") for path in (tmp_path / "runs").iterdir())

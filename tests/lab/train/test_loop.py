@@ -264,12 +264,16 @@ def test_a_run_goes_on_from_a_checkpoint_that_the_clock_asked_for(uninterrupted,
     monkeypatch.setattr(loop, "SAVING_INTERVALS", 0)
     notes = []
 
+    def until_it_dies():
+        loop.SAVING_INTERVALS = 0  # in the child too, which is no fork of this process
+        train(config, tmp_path, Watch(record=die))
+
     def die(record):
         if record["kind"] == "train" and record["step"] == 11:
             os.kill(os.getpid(), signal.SIGKILL)
 
     config = small_run(checkpoint_seconds=1e-9)
-    assert in_child(lambda: train(config, tmp_path, Watch(record=die))) == -signal.SIGKILL
+    assert in_child(until_it_dies) == -signal.SIGKILL
     train(config, tmp_path, Watch(note=notes.append))
     assert "going on after update 10" in notes[0]
     assert_same_run(uninterrupted, tmp_path, 12)
