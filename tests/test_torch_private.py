@@ -3,9 +3,11 @@
 import ast
 from pathlib import Path
 
+import torch
+
 import muonsw
 from muonsw import torch_private
-from muonsw.torch_private import ARGUMENTS, ATTRIBUTES, NAMES, missing
+from muonsw.torch_private import ARGUMENTS, ATTRIBUTES, NAMES, OVERRIDDEN, PROBED, missing
 
 SOURCE = Path(muonsw.__file__).parent
 # Not torch's: a named tuple's, the system's exit and Python's functions at exit, a pattern of tiktoken's, what
@@ -55,6 +57,31 @@ def used(nodes):
             yield node.arg
 
 
+def probed(nodes):
+    """Private names in strings that `getattr` and `hasattr` are given, or that name a probe."""
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
+            yield node.value
+
+
+def test_the_table_lists_what_is_asked_for_by_a_string():
+    nodes = [node for tree in trees() for node in ast.walk(tree)]
+    asked = {
+        argument.value
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+        for argument in node.args[1:2]
+        if isinstance(argument, ast.Constant) and is_private(argument.value)
+    }
+    assert asked <= PROBED.keys() | set(defined(nodes)), "add these to PROBED in muonsw/torch_private.py"
+    assert PROBED.keys() <= set(probed(nodes)), "these are no longer asked for: delete them"
+
+
+def test_the_table_lists_what_is_overridden():
+    ours = {name for name in vars(muonsw.ScaledDecayOptimizer) if is_private(name)}
+    assert ours & set(dir(torch.optim.Optimizer)) == OVERRIDDEN.keys()
+
+
 def test_the_installed_torch_has_every_private_name_we_use():
     assert not missing()
 
@@ -70,5 +97,14 @@ def test_the_table_lists_what_the_source_uses():
 def test_a_name_that_torch_has_lost_is_reported(monkeypatch):
     monkeypatch.setattr(torch_private, "NAMES", {"torch._foreach_gone_": "", "torch._no_module.name": ""})
     monkeypatch.setattr(torch_private, "ATTRIBUTES", {"optimizer": {"_lost": ""}})
+    monkeypatch.setattr(torch_private, "OVERRIDDEN", {"_no_method": ""})
+    monkeypatch.setattr(torch_private, "PROBED", {"_no_probe": ("torch.cpu", "")})
     monkeypatch.setattr(torch_private, "ARGUMENTS", {"_never": ""})
-    assert missing() == ["torch._foreach_gone_", "torch._no_module.name", "optimizer._lost", "Embedding(_never=)"]
+    assert missing() == [
+        "torch._foreach_gone_",
+        "torch._no_module.name",
+        "optimizer._lost",
+        "Optimizer._no_method",
+        "torch.cpu: _no_probe",
+        "Embedding(_never=)",
+    ]

@@ -1,4 +1,4 @@
-"""Every private name of torch that this project uses, and why no public one does.
+"""Every private name of torch that this project uses, overrides or asks for by a string, and why no public one does.
 
 torch may change them in any release. `missing()` says which of them the installed torch no longer has; a test calls it,
 and another one compares this table with the source.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -51,6 +53,21 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "scheduler": {"_step_count": "a scheduler that resumes must not warn that it came before the optimizer"},
     }
 )
+# Methods of `torch.optim.Optimizer` that ours replaces.
+OVERRIDDEN: Mapping[str, str] = MappingProxyType(
+    {"_patch_step_function": "torch would wrap `step` again in every subclass, and run its hooks twice"}
+)
+# Asked for by a string, because an object or a torch may lack them: the class or module that has them, if torch does.
+PROBED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "_schedulers": ("torch.optim.lr_scheduler.SequentialLR", "the schedulers inside one, for their peaks"),
+        "_is_amx_tile_supported": ("torch.cpu", "whether this CPU multiplies bfloat16"),
+        "_is_avx512_bf16_supported": ("torch.cpu", "the same"),
+        "_is_flat_param": ("torch.distributed.fsdp._flat_param.FlatParameter", "FSDP1's vectors, which are refused"),
+        "_orig_mod": ("torch._dynamo.eval_frame.OptimizedModule", "the model inside a compiled one"),
+        "_no_weight_decay": ("", "a mark of Mamba's and others' models"),
+    }
+)
 # Arguments, by the function that takes them.
 ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {"_weight": "torch.nn.Embedding with values of our own, without drawing others first"}
@@ -71,8 +88,16 @@ def missing() -> list[str]:
     gone += [
         f"{kind}.{name}" for kind, names in ATTRIBUTES.items() for name in names if not hasattr(objects[kind], name)
     ]
+    gone += [f"Optimizer.{name}" for name in OVERRIDDEN if not hasattr(torch.optim.Optimizer, name)]
+    gone += [f"{owner}: {name}" for name, (owner, _) in PROBED.items() if owner and not _mentions(owner, name)]
     known = torch.nn.Embedding.__init__.__code__.co_varnames
     return gone + [f"Embedding({name}=)" for name in ARGUMENTS if name not in known]
+
+
+def _mentions(owner: str, name: str) -> bool:
+    """Whether the source of the file that has a class or module still has a name: instances alone have it."""
+    found = find_spec(owner.rpartition(".")[0] if owner[owner.rfind(".") + 1].isupper() else owner)
+    return found is not None and found.origin is not None and name in Path(found.origin).read_text(encoding="utf-8")
 
 
 def _exists(name: str) -> bool:
