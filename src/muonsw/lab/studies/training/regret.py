@@ -3,6 +3,9 @@
 The best lambda of a rule at a horizon is the one whose mean loss over seeds is lowest (`best_of_means`), here and
 wherever rules are compared at their best. The regret of a lambda is its final loss minus that of the best one, seed by
 seed. All runs share the model, the data and the seeds; the peak learning rate follows the horizon rule.
+
+What is claimed was written down before the runs of docs/evidence.md, with the lowest loss of each seed for the best
+one; the best of means took its place after them, and that page says which verdicts it changed.
 """
 
 from __future__ import annotations
