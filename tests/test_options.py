@@ -114,6 +114,7 @@ def test_fused_false_asks_for_plain_operations(cls, monkeypatch):
 
 def test_options_of_torch_that_ask_for_nothing_else_are_taken():
     assert AdamWSW(weights(), lr=0.1, amsgrad=False, differentiable=False).param_groups[0]["lr"] == 0.1
+    assert MuonSW(weights(), lr=0.1, foreach=False, fused=True).param_groups[0]["fused"] is True
     with pytest.raises(ValueError, match="foreach=False: equal shapes are always one batch; leave it out"):
         MuonSW(weights(), lr=0.1, foreach=False)
 

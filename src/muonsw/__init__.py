@@ -6,7 +6,7 @@ is Muon with scaled weight decay for the hidden matrices of a model and AdamW fo
 """
 
 from muonsw.algorithms import ALGORITHMS as ALGORITHMS
-from muonsw.clipping import clip_grad_norm_ as clip_grad_norm_
+from muonsw.clipping import clip_optimizer_grads_ as clip_optimizer_grads_
 from muonsw.decay import DECAY_RULES as DECAY_RULES
 from muonsw.decay import convert_weight_decay as convert_weight_decay
 from muonsw.decay import decay_factor as decay_factor
@@ -51,7 +51,7 @@ __all__ = [
     "TensorBoardSink",
     "WandbSink",
     "__version__",
-    "clip_grad_norm_",
+    "clip_optimizer_grads_",
     "convert_weight_decay",
     "decay_factor",
     "drive_weight_decay",

@@ -25,7 +25,7 @@ from muonsw.interop.unwrap import unwrap_optimizer
 
 
 class Counts(NamedTuple):
-    """Calls of `clip_grad_norm_` since telemetry last looked, and those that clipped; kept on the device."""
+    """Calls of `clip_optimizer_grads_` since telemetry last looked, and those that clipped; kept on the device."""
 
     calls: int
     clipped: Tensor
@@ -35,15 +35,15 @@ _counts: WeakKeyDictionary[Optimizer, Counts] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def clip_grad_norm_(optimizer: Any, limit: float, *, algorithms: Collection[str] | None = None) -> Tensor:
-    """Scale gradients down, in place, so that their common norm is at most `limit`, where that makes sense.
+def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collection[str] | None = None) -> Tensor:
+    """Scale gradients down, in place, so that their common norm is at most `max_norm`, where that makes sense.
 
     Call it where `torch.nn.utils.clip_grad_norm_` is called: after the last backward of an update (and
     `scaler.unscale_`), before `optimizer.step()`. Nothing waits for the device.
 
     Args:
         optimizer: one of ours; one that Accelerate has wrapped is unwrapped.
-        limit: the largest norm, of all clipped gradients laid side by side.
+        max_norm: the largest norm, of all clipped gradients laid side by side.
         algorithms: whose gradients are measured and clipped; by default those of all algorithms but Muon, whose step
             does not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip the whole model by one
             norm.
@@ -58,18 +58,18 @@ def clip_grad_norm_(optimizer: Any, limit: float, *, algorithms: Collection[str]
         >>> optimizer = MuonSW.for_model(model, lr=0.02)
         >>> for param in model.parameters():
         ...     param.grad = torch.ones_like(param)
-        >>> round(clip_grad_norm_(optimizer, 1.0).item(), 3)  # of the 32 entries of the embedding
+        >>> round(clip_optimizer_grads_(optimizer, 1.0).item(), 3)  # of the 32 entries of the embedding
         5.657
         >>> [round(param.grad.norm().item(), 3) for param in model.parameters()]
         [1.0, 8.0]
     """
     optimizer = unwrap_optimizer(optimizer)
-    if not limit > 0:
-        raise ValueError(f"limit={limit!r}: must be a number above 0")
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm!r}: must be a number above 0")
     chosen = _chosen(algorithms)
     if any("algorithm" not in group for group in optimizer.param_groups):
         raise TypeError(
-            f"clip_grad_norm_ needs an optimizer of this library, whose groups name their algorithm, not a "
+            f"clip_optimizer_grads_ needs an optimizer of this library, whose groups name their algorithm, not a "
             f"{type(optimizer).__name__}; use torch.nn.utils.clip_grad_norm_"
         )
     groups = [group for group in optimizer.param_groups if group["algorithm"] in chosen]
@@ -77,8 +77,8 @@ def clip_grad_norm_(optimizer: Any, limit: float, *, algorithms: Collection[str]
     meshes = _by_mesh(params)
     norm = _common_norm([[param.grad for param in same if param.grad is not None] for same in meshes])
     for same in meshes:
-        torch.nn.utils.clip_grads_with_norm_(same, limit, norm)
-    _count(optimizer, norm > limit)
+        torch.nn.utils.clip_grads_with_norm_(same, max_norm, norm)
+    _count(optimizer, norm > max_norm)
     return norm
 
 

@@ -23,6 +23,7 @@ from muonsw.options import (
     BOOKKEEPING,
     COMMON,
     algorithm_defaults,
+    refuse_for_loop,
     refuse_options_of_others,
     refuse_parameter,
     refuse_running_max,
@@ -209,6 +210,7 @@ class ScaledDecayOptimizer(Optimizer):
         if "lr" not in group and completed["lr_multiplier"] != 1:  # what a group says of itself is its own
             completed["lr"] = completed["lr"] * completed["lr_multiplier"]
         refuse_running_max(completed)
+        refuse_for_loop(completed)
         if completed["constructor_lr"] is None:
             completed["constructor_lr"] = float(completed["lr"])
         return completed

@@ -164,6 +164,12 @@ def refuse_running_max(group: Group) -> None:
         raise ValueError("peak_lr='running_max' needs a learning rate that the host knows, not a tensor")
 
 
+def refuse_for_loop(group: Group) -> None:
+    """Refuse torch's third implementation: `foreach=False` without `fused=True` asks for a loop over tensors."""
+    if group.get("foreach") is False and not group["fused"]:
+        raise ValueError("foreach=False: equal shapes are always one batch; leave it out, or say fused=True or False")
+
+
 def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
     """What two groups hold under the keys in which they differ; of tensors it is their numbers."""
     keys = sorted((left.keys() | right.keys()) - set(ignored))
@@ -229,12 +235,6 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be True or False")
     return value
-
-
-def _foreach(value: Any) -> bool | None:
-    if value not in (None, True):
-        raise ValueError("equal shapes are always one batch; leave it out, or ask for fused=False")
-    return None if value is None else True
 
 
 def _one_of(*names: str | None) -> Check:
@@ -323,7 +323,7 @@ CHECKS: dict[str, Check] = {
     "rounding_seed": _whole(0),
     "maximize": _flag,
     "fused": _one_of(None, True, False),  # type: ignore[arg-type]
-    "foreach": _foreach,
+    "foreach": _one_of(None, True, False),  # type: ignore[arg-type]
     "capturable": _flag,
     "role": _role,
     "momentum": _number(0.0, 1.0, open_end=True),

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from muonsw import MuonSW, clip_grad_norm_
+from muonsw import MuonSW, clip_optimizer_grads_
 from tests.distributed.problems import PEAK, STEPS, mesh_of, parameters, worst
 from tests.distributed.test_replicated import Model, batch, loss_of
 
@@ -27,7 +27,7 @@ def clip_by_torch(optimizer):
 
 def clip_by_ours(optimizer):
     """One norm for the whole model."""
-    norm = clip_grad_norm_(optimizer, 0.5, algorithms=("adamw", "sgd", "muon"))
+    norm = clip_optimizer_grads_(optimizer, 0.5, algorithms=("adamw", "sgd", "muon"))
     assert not hasattr(norm, "device_mesh")
     return norm
 

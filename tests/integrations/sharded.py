@@ -102,7 +102,7 @@ def with_accelerate(folder, *, state_dict="SHARDED_STATE_DICT", precision="no"):
     """Four updates: two, a saved state, two more; then the last two again in a new run that loads the state."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    from muonsw import Telemetry, clip_grad_norm_
+    from muonsw import Telemetry, clip_optimizer_grads_
     from tests.integrations.test_accelerate import Run
 
     def prepared():
@@ -117,7 +117,7 @@ def with_accelerate(folder, *, state_dict="SHARDED_STATE_DICT", precision="no"):
         return Run(accelerator)
 
     def clip(run):
-        clip_grad_norm_(run.optimizer, 0.5)
+        clip_optimizer_grads_(run.optimizer, 0.5)
 
     run = prepared()
     telemetry = Telemetry(run.optimizer, every=2)
@@ -139,7 +139,7 @@ def plain_loop(batches):
     """One process with the batches of both; Accelerate steps a scheduler once for each process."""
     from accelerate.utils import set_seed
 
-    from muonsw import MuonSW, clip_grad_norm_
+    from muonsw import MuonSW, clip_optimizer_grads_
     from tests.integrations.models import MODELS
     from tests.integrations.test_accelerate import LR, STEPS
 
@@ -149,7 +149,7 @@ def plain_loop(batches):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for batch in batches:
         model(**batch).loss.backward()
-        clip_grad_norm_(optimizer, 0.5)
+        clip_optimizer_grads_(optimizer, 0.5)
         optimizer.step()
         scheduler.step()
         scheduler.step()

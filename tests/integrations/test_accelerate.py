@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
 
-from muonsw import MuonSW, Telemetry, clip_grad_norm_, drive_weight_decay
+from muonsw import MuonSW, Telemetry, clip_optimizer_grads_, drive_weight_decay
 from muonsw.integrations.headlines import routing_counts
 from tests.integrations.models import MODELS, Tokens
 
@@ -142,7 +142,7 @@ def test_both_ways_of_clipping(accelerator):
     run, seen = Run(accelerator), []
 
     def ours(run):
-        seen.append(clip_grad_norm_(run.optimizer, 1e-3))
+        seen.append(clip_optimizer_grads_(run.optimizer, 1e-3))
         left = [p.grad.norm() for g in run.plain.param_groups if g["algorithm"] == "adamw" for p in g["params"]]
         assert torch.stack(left).norm() == pytest.approx(1e-3, rel=1e-4)
 

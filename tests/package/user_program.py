@@ -14,7 +14,7 @@ from muonsw import (
     AdamWSW,
     MuonSW,
     Telemetry,
-    clip_grad_norm_,
+    clip_optimizer_grads_,
     convert_weight_decay,
     drive_weight_decay,
 )
@@ -42,7 +42,7 @@ def train() -> MuonSW:
             tokens = torch.randint(16, (4, 4))
             loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
-            assert_type(clip_grad_norm_(optimizer, 1.0), Tensor)
+            assert_type(clip_optimizer_grads_(optimizer, 1.0), Tensor)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -132,7 +132,7 @@ def _by_depth(group: dict[str, Any], scales: dict[int, float], spared: set[str])
             **group,
             "params": members,
             "lr_scale": scale,
-            "peak_lr": group["peak_lr"] * scale if isinstance(group["peak_lr"], float) else group["peak_lr"],
+            **({"peak_lr": group["peak_lr"] * scale} if isinstance(group.get("peak_lr"), float) else {}),
             "name": f"{group['name']} x{scale:.3g}" + (" undecayed" if undecayed else ""),
             **({"weight_decay": 0.0} if undecayed else {}),
         }
