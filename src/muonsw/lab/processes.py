@@ -1,7 +1,7 @@
 """What this process runs on, how it is asked to stop, and the lab's one pool of worker processes.
 
-The pool is ours because `concurrent.futures` and loky give up all jobs when one process dies, without its exit code,
-have no messages from a job under way, pass no signal on (a run could not save), and outlive a parent that is killed.
+The pool is ours because those of `concurrent.futures` and loky give up all jobs when one process dies, take no messages
+from a job under way, pass no signal on (a run could not save), and leave their processes behind when they are killed.
 """
 
 from __future__ import annotations
