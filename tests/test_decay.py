@@ -55,7 +55,7 @@ def test_a_rule_says_what_it_must_know():
         decay_factor("cosine", 0.1, 0.01, 0.02, step=1)
     with pytest.raises(ValueError, match="'gradient_norm' depends on gradient"):
         decay_factor("gradient_norm", 0.1, 0.01, 0.02)
-    with pytest.raises(ValueError, match="gradients of the run, which no schedule tells"):
+    with pytest.raises(ValueError, match="gradients of the run, which no schedule knows"):
         decay_factors("gradient_norm", 0.1, [0.01], 0.02)
     with pytest.raises(ValueError, match="'log_time' follows the step; pass schedule="):
         convert_weight_decay(0.1, "constant", "log_time", 0.02)

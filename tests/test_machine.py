@@ -25,7 +25,7 @@ def test_nothing_else_in_the_source_asks():
     asking = {
         path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if re.search(ASKING, path.read_text())
     }
-    assert asking == {"machine.py"}
+    assert asking == {"machine.py", "torch_private.py"}  # which lists the names of the probes
 
 
 @pytest.mark.parametrize("name", machine.QUESTIONS)

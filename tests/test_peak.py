@@ -120,7 +120,7 @@ def test_scheduler_peaks_looks_into_nested_schedulers_and_lambdas():
     optimizer = SGDSW([weight()], lr=0.1)
     rising = LambdaLR(optimizer, lambda t: 1 + t)
     assert scheduler_peaks(rising, total_steps=5) == pytest.approx([0.5])
-    with pytest.raises(ValueError, match="a LambdaLR tells its learning rate only step by step; pass total_steps"):
+    with pytest.raises(ValueError, match="a LambdaLR gives its learning rate only step by step; pass total_steps"):
         optimizer.set_peak_lr(rising)
     growing = MultiplicativeLR(optimizer, lambda t: 2.0 if t < 3 else 0.5)
     assert scheduler_peaks(growing, total_steps=6) == pytest.approx([0.1 * 2 * 2])
