@@ -13,10 +13,7 @@ two places in turn, so there is a graph for each.
 
 from __future__ import annotations
 
-import gc
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -26,6 +23,7 @@ from torch import Tensor
 
 from muonsw.algorithms.base import Rates
 from muonsw.decay import DECAY_RULES, decays
+from muonsw.kernels.graphs import recorded
 from muonsw.kernels.tables import held_by
 from muonsw.options import algorithm_defaults
 from muonsw.work import Batch, Group
@@ -224,65 +222,6 @@ class Replay:
 def _flattened(rates: Sequence[Rates]) -> list[float]:
     """Learning rate and decay of each batch in turn, which the host knows."""
     return [float(scalar) for one in rates for scalar in (one.eta, one.phi)]
-
-
-def recorded(program: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """A program as a graph, without running it.
-
-    `torch.cuda.graph` would also empty the allocator's cache, and the gradients of the next steps would lie elsewhere.
-    Other threads, which read data ahead, may go on.
-    """
-    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
-    torch.cuda.synchronize(device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream), _no_garbage_collection():
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            program()
-            graph.capture_end()
-        except BaseException:
-            _abandon(graph, device, pool)
-            raise
-    return graph
-
-
-# Graphs whose capture was invalidated: torch's allocators go on asking them which streams they capture.
-_invalid: list[torch.cuda.CUDAGraph] = []
-
-
-def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    """End a capture that has failed, in the stream of the capture.
-
-    Where the failure has invalidated it (something waited for the device), torch's own `capture_end` raises before it
-    ends the capture in allocator and generator. The allocator would then refuse to empty its cache, and in torch 2.11
-    the generator would draw no number any more: only the end of a capture that succeeds resets it.
-    """
-    from torch._C import _cuda_endAllocateToPool, _cuda_releasePool
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the graph is empty
-        with suppress(RuntimeError):
-            graph.capture_end()
-            return
-        _invalid.append(graph)
-        with suppress(RuntimeError):  # where `capture_end` came so far
-            _cuda_endAllocateToPool(device.index, pool)
-            _cuda_releasePool(device.index, pool)
-        empty = torch.cuda.CUDAGraph()
-        empty.capture_begin(capture_error_mode="thread_local")
-        empty.capture_end()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A graph that is destroyed while another is captured would spoil it."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def obstacle(work: Sequence[Batch], nonfinite: str) -> str:

@@ -8,9 +8,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from muonsw.kernels.graphs import recorded
 from muonsw.lab.data.loader import Batch
 
-# Calls that run as they are written before one is captured: kernels are compiled, and states made, on the way.
+# Calls that run eagerly before one is captured: kernels are compiled, and states made, on the way.
 WARM_CALLS = 3
 
 # A graph keeps the activations of a call for itself, and beyond so many tokens the kernels are long enough.
@@ -38,10 +39,10 @@ class GraphedFunction(Generic[Result]):
         self._result: Result | None = None
 
     def __call__(self, batches: list[Batch]) -> Result:
-        """The function of these batches; the first calls run as they are written."""
+        """The function of these batches; the first calls run eagerly."""
         self._calls += 1
         if self._calls <= WARM_CALLS or (self._graph is not None and not self._fits(batches)):
-            return self.as_written(batches)
+            return self.eagerly(batches)
         if self._graph is None:
             self._capture(batches)
         assert self._graph is not None
@@ -51,7 +52,7 @@ class GraphedFunction(Generic[Result]):
         self._graph.replay()
         return self._result
 
-    def as_written(self, batches: list[Batch]) -> Result:
+    def eagerly(self, batches: list[Batch]) -> Result:
         """A plain call, on the stream of the capture: autograd remembers on which stream it met the weights."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
@@ -66,9 +67,11 @@ class GraphedFunction(Generic[Result]):
     def _capture(self, batches: list[Batch]) -> None:
         """Record a call without making it; the thread that reads batches ahead goes on meanwhile."""
         self._batches = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+
+        def program() -> None:
             self._result = self.function(self._batches)
+
+        self._graph = recorded(program, self._stream.device, stream=self._stream)
 
 
 def _tensors(batches: list[Batch]) -> list[Tensor]:

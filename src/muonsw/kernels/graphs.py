@@ -1,0 +1,78 @@
+"""The one way in which CUDA graphs are captured, by the optimizer's replay and by the lab's trainer."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+
+def recorded(
+    program: Callable[[], None], device: torch.device, pool: Any = None, stream: torch.cuda.Stream | None = None
+) -> torch.cuda.CUDAGraph:
+    """A program as a graph, without running it.
+
+    `torch.cuda.graph` would also empty the allocator's cache, and the gradients of the next steps would lie elsewhere.
+    Other threads, which read data ahead, may go on.
+
+    Args:
+        program: works on tensors that stay where they are, and never waits for the device.
+        device: a CUDA device.
+        pool: memory that it may share with other graphs, none of whose tensors outlive a replay.
+        stream: where it is captured; a new one by default.
+    """
+    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
+    torch.cuda.synchronize(device)
+    stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream), _no_garbage_collection():
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            program()
+            graph.capture_end()
+        except BaseException:
+            _abandon(graph, device, pool)
+            raise
+    return graph
+
+
+# Graphs whose capture was invalidated: torch's allocators go on asking them which streams they capture.
+_invalid: list[torch.cuda.CUDAGraph] = []
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """End a capture that has failed, in the stream of the capture.
+
+    Where the failure has invalidated it (something waited for the device), torch's own `capture_end` raises before it
+    ends the capture in allocator and generator. The allocator would then refuse to empty its cache, and in torch 2.11
+    the generator would draw no number any more: only the end of a capture that succeeds resets it.
+    """
+    from torch._C import _cuda_endAllocateToPool, _cuda_releasePool
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the graph is empty
+        with suppress(RuntimeError):
+            graph.capture_end()
+            return
+        _invalid.append(graph)
+        with suppress(RuntimeError):  # where `capture_end` came so far
+            _cuda_endAllocateToPool(device.index, pool)
+            _cuda_releasePool(device.index, pool)
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")
+        empty.capture_end()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph that is destroyed while another is captured would spoil it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
