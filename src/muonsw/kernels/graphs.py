@@ -27,7 +27,7 @@ def recorded(
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize(device)
-    stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = stream or torch.cuda.Stream(device)
     with torch.cuda.stream(stream), _no_garbage_collection():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
