@@ -128,7 +128,7 @@ def test_a_flag_on_the_device_skips_everything(cls, dtype, device, kernels_on, m
     """What a GPU step does with a bad gradient, driven by hand so that it runs on a CPU as well."""
     kernels_on(True)
     bad = torch.zeros((), device=device)
-    monkeypatch.setattr("muonsw.optimizer.finite_flag", lambda *_: Flag(bad.clone()))
+    monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(bad.clone()))
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in ((24, 40), (24, 40))]
     options = {"momentum": 0.9} if cls is not AdamWSW else {}
