@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from muonsw import machine
 from tests.integrations import table
 from tests.models.packages import missing, prepare
 
@@ -16,6 +17,13 @@ HERE = Path(__file__).parent
 OURS_STAY_ERRORS = ("error::muonsw.PeakLRWarning", "error::muonsw.NonFiniteGradientWarning")
 
 results = table.Results()
+
+
+@pytest.fixture(autouse=True)
+def _float32(monkeypatch):
+    """Numbers are compared with those of plain loops: products in float32, here and in processes that tests start."""
+    monkeypatch.setitem(machine.FORCED, "fast_bfloat16", 0)
+    monkeypatch.setenv(machine.VARIABLE, "fast_bfloat16=0")
 
 
 def pytest_collection_modifyitems(items):

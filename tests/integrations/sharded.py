@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from muonsw.lab.launcher import end
 from tests.models.packages import prepare
 
 LAYERS = ["LlamaDecoderLayer"]
@@ -258,3 +259,4 @@ def main(framework, folder):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    end(0)  # threads of gloo may abort a Python that is being taken down

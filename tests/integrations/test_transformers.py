@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine
 
 from muonsw import AdamWSW, MuonSW
 from muonsw.integrations.transformers import ModelFactory, TelemetryCallback, for_model
+from muonsw.lab.diagnose.live import Findings
 from muonsw.telemetry import MlflowSink, WandbSink
 from tests.integrations.models import MODELS, Tokens
 
@@ -291,7 +292,7 @@ def test_findings_are_said_and_counted(tmp_path, caplog):
     """Updates of a third of the weights are found out."""
     constant = {"max_steps": 8, "warmup_steps": 0, "lr_scheduler_type": "constant"}
     trainer = trainer_of(tmp_path, optimizer=for_model(lr=0.1), **constant)
-    trainer.add_callback(TelemetryCallback(trainer, every=1))
+    trainer.add_callback(TelemetryCallback(trainer, every=1, findings=Findings()))
     logging.getLogger("transformers").propagate = True
     logging.getLogger("muonsw").propagate = True
     with caplog.at_level(logging.WARNING):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from muonsw.lab.launcher import end
 from tests.models.packages import prepare
 
 
@@ -65,3 +66,4 @@ def main(framework, folder):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    end(0)  # threads of gloo may abort a Python that is being taken down
