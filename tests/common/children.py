@@ -20,7 +20,7 @@ import torch
 FAILED = 99
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.distributed.worker", "tests.lab.train.ranks", "tests.faults.tried"])
+SERVER.set_forkserver_preload(["tests.distributed.worker", "tests.lab.train.ranks", "tests.faults.commands"])
 
 
 def start_child(work: Callable[[], int], output: Path) -> BaseProcess:

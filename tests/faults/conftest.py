@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 
-from tests.faults.made import LONG
-from tests.faults.tried import REFUSED, REPAIRED, UNAFFECTED
+from tests.faults.commands import REFUSED, REPAIRED, UNAFFECTED
+from tests.faults.folders import LONG
 
 SIGNS = {UNAFFECTED: "=", REPAIRED: "+", REFUSED: "!", "not found": "?"}
 

@@ -11,8 +11,8 @@ from muonsw.lab.diagnose.diagnosis import as_data, diagnose
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.train.checkpoint import read_tensors, write_tensors
-from tests.faults.made import LAST, LONG, ending, made
-from tests.faults.tried import GOOD, Said, outcome, say
+from tests.faults.commands import GOOD, CommandResult, outcome, run_command
+from tests.faults.folders import LAST, LONG, ending, folders
 
 OLDER, NEWER = "checkpoints/step-00000002", "checkpoints/step-00000004"
 PARTS = ("state.json", "model.safetensors", "optimizer.safetensors", "random.safetensors")
@@ -93,8 +93,8 @@ def noted(record_property, file: str, damage: str, command: str, result: str) ->
 @pytest.mark.parametrize(("file", "damage"), list(cases(RUN_FILES)))
 def test_a_run_with_a_broken_file(file, damage, record_property):
     for command, tried in {"train": resumed, "export": exported, "sample": sampled, "diagnose": diagnosed}.items():
-        run = made().copy("whole" if command == "diagnose" or file == "result.json" else "stopped")
-        DAMAGES[damage](run / file, made().other / file)
+        run = folders().copy("whole" if command == "diagnose" or file == "result.json" else "stopped")
+        DAMAGES[damage](run / file, folders().other / file)
         said, same = tried(run)
         unseen = (file, damage, command) in UNSEEN
         found = "not found" if unseen else outcome(said, run / file, same=same)
@@ -102,21 +102,21 @@ def test_a_run_with_a_broken_file(file, damage, record_property):
         noted(record_property, file, damage, command, found)
 
 
-def resumed(run: Path) -> tuple[Said, bool]:
+def resumed(run: Path) -> tuple[CommandResult, bool]:
     # The settings of a run that lost its own file are those that the user gives again.
-    said = say("train", "--config", made().whole / "config.json", "--out", run)
-    return said, said.code == 0 and ending(run) == ending(made().whole)
+    said = run_command("train", "--config", folders().whole / "config.json", "--out", run)
+    return said, said.code == 0 and ending(run) == ending(folders().whole)
 
 
-def exported(run: Path) -> tuple[Said, bool]:
-    said = say("export", run, "--out", run / "export")
+def exported(run: Path) -> tuple[CommandResult, bool]:
+    said = run_command("export", run, "--out", run / "export")
     newest = LAST if (run / LAST).exists() else NEWER
-    return said, said.code == 0 and digest(run / "export/model.safetensors") == weights(made().whole / newest)
+    return said, said.code == 0 and digest(run / "export/model.safetensors") == weights(folders().whole / newest)
 
 
-def sampled(run: Path) -> tuple[Said, bool]:
-    known = made().whole if (run / LAST).exists() else made().stopped
-    said, whole = (say("sample", path, "--tokens", "3", "--prompt", "a") for path in (run, known))
+def sampled(run: Path) -> tuple[CommandResult, bool]:
+    known = folders().whole if (run / LAST).exists() else folders().stopped
+    said, whole = (run_command("sample", path, "--tokens", "3", "--prompt", "a") for path in (run, known))
     return said, said.text == whole.text
 
 
@@ -124,14 +124,14 @@ def sampled(run: Path) -> tuple[Said, bool]:
 UNSEEN = {("metrics.jsonl", "another run's", "diagnose")}
 
 
-def diagnosed(run: Path) -> tuple[Said, bool]:
+def diagnosed(run: Path) -> tuple[CommandResult, bool]:
     """Without the figures, which take seconds and read nothing more."""
     try:
-        found, whole = (as_data(diagnose(load_run(path))) for path in (run, made().whole))
+        found, whole = (as_data(diagnose(load_run(path))) for path in (run, folders().whole))
     except UsageError as error:
-        return Said(error.exit_code, str(error)), False
+        return CommandResult(error.exit_code, str(error)), False
     said = [f"{run}: {finding['text']}" for finding in found["findings"] if finding not in whole["findings"]]
-    return Said(0, "\n".join(said)), {**found, "path": "", "name": ""} == {**whole, "path": "", "name": ""}
+    return CommandResult(0, "\n".join(said)), {**found, "path": "", "name": ""} == {**whole, "path": "", "name": ""}
 
 
 def digest(path: Path) -> str:
@@ -139,16 +139,16 @@ def digest(path: Path) -> str:
 
 
 def weights(checkpoint: Path) -> str:
-    beside = made().root / "weights.safetensors"
+    beside = folders().root / "weights.safetensors"
     write_tensors(beside, read_tensors(checkpoint / "model.safetensors"), {"format": "pt"})
     return digest(beside)
 
 
 @pytest.mark.parametrize(("file", "damage"), list(cases(EXPORT_FILES)))
 def test_an_export_with_a_broken_file(file, damage, record_property):
-    export = made().copy("export")
-    DAMAGES[damage](export / file, made().other_export / file)
-    said, whole = (say("sample", path, "--tokens", "3", "--prompt", "a") for path in (export, made().export))
+    export = folders().copy("export")
+    DAMAGES[damage](export / file, folders().other_export / file)
+    said, whole = (run_command("sample", path, "--tokens", "3", "--prompt", "a") for path in (export, folders().export))
     found = outcome(said, export / file, same=said == whole)
     assert found in GOOD
     noted(record_property, f"export/{file}", damage, "sample", found)
@@ -156,18 +156,18 @@ def test_an_export_with_a_broken_file(file, damage, record_property):
 
 @pytest.mark.parametrize(("file", "damage"), list(cases(DATA_FILES)))
 def test_tokens_with_a_broken_file(file, damage, record_property):
-    data = made().copy("data")
-    path, other = (next(one.glob(f"{file}*")) for one in (data, made().other_data))
+    data = folders().copy("data")
+    path, other = (next(one.glob(f"{file}*")) for one in (data, folders().other_data))
     DAMAGES[damage](path, other)
-    said = say("data", "verify", data)
+    said = run_command("data", "verify", data)
     verified = outcome(said, path, same="all is well" in said.text)
     assert verified in GOOD
-    config = made().root / "on-broken-tokens.json"
-    shutil.copyfile(made().whole / "config.json", config)
-    config.write_text(config.read_text().replace(str(made().data), str(data)))
+    config = folders().root / "on-broken-tokens.json"
+    shutil.copyfile(folders().whole / "config.json", config)
+    config.write_text(config.read_text().replace(str(folders().data), str(data)))
     run = data.parent / "run"
-    said = say("train", "--config", config, "--out", run)
-    same = said.code == 0 and ending(run)[0]["model"] == ending(made().whole)[0]["model"]
+    said = run_command("train", "--config", config, "--out", run)
+    same = said.code == 0 and ending(run)[0]["model"] == ending(folders().whole)[0]["model"]
     trained = outcome(said, path, same=same)
     assert trained in GOOD
     for command, found in (("data verify", verified), ("train", trained)):
@@ -178,7 +178,7 @@ def test_tokens_with_a_broken_file(file, damage, record_property):
 @pytest.mark.parametrize("file", [*(f"{NEWER}/{part}" for part in PARTS)])
 def test_every_flipped_bit_of_a_checkpoint_is_found(file, record_property):
     """A bit in each of many bytes: the checkpoint before it is taken, and the bad one is named."""
-    run = made().copy("stopped")
+    run = folders().copy("stopped")
     content = (run / file).read_bytes()
     for place in range(0, len(content), max(1, len(content) // 200)):
         broken = bytearray(content)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.commands import run_command
+from tests.faults.folders import LONG, ending, fill_data, folders
 from tests.faults.killing import in_child, limit_files, mount_disk
-from tests.faults.made import LONG, ending, fill_data, made
-from tests.faults.tried import say
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs limits and mounts of Linux")
 PLENTY, NO_DISK = 1 << 20, 77
@@ -27,14 +27,14 @@ def checked(said, folder: Path) -> bool:
 
 
 def training(settings: Path, folder: Path):
-    return say("train", "--config", settings, "--out", folder)
+    return run_command("train", "--config", settings, "--out", folder)
 
 
 def test_training_on_a_disk_of_any_size_says_so_and_goes_on_once_there_is_room(record_property):
     """A disk of the kernel's, of so many pages; made larger in the end, as one makes room."""
-    settings, disk = made().whole / "config.json", made().root / "disk"
+    settings, disk = folders().whole / "config.json", folders().root / "disk"
     disk.mkdir(exist_ok=True)
-    expected, full = ending(made().whole), 0
+    expected, full = ending(folders().whole), 0
     for pages in range(1, 110) if LONG else (6, 60):
 
         def work(pages: int = pages) -> int:
@@ -59,8 +59,8 @@ def test_training_on_a_disk_of_any_size_says_so_and_goes_on_once_there_is_room(r
 
 def test_training_with_files_of_any_size_says_so_and_goes_on(record_property):
     """The system refuses to write beyond a number of bytes, in whichever file."""
-    settings, expected = made().whole / "config.json", ending(made().whole)
-    folder, full = made().root / "limited", 0
+    settings, expected = folders().whole / "config.json", ending(folders().whole)
+    folder, full = folders().root / "limited", 0
     for size in range(0, 56_000, 397) if LONG else (1, 20_000):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -83,10 +83,10 @@ def commands(folder: Path):
     return {
         "data prepare": ("data", "prepare", folder, "--source", "text", "--files", text, "--tokenizer", "bytes",
                          "--validation-fraction", "0"),
-        "export": ("export", made().whole, "--out", folder),
-        "report": ("report", made().whole, "-o", folder / "page.html", "--no-images"),
-        "diagnose": ("diagnose", made().whole, "--out", folder),
-        "compare": ("compare", "--data", made().data, "--out", folder, "--seeds", "1", "--steps", "1", "--workers",
+        "export": ("export", folders().whole, "--out", folder),
+        "report": ("report", folders().whole, "-o", folder / "page.html", "--no-images"),
+        "diagnose": ("diagnose", folders().whole, "--out", folder),
+        "compare": ("compare", "--data", folders().data, "--out", folder, "--seeds", "1", "--steps", "1", "--workers",
                     "1"),
     }  # fmt: skip
 
@@ -95,27 +95,27 @@ def commands(folder: Path):
     "name", ["data prepare", "export", "report", "diagnose", "compare"] if LONG else ["data prepare", "export"]
 )
 def test_every_command_that_writes_says_that_there_is_no_room(name, record_property):
-    folder, full = made().root / f"full-{name.replace(' ', '-')}", 0
-    (made().root / "text.txt").write_text("what is written here\n" * 500)
+    folder, full = folders().root / f"full-{name.replace(' ', '-')}", 0
+    (folders().root / "text.txt").write_text("what is written here\n" * 500)
     for size in (0, 1, 100, 1_000, 5_000, 10_000, 30_000) if LONG else (1, 100):
         shutil.rmtree(folder, ignore_errors=True)
         arguments = commands(folder)[name]
 
         def work(size: int = size, arguments: tuple = arguments) -> int:
             limit_files(size)
-            return 10 + checked(say(*arguments), folder)
+            return 10 + checked(run_command(*arguments), folder)
 
         code = in_child(work)
         assert code in (10, 11), f"files of {size} bytes"
         full += code == 11
-    assert say(*commands(folder)[name]).code == 0
+    assert run_command(*commands(folder)[name]).code == 0
     record_property("cases", (f"`{name}` on a full disk", full, "refused with 3"))
     assert full
 
 
 def test_preparing_data_on_a_full_disk_goes_on_to_the_same_folder():
-    folder = made().root / "limited-data"
-    expected = {path.name: path.read_bytes() for path in made().data.iterdir()}
+    folder = folders().root / "limited-data"
+    expected = {path.name: path.read_bytes() for path in folders().data.iterdir()}
     for size in range(0, 8_000, 250) if LONG else (50, 2_000):
 
         def work(size: int = size) -> int:

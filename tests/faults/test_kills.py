@@ -13,8 +13,8 @@ from muonsw.lab.data.shards import verify_folder
 from muonsw.lab.errors import UsageError
 from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import train
+from tests.faults.folders import LONG, config, ending, fill_data, folders
 from tests.faults.killing import killed_at, killed_at_size, operations
-from tests.faults.made import LONG, config, ending, fill_data, made
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 
@@ -30,8 +30,8 @@ def hidden_files(folder: Path) -> list[str]:
 
 def train_after_kills(record_property, kill, cases):
     """Train, be ended, train on; the cases that ended otherwise than a run that was never disturbed, bit for bit."""
-    settings, folder = config(made().data), made().root / "killed"
-    expected, ended, wrong = (ending(made().whole), []), 0, []
+    settings, folder = config(folders().data), folders().root / "killed"
+    expected, ended, wrong = (ending(folders().whole), []), 0, []
     for case in cases:
         shutil.rmtree(folder, ignore_errors=True)
         ended += kill(case, lambda: train(settings, folder), folder)
@@ -43,9 +43,9 @@ def train_after_kills(record_property, kill, cases):
 
 
 def test_training_that_is_ended_before_any_file_operation_goes_on_to_the_same_bits(record_property):
-    folder = made().root / "killed"
+    folder = folders().root / "killed"
     shutil.rmtree(folder, ignore_errors=True)
-    settings = config(made().data)
+    settings = config(folders().data)
     total = operations(lambda: train(settings, folder), folder)
     assert total > 60
     cases = places(total, 3)
@@ -64,8 +64,8 @@ def test_training_that_is_ended_inside_a_write_goes_on_to_the_same_bits(record_p
 
 
 def test_preparing_data_that_is_ended_goes_on_to_the_same_folder(record_property):
-    expected = {path.name: path.read_bytes() for path in made().data.iterdir()}
-    folder, ended = made().root / "killed-data", 0
+    expected = {path.name: path.read_bytes() for path in folders().data.iterdir()}
+    folder, ended = folders().root / "killed-data", 0
     total = operations(lambda: fill_data(folder), folder)
     for number in places(total, 6):
         shutil.rmtree(folder, ignore_errors=True)
@@ -80,10 +80,10 @@ def test_preparing_data_that_is_ended_goes_on_to_the_same_folder(record_property
 
 
 def test_an_export_that_is_ended_is_whole_the_next_time_and_never_taken_for_whole_before(record_property):
-    trained, folder, ended = made().whole, made().root / "killed-export", 0
-    whole, _ = load_model(made().export)
+    trained, folder, ended = folders().whole, folders().root / "killed-export", 0
+    whole, _ = load_model(folders().export)
     shutil.rmtree(folder, ignore_errors=True)
-    expected = {path.name: path.read_bytes() for path in made().export.rglob("*") if path.is_file()}
+    expected = {path.name: path.read_bytes() for path in folders().export.rglob("*") if path.is_file()}
     for number in places(operations(lambda: export(trained, folder), folder), 4):
         shutil.rmtree(folder, ignore_errors=True)
         if killed_at(number, lambda: export(trained, folder), folder):

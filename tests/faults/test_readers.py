@@ -20,7 +20,7 @@ from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import load_model
 from muonsw.lab.train.folder import read_config
 from muonsw.lab.train.state import Training, with_fingerprint
-from tests.faults.made import LONG, config, made
+from tests.faults.folders import LONG, config, folders
 from tests.faults.test_damage import NEWER, digest
 
 # What a reader may take: a fixed part, and for each byte of the file the Python objects that it becomes.
@@ -163,7 +163,11 @@ def read_tokens(folder: Path) -> None:
     open_split(folder, "train")
 
 
-RUN, DATA, EXPORT = (lambda: made().copy("whole")), (lambda: made().copy("data")), (lambda: made().copy("export"))
+RUN, DATA, EXPORT = (
+    (lambda: folders().copy("whole")),
+    (lambda: folders().copy("data")),
+    (lambda: folders().copy("export")),
+)
 READERS = {
     "config": (RUN, "config.json", read_config, True),
     "config of a report": (RUN, "config.json", read_run, True),
@@ -206,7 +210,7 @@ def test_a_json_file_is_a_value_or_a_usage_error(name):
 
 
 def test_metrics_and_telemetry_are_values_or_a_usage_error():
-    folder = made().copy("whole")
+    folder = folders().copy("whole")
     content = (folder / "metrics.jsonl").read_bytes()
 
     @fuzzed(40)
@@ -224,7 +228,7 @@ def test_metrics_and_telemetry_are_values_or_a_usage_error():
 
 
 def test_shards_are_tokens_or_a_usage_error():
-    folder = made().copy("data")
+    folder = folders().copy("data")
     shard = next(folder.glob("train-00000*")).name
     content = (folder / shard).read_bytes()
 
@@ -237,7 +241,7 @@ def test_shards_are_tokens_or_a_usage_error():
 
 
 def test_the_tensors_of_an_export_are_a_model_or_a_usage_error_even_with_the_right_checksum():
-    folder = made().copy("export")
+    folder = folders().copy("export")
     content, told = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_text()
     header = 8 + int.from_bytes(content[:8], "little")
     whole = digest(folder / "model.safetensors")
@@ -258,8 +262,8 @@ def test_the_tensors_of_an_export_are_a_model_or_a_usage_error_even_with_the_rig
 
 def test_a_state_with_the_right_checksum_is_resumed_from_or_put_aside():
     """As only somebody who means harm would write it."""
-    run = made().copy("stopped")
-    training = Training(with_fingerprint(config(made().data)))
+    run = folders().copy("stopped")
+    training = Training(with_fingerprint(config(folders().data)))
     path = run / NEWER / checkpoint.STATE
     content = path.read_bytes()
 
@@ -288,7 +292,7 @@ def test_a_state_with_the_right_checksum_is_resumed_from_or_put_aside():
     ids=str,
 )  # fmt: skip
 def test_an_export_that_asks_for_all_memory_gets_none(settings):
-    folder = made().copy("export")
+    folder = folders().copy("export")
     content = json.loads((folder / "config.json").read_text())
     content["model"] |= settings
     (folder / "config.json").write_text(json.dumps(content))

@@ -33,8 +33,8 @@ from muonsw.lab.studies.training.regret import (
     vertex,
 )
 from muonsw.lab.train.folder import identity
-from tests.lab.studies.tiny import by_settings, tiny_scale
-from tests.lab.train.small import tokens
+from tests.lab.studies.small_comparisons import by_settings, tiny_scale
+from tests.lab.train.small_runs import tokens
 
 ROOT = Path(__file__).parents[2]
 

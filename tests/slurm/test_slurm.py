@@ -17,8 +17,8 @@ from rich.console import Console
 from muonsw.lab.errors import Interrupted, UsageError
 from muonsw.lab.studies.cluster import FOLDER, Cluster, Slurm, saved_step
 from muonsw.lab.studies.workshop import ByArm, Workshop
-from tests.lab.studies.tiny import ARMS, comparison
-from tests.lab.train.small import losses, tokens
+from tests.lab.studies.small_comparisons import ARMS, comparison
+from tests.lab.train.small_runs import losses, tokens
 
 pytestmark = pytest.mark.slurm
 NAME = f"{ARMS[0].name}-seed0"

@@ -7,7 +7,7 @@ import torch
 
 from muonsw import MuonSW, Telemetry
 from tests.common.problems import assert_same, matrices, set_gradients
-from tests.telemetry.brute import Step, assert_values
+from tests.telemetry.float64_telemetry import Step, assert_values
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from torch import nn
 from muonsw import ALGORITHMS, MuonSW, Telemetry, machine
 from tests.common.cuda import no_waiting
 from tests.common.problems import assert_same, matrices
-from tests.telemetry.brute import Step, assert_values
+from tests.telemetry.float64_telemetry import Step, assert_values
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ from torch import nn
 from muonsw import SGDSW, MuonSW, Telemetry
 from muonsw.orthogonalize import newton_schulz_schedule, singular_value_map
 from tests.common.problems import matrices, set_gradients
-from tests.telemetry.brute import Step
+from tests.telemetry.float64_telemetry import Step
 
 
 def test_newton_schulz_leaves_the_defect_that_its_polynomial_says():

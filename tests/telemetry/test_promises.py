@@ -18,7 +18,7 @@ from muonsw import (
     Telemetry,
 )
 from tests.common.problems import assert_same, matrices, run, set_gradients
-from tests.telemetry.brute import Step, assert_values
+from tests.telemetry.float64_telemetry import Step, assert_values
 
 
 @pytest.mark.parametrize("cautious", [False, True])

@@ -7,7 +7,7 @@ from torch import nn
 from muonsw import ALGORITHMS, DECAY_RULES, MuonSW, Telemetry, drive_weight_decay
 from muonsw.lab.theory.steady_state import next_norm
 from tests.common.problems import RULE_OPTIONS, matrices, mean_square, phi_of, set_gradients
-from tests.telemetry.brute import Step, assert_values, defects, directions
+from tests.telemetry.float64_telemetry import Step, assert_values, defects, directions
 
 LAMBDA = {"squared": 3.0, "independent": 0.02}
 PEAK, LR = 0.05, 0.02

@@ -19,7 +19,7 @@ from muonsw.lab.studies.experiment import Experiment, seed_for
 from muonsw.lab.studies.study import ExperimentStudy
 from muonsw.lab.studies.theory.chains import SWAPPED
 from muonsw.registry import Registry
-from tests.lab.small import SMALL
+from tests.lab.small_experiments import SMALL
 
 FIELDS = {
     "id", "statement", "reference", "hypothesis", "predicted", "measured",

@@ -16,7 +16,7 @@ from muonsw.lab.data.corpus import Extent
 from muonsw.lab.data.prepare import Group, prepare_default, read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.progress import showing
-from tests.lab.data.small import damage
+from tests.lab.data.small_shards import damage
 
 SMALL = ["--source", "synthetic", "--limit-characters", "70000", "--vocab", "300", "--group-characters", "20000"]
 

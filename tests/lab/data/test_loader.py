@@ -14,7 +14,7 @@ from muonsw.lab.data.loader import TokenLoader, ValidationLoader, Windows, prefe
 from muonsw.lab.data.prepare import open_split, prepare
 from muonsw.lab.data.shards import ShardError
 from muonsw.lab.data.tokenizers import ByteTokenizer
-from tests.lab.data.small import make_shards
+from tests.lab.data.small_shards import make_shards
 
 
 @pytest.fixture(scope="module")

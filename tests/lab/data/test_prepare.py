@@ -13,7 +13,7 @@ from muonsw.lab.data.shards import ShardError, verify_folder
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import ByteTokenizer
 from muonsw.lab.errors import UsageError
-from tests.lab.data.small import damage
+from tests.lab.data.small_shards import damage
 
 DOCUMENTS = list(islice(MarkovSource(seed=0, mean_length=100.0), 200))
 SETTINGS = {"validation_fraction": 0.1, "group_characters": 2000}

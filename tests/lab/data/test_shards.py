@@ -27,7 +27,7 @@ from muonsw.lab.data.shards import (
 from muonsw.lab.data.tokenizers import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from tests.faults.killing import in_child
-from tests.lab.data.small import DIGEST, damage, make_shards, record_of
+from tests.lab.data.small_shards import DIGEST, damage, make_shards, record_of
 
 IDS = np.arange(1000) % 257
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from muonsw.lab.model.decoder import Attention, rotary_table, rotate
-from tests.lab.model.small import small
+from tests.lab.model.small_models import small
 
 
 @pytest.mark.parametrize("shift", [1, 17, 1000])

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from muonsw.lab.model import PRESETS, Decoder, ModelConfig, MuP, preset
-from tests.lab.model.small import small, tokens
+from tests.lab.model.small_models import small, tokens
 
 HEADS_AND_FF = {"w128": (2, 512), "w256": (4, 768), "w512": (8, 1536), "w768": (12, 2048), "w1024": (16, 2816)}
 

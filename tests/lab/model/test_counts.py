@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonsw.lab.model import PRESETS, Decoder, count
-from tests.lab.model.small import small
+from tests.lab.model.small_models import small
 
 # Name: exact total and active, then as printed in millions, and GFLOP a token as in the notes (None: not given).
 PAPER = {

@@ -9,7 +9,7 @@ from torch.nn import functional
 from muonsw import MuonSW
 from muonsw.lab.model import Decoder, MuP
 from muonsw.lab.model.decoder import rotary_table
-from tests.lab.model.small import small, tokens
+from tests.lab.model.small_models import small, tokens
 
 
 @pytest.mark.parametrize("config", [small(), small().dense()], ids=["moe", "dense"])

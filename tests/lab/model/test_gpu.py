@@ -7,7 +7,7 @@ from muonsw import machine
 from muonsw.lab.model import Decoder
 from muonsw.lab.model.grouped import choose_product, grouped_gemm, masked, slice_by_slice
 from tests.common.cuda import no_waiting
-from tests.lab.model.small import small, tokens
+from tests.lab.model.small_models import small, tokens
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from muonsw.lab.model import Decoder, MuP, initialize, muon_lr_multiplier, role_of, scalings
-from tests.lab.model.small import small
+from tests.lab.model.small_models import small
 
 # Sampling error of an estimate of the standard deviation from n normal numbers is std/sqrt(2n), of the mean
 # std/sqrt(n); six of them are passed by chance once in 5e8 draws.

@@ -7,7 +7,7 @@ from muonsw.lab.model import Decoder
 from muonsw.lab.model.grouped import choose_product, grouped_gemm, masked, slice_by_slice
 from muonsw.lab.model.init import initialize
 from muonsw.lab.model.moe import DenseFeedForward, MoE, balance_loss, plan_routes, z_loss
-from tests.lab.model.small import reference_moe, small
+from tests.lab.model.small_models import reference_moe, small
 
 # Rounding of float64 in sums of fewer than a thousand products.
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

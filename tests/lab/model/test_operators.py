@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from muonsw.lab.model import Decoder, decoder, grouped, loss, moe
 from muonsw.lab.model.decoder import _rotated_heads, _RotatedHeads, rotary_table
-from tests.lab.model.small import small, tokens
+from tests.lab.model.small_models import small, tokens
 
 # torch's compiler makes an object of an autograd function, of which torch itself warns
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

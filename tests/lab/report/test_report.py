@@ -17,7 +17,7 @@ from muonsw.lab.report.sections import Chart, Curve, Document, Level
 from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.report.theme import LIGHT, PALETTES, matplotlib_style, plotly_style
 from muonsw.lab.runs.curves import log_extremes
-from tests.lab.small import SMALL
+from tests.lab.small_experiments import SMALL
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from muonsw.lab.processes import Audience
 from muonsw.lab.studies import cluster as module
 from muonsw.lab.studies.cluster import FOLDER, FRUITLESS, Cluster, last_records, run_on_cluster, saved_step
 from muonsw.lab.studies.program import main
-from tests.lab.studies.tiny import ARMS, WILD, by_arm, comparison
-from tests.lab.train.small import losses
+from tests.lab.studies.small_comparisons import ARMS, WILD, by_arm, comparison
+from tests.lab.train.small_runs import losses
 
 STEPS = 120
 

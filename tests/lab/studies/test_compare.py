@@ -29,8 +29,8 @@ from muonsw.lab.studies.outcome import (
 from muonsw.lab.studies.study import conduct
 from muonsw.lab.studies.tuning import sweep_table, tune
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
-from tests.lab.studies.tiny import ARMS, KEY, WILD, by_arm, comparison, tiny_run
-from tests.lab.train.small import small_run, tokens
+from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison, tiny_run
+from tests.lab.train.small_runs import small_run, tokens
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from muonsw.lab.studies.theory.chains import SWAPPED
 from muonsw.lab.studies.theory.matrix import floor_excess
 from muonsw.lab.studies.theory.sgd import decade_edges, ripple_curvature, ripple_gradient, ripple_loss
 from muonsw.lab.theory import HypothesisError, constant_decay_fixed_point
-from tests.lab.small import SMALL
+from tests.lab.small_experiments import SMALL
 
 # What does not depend on which rule is which: facts about matrices and recursions, inequalities that hold for any
 # bounded path, targets that both rules reach, and transients that both go through.

@@ -21,8 +21,8 @@ from muonsw.lab.studies.study import conduct
 from muonsw.lab.studies.training import best_rules, dynamics, rows, rules, sweeps
 from muonsw.lab.train.config import RunConfig
 from tests.lab.diagnose.runs import make_run
-from tests.lab.studies.tiny import WILD, by_settings, tiny_scale
-from tests.lab.train.small import small_run, tokens
+from tests.lab.studies.small_comparisons import WILD, by_settings, tiny_scale
+from tests.lab.train.small_runs import small_run, tokens
 
 STUDIES = {study.name: study for study in TRAINING_STUDIES}
 PAPER, MINI, CPU = (SCALES[name] for name in ("paper", "mini", "cpu"))

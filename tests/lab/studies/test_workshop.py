@@ -24,9 +24,19 @@ from muonsw.lab.studies.training import rows
 from muonsw.lab.studies.workshop import ByArm, Workshop, describe
 from muonsw.lab.train.config import ScheduleConfig
 from muonsw.lab.train.state import Training, with_fingerprint
-from tests.lab.small import SMALL
-from tests.lab.studies.tiny import ARMS, KEY, QUIET, WILD, by_arm, by_settings, comparison, tiny_run, tiny_scale
-from tests.lab.train.small import losses, tokens
+from tests.lab.small_experiments import SMALL
+from tests.lab.studies.small_comparisons import (
+    ARMS,
+    KEY,
+    QUIET,
+    WILD,
+    by_arm,
+    by_settings,
+    comparison,
+    tiny_run,
+    tiny_scale,
+)
+from tests.lab.train.small_runs import losses, tokens
 
 
 def stamps(folder):

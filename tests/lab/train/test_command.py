@@ -11,7 +11,7 @@ from muonsw.lab.cli import main
 from muonsw.lab.studies import program as entry
 from muonsw.lab.train.state import Training
 from tests.faults.killing import in_child
-from tests.lab.train.small import losses, small_run, tokens
+from tests.lab.train.small_runs import losses, small_run, tokens
 
 
 def test_a_preset_is_trained_with_the_changes_that_were_given(tmp_path, capsys):

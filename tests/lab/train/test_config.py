@@ -7,7 +7,7 @@ import pytest
 from muonsw.lab.settings import differences
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import DEFAULTS, preset_run
-from tests.lab.train.small import small_run
+from tests.lab.train.small_runs import small_run
 
 
 @pytest.mark.parametrize("name", [*DEFAULTS, "w256-dense"])

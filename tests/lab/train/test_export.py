@@ -17,7 +17,7 @@ from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import DataConfig, RunConfig
 from muonsw.lab.train.export import export, load_model, sample
 from muonsw.lab.train.loop import train
-from tests.lab.train.small import MODEL, small_run
+from tests.lab.train.small_runs import MODEL, small_run
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
@@ -154,3 +154,13 @@ def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path, name)
     with pytest.raises(UsageError, match=r"config\.json belongs to something else"):
         export(run, run)
     assert files_below(tmp_path) == before
+
+
+def test_a_model_without_finite_outputs_is_told():
+    model = Decoder(MODEL)
+    torch.nn.init.constant_(model.embedding.weight, float("nan"))
+    with pytest.raises(UsageError, match="outputs are not finite: it has diverged"):
+        list(sample(model, ByteTokenizer(), "a", tokens=1))
+    model, tokenizer = Decoder(MODEL), ByteTokenizer()
+    drawn = [list(sample(model, tokenizer, "a", tokens=5, temperature=warm)) for warm in (0.0, 1e-320)]
+    assert drawn[0] == drawn[1]

@@ -12,7 +12,7 @@ from muonsw.lab.train.graph import WARM_CALLS
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.train.ranks import spread_over, write_config
-from tests.lab.train.small import losses, small_run
+from tests.lab.train.small_runs import losses, small_run
 from tests.lab.train.test_torchrun import finished, torchrun
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_one_rank_with_nccl_is_the_plain_run_and_goes_on(strategy, compiling, tm
     chosen = write_config(spread_over(small_run(**settings), strategy=strategy, timeout=300.0))
     plain, ranks = tmp_path / "plain", tmp_path / "ranks"
     subprocess.run([sys.executable, "-m", "muonsw.lab.run", chosen, plain], check=True)
-    launcher = torchrun("tests.lab.train.doomed", "slow", chosen, ranks, ranks=1)
+    launcher = torchrun("tests.lab.train.faulty_trainer", "slow", chosen, ranks, ranks=1)
     while not (ranks / "metrics.jsonl").exists() or len(losses(ranks)) < 3:
         assert launcher.poll() is None, launcher.stdout.read()
         time.sleep(0.1)

@@ -24,7 +24,7 @@ from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
 from tests.faults.killing import in_child
-from tests.lab.train.small import losses, small_run
+from tests.lab.train.small_runs import losses, small_run
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 

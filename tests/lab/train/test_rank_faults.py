@@ -19,10 +19,10 @@ from muonsw import NonFiniteGradientWarning
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.shared import SharedShelf
 from muonsw.lab.train.state import Training
+from tests.faults.folders import LONG
 from tests.faults.killing import Counter, in_child, limit_files, mount_disk, set_read_only
-from tests.faults.made import LONG
 from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
-from tests.lab.train.small import losses, small_run
+from tests.lab.train.small_runs import losses, small_run
 
 pytestmark = NEEDED
 

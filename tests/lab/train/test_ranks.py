@@ -18,7 +18,7 @@ from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training
 from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
-from tests.lab.train.small import losses, small_run
+from tests.lab.train.small_runs import losses, small_run
 
 pytestmark = NEEDED
 

@@ -46,7 +46,7 @@ def test_a_run_through_torchrun_is_that_of_its_ranks(tmp_path):
 def test_a_killed_rank_is_started_again_and_the_run_ends_with_the_same_bits(strategy, tmp_path):
     options = ("--standalone", "--max-restarts=1")
     chosen = write_config(config(strategy))
-    code, said = finished(torchrun("tests.lab.train.doomed", "kill", chosen, tmp_path / "run", options=options))
+    code, said = finished(torchrun("tests.lab.train.faulty_trainer", "kill", chosen, tmp_path / "run", options=options))
     assert code == 0, said
     assert "another rank has ended or cannot be reached" in said
     assert ending(tmp_path / "run") == undisturbed(strategy=strategy)
@@ -55,7 +55,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_with_the_same_bits(stra
 def test_a_rank_that_hangs_is_ended_and_started_again(tmp_path):
     options = ("--standalone", "--max-restarts=1")
     chosen = write_config(config(timeout=10.0))
-    code, said = finished(torchrun("tests.lab.train.doomed", "hang", chosen, tmp_path / "run", options=options))
+    code, said = finished(torchrun("tests.lab.train.faulty_trainer", "hang", chosen, tmp_path / "run", options=options))
     assert code == 0, said
     assert "has made no progress for 10 s" in said
     assert ending(tmp_path / "run") == undisturbed()
@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_is_ended_and_started_again(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     folder = tmp_path / "run"
-    launcher = torchrun("tests.lab.train.doomed", "slow", write_config(config()), folder)
+    launcher = torchrun("tests.lab.train.faulty_trainer", "slow", write_config(config()), folder)
     while not (folder / "metrics.jsonl").exists() or '"step":1,' not in (folder / "metrics.jsonl").read_text():
         assert launcher.poll() is None, launcher.stdout.read()
         time.sleep(0.05)
@@ -82,7 +82,7 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
 def test_two_nodes(tmp_path):
     """Two launchers with one rank each, which find each other as on two machines; one rank is killed."""
     options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=two")
-    given = ("tests.lab.train.doomed", "kill", write_config(config()), tmp_path / "run")
+    given = ("tests.lab.train.faulty_trainer", "kill", write_config(config()), tmp_path / "run")
     launchers = [torchrun(*given, options=(*options, "--max-restarts=2"), ranks=1) for _ in range(2)]
     answers = [finished(launcher) for launcher in launchers]
     assert [code for code, _ in answers] == [0, 0], answers

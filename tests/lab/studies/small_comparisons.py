@@ -10,7 +10,7 @@ from muonsw.lab.studies.arms import Arm, Comparison, Key
 from muonsw.lab.studies.scales import Scale, adamw_sweep
 from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop
 from muonsw.lab.train.config import DataConfig, OptimizerConfig
-from tests.lab.train.small import MODEL, small_run, tokens
+from tests.lab.train.small_runs import MODEL, small_run, tokens
 
 ARMS = tuple(Arm(rule, OptimizerConfig(decay=rule, weight_decay=1.0)) for rule in ("constant", "scaled"))
 KEY = Key("comparison")

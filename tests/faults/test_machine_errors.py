@@ -1,13 +1,16 @@
-"""A disk that fills while a file is written: a line says which file and what to do, and nothing is lost."""
+"""Faults of the machine, a full disk or too little memory: a line says what to do, and nothing is lost."""
 
+import errno
 import json
+import os
 import re
 import threading
 
 import pytest
 
+from muonsw.lab import cli, storage
 from muonsw.lab.cli import main
-from muonsw.lab.errors import MachineError
+from muonsw.lab.errors import MachineError, UsageError
 from muonsw.lab.storage import write_json
 from muonsw.lab.studies import jobs
 from muonsw.lab.studies import program as entry
@@ -15,9 +18,9 @@ from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.train import folder
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.records import tensorboard_sink
-from tests.lab.studies.tiny import ARMS, KEY, WILD, by_arm, comparison
+from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison
 from tests.lab.test_storage import files_no_larger_than
-from tests.lab.train.small import losses, small_run
+from tests.lab.train.small_runs import losses, small_run
 
 FULL = "cannot be written: File too large; make room on the disk"
 
@@ -120,3 +123,26 @@ def test_a_divergence_that_cannot_be_written_down_is_told(tmp_path, monkeypatch)
     runs = by_arm(tmp_path).train([one])[KEY]
     assert diverged_at(runs["wild"][0]) is not None
     assert diverged_at(runs["constant"][0]) is None
+
+
+def test_a_full_disk_is_the_machine_s_fault_and_a_bad_name_the_user_s(tmp_path, monkeypatch):
+    def full(*_arguments, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage.tempfile, "TemporaryFile", full)
+    with pytest.raises(MachineError, match=r"No space left on device; make room"):
+        storage.prepare_folder(tmp_path)
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="choose another") as error:
+        storage.prepare_folder(tmp_path / "file" / "below")
+    assert error.value.exit_code == 2
+
+
+def test_the_cli_says_when_memory_is_short(monkeypatch, capsys):
+    def greedy(_arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(cli, "_run", greedy)
+    assert cli.main(["plan"]) == 3
+    assert "not enough memory: ask for something smaller" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 
 from muonsw.lab.cli import main
 from muonsw.lab.data.shards import RECORD, read_record
-from tests.lab.train.small import tokens
+from tests.lab.train.small_runs import tokens
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from muonsw.lab.errors import USAGE
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies import program as entry
 from muonsw.lab.train.loop import train
-from tests.lab.train.small import small_run, tokens
+from tests.lab.train.small_runs import small_run, tokens
 
 CLIPBOARD = "\x1b]52;c;bWFsaWNl\x07"
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")

@@ -42,7 +42,7 @@ def config(data: Path, **settings) -> RunConfig:
     return RunConfig(MODEL, DataConfig(str(data), eval_windows=2), threads=1, **{**chosen, **settings})
 
 
-class Made:
+class Folders:
     """What the tests copy and break; made once for each process.
 
     Attributes:
@@ -76,8 +76,8 @@ class Made:
 
 
 @functools.cache
-def made() -> Made:
-    return Made(Path(tempfile.mkdtemp(prefix="faults-")))
+def folders() -> Folders:
+    return Folders(Path(tempfile.mkdtemp(prefix="faults-")))
 
 
 def ending(folder: Path):

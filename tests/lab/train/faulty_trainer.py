@@ -1,4 +1,4 @@
-"""The trainer, with a fault that its first start meets: `torchrun ... -m tests.lab.train.doomed FAULT CONFIG RUN`."""
+"""A trainer whose first start meets a fault: `torchrun ... -m tests.lab.train.faulty_trainer FAULT CONFIG RUN`."""
 
 import os
 import signal

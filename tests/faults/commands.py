@@ -11,14 +11,14 @@ UNAFFECTED, REPAIRED, REFUSED = "unaffected", "repaired with a note", "refused"
 GOOD = (UNAFFECTED, REPAIRED, REFUSED)
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     """How a command ended, and what it printed."""
 
     code: int
     text: str
 
 
-def say(*arguments: object) -> Said:
+def run_command(*arguments: object) -> CommandResult:
     """Run a command in this process; whatever it raises but a usage error of the parser is the test's failure."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -26,10 +26,18 @@ def say(*arguments: object) -> Said:
             code = main([str(argument) for argument in arguments])
         except SystemExit as stop:
             code = int(stop.code or 0)
-    return Said(code, out.getvalue())
+    return CommandResult(code, out.getvalue())
 
 
-def outcome(said: Said, broken: Path, *, same: bool) -> str:
+def refused(*arguments: object) -> str:
+    """What a command printed that must end with a usage error, in one sentence."""
+    said = run_command(*arguments)
+    assert said.code == 2, said
+    assert said.text.count("muonsw: ") == 1
+    return said.text
+
+
+def outcome(said: CommandResult, broken: Path, *, same: bool) -> str:
     """Which of the three good outcomes it was, or what is wrong.
 
     Args:

@@ -1,0 +1,67 @@
+"""Options that make no sense are refused before anything is written or trained."""
+
+import json
+import re
+
+import pytest
+
+from muonsw.lab.commands.plan import Plan
+from muonsw.lab.errors import UsageError
+from muonsw.lab.model import Decoder
+from muonsw.lab.studies.arms import parse_arm
+from muonsw.lab.train.config import OptimizerConfig
+from muonsw.lab.train.groups import build_optimizer
+from tests.faults.commands import refused
+from tests.faults.folders import MODEL, folders
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("plan", "--preset", "demo", "--steps", "9", "--momentum", "1"),
+            "momentum=1.0 must be at least 0 and below 1",
+        ),
+        (("plan", "--preset", "demo", "--steps", "9", "--final-fraction", "nan"), "final_fraction"),
+        (("data", "prepare", "DIR", "--vocab", "1" * 25), "a bpe needs a --vocab above 256 (below 2**31)"),
+        (("sample", "RUN", "--temperature", "nan"), "--temperature finite"),
+        (("sample", "RUN", "--seed", "9" * 25), "--seed must be at least 0 and below 2**63"),
+        (("train", "--data", "DATA", "--out", "DIR", "--device", "meta"), "device 'meta' cannot be used here"),
+        (("train", "--data", "DATA", "--out", "DIR", "--seed", "9" * 25), "seed=9999999999999999999999999 must be"),
+        (("train", "--data", "DATA", "--out", "DIR", "--steps", "9" * 25), "steps=9999999999999999999999999 must be"),
+        (("compare", "--data", "DATA", "--out", "DIR", "--weight-decay", "0", "--control", "total"), "needs decay"),
+        (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "constant,adam_lr="), "setting=value pairs"),
+        (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "constant,adam_lr=nan"), "adam_lr=nan must"),
+        (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "none,ns_dtype=x"), "ns_dtype='x' must be"),
+    ],
+    ids=lambda value: "-".join(value[-2:]) if isinstance(value, tuple) else "",
+)
+def test_an_option_that_makes_no_sense_is_refused_before_anything_is_written(arguments, message, tmp_path):
+    places = {"DIR": tmp_path / "out", "RUN": folders().whole, "DATA": folders().data}
+    assert message in refused(*(places.get(argument, argument) for argument in arguments))
+    assert not list(tmp_path.glob("out/**/*.json*"))
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum", "adam_lr", "clip"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1", "0", "1e308"])
+def test_an_arm_is_refused_at_once_or_can_be_built(name, value):
+    """So that no bad option is found only after another arm has trained."""
+    try:
+        arm = parse_arm(f"constant,{name}={value}", OptimizerConfig())
+    except UsageError:
+        return
+    assert build_optimizer(Decoder(MODEL), arm.optimizer).param_groups
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"tokens": "1e308", "steps": None}, {"batch_tokens": "1e308"}, {"tflops": 1e-320}, {"weight_decay": 1e308}],
+    ids=str,
+)
+def test_a_plan_of_any_size_is_a_plan_or_a_usage_error(option, capsys):
+    try:
+        assert Plan(**{"preset": "demo", "steps": 9, "json": True, **option}).run() == 0
+    except UsageError as error:
+        assert re.search("give a smaller one|lower it", str(error))  # noqa: PT017 (a plan is as good)
+    else:
+        assert json.loads(capsys.readouterr().out)
