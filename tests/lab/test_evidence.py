@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def found():
-    return evidence.Evidence(evidence.read_records(ROOT / "evidence"))
+    return evidence.EvidencePage(evidence.read_records(ROOT / "evidence"))
 
 
 def test_the_page_is_what_the_records_give(found):
@@ -157,7 +157,7 @@ def test_the_program_makes_runs_and_the_page_grows_with_them(tmp_path, capsys):
     folders = ["--data", tokens(), "--records", str(tmp_path), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
     assert main(["evidence/hard-cases", *folders]) == 0
     assert "hard-cases: 9 runs exported" in capsys.readouterr().out
-    grown = evidence.Evidence(evidence.read_records(tmp_path))
+    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
     page = evidence.page(grown, "{hard-cases}\n{regret}\n{conclusion}")
     assert "| little text, four times the lambda | none |" in page
     assert "Not measured yet: 8 of 8 planned runs of `regret` are missing." in page
@@ -168,7 +168,7 @@ def test_the_program_makes_runs_and_the_page_grows_with_them(tmp_path, capsys):
 def test_long_runs_from_training_to_the_page(tmp_path):
     shop = by_settings(tmp_path / "runs")
     assert evidence.gather("long", shop, evidence.file_of("long", tmp_path)) == 2 * 2 * 5
-    grown = evidence.Evidence(evidence.read_records(tmp_path))
+    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
     page = evidence.page(grown, "{conclusion}\n{long}")
     assert "On fresh text, each at its best lambda, scaled decay ends" in page
     assert "assets/long-horizons.png" in page

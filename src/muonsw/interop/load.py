@@ -30,7 +30,7 @@ _LABELS = ("name", "role")
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
 
-class Saved(NamedTuple):
+class SavedParameter(NamedTuple):
     """A parameter of a saved state: its name, the key of its state, and the group that it was saved in."""
 
     name: str
@@ -89,7 +89,9 @@ def _by_name(saved: list[Group], groups: list[Group]) -> list[Group] | None:
     torch goes by position alone, so two parameters of equal shape that have changed places would swap their states, and
     two groups their options.
     """
-    members = [Saved(*entry, group) for group in saved for entry in zip(_names(group), group["params"], strict=False)]
+    members = [
+        SavedParameter(*entry, group) for group in saved for entry in zip(_names(group), group["params"], strict=False)
+    ]
     found = {member.name: member for member in members}
     wanted = [_names(group) for group in groups]
     own = [name for names in wanted for name in names]
@@ -111,7 +113,7 @@ def _count(groups: list[Group]) -> int:
     return sum(len(group["params"]) for group in groups)
 
 
-def _gathered(members: list[Saved]) -> Group:
+def _gathered(members: list[SavedParameter]) -> Group:
     """One group of parameters that may have been saved in several, if their options are the same."""
     keys = [member.key for member in members]
     if not members:
@@ -124,7 +126,7 @@ def _gathered(members: list[Saved]) -> Group:
     return {**{key: value for key, value in first.group.items() if key not in labels}, "params": keys}
 
 
-def _refuse_mixture(one: Saved, other: Saved) -> None:
+def _refuse_mixture(one: SavedParameter, other: SavedParameter) -> None:
     found = differing_options(one.group, other.group, ignored=("params", "param_names", *_LABELS))
     if found:
         raise ValueError(

@@ -103,7 +103,7 @@ def amount(number: float, digits: int = 3) -> str:
     return f"{number:g}"
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """Parameters that are moved in one way."""
 
     parameters: int
@@ -114,9 +114,9 @@ class Part(NamedTuple):
 class ModelParts(NamedTuple):
     """A model, divided by what the optimizer and ranks do with it."""
 
-    experts: Part  # stacks of experts
-    hidden: Part  # other matrices of Muon
-    rest: Part  # what AdamW moves
+    experts: ModelPart  # stacks of experts
+    hidden: ModelPart  # other matrices of Muon
+    rest: ModelPart  # what AdamW moves
 
     @property
     def muon(self) -> int:
@@ -146,9 +146,9 @@ def parts_of(config: ModelConfig) -> ModelParts:
         for size in next((sizes for pattern, sizes in fused.items() if fnmatchcase(name, pattern)), (rows,)):
             matrices[part][min(size, columns), max(size, columns)] += math.prod(stack)
     return ModelParts(
-        Part(sizes["experts"], config.experts, dict(matrices["experts"])),
-        Part(sizes["hidden"], 1, dict(matrices["hidden"])),
-        Part(sizes["rest"], 1, {}),
+        ModelPart(sizes["experts"], config.experts, dict(matrices["experts"])),
+        ModelPart(sizes["hidden"], 1, dict(matrices["hidden"])),
+        ModelPart(sizes["rest"], 1, {}),
     )
 
 
@@ -490,7 +490,7 @@ class Hardware:
 H200 = Hardware()
 
 
-class Spread(NamedTuple):
+class Sharding(NamedTuple):
     """How a part lies on the ranks: `stack * cut * copies` of them."""
 
     stack: int = 1  # ranks over which stacks are divided
@@ -498,7 +498,7 @@ class Spread(NamedTuple):
     copies: int = 1  # ranks that hold the same
     stride: int = 1  # how far apart two neighbours of a cut are in the numbering of ranks
 
-    def held(self, part: Part) -> float:
+    def held(self, part: ModelPart) -> float:
         """Elements of a part on the rank that holds the most."""
         return math.ceil(part.stack / self.stack) / part.stack * part.parameters / self.cut
 
@@ -531,15 +531,15 @@ class RankLayout:
         """Ranks that share one copy of the model, or under "ep" of all but its experts."""
         return 1 if self.strategy == "ddp" else self.gpus // self.replicas
 
-    def spreads(self, parts: ModelParts) -> tuple[Spread, Spread, Spread]:
+    def shardings(self, parts: ModelParts) -> tuple[Sharding, Sharding, Sharding]:
         """How each part of a model lies."""
-        others, number = Spread(cut=self.shards, copies=self.gpus // self.shards), parts.experts.stack
+        others, number = Sharding(cut=self.shards, copies=self.gpus // self.shards), parts.experts.stack
         experts = others
         if self.strategy == "fsdp" and number > 1 and self.experts == "stack":
-            experts = Spread(stack=min(self.shards, number), copies=self.replicas)
+            experts = Sharding(stack=min(self.shards, number), copies=self.replicas)
         elif self.strategy == "ep" and number > 1:
             stack = math.gcd(self.gpus, number)
-            experts = Spread(stack=stack, cut=self.gpus // stack, stride=stack)
+            experts = Sharding(stack=stack, cut=self.gpus // stack, stride=stack)
         return experts, others, others
 
 
@@ -570,9 +570,9 @@ class Scenario:
         """Whether every GPU has a copy."""
         return self.layout.strategy == "ddp"
 
-    def owners(self, spread: Spread) -> int:
+    def owners(self, sharding: Sharding) -> int:
         """Ranks among which the matrices of a part are divided."""
-        return spread.copies if self.ddp else spread.cut
+        return sharding.copies if self.ddp else sharding.cut
 
 
 @dataclass(frozen=True)
@@ -626,43 +626,43 @@ def plan_ranks(model: ModelConfig, scenario: Scenario) -> RankPlan:
         (0.0, '29 ms')
     """
     parts, layout, hardware = parts_of(model), scenario.layout, scenario.hardware
-    *muon, (rest, as_rest) = zip(parts, layout.spreads(parts), strict=True)
-    muon = [(part, spread) for part, spread in muon if part.parameters]
+    *muon, (rest, as_rest) = zip(parts, layout.shardings(parts), strict=True)
+    muon = [(part, sharding) for part, sharding in muon if part.parameters]
     flops = _flops_per_token(model) * (4 / 3 if scenario.recompute else 1.0)
     sent, link_seconds = _traffic_of_model(model, parts, scenario)
-    moved = MUON_PASSES * sum(spread.held(part) for part, spread in muon) + ADAMW_PASSES * as_rest.held(rest)
+    moved = MUON_PASSES * sum(sharding.held(part) for part, sharding in muon) + ADAMW_PASSES * as_rest.held(rest)
     return RankPlan(
         layout=layout,
         memory=_memory(model, parts, scenario),
         model_bytes=sent,
-        optimizer_bytes=math.fsum(_exchanged(part, spread, scenario) for part, spread in muon),
+        optimizer_bytes=math.fsum(_exchanged(part, sharding, scenario) for part, sharding in muon),
         model_seconds=flops * scenario.batch_tokens / (layout.gpus * scenario.tflops * 1e12),
         model_link_seconds=link_seconds,
-        product_seconds=math.fsum(_products(part, spread, scenario) for part, spread in muon),
-        exchange_seconds=math.fsum(_exchange_seconds(part, spread, scenario) for part, spread in muon),
+        product_seconds=math.fsum(_products(part, sharding, scenario) for part, sharding in muon),
+        exchange_seconds=math.fsum(_exchange_seconds(part, sharding, scenario) for part, sharding in muon),
         pass_seconds=moved / hardware.memory,
         overhead_seconds=hardware.overhead,
     )
 
 
-def _exchanged(part: Part, spread: Spread, scenario: Scenario) -> float:
+def _exchanged(part: ModelPart, sharding: Sharding, scenario: Scenario) -> float:
     """Bytes that a rank receives in the exchange of a part, on average over steps."""
     if scenario.ddp:
-        return scenario.back * (spread.copies - 1) / spread.copies * part.parameters
-    others = (spread.cut - 1) / spread.cut**2
-    return (scenario.there + scenario.back) * others * part.parameters / spread.stack / scenario.period
+        return scenario.back * (sharding.copies - 1) / sharding.copies * part.parameters
+    others = (sharding.cut - 1) / sharding.cut**2
+    return (scenario.there + scenario.back) * others * part.parameters / sharding.stack / scenario.period
 
 
-def _exchange_seconds(part: Part, spread: Spread, scenario: Scenario) -> float:
+def _exchange_seconds(part: ModelPart, sharding: Sharding, scenario: Scenario) -> float:
     """On links, with the latency of every collective."""
-    ranks, hardware = scenario.owners(spread), scenario.hardware
+    ranks, hardware = scenario.owners(sharding), scenario.hardware
     if ranks == 1:
         return 0.0
-    share = FLOAT32 * part.parameters / spread.stack / ranks
+    share = FLOAT32 * part.parameters / sharding.stack / ranks
     rounds = math.ceil(share / _room(share))
     journeys = 1 if scenario.ddp else 2
     waiting = journeys * rounds * (hardware.latency + hardware.message * (ranks - 1)) / scenario.period
-    return _exchanged(part, spread, scenario) / hardware.link(ranks * spread.stride) + waiting
+    return _exchanged(part, sharding, scenario) / hardware.link(ranks * sharding.stride) + waiting
 
 
 def _room(share: float) -> float:
@@ -670,17 +670,17 @@ def _room(share: float) -> float:
     return min(ACCELERATOR_CHUNK_BYTES, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
 
 
-def _products(part: Part, spread: Spread, scenario: Scenario) -> float:
+def _products(part: ModelPart, sharding: Sharding, scenario: Scenario) -> float:
     """Seconds of products on the rank with the most, on average over steps."""
-    share = math.ceil(part.stack / spread.stack) / part.stack
+    share = math.ceil(part.stack / sharding.stack) / part.stack
     here = {shape: round(number * share) for shape, number in part.matrices.items()}
     kinds = [(orthogonalizing(*shape, scenario.hardware), number) for shape, number in here.items()]
-    whole = heaviest(kinds, scenario.owners(spread))
-    if scenario.period == 1 or spread.cut == 1:
+    whole = heaviest(kinds, scenario.owners(sharding))
+    if scenario.period == 1 or sharding.cut == 1:
         return whole
     blocks = 0.0
     for (rows, columns), number in here.items():
-        short, long = sorted((math.ceil(rows / spread.cut), columns))
+        short, long = sorted((math.ceil(rows / sharding.cut), columns))
         blocks += number * orthogonalizing(short, long, scenario.hardware)
     return (whole + (scenario.period - 1) * blocks) / scenario.period
 
@@ -726,23 +726,23 @@ def _traffic_of_model(model: ModelConfig, parts: ModelParts, scenario: Scenario)
     tokens = scenario.batch_tokens / layout.gpus
     micro_batches = max(1, math.ceil(tokens / (scenario.micro_batch * model.sequence)))
     sent: list[tuple[float, int]] = []  # bytes, and how far the ranks are apart
-    spreads = layout.spreads(parts)
-    for part, spread in zip(parts, spreads, strict=True):
-        divided = spread.cut if layout.strategy == "ep" else spread.cut * spread.stack
-        held = part.parameters / (spread.cut * spread.stack)
+    shardings = layout.shardings(parts)
+    for part, sharding in zip(parts, shardings, strict=True):
+        divided = sharding.cut if layout.strategy == "ep" else sharding.cut * sharding.stack
+        held = part.parameters / (sharding.cut * sharding.stack)
         others = held * (divided - 1)
-        reach = layout.shards if layout.strategy == "fsdp" else divided * spread.stride
+        reach = layout.shards if layout.strategy == "fsdp" else divided * sharding.stride
         sent.append(((2 * micro_batches * scenario.gathered + FLOAT32) * others, reach))
-        sent.append((2 * FLOAT32 * (spread.copies - 1) / spread.copies * held, layout.gpus))
+        sent.append((2 * FLOAT32 * (sharding.copies - 1) / sharding.copies * held, layout.gpus))
     if layout.strategy == "ep":
-        stack = spreads[0].stack
+        stack = shardings[0].stack
         size = JOURNEYS * TOKEN_BYTES * tokens * model.top_k * model.width * model.layers
         sent.append((size * (stack - 1) / stack, stack))
     return sum(size for size, _ in sent), sum(size / scenario.hardware.link(reach) for size, reach in sent)
 
 
 def _memory(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> Memory:
-    experts, others, _ = scenario.layout.spreads(parts)
+    experts, others, _ = scenario.layout.shardings(parts)
     muon = experts.held(parts.experts) + others.held(parts.hidden)
     rest = others.held(parts.rest)
     on_owner = scenario.momentum_on_owner and scenario.ddp
@@ -770,7 +770,7 @@ def _gathered(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> floa
     layout = scenario.layout
     if layout.shards == 1:
         return BFLOAT16 * (parts.muon + parts.rest.parameters)
-    stack = layout.spreads(parts)[0].stack if layout.strategy == "ep" else 1
+    stack = layout.shardings(parts)[0].stack if layout.strategy == "ep" else 1
     layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
     return scenario.gathered * (2 * layer + parts.rest.parameters) + BFLOAT16 * layer
 
@@ -778,8 +778,8 @@ def _gathered(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> floa
 def _buffers(parts: ModelParts, scenario: Scenario) -> float:
     """Eight rounds where matrices travel; two batches where they do not."""
     sizes = []
-    for part, spread in zip(parts[:2], scenario.layout.spreads(parts), strict=False):
-        owners = scenario.owners(spread)
-        share = FLOAT32 * part.parameters / spread.stack / owners
+    for part, sharding in zip(parts[:2], scenario.layout.shardings(parts), strict=False):
+        owners = scenario.owners(sharding)
+        share = FLOAT32 * part.parameters / sharding.stack / owners
         sizes.append(IN_FLIGHT * _room(share) if owners > 1 else 2 * min(ACCELERATOR_CHUNK_BYTES, share))
     return max(sizes)

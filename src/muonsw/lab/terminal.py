@@ -49,7 +49,7 @@ def say(console: Console, text: object) -> None:
     console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-class _Enduring:
+class _SafeStream:
     """A stream that takes any character, and is silent once it cannot be written to: a pipe is closed, a disk full."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -102,7 +102,7 @@ def enduring(main: Callable[Given, int]) -> Callable[Given, int]:
     @wraps(main)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> int:
         before = sys.stdout, sys.stderr
-        out, err = (stream and _Enduring(stream) for stream in before)
+        out, err = (stream and _SafeStream(stream) for stream in before)
         sys.stdout, sys.stderr = cast("TextIO", out), cast("TextIO", err)
         try:
             code = main(*args, **kwargs)

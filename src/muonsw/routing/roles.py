@@ -64,20 +64,20 @@ class Decision(NamedTuple):
     view: View
 
 
-class Known(NamedTuple):
+class ModelFacts(NamedTuple):
     """What is known of the whole model."""
 
     survey: Survey
     mixtures: Mixtures
 
 
-Rule = Callable[[Subject, Known], Decision | None]
+Rule = Callable[[Subject, ModelFacts], Decision | None]
 
 
 def classify(model: nn.Module) -> Iterator[RoutedParameter]:
     """Name, role, reason and matrix view of each trainable parameter; tied weights come once."""
     survey = Survey(model)
-    known = Known(survey, Mixtures(survey))
+    known = ModelFacts(survey, Mixtures(survey))
     for subject in survey.subjects():
         role, reason, view = next(decision for rule in RULES if (decision := rule(subject, known)) is not None)
         decayed = role in MATRIX_ROLES and subject.name not in survey.without_decay
@@ -86,7 +86,7 @@ def classify(model: nn.Module) -> Iterator[RoutedParameter]:
         yield RoutedParameter(names.clean_name(model, subject.name), subject.param, role, reason, view, decayed)
 
 
-def adapter(subject: Subject, known: Known) -> Decision | None:
+def adapter(subject: Subject, known: ModelFacts) -> Decision | None:
     """Low-rank factors beside a frozen weight; PEFT says which parts of its layers they are."""
     layered = any(hasattr(module, "adapter_layer_names") for _, module in known.survey.ancestors(subject.path))
     inside = layered and not names.PEFT_WORDS & set(subject.path.split("."))
@@ -96,7 +96,7 @@ def adapter(subject: Subject, known: Known) -> Decision | None:
     return Decision("lora", "a low-rank factor of an adapter", _plain_view(subject, known))
 
 
-def parametrized(subject: Subject, _: Known) -> Decision | None:
+def parametrized(subject: Subject, _: ModelFacts) -> Decision | None:
     """Pieces from which torch computes the weight, other than a matrix that is only rescaled."""
     module, own = subject.owner, subject.own
     if isinstance(module, ParametrizationList):
@@ -108,7 +108,7 @@ def parametrized(subject: Subject, _: Known) -> Decision | None:
     return None
 
 
-def bias(subject: Subject, _: Known) -> Decision | None:
+def bias(subject: Subject, _: ModelFacts) -> Decision | None:
     """Offsets; a table of offsets by position is an embedding."""
     if not names.BIAS.search(subject.own.lower()):
         return None
@@ -117,7 +117,7 @@ def bias(subject: Subject, _: Known) -> Decision | None:
     return Decision("bias", "it is added to features", {})
 
 
-def norm(subject: Subject, _: Known) -> Decision | None:
+def norm(subject: Subject, _: ModelFacts) -> Decision | None:
     """Gains of norms, also where they have an axis for heads or space."""
     if is_norm(subject.owner):
         return Decision("norm", f"it belongs to {type(subject.owner).__name__}", {})
@@ -127,7 +127,7 @@ def norm(subject: Subject, _: Known) -> Decision | None:
     return None
 
 
-def embedding(subject: Subject, known: Known) -> Decision | None:
+def embedding(subject: Subject, known: ModelFacts) -> Decision | None:
     """Tables that are looked up, also where the head shares them."""
     owners = known.survey.owners.get(subject.param, [subject.owner])
     if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
@@ -140,7 +140,7 @@ def embedding(subject: Subject, known: Known) -> Decision | None:
     return None
 
 
-def router(subject: Subject, known: Known) -> Decision | None:
+def router(subject: Subject, known: ModelFacts) -> Decision | None:
     """A row for each of the experts beside it, or the name of a router."""
     called = names.GATE.match(subject.own) or names.says_router(subject.own)
     if subject.param.dim() != 2 or (has_row_for_each_expert(subject.owner, subject.param) and not called):
@@ -157,7 +157,7 @@ def router(subject: Subject, known: Known) -> Decision | None:
     return None
 
 
-def head(subject: Subject, known: Known) -> Decision | None:
+def head(subject: Subject, known: ModelFacts) -> Decision | None:
     """Outputs of the model."""
     if subject.param.dim() < 2 or known.mixtures.around(subject):
         return None
@@ -165,7 +165,7 @@ def head(subject: Subject, known: Known) -> Decision | None:
     return None if found is None else Decision(*found, _plain_view(subject, known))
 
 
-def vector(subject: Subject, _: Known) -> Decision | None:
+def vector(subject: Subject, _: ModelFacts) -> Decision | None:
     """At most one axis is longer than one: nothing to orthogonalize, whatever the number of axes."""
     if isinstance(subject.owner, _ConvNd) and subject.own == "weight":
         return None
@@ -174,7 +174,7 @@ def vector(subject: Subject, _: Known) -> Decision | None:
     return None
 
 
-def convolution(subject: Subject, _: Known) -> Decision | None:
+def convolution(subject: Subject, _: ModelFacts) -> Decision | None:
     """Kernels: one matrix for each group; a kernel for each channel is no matrix at all."""
     module = subject.owner
     if not isinstance(module, _ConvNd) or subject.own != "weight":
@@ -197,7 +197,7 @@ def convolution(subject: Subject, _: Known) -> Decision | None:
     return Decision("convolution", reason, view)
 
 
-def table(subject: Subject, known: Known) -> Decision | None:
+def table(subject: Subject, known: ModelFacts) -> Decision | None:
     """Parameters of a module's own that are learned inputs or act entry by entry, as the model or their names say."""
     if isinstance(subject.owner, nn.Linear | _ConvNd | nn.MultiheadAttention | nn.RNNBase | nn.Bilinear):
         return None
@@ -213,7 +213,7 @@ def table(subject: Subject, known: Known) -> Decision | None:
     return None
 
 
-def experts(subject: Subject, known: Known) -> Decision | None:
+def experts(subject: Subject, known: ModelFacts) -> Decision | None:
     """Matrices of routed experts: in a list, in a stack, or in one tall matrix."""
     around = known.mixtures.around(subject)
     if not around or has_row_for_each_expert(subject.owner, subject.param):
@@ -224,7 +224,7 @@ def experts(subject: Subject, known: Known) -> Decision | None:
     return Decision("experts", f"one of {around[0].experts} experts, or all of them in one parameter", view)
 
 
-def known_module(subject: Subject, _: Known) -> Decision | None:
+def known_module(subject: Subject, _: ModelFacts) -> Decision | None:
     """Layers of torch that keep several matrices in one parameter, in an order that torch documents."""
     module = subject.owner
     if isinstance(module, nn.MultiheadAttention):
@@ -238,14 +238,14 @@ def known_module(subject: Subject, _: Known) -> Decision | None:
     return None
 
 
-def linear(subject: Subject, known: Known) -> Decision | None:
+def linear(subject: Subject, known: ModelFacts) -> Decision | None:
     """Linear maps from features to features."""
     if isinstance(subject.owner, nn.Linear) or subject.param in known.survey.layer_of:
         return Decision("hidden", "a linear map inside the model" + _offer(subject), _plain_view(subject, known))
     return None
 
 
-def maps_on_an_axis(subject: Subject, _: Known) -> Decision | None:
+def maps_on_an_axis(subject: Subject, _: ModelFacts) -> Decision | None:
     """Projections with an axis for heads, (width, heads, size) or (heads, in, out), as the module's own sizes tell.
 
     Or with one for queries, keys and values, (3, out, in), as a name such as `qkv` tells.
@@ -270,7 +270,7 @@ def maps_on_an_axis(subject: Subject, _: Known) -> Decision | None:
     return None
 
 
-def unclear(subject: Subject, _: Known) -> Decision:
+def unclear(subject: Subject, _: ModelFacts) -> Decision:
     """What no rule explains."""
     return Decision("unclear", f"nothing tells what its axes {subject.shape} mean", {})
 
@@ -294,7 +294,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _plain_view(subject: Subject, known: Known) -> View:
+def _plain_view(subject: Subject, known: ModelFacts) -> View:
     """How Muon sees a matrix or kernel of its own, should a pattern send it there."""
     if isinstance(subject.owner, _ConvNd):
         return (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from muonsw.lab.claims import claim as constructors
-from muonsw.lab.claims.claim import Claim, Criterion, Interval, Measured, Stated, Verdict, count_verdicts, failed_first
+from muonsw.lab.claims.claim import Claim, Criterion, Estimate, Interval, Source, Verdict, count_verdicts, failed_first
 from muonsw.lab.claims.statistics import (
     log_log_slope,
     mean_of,
@@ -110,9 +110,9 @@ def test_a_prediction_is_covered_only_by_an_interval():
     ],
 )
 def test_constructors_say_what_they_are(name, criterion):
-    measured = Measured(1.0, Interval(0.5, 1.5, "t"), "few samples")
+    measured = Estimate(1.0, Interval(0.5, 1.5, "t"), "few samples")
     made = getattr(constructors, name)(
-        "id", "words", Stated("here", "if"), measured, 2.0, Tolerance(0.1, "why"), limits="x"
+        "id", "words", Source("here", "if"), measured, 2.0, Tolerance(0.1, "why"), limits="x"
     )
     assert made == Claim(
         "id", "words", "here", "if", 2.0, 1.0, Criterion(criterion), 0.1, "why", measured.interval, "x; few samples"

@@ -10,7 +10,7 @@ import pytest
 
 import muonsw
 import muonsw.lab.commands.reproduce  # before anything in it is replaced
-from muonsw.lab.claims.claim import Evidence, Interval, Measured, Stated, at_most
+from muonsw.lab.claims.claim import Estimate, Evidence, Interval, Source, at_most
 from muonsw.lab.cli import main
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.study_figures import draw_convergence
@@ -156,7 +156,7 @@ def test_each_experiment_has_random_numbers_of_its_own():
 
 def test_what_is_undecided_is_no_failure(tmp_path, capsys, monkeypatch):
     wide = Interval(-1.0, 1.0, "95% t, n=2")
-    unsure = at_most("x", "an unsure statement", Stated("", "nothing"), Measured(0.0, wide), 0.5, Tolerance(0.0, ""))
+    unsure = at_most("x", "an unsure statement", Source("", "nothing"), Estimate(0.0, wide), 0.5, Tolerance(0.0, ""))
     study = replace(
         STUDIES["theory"], experiments=(Experiment("one", "", (), Settings(), lambda *_: Evidence([unsure])),)
     )

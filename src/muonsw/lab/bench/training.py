@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from muonsw.lab.bench.timing import milliseconds, synchronize
-from muonsw.lab.data.loader import Batch
+from muonsw.lab.data.loader import TokenBatch
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import ByteTokenizer
@@ -85,7 +85,7 @@ class TimedTraining:
         self.config = self.training.config
         shape = (self.config.batch // self.config.accumulation, self.config.model.sequence + 1)
         rows = [torch.randint(self.config.model.vocab, shape, device=device) for _ in range(self.config.accumulation)]
-        self.batches: list[Batch] = [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+        self.batches: list[TokenBatch] = [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
         self.journal = Journal(self.training, [])
 
     def update(self) -> None:

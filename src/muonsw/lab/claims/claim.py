@@ -46,7 +46,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Estimate:
     """A measured mean with its interval."""
 
     value: float  # the mean
@@ -55,7 +55,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Stated:
+class Source:
     """Where the paper makes a statement, and under which condition; the run satisfies it."""
 
     reference: str
@@ -85,8 +85,8 @@ class Claim:
         A measurement without interval is judged as it stands. One that is not a number agrees with nothing: it fails.
 
         Examples:
-            >>> bound = Stated("", "")
-            >>> close = Measured(0.9, Interval(0.7, 1.1, "95% t, n=3"))
+            >>> bound = Source("", "")
+            >>> close = Estimate(0.9, Interval(0.7, 1.1, "95% t, n=3"))
             >>> str(at_most("gap", "", bound, close, 1.0, Tolerance(0.0, "")).verdict)
             'undecided'
         """
@@ -138,15 +138,15 @@ def make_claim(
     criterion: Criterion,
     id: str,
     statement: str,
-    source: Stated,
-    measured: float | Measured,
+    source: Source,
+    measured: float | Estimate,
     predicted: float,
     tolerance: Tolerance,
     *,
     limits: str = "",
 ) -> Claim:
     """A claim; the functions below have the criterion filled in."""
-    found = measured if isinstance(measured, Measured) else Measured(measured)
+    found = measured if isinstance(measured, Estimate) else Estimate(measured)
     return Claim(
         id=id,
         statement=statement,
@@ -200,7 +200,7 @@ def count_verdicts(claims: Sequence[Claim]) -> str:
     """How the claims came out, in one sentence.
 
     Examples:
-        >>> claim = at_most("x", "", Stated("", ""), 2.0, 1.0, Tolerance(0.0, ""))
+        >>> claim = at_most("x", "", Source("", ""), 2.0, 1.0, Tolerance(0.0, ""))
         >>> count_verdicts([claim, claim])
         '2 of 2 claims FAILED their stated tolerance; they are shown first.'
         >>> count_verdicts([])

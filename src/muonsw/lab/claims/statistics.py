@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Interval, Measured
+from muonsw.lab.claims.claim import Estimate, Interval
 
 ONE_SEED = "one seed: chance is not excluded"
 
@@ -72,7 +72,7 @@ def t_interval(samples: Tensor, confidence: float = 0.95) -> Interval:
     return Interval(mean - half, mean + half, f"{100 * confidence:g}% t, n={n}")
 
 
-def mean_of(samples: Tensor, confidence: float = 0.95) -> Measured:
+def mean_of(samples: Tensor, confidence: float = 0.95) -> Estimate:
     """The mean of independent samples with its t interval.
 
     Examples:
@@ -80,20 +80,20 @@ def mean_of(samples: Tensor, confidence: float = 0.95) -> Measured:
         >>> mean_of(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).value
         2.0
     """
-    return Measured(float(samples.mean()), t_interval(samples, confidence))
+    return Estimate(float(samples.mean()), t_interval(samples, confidence))
 
 
-def over_seeds(values: Sequence[float]) -> Measured:
+def over_seeds(values: Sequence[float]) -> Estimate:
     """The mean over seeds with its t interval; one seed has none, and its limits say so.
 
     Examples:
         >>> over_seeds([0.5])
-        Measured(value=0.5, interval=None, limits='one seed: chance is not excluded')
+        Estimate(value=0.5, interval=None, limits='one seed: chance is not excluded')
         >>> over_seeds([1.0, 2.0, 3.0]).interval.method
         '95% t, n=3'
     """
     mean, interval = math.fsum(values) / len(values), interval_of(values)
-    return Measured(mean, interval, "" if interval else ONE_SEED)
+    return Estimate(mean, interval, "" if interval else ONE_SEED)
 
 
 def interval_of(values: Sequence[float]) -> Interval | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from muonsw.lab.data.bijection import Bijection, Indices
 from muonsw.lab.data.shards import Shard, check_tokens
 
-Batch: TypeAlias = tuple[Tensor, Tensor]
+TokenBatch: TypeAlias = tuple[Tensor, Tensor]
 T = TypeVar("T")
 
 
@@ -45,7 +45,7 @@ class Windows:
             needs = f"no shard holds one window of {sequence + 1} tokens"
             raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
 
-    def gather(self, ids: Indices) -> Batch:
+    def gather(self, ids: Indices) -> TokenBatch:
         """Inputs and targets of the windows with these ids, int64 of shape (len(ids), sequence).
 
         Raises:
@@ -90,11 +90,11 @@ class TokenLoader:
         """How many windows an epoch has."""
         return self.windows.count if self.limit is None else min(self.limit, self.windows.count)
 
-    def batch_at(self, step: int) -> Batch:
+    def batch_at(self, step: int) -> TokenBatch:
         """Inputs and targets of a step, counted from 0; int64 of shape (batch, sequence)."""
         return self.windows.gather(self._ids(step, 0, self.batch))
 
-    def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
+    def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[TokenBatch]:
         """What one rank reads of a step, one micro-batch at a time.
 
         Micro-batch m of all ranks, in the order of the ranks, then micro-batch m + 1: together exactly
@@ -142,11 +142,11 @@ class ValidationLoader:
     def __len__(self) -> int:
         return (len(self.ids) + self.batch - 1) // self.batch
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TokenBatch]:
         for start in range(0, len(self.ids), self.batch):
             yield self.windows.gather(self.ids[start : start + self.batch])
 
-    def parts(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
+    def parts(self, *, ranks: int, rank: int) -> Iterator[tuple[TokenBatch, int]]:
         """What one rank reads, and how many rows of each batch count; together all ranks read every window once.
 
         Every rank has as many batches, since a sharded model needs them all for a forward pass; one

@@ -26,7 +26,7 @@ OBSERVED, TARGET = ("solid", "observed"), ("dashed", "steady state r*")
 RECURSION, ENDS = ("dotted", "recursion from first norm"), ("mark", "norm no longer follows r*")
 
 
-class Named(NamedTuple):
+class NamedDiagnosis(NamedTuple):
     """A diagnosis with the name that it has in every figure, and the telemetry of its chosen scope."""
 
     name: str
@@ -37,7 +37,7 @@ class Named(NamedTuple):
 def draw(diagnoses: Sequence[Diagnosis], folder: Path, names: Sequence[str] = ()) -> list[Path]:
     """Draw the figures of these names, or all, as PNG and SVG; one for which nothing was recorded is left out."""
     arms = legend(diagnoses)
-    named = [Named(arm.name, one, one.history) for arm, one in zip(arms, diagnoses, strict=True)]
+    named = [NamedDiagnosis(arm.name, one, one.history) for arm, one in zip(arms, diagnoses, strict=True)]
     sheets = (FIGURES[name](named) for name in names or FIGURES)
     return [path for sheet in sheets if sheet is not None for path in write_sheet(sheet, arms, folder)]
 
@@ -54,7 +54,7 @@ def legend(diagnoses: Sequence[Diagnosis]) -> list[LegendEntry]:
     return [LegendEntry(name, hue) for name, hue in zip(names, hues, strict=True)]
 
 
-def loss_and_norm(named: Sequence[Named]) -> Sheet:
+def loss_and_norm(named: Sequence[NamedDiagnosis]) -> Sheet:
     """Loss and weight norm over steps (the paper's first figure, and those of widths 512 and 768)."""
     evaluated = all(len(one.diagnosis.run.losses[0]) for one in named)
     losses: list[Curve] = []
@@ -67,7 +67,7 @@ def loss_and_norm(named: Sequence[Named]) -> Sheet:
     return Sheet("loss-and-norm", "Loss and weight norm", [chart for chart in (loss, norm) if chart.curves])
 
 
-def alignment_and_prediction(named: Sequence[Named]) -> Sheet | None:
+def alignment_and_prediction(named: Sequence[NamedDiagnosis]) -> Sheet | None:
     """Alignment, and observed norm beside the steady state and the recursion (the paper's second figure)."""
     if not _recorded(named, "alignment_update"):
         return None
@@ -87,7 +87,7 @@ def alignment_and_prediction(named: Sequence[Named]) -> Sheet | None:
     return Sheet("alignment-and-prediction", "Alignment, and the norm it predicts", [alignment, norm])
 
 
-def tracking_ratio_and_lag(named: Sequence[Named]) -> Sheet | None:
+def tracking_ratio_and_lag(named: Sequence[NamedDiagnosis]) -> Sheet | None:
     """The adiabatic ratio and the lag: whether the norm can follow its target, and whether it does."""
     ratios, lags = [], []
     for name, _, history in named:
@@ -113,7 +113,7 @@ def tracking_ratio_and_lag(named: Sequence[Named]) -> Sheet | None:
     return Sheet("tracking", "Does the norm follow its steady state?", charts)
 
 
-def orthogonality(named: Sequence[Named]) -> Sheet | None:
+def orthogonality(named: Sequence[NamedDiagnosis]) -> Sheet | None:
     """How far from orthogonal Muon's direction is (the paper's figure on Newton-Schulz)."""
     if not _recorded(named, "defect"):
         return None
@@ -124,7 +124,7 @@ def orthogonality(named: Sequence[Named]) -> Sheet | None:
     return Sheet("orthogonality", "Size of Muon's direction", [chart], columns=1)
 
 
-def gradient_and_momentum(named: Sequence[Named]) -> Sheet | None:
+def gradient_and_momentum(named: Sequence[NamedDiagnosis]) -> Sheet | None:
     """Alignment of the weights with gradient and momentum (the paper's figure of the same)."""
     keys = {"alignment_gradient": "Weight and gradient", "alignment_momentum": "Weight and momentum"}
     if not _recorded(named, *keys):
@@ -137,7 +137,7 @@ def gradient_and_momentum(named: Sequence[Named]) -> Sheet | None:
     return Sheet("gradient-and-momentum", "Gradient and momentum against the weights", charts)
 
 
-def late_alignment(named: Sequence[Named]) -> Sheet | None:
+def late_alignment(named: Sequence[NamedDiagnosis]) -> Sheet | None:
     """Late alignment over learning rate with both fits, extended to zero (the paper's figure of the same)."""
     curves, key = [], []
     for name, diagnosis, history in named:
@@ -164,7 +164,7 @@ def late_alignment(named: Sequence[Named]) -> Sheet | None:
     return Sheet("late-alignment", "Late alignment against the learning rate", [chart], columns=1)
 
 
-def small_multiples(name: str, title: str, kind: str, key: str, named: Sequence[Named]) -> Sheet | None:
+def small_multiples(name: str, title: str, kind: str, key: str, named: Sequence[NamedDiagnosis]) -> Sheet | None:
     """One panel for each role or layer; the norm is drawn with its steady state."""
     histories = [(one.name, history) for one in named for history in getattr(one.diagnosis, kind)]
     if not any(np.isfinite(history.column(key)).any() for _, history in histories):
@@ -189,7 +189,7 @@ def _cosine_panel(scope: str, pairs: Sequence[tuple[str, History]]) -> Chart:
     return Chart(scope, scope.replace(":", " "), curves, y=COSINE, levels=[Level(0.0)])
 
 
-def _each(named: Sequence[Named], key: str, draw: Callable[[str, Points], list[Curve]]) -> list[Curve]:
+def _each(named: Sequence[NamedDiagnosis], key: str, draw: Callable[[str, Points], list[Curve]]) -> list[Curve]:
     return [curve for one in named for curve in draw(one.name, one.history.points(key))]
 
 
@@ -206,7 +206,7 @@ def _noisy(name: str, points: Points) -> list[Curve]:
     return _curves(name, points) + ([] if smooth is None else _curves(name, smooth, middle=True))
 
 
-def _recorded(named: Sequence[Named], *keys: str) -> bool:
+def _recorded(named: Sequence[NamedDiagnosis], *keys: str) -> bool:
     return any(np.isfinite(one.history.column(key)).any() for one in named for key in keys)
 
 
@@ -216,11 +216,11 @@ def _from_zero(histories: Iterable[History], factor: float) -> Axis:
     return Axis("weight RMS", limits=(0.0, factor * highest if highest > 0 else 1.0))
 
 
-def _scope(named: Sequence[Named]) -> str:
+def _scope(named: Sequence[NamedDiagnosis]) -> str:
     return words(named[0].history.scope)
 
 
-Build = Callable[[Sequence[Named]], Sheet | None]
+Build = Callable[[Sequence[NamedDiagnosis]], Sheet | None]
 FIGURES: Mapping[str, Build] = {
     "loss-and-norm": loss_and_norm,
     "alignment-and-prediction": alignment_and_prediction,

@@ -8,7 +8,7 @@ from muonsw.lab import paper
 from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup, theory
 from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
-from muonsw.lab.studies.training import best_rules, cases, dynamics, long, recipes, regret, rows, rules, sweeps
+from muonsw.lab.studies.training import best_rules, cases, dynamics, frontier_models, long, regret, rows, rules, sweeps
 from muonsw.registry import Registry
 
 THEORY = ExperimentStudy(
@@ -92,9 +92,9 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         name="recipes",
         title="the recipe table of the frontier models, as inputs of the planner",
         reference="appendix on frontier models",
-        comparisons=recipes.no_runs,
-        claims=recipes.judge_recipes,
-        own_tables=recipes.recipe_tables,
+        comparisons=frontier_models.no_runs,
+        claims=frontier_models.judge_recipes,
+        own_tables=frontier_models.recipe_tables,
     ),
     TrainingStudy(
         name="width-transfer",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim, Stated, above, below
+from muonsw.lab.claims.claim import Claim, Source, above, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import Claims
 from muonsw.lab.paper import Tolerance
@@ -29,7 +29,7 @@ from muonsw.lab.studies.outcome import (
     pairs_table,
 )
 from muonsw.lab.studies.study import PAGE, Conclusion, Study
-from muonsw.lab.studies.tuning import Tuned, edge_note, sweep_table, tune
+from muonsw.lab.studies.tuning import TuningResult, edge_note, sweep_table, tune
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.tables import Table, change_text, norm_text
 from muonsw.lab.train.config import RunConfig
@@ -38,7 +38,7 @@ from muonsw.text import counted
 NAME = "comparison"
 KEY = Key(NAME)
 SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
-MAIN_TABLE = Stated(paper.TABLE, SAME_LAMBDA)
+MAIN_TABLE = Source(paper.TABLE, SAME_LAMBDA)
 LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
 # Norms that differ by less than this did not move, whatever the interval.
 MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie above a hundredth: less is no movement")
@@ -47,16 +47,16 @@ NO_DECAY = 0.2
 
 
 @dataclass(frozen=True)
-class Trained:
+class ComparisonResult:
     """What a comparison trained, and what a search for lambda found before."""
 
     runs: Runs
     outcome: Outcome
-    tuned: Sequence[Tuned] = ()
+    tuned: Sequence[TuningResult] = ()
 
 
 @dataclass(frozen=True)
-class CompareStudy(Study[Trained]):
+class CompareStudy(Study[ComparisonResult]):
     """Arms against a baseline, on the same weights and batches.
 
     Attributes:
@@ -77,35 +77,35 @@ class CompareStudy(Study[Trained]):
     name: str = field(default="compare", init=False)
     numbers: ClassVar[str] = "outcome.json"
 
-    def run(self, workshop: Workshop) -> Trained:
+    def run(self, workshop: Workshop) -> ComparisonResult:
         """Search for lambda where that is asked, then train every arm with every seed."""
         tuned = tune(workshop.train, self.base, self.arms, seed=self.seeds) if self.tune_lambda else []
         arms = [one.arm for one in tuned] or list(self.arms)
         if self.control:
             arms.append(same_total(self.base, next(arm for arm in arms if arm.optimizer.decay == "scaled")))
         results = workshop.train([Comparison(KEY, self.base, tuple(arms), tuple(range(self.seeds)))])
-        return Trained(results[KEY], compare(results[KEY]), tuned)
+        return ComparisonResult(results[KEY], compare(results[KEY]), tuned)
 
-    def judge(self, found: Trained) -> Claims:
+    def judge(self, found: ComparisonResult) -> Claims:
         """The paper's claims, which are about one lambda for both rules; none where each has its own."""
         return {} if self.tune_lambda else {NAME: effects(found.runs, found.outcome)}
 
-    def sentence(self, found: Trained, claims: Claims) -> str:  # noqa: ARG002
+    def sentence(self, found: ComparisonResult, claims: Claims) -> str:  # noqa: ARG002
         """The verdict."""
         return verdict(found.outcome, found.tuned)
 
-    def record(self, found: Trained, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
+    def record(self, found: ComparisonResult, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
         """The verdict, every arm, every pair, the search over lambda, the claims."""
         judged = [claim.as_data() for claim in claims.get(NAME, ())]
         search = [one.as_data() for one in found.tuned]
         return {"verdict": self.sentence(found, claims), **found.outcome.as_data(), "search": search, "claims": judged}
 
-    def tables(self, found: Trained) -> list[Table]:
+    def tables(self, found: ComparisonResult) -> list[Table]:
         """Arms, pairs, and the search."""
         search = [sweep_table(found.tuned)] if found.tuned else []
         return [arms_table(found.outcome), pairs_table(found.outcome.pairs), *search]
 
-    def draw(self, found: Trained, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
+    def draw(self, found: ComparisonResult, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
         """The page."""
         runs = [run for those in found.runs.values() for run in those]
         claims = conclusion.claims if any(conclusion.claims.values()) else None
@@ -146,7 +146,7 @@ def lower_loss(
     constant: Sequence[Run],
     scaled: Sequence[Run],
     *,
-    source: Stated = MAIN_TABLE,
+    source: Source = MAIN_TABLE,
     limits: str = "",
 ) -> Claim:
     """The scaled arm's final validation loss is lower, seed by seed."""
@@ -156,10 +156,10 @@ def lower_loss(
 def kept_norm(id: str, statement: str, constant: Sequence[Run], scaled: Sequence[Run]) -> Claim:
     """The scaled arm keeps more of its largest norm, seed by seed."""
     kept = over_seeds(paired(scaled, constant, lambda run: run.norm_change))
-    return above(id, statement, Stated(paper.HEADLINE, SAME_LAMBDA), kept, 0.0, MOVED)
+    return above(id, statement, Source(paper.HEADLINE, SAME_LAMBDA), kept, 0.0, MOVED)
 
 
-def verdict(outcome: Outcome, tuned: Sequence[Tuned] = ()) -> str:
+def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = ()) -> str:
     """What came out, in a few sentences that claim no more than the numbers carry."""
     arms = {arm.name: arm for arm in outcome.arms}
     lines = [_diverged(arm) for arm in outcome.arms if arm.diverged]
@@ -212,7 +212,7 @@ def _norms(arms: Sequence[ArmOutcome]) -> str:
     return f"Weight RMS, and its change since its largest value: {', '.join(shown)}." if shown else ""
 
 
-def _caveats(outcome: Outcome, tuned: Sequence[Tuned]) -> list[str]:
+def _caveats(outcome: Outcome, tuned: Sequence[TuningResult]) -> list[str]:
     notes = [edge_note(tuned)]
     if max(arm.total_decay for arm in outcome.arms) < NO_DECAY:
         notes.append("Decay hardly acts at this length (its factors add up to less than 0.2): no rule could matter.")

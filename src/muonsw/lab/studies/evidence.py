@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.decay import DECAY_RULES
-from muonsw.lab.claims.claim import Measured
+from muonsw.lab.claims.claim import Estimate
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.data.shards import fingerprint, read_record
@@ -140,7 +140,7 @@ def missing(study: TrainingStudy, records: Records | None) -> int:
     return sum(records is None or records.find(config) is None for config in study.runs())
 
 
-class Evidence:
+class EvidencePage:
     """What all records say, study by study."""
 
     def __init__(self, records: Mapping[str, Records]) -> None:
@@ -175,13 +175,13 @@ class Evidence:
 
 def write_page(root: Path = Path()) -> None:
     """Rebuild the page, its pictures, and what advice knows, from the records alone."""
-    evidence = Evidence(read_records(root / FOLDER))
+    evidence = EvidencePage(read_records(root / FOLDER))
     (root / PAGE).write_text(page(evidence, (root / FOLDER / TEMPLATE).read_text("utf-8")), encoding="utf-8")
     (root / MEASURED).write_text(json.dumps(measured(evidence), indent=1) + "\n", encoding="utf-8")
     draw(evidence, root / ASSETS)
 
 
-def page(evidence: Evidence, template: str) -> str:
+def page(evidence: EvidencePage, template: str) -> str:
     """The page: a template whose names in braces are studies, and a few numbers more."""
     lines = [line for records in {id(one): one for one in evidence.records.values()}.values() for line in records.lines]
     minutes = sum(line["result"].get("seconds", 0.0) / line.get("workers", 1) for line in lines) / 60
@@ -192,7 +192,7 @@ def page(evidence: Evidence, template: str) -> str:
     return template
 
 
-def draw(evidence: Evidence, folder: Path) -> None:
+def draw(evidence: EvidencePage, folder: Path) -> None:
     """Write the pictures."""
     from muonsw.lab.report.static import write_sheet  # nothing else here needs what draws
 
@@ -202,7 +202,7 @@ def draw(evidence: Evidence, folder: Path) -> None:
                 path.unlink()
 
 
-def measured(evidence: Evidence) -> dict[str, Any]:
+def measured(evidence: EvidencePage) -> dict[str, Any]:
     """The best lambda of each decay rule at each horizon, for `muonsw.lab.advice`."""
     run, found = MINI.map_run, evidence.optima()
     rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in found)
@@ -243,7 +243,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def conclusion(evidence: Evidence) -> str:
+def conclusion(evidence: EvidencePage) -> str:
     """A few sentences with the numbers of the longest horizon; what they say follows from the numbers."""
     sentences = [
         said for about in (_map, _too_large, _totals, _length, _rules, _little_text) if (said := about(evidence))
@@ -251,7 +251,7 @@ def conclusion(evidence: Evidence) -> str:
     return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
 
 
-def _map(evidence: Evidence) -> str:
+def _map(evidence: EvidencePage) -> str:
     if not (found := evidence.optima()):
         return ""
     one, losses = max(found, key=lambda one: one.steps), regret.map_of(evidence.results["regret"])
@@ -263,7 +263,7 @@ def _map(evidence: Evidence) -> str:
     )
 
 
-def _too_large(evidence: Evidence) -> str:
+def _too_large(evidence: EvidencePage) -> str:
     """What the lambdas above both best ones cost at the longest horizon; and at all of them, one over the other."""
     costly = [row for row in regret.too_large(evidence.optima()) if row.constant > GOOD]
     if not costly:
@@ -283,7 +283,7 @@ def _too_large(evidence: Evidence) -> str:
     )
 
 
-def _totals(evidence: Evidence) -> str:
+def _totals(evidence: EvidencePage) -> str:
     totals = sorted(one.best * one.per_lambda for one in evidence.optima())
     if not totals:
         return ""
@@ -296,7 +296,7 @@ def _totals(evidence: Evidence) -> str:
     )
 
 
-def _length(evidence: Evidence) -> str:
+def _length(evidence: EvidencePage) -> str:
     """Whether the gap at the best lambda grows with the length, on text that is hardly repeated."""
     losses = regret.map_of(evidence.results["long"])
     lengths = sorted(losses["constant"])
@@ -305,7 +305,7 @@ def _length(evidence: Evidence) -> str:
     return f"On fresh text, each at its best lambda, scaled decay ends {told} from constant decay." if told else ""
 
 
-def _rules(evidence: Evidence) -> str:
+def _rules(evidence: EvidencePage) -> str:
     """Whether anything was better than choosing lambda well."""
     results = evidence.results["best-rules"]
     claims = best_rules.judge_best_rules(results, MINI) if results else []
@@ -319,7 +319,7 @@ def _rules(evidence: Evidence) -> str:
     return f"{first}: at the best of three strengths {near} end within {GOOD} nats of constant decay{none}."
 
 
-def _little_text(evidence: Evidence) -> str:
+def _little_text(evidence: EvidencePage) -> str:
     """What happens where text is repeated."""
     if not (little := evidence.results["hard-cases"].get(cases.LITTLE)):
         return ""
@@ -332,7 +332,7 @@ def _little_text(evidence: Evidence) -> str:
     )
 
 
-def _nats(gap: Measured) -> str:
+def _nats(gap: Estimate) -> str:
     interval = gap.interval
     chance = "one seed" if interval is None else f"95% t interval {interval.low:+.3f} to {interval.high:+.3f}"
     return f"{gap.value:+.3f} nats ({chance})"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_least, at_most, within
 from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.model import MUON_LR_POWERS, Decoder, ModelConfig, MuP
 from muonsw.lab.model.grouped import grouped_linear
@@ -314,14 +314,14 @@ def describe(name: str) -> str:
     return KINDS[kind].format(WORDS[what])
 
 
-def source(setting: CoordinateSettings) -> Stated:
+def source(setting: CoordinateSettings) -> Source:
     """The table of the paper, and what the experiment is in words."""
     if not setting.mup:
         words = f"{setting.algorithm} in the standard parametrization, learning rate {setting.lr:g} at every width"
-        return Stated(REFERENCE, words)
+        return Source(REFERENCE, words)
     power = MUON_LR_POWERS[setting.muon_lr] if setting.algorithm == "muon" else -1.0
     rate = f"learning rate {setting.lr:g} * (width/256)^{power:g}"
-    return Stated(REFERENCE, f"{setting.algorithm} under muP, {rate} for hidden matrices")
+    return Source(REFERENCE, f"{setting.algorithm} under muP, {rate} for hidden matrices")
 
 
 def muon(rule: str, seeds: int) -> CoordinateSettings:

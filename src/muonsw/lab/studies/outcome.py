@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.claims.claim import Interval, Measured
+from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.runs import Run
 from muonsw.lab.storage import plain
@@ -52,7 +52,7 @@ def log_end_norm(run: Run) -> float:
     return math.log(run.final_norm) if run.final_norm > 0 else math.nan
 
 
-def over_runs(runs: Sequence[Run], measure: Measure) -> Measured:
+def over_runs(runs: Sequence[Run], measure: Measure) -> Estimate:
     """The mean of a measure over the seeds of an arm, with its interval."""
     return over_seeds([measure(run) for run in runs])
 

@@ -22,7 +22,7 @@ from muonsw.lab.studies.arms import Comparison, Results
 from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.outcome import arms_table, compare, completed, divergences, pairs_table
 from muonsw.lab.studies.scales import CPU, Scale
-from muonsw.lab.studies.workshop import Finished, Workshop
+from muonsw.lab.studies.workshop import ExperimentResult, Workshop
 from muonsw.lab.tables import Table
 from muonsw.lab.train.config import RunConfig
 from muonsw.registry import Registry
@@ -124,7 +124,7 @@ def counts(claims: Claims) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class ExperimentStudy(Study[Mapping[str, Finished]]):
+class ExperimentStudy(Study[Mapping[str, ExperimentResult]]):
     """Experiments that are reproduced together under one name, and the picture drawn from them.
 
     Attributes:
@@ -148,22 +148,22 @@ class ExperimentStudy(Study[Mapping[str, Finished]]):
             known.register(experiment.name, experiment)
         return replace(self, experiments=(known[name],))
 
-    def run(self, workshop: Workshop) -> Mapping[str, Finished]:
+    def run(self, workshop: Workshop) -> Mapping[str, ExperimentResult]:
         """Run all experiments."""
         return workshop.experiment(self.experiments, seed=self.seed)
 
-    def judge(self, found: Mapping[str, Finished]) -> Claims:
+    def judge(self, found: Mapping[str, ExperimentResult]) -> Claims:
         """Experiments judge themselves; those claims that failed come first."""
         return {name: failed_first(result.evidence.claims) for name, result in found.items()}
 
-    def sentence(self, found: Mapping[str, Finished], claims: Claims) -> str:  # noqa: ARG002
+    def sentence(self, found: Mapping[str, ExperimentResult], claims: Claims) -> str:  # noqa: ARG002
         """How many claims hold, and what a finite run cannot show."""
         count = count_verdicts([claim for those in claims.values() for claim in those])
         if any_failed(claims):
             return count
         return f"{count} Finite runs on these objectives agree with the theory, and cannot prove its limits."
 
-    def record(self, found: Mapping[str, Finished], claims: Claims, seconds: float) -> dict[str, Any]:
+    def record(self, found: Mapping[str, ExperimentResult], claims: Claims, seconds: float) -> dict[str, Any]:
         """Everything except the curves."""
         each = {name: round(result.seconds, 2) for name, result in found.items()}
         return {
@@ -185,7 +185,14 @@ class ExperimentStudy(Study[Mapping[str, Finished]]):
             "environment": environment(),
         }
 
-    def draw(self, found: Mapping[str, Finished], conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:  # noqa: ARG002
+    def draw(
+        self,
+        found: Mapping[str, ExperimentResult],
+        conclusion: Conclusion,  # noqa: ARG002
+        folder: Path,
+        *,
+        images: bool,  # noqa: ARG002
+    ) -> list[Path]:
         """The curves as data, and the picture."""
         evidence = {name: result.evidence for name, result in found.items()}
         curves = [asdict(series) for one in evidence.values() for series in one.series]

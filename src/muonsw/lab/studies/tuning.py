@@ -18,7 +18,7 @@ MOST_EXTENSIONS = 3
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """What a search over lambda found for one arm."""
 
     name: str  # the arm as it was given
@@ -48,11 +48,11 @@ def grid(arm: Arm, factors: Sequence[float]) -> list[Arm]:
     return [with_lambda(arm, f"{arm.name}, lambda={lam:g}", lam) for lam in lambdas]
 
 
-def best_of(arm: Arm, candidates: Sequence[Arm], runs: Runs) -> Tuned:
+def best_of(arm: Arm, candidates: Sequence[Arm], runs: Runs) -> TuningResult:
     """The candidate with the lowest final loss, under a name that says so."""
     losses = {one.optimizer.weight_decay: swept_loss(runs[one.name][0]) for one in candidates}
     best = min(losses, key=losses.__getitem__)
-    return Tuned(arm.name, with_lambda(arm, f"{arm.name}, best lambda={best:g}", best), losses)
+    return TuningResult(arm.name, with_lambda(arm, f"{arm.name}, best lambda={best:g}", best), losses)
 
 
 def tune(
@@ -62,7 +62,7 @@ def tune(
     *,
     seed: int,
     factors: Sequence[float] = FACTORS,
-) -> list[Tuned]:
+) -> list[TuningResult]:
     """Try multiples of each arm's lambda on one seed and keep the best of each arm.
 
     Where the best is the smallest or the largest that was tried, the search goes on beyond it, a few times.
@@ -86,7 +86,7 @@ def tune(
     return found
 
 
-def _extended(factors: list[float], tuned: Tuned) -> list[float]:
+def _extended(factors: list[float], tuned: TuningResult) -> list[float]:
     """The grid with one more point beyond the edge that was best, as far from it as its neighbour."""
     if not tuned.at_edge or len(factors) < 2:
         return factors
@@ -95,7 +95,7 @@ def _extended(factors: list[float], tuned: Tuned) -> list[float]:
     return [*factors, factors[-1] * factors[-1] / factors[-2]]
 
 
-def sweep_table(found: Sequence[Tuned]) -> Table:
+def sweep_table(found: Sequence[TuningResult]) -> Table:
     """Final loss by lambda and arm."""
     lambdas = sorted({lam for tuned in found for lam in tuned.losses})
     columns = [Column("lambda"), *(Column(tuned.name, number=True) for tuned in found)]
@@ -104,7 +104,7 @@ def sweep_table(found: Sequence[Tuned]) -> Table:
     return Table("sweep", "Search over lambda", columns, rows, " ".join(filter(None, (note, edge_note(found)))))
 
 
-def edge_note(found: Sequence[Tuned]) -> str:
+def edge_note(found: Sequence[TuningResult]) -> str:
     """A sentence about searches that ended at an edge; empty where none did."""
     edges = " and ".join(tuned.arm.name for tuned in found if tuned.at_edge)
     if not edges:

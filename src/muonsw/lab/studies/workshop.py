@@ -107,7 +107,7 @@ def describe(config: RunConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Finished:
+class ExperimentResult:
     """An experiment's evidence and how long it took."""
 
     evidence: Evidence
@@ -198,18 +198,18 @@ class Workshop:
             return False
         return True
 
-    def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, Finished]:
+    def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, ExperimentResult]:
         """Run experiments, the longest first, and return what they found in the order given.
 
         Every experiment runs on one thread and draws from a generator of its own, so that neither the number of
         processes nor their order changes a bit of the result.
         """
-        found: dict[str, Finished] = {}
+        found: dict[str, ExperimentResult] = {}
         by_cost = sorted(experiments, key=lambda experiment: -experiment.cost)
         costs = {experiment.name: experiment.cost for experiment in by_cost}
         with showing(self.console, costs, what="experiments", workers=self.workers) as view:
 
-            def finished(name: str, result: Finished) -> None:
+            def finished(name: str, result: ExperimentResult) -> None:
                 found[name] = result
                 held = sum(claim.holds for claim in result.evidence.claims)
                 view.finish(name, f"{held} of {len(result.evidence.claims)} claims hold ({result.seconds:.1f} s)")
@@ -248,10 +248,10 @@ def _failed(view: View, job: Job, error: Exception) -> None:
     view.say(f"{job.name}: {error}")
 
 
-def _run_experiment(experiment: Experiment, tell: Tell, *, seed: int) -> Finished:
+def _run_experiment(experiment: Experiment, tell: Tell, *, seed: int) -> ExperimentResult:
     start = time.perf_counter()
     evidence = experiment.run(seed, progress=tell)
-    return Finished(evidence, time.perf_counter() - start)
+    return ExperimentResult(evidence, time.perf_counter() - start)
 
 
 def on_cpu(device: str) -> bool:

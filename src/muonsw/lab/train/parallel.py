@@ -18,7 +18,7 @@ from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.world import World
 
 
-class Alone:
+class LocalModel:
     """A model on one process: its own forward pass, and nothing to synchronise."""
 
     # The ranks among which Muon's matrices are divided; sharded weights say themselves where they lie.
@@ -41,7 +41,7 @@ _NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedD
 _BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
-class Replicated(Alone):
+class ReplicatedModel(LocalModel):
     """The whole model on every rank; gradients are averaged while the last backward pass is still going on."""
 
     settles = True  # it puts gradients together in the order in which the first pass made them
@@ -57,7 +57,7 @@ class Replicated(Alone):
         return nullcontext() if last else cast("AbstractContextManager[object]", self._ddp.no_sync())
 
 
-class Sharded(Alone):
+class ShardedModel(LocalModel):
     """Weights, gradients and state divided over ranks, layer by layer; a layer is whole only while it computes."""
 
     def __init__(self, model: Decoder, config: RunConfig, world: World, device: torch.device) -> None:
@@ -79,15 +79,15 @@ class Sharded(Alone):
         return nullcontext()
 
 
-def place_model(model: Decoder, config: RunConfig, world: World, device: torch.device) -> Alone:
+def place_model(model: Decoder, config: RunConfig, world: World, device: torch.device) -> LocalModel:
     """Put a model on all ranks, as the settings say."""
     if world.alone:
-        return Alone(model)
+        return LocalModel(model)
     if model.config.balance_over == "batch":
         _average_loads(model, world.size)
     if config.parallel.strategy == "ddp":
-        return Replicated(model)
-    return Sharded(model, config, world, device)
+        return ReplicatedModel(model)
+    return ShardedModel(model, config, world, device)
 
 
 def _average_loads(model: Decoder, ranks: int) -> None:

@@ -167,17 +167,17 @@ def _opened(path: Path) -> Any:
     try:
         str(path).encode()
     except UnicodeEncodeError:  # the library opens only names in UTF-8
-        return _Loaded(path)
+        return _LoadedFile(path)
     return safe_open(path, framework="pt")
 
 
-class _Loaded:
+class _LoadedFile:
     """A file whose tensors have all been read, with the methods of one that is open."""
 
     def __init__(self, path: Path) -> None:
         self._tensors = load_bytes(path.read_bytes())
 
-    def __enter__(self) -> _Loaded:
+    def __enter__(self) -> _LoadedFile:
         return self
 
     def __exit__(self, *_: object) -> None:

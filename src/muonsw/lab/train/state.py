@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonsw import machine
 from muonsw.distributed.shards import whole
-from muonsw.lab.data.loader import Batch, TokenLoader, ValidationLoader, prefetch
+from muonsw.lab.data.loader import TokenBatch, TokenLoader, ValidationLoader, prefetch
 from muonsw.lab.data.shards import fingerprint, open_split, read_record
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import Decoder, Losses, ModelConfig
@@ -106,22 +106,22 @@ class Training:
             self.forward_backward(self._micro_batches(self.step)[:1])
             self.optimizer.zero_grad(set_to_none=True)
 
-    def batches(self) -> Iterator[list[Batch]]:
+    def batches(self) -> Iterator[list[TokenBatch]]:
         """The micro-batches of each update that is left, on the device, read in the background."""
         return prefetch(self._micro_batches, self.step, self.config.steps)
 
-    def _micro_batches(self, step: int) -> list[Batch]:
+    def _micro_batches(self, step: int) -> list[TokenBatch]:
         ranks, rank = self.world.size, self.world.rank
         parts = self.loader.micro_batches(step, ranks=ranks, rank=rank, accumulation=self.config.accumulation)
         return [self._to_device(batch) for batch in parts]
 
-    def _to_device(self, batch: Batch) -> Batch:
+    def _to_device(self, batch: TokenBatch) -> TokenBatch:
         if self.device.type != "cuda":
             return batch
         inputs, targets = (part.pin_memory().to(self.device, non_blocking=True) for part in batch)
         return inputs, targets
 
-    def forward_backward(self, batches: list[Batch]) -> Losses:
+    def forward_backward(self, batches: list[TokenBatch]) -> Losses:
         """Add up the gradients of an update; its losses, means over the micro-batches, stay on the device."""
         parts = []
         for number, (inputs, targets) in enumerate(batches, start=1):
@@ -134,7 +134,7 @@ class Training:
             *(torch.stack([value.detach() for value in values]).mean(0) for values in zip(*parts, strict=True))
         )
 
-    def update(self, batches: list[Batch], *, measured: bool) -> UpdateResult:
+    def update(self, batches: list[TokenBatch], *, measured: bool) -> UpdateResult:
         """Take an update: forward, backward, clip, step; `measured` if telemetry looks at it."""
         take = self.replayed_update.eagerly if measured and self.replayed_update else self.replayed_update
         update = (take or self.plain_update)(batches)
@@ -142,7 +142,7 @@ class Training:
         self.step += 1
         return update
 
-    def plain_update(self, batches: list[Batch]) -> UpdateResult:
+    def plain_update(self, batches: list[TokenBatch]) -> UpdateResult:
         """The kernels of an update, which a graph may capture.
 
         Raises:
@@ -176,7 +176,7 @@ class Training:
             self.best = self.latest
         return self.latest
 
-    def score(self, batches: list[Batch]) -> Tensor:
+    def score(self, batches: list[TokenBatch]) -> Tensor:
         """The cross-entropy of one batch."""
         ((inputs, targets),) = batches
         with torch.no_grad(), self.autocast():

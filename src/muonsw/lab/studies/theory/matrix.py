@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muonsw.lab import theory
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_least, at_most, within, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_least, at_most, within, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs.curves import log_extremes
 from muonsw.lab.studies.experiment import Context, Experiment
@@ -77,7 +77,7 @@ class MatrixFigureSettings(MuonRun):
 
 
 @dataclass
-class Seen:
+class Observations:
     """What was seen of one stack of chains."""
 
     losses: Tensor  # before the first step and after each, (steps + 1, chains)
@@ -85,12 +85,12 @@ class Seen:
     separation: float = torch.inf  # the smallest `|W_t - A|_op` over about 50 log-spaced steps
 
 
-def watch(stacks: Mapping[Key, Stack], s: MuonRun, context: Context) -> dict[Key, Seen]:
+def watch(stacks: Mapping[Key, Stack], s: MuonRun, context: Context) -> dict[Key, Observations]:
     """Run the stacks together; follow their losses, the edge of their ball, and how near they come to the target."""
-    etas, seen, bounds = s.etas, dict[Key, Seen](), dict[Key, list[float]]()
+    etas, seen, bounds = s.etas, dict[Key, Observations](), dict[Key, list[float]]()
     looks = set(log_spaced(len(etas), 50))
     for key, stack in stacks.items():
-        seen[key] = Seen(stack.starts.new_empty(len(etas) + 1, len(stack.starts)))
+        seen[key] = Observations(stack.starts.new_empty(len(etas) + 1, len(stack.starts)))
         seen[key].losses[0] = stack.loss(stack.starts)
         bounds[key] = theory.muon_norm_bounds(float(spectral_norm(stack.starts).max()), etas, lam=s.lam)
     for moves in descend(stacks, s, context):
@@ -135,19 +135,19 @@ def run_matrix_figure(s: MatrixFigureSettings, context: Context) -> Evidence:
     return Evidence(claims, [Series(f"matrix/{rule}", rule, *curves[rule], levels.get(rule)) for rule in curves])
 
 
-def radius_claim(seen: Iterable[Seen], where: str) -> Claim:
+def radius_claim(seen: Iterable[Observations], where: str) -> Claim:
     """The bound of the proof, at every step of every constant-decay chain."""
     bound = "1/lambda + (|W_0| - 1/lambda)_+ prod(1 - eta lambda)"
     statement, largest = f"constant decay keeps |W_t|_op under {bound}, {where}", max(one.radius_excess for one in seen)
-    return at_most("radius", statement, Stated("Proposition 3.2", TRAPPED), 1.0 + largest, 1.0, POLAR)
+    return at_most("radius", statement, Source("Proposition 3.2", TRAPPED), 1.0 + largest, 1.0, POLAR)
 
 
-def below_claims(seen: Seen, A: Tensor, lam: float) -> list[Claim]:
+def below_claims(seen: Observations, A: Tensor, lam: float) -> list[Claim]:
     """Bounds that hold from the first step on, as the starts are inside the ball."""
     sigmas, lowest = torch.linalg.svdvals(A), float(seen.losses.min())
     distance, floor = theory.muon_separation(float(sigmas[0]), lam=lam), theory.muon_loss_floor(sigmas, lam=lam)
-    outside = Stated("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball")
-    started = Stated("Proposition 3.2", f"{TRAPPED}, start inside the ball")
+    outside = Source("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball")
+    started = Source("Proposition 3.2", f"{TRAPPED}, start inside the ball")
     apart = "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda"
     stays = "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2"
     return [
@@ -156,14 +156,14 @@ def below_claims(seen: Seen, A: Tensor, lam: float) -> list[Claim]:
     ]
 
 
-def limit_claims(suffix: str, seen: Mapping[str, Seen], A: Tensor, beta: float, s: MuonRun) -> list[Claim]:
+def limit_claims(suffix: str, seen: Mapping[str, Observations], A: Tensor, beta: float, s: MuonRun) -> list[Claim]:
     """Constant decay ends on its floor, scaled decay passes through it."""
     etas, lam, sigmas = s.etas, s.lam, torch.linalg.svdvals(A)
     floor, initial = theory.muon_loss_floor(sigmas, lam=lam), float(seen[SCALED].losses[0].mean())
     excess, hovering = floor_excess(sigmas, etas, lam), jitter_loss(min(A.shape), etas[-1], beta) / initial
     constant, scaled = (float(seen[rule].losses[-1].max()) for rule in BOTH)
-    proposition = Stated("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda")
-    corollary = Stated("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO)
+    proposition = Source("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda")
+    corollary = Source("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO)
     stops = f"with beta {beta:g} constant decay comes down to its floor (loss over floor, worst chain)"
     falls = f"with beta {beta:g} scaled decay drives the loss to zero (over the initial one, worst chain)"
     below = "the proposition bounds the loss from below; that it is met is seen here, on this objective"
@@ -187,11 +187,11 @@ def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> 
     return float((outside * missing + (outside > 0) * missing**2 / 2.0).sum())
 
 
-def inside_claim(rule: str, seen: Seen, s: MatrixSettings) -> Claim:
+def inside_claim(rule: str, seen: Observations, s: MatrixSettings) -> Claim:
     """A target inside the ball is reached by both rules."""
     initial = seen.losses[0].mean()
     reached = f"a target with all singular values under 1/lambda is reached with {rule} decay too"
-    case = Stated("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
+    case = Source("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
     bound = jitter_loss(min(s.rows, s.columns), s.etas[-1], s.betas[0]) / float(initial)
     return at_most(f"inside-{rule}", reached, case, float(seen.losses[-1].max() / initial), bound, HOVERING)
 
@@ -205,7 +205,7 @@ def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> l
     distance, nearest = float(D.square().sum()), float((rivals - A).square().sum((-2, -1)).min())
     floor = 2.0 * theory.muon_loss_floor(torch.linalg.svdvals(A), lam=1.0 / radius)
     attained, most = float((D * P).sum()), radius * float(nuclear_norm(D))
-    proof = Stated("proof of Proposition 3.2", "rho >= 0")
+    proof = Source("proof of Proposition 3.2", "rho >= 0")
     away = "the clipped matrix is sum (sigma_i - rho)_+^2 away from A"
     optimal = "no matrix of the ball is nearer: max over the ball of <A - P, W> is attained at W = P"
     farther = "a thousand random matrices of the ball near it are all farther from A"
@@ -235,7 +235,7 @@ MATRIX_FIGURE = Experiment(
 )
 
 
-REMARK = Stated(
+REMARK = Source(
     "remark after Proposition 3.2 (Sato et al., Lemma C.1 and Theorem C.1, as the paper reports them)",
     "lambda < 1, sigma_max(A) > 1/lambda, eta lambda <= 1, sum eta = infinity",
 )
@@ -257,7 +257,7 @@ def run_fixed_rate(s: FixedRateSettings, context: Context) -> Evidence:
     require("lambda < 1", s.lam < 1.0, lam=s.lam)
     theory.check_schedule([s.eta], a=1.0, lam=s.lam).require()
     A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
-    full, half = (Stated("end of section 3.3", f"eta = {peak} at every step") for peak in ("eta_max", "eta_max/2"))
+    full, half = (Source("end of section 3.3", f"eta = {peak} at every step") for peak in ("eta_max", "eta_max/2"))
     same = "at a fixed learning rate both rules give the same bits ({}, largest difference)"
     rescaled = "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)"
     exact, rounding = Tolerance(0.0, "eta/eta_max is exactly 1"), Tolerance(1e-12, "rounding")
@@ -312,7 +312,7 @@ def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, context: Con
     missing = 2.0 * remaining(s.etas, s.lam) + POLAR.size
     hover = 2.0 * s.rows / (1.0 - s.beta) * sum(e**2 for e in s.etas[half:]) / sum(s.etas[half:])
     trapped = float((torch.linalg.svdvals(A) - radius).clamp(min=0.0).sum())
-    theorem = Stated("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity")
+    theorem = Source("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity")
     grows = "|W_t|_op under constant decay grows to 1/lambda; it is not bounded by 1"
     falls = "so the coefficient 1 - lambda |W_t|_op, which a descent argument needs positive, falls to zero"
     stays = "the eta-weighted nuclear norm of the gradient stays at sum (sigma_i(A) - 1/lambda)_+ or more"

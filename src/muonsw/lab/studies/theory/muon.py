@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonsw.lab import theory
-from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_least, at_most, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Source, at_least, at_most, within_share
 from muonsw.lab.claims.statistics import mean_of, t_interval
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
@@ -129,7 +129,7 @@ def floor_claim(s: MuonSettings, beta: float, paths: Iterable[Trajectory]) -> Cl
         f"with beta {beta:g} the eta-weighted nuclear norm of the gradient is under 2 sigma sqrt((1 - beta) r/B)"
     )
     shown = f"(second half; shown: B={B}, r={rank}, the closest of {len(cells)} cells)"
-    theorem, below = Stated("Theorem 3.3", ASSUMED), Tolerance(0.0, "the upper end of the interval must be below")
+    theorem, below = Source("Theorem 3.3", ASSUMED), Tolerance(0.0, "the upper end of the interval must be below")
     limits = "over the whole run the average keeps the transient, whose share dies only like 1/log T"
     id, found = f"noise-floor-beta{beta:g}", mean_of(chains)
     return at_most(id, f"{comes_down} {shown}", theorem, found, floor, below, limits=limits)
@@ -141,7 +141,7 @@ def contrast_claim(s: MuonSettings, path: Trajectory) -> Claim:
     means = weighted_mean(path.nuclear, s.etas, start=s.steps // 2)
     floor = theory.noise_floor(sigma=s.sigma, beta=path.stack.beta, r=rank, B=B)
     contrast = "contrast of Proposition 3.2 and Theorem 3.3"
-    outside = Stated(contrast, "sigma_max(A) > 1/lambda, sum eta = infinity")
+    outside = Source(contrast, "sigma_max(A) > 1/lambda, sum eta = infinity")
     stays = f"constant decay stays above that floor when the target is outside its ball (B={B}, r={rank})"
     above = Tolerance(0.0, "the lower end of the interval must be above")
     return at_least("constant-above-floor", stays, outside, mean_of(s.by_batch(means)[B]), floor, above)
@@ -149,7 +149,7 @@ def contrast_claim(s: MuonSettings, path: Trajectory) -> Claim:
 
 def alignment_claim(paths: Iterable[Trajectory]) -> Claim:
     """The lemma, at every step of every path of either rule."""
-    lemma = Stated("Lemma D.2", "O is the polar factor of the momentum")
+    lemma = Source("Lemma D.2", "O is the polar factor of the momentum")
     aligned = "<grad f, O> is at least |grad f|_* - 2 sqrt(r) |E|_F (smallest margin over all steps and chains)"
     read_off = "the polar factor is exact to 2e-10; O is read off the weights, which costs |W| ulp/eta"
     smallest = min(float(path.margins.min()) for path in paths)
@@ -168,7 +168,7 @@ def descent_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
             ratios.append(
                 total / theory.descent_bound(s.etas, errors, f_drop=drop, q=q, C_W=C_W, L=1.0, r=r, bound=top)
             )
-    proof = Stated("proof of Theorem 3.3", "L-smooth; no expectation needed")
+    proof = Source("proof of Theorem 3.3", "L-smooth; no expectation needed")
     descends = "sum eta |grad f|_* is under the finite-T bound, on every single path (largest ratio)"
     return at_most("descent-inequality", descends, proof, max(ratios), 1.0, POLAR)
 
@@ -189,7 +189,7 @@ def tracking_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
     tracks = "the mean squared tracking error is under its bound, summed over the run (largest ratio of the grid)"
     equal = "with beta = 0 both sides are equal in expectation; four standard errors of the sample mean"
     sampling = Tolerance(s.sampling_error, equal)
-    return at_most("tracking-bound", tracks, Stated("Lemma D.3", ASSUMED), max(ratios), 1.0, sampling)
+    return at_most("tracking-bound", tracks, Source("Lemma D.3", ASSUMED), max(ratios), 1.0, sampling)
 
 
 def settled_claim(s: MuonSettings, path: Trajectory) -> Claim:
@@ -210,7 +210,7 @@ def settled_claim(s: MuonSettings, path: Trajectory) -> Claim:
         "four standard errors, errors being correlated over 1/(1 - beta) steps, and the drift of W: a "
         "step follows the error, which adds 2 beta^2 eta/(s (1 - beta^2)) for singular values of size s"
     )
-    lemma, slack = Stated("Lemma D.3, sharpened", independent), Tolerance(drift + sampling, because)
+    lemma, slack = Source("Lemma D.3, sharpened", independent), Tolerance(drift + sampling, because)
     return within_share(f"tracking-settles-beta{beta:g}", statement, lemma, found, settled, slack)
 
 
@@ -251,7 +251,7 @@ def vanishing_claim(path: Trajectory, etas: Sequence[float]) -> Claim:
     hover, late = 2.0 * path.stack.rank / (1.0 - beta), etas[half:]
     bound = hover * math.fsum(eta**2 for eta in late) / math.fsum(late)
     found = float(weighted_mean(path.nuclear, etas, start=half).max())
-    theorem = Stated(THEOREM_WITHOUT_NOISE, NO_NOISE)
+    theorem = Source(THEOREM_WITHOUT_NOISE, NO_NOISE)
     falls = f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step"
     because = "each of r directions hovers by up to 2 eta/(1 - beta), which goes to zero with eta: an estimate"
     return at_most(f"vanishes-beta{beta:g}", falls, theorem, found, bound, Tolerance(0.0, because))
@@ -264,7 +264,7 @@ def transient_claim(path: Trajectory, etas: Sequence[float]) -> Claim:
     sums, totals = (weights * path.nuclear).cumsum(0).mean(1), weights.cumsum(0).squeeze(1)
     averages = sums / totals
     found, slower = float(averages[-1] / averages[half - 1]), float(totals[half - 1] / totals[-1])
-    theorem = Stated(THEOREM_WITHOUT_NOISE, "harmonic schedule; the sum of eta |grad f|_* has converged")
+    theorem = Source(THEOREM_WITHOUT_NOISE, "harmonic schedule; the sum of eta |grad f|_* has converged")
     slowly = "over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)"
     limits = "so the statement about whole runs is out of reach of any run; the second half is what shows it"
     added = Tolerance(0.01, "what the second half still adds to the sum")
@@ -278,8 +278,8 @@ def convex_claims(path: Trajectory, etas: Sequence[float]) -> list[Claim]:
     bound = theory.convex_gap_bound(slopes, bound=float(path.norms.max()), target=float(frobenius_norm(stack.A)))
     ratio, lowest = float((gaps / bound).max()), float(path.losses.amin(0).max()) / initial
     hovering = jitter_loss(stack.rank, etas[-1], stack.beta) / initial
-    proof = Stated("proof of Theorem 3.4", "f convex, |W_t|_F <= bound")
-    theorem = Stated("Theorem 3.4", "f convex, sigma = 0, iterates bounded")
+    proof = Source("proof of Theorem 3.4", "f convex, |W_t|_F <= bound")
+    theorem = Source("Theorem 3.4", "f convex, sigma = 0, iterates bounded")
     under = "the eta-weighted loss is under (bound + |W*|_F) times the weighted nuclear norm (largest ratio)"
     reaches = "the best iterate of a convex loss reaches the minimum (pseudo-Huber, over the initial loss)"
     limits = "the theorem is about the limit inferior; a finite run shows how far down the best iterate is"

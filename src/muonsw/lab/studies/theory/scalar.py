@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonsw.lab import theory
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Stated, at_most, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_most, within_share
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
@@ -32,7 +32,7 @@ from muonsw.lab.studies.theory.chains import (
 Number = TypeVar("Number", float, Tensor)
 HYPOTHESES = ("a > 0", "lambda > 0", "0 < eta <= 1/(a + lambda)")
 STOPS = "0 < eta <= 1/(a + lambda), sum eta = infinity"
-PROPOSITION = Stated("Proposition 3.1", STOPS)
+PROPOSITION = Source("Proposition 3.1", STOPS)
 REMARK = "remark after Proposition 3.1"
 ROUNDING = Tolerance(1e-11, "rounding: each step adds an ulp of w, and the contraction forgets old ones")
 
@@ -130,7 +130,7 @@ def run_scalar(s: ScalarSettings, context: Context) -> Evidence:
     ends = {rule: w[:, -1] for rule, w in seen.items()}
     settled, gap = farthest(ends[CONSTANT], s.fixed_point), farthest(s.loss(ends[CONSTANT]), s.gap)
     left = farthest(s.c - ends[SCALED], error)
-    corollary = Stated("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1")
+    corollary = Source("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1")
     settles = "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c"
     costs = "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum"
     arrives = "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))"
@@ -162,8 +162,8 @@ def freeze_claims(
     end = descend({CONSTANT: begin}, etas, s, context, part=part)[CONSTANT][:, -1]
     expected = s.frozen(begin, etas)
     worst = int((end - expected)[:-1].abs().argmax())
-    finite = Stated(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)")
-    lucky = Stated(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))")
+    finite = Source(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)")
+    lucky = Source(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))")
     freezes = f"with eta ~ t^-{p:g} the iterate freezes at wbar + (w0 - wbar) prod(1 - eta (a + lambda))"
     lands = "one finely tuned start lands on the minimizer all the same"
     return [
@@ -183,8 +183,8 @@ def run_scalar_figure(s: ScalarFigureSettings, context: Context) -> Evidence:
     gap, bound = s.gap / initial, s.a / 2.0 * error_bound(s, etas, starts) ** 2 / initial
     flat, lowest = farthest(losses[CONSTANT][:, -1] / initial, gap), float(losses[SCALED][:, -1].max()) / initial
     forgotten = 2.0 * float((s.frozen(starts, etas) - s.fixed_point).abs().max()) / abs(s.c - s.fixed_point)
-    left = Stated("Figure 2 (left), Proposition 3.1", STOPS)
-    corollary = Stated("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity")
+    left = Source("Figure 2 (left), Proposition 3.1", STOPS)
+    corollary = Source("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity")
     flattens = "left panel: constant decay flattens at its loss gap"
     falls = "left panel: scaled decay drives the loss towards zero"
     limits = "the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muonsw.lab import theory
-from muonsw.lab.claims.claim import Claim, Evidence, Stated, at_most, below, covered, within, within_share
+from muonsw.lab.claims.claim import Claim, Evidence, Source, at_most, below, covered, within, within_share
 from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.experiment import Context, Experiment
@@ -35,7 +35,7 @@ from muonsw.lab.studies.theory.chains import (
 from muonsw.lab.theory.hypotheses import require, require_noise
 
 RIPPLE, FREQUENCY = 0.9, 3.0
-THEOREM = Stated(
+THEOREM = Source(
     "Theorem 3.1", "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
 )
 
@@ -145,7 +145,7 @@ def last_decade_claims(s: NonconvexSettings, seen: dict[str, Stationarity]) -> l
     curvature = float(ripple_curvature(seen[SCALED].end - s.c).mean())
     sustained = curvature * s.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
     balance = float((s.lam * seen[CONSTANT].end).square().mean())
-    contrast = Stated("contrast to Theorem 3.1", "sum eta = infinity")
+    contrast = Source("contrast to Theorem 3.1", "sum eta = infinity")
     tenth = "scaled: in the last decade at most a tenth of constant decay's squared gradient is left"
     stays = "constant: the squared gradient stays at (lambda x)^2, where it balances the decay"
     limits = (
@@ -167,7 +167,7 @@ def inequality_claim(s: NonconvexSettings, seen: Stationarity, starts: Tensor) -
     f_gap, size = float(ripple_loss(starts - s.c).mean()), math.sqrt(seen.second_moment)
     bound = theory.stationarity_bound(s.etas, f_gap=f_gap, L=1.0, q=s.lam / s.eta0, sigma=s.sigma, bound=size)
     found = math.fsum(eta * g for eta, g in zip(s.etas, seen.squares, strict=True))
-    proof = Stated("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded")
+    proof = Source("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded")
     under = "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof"
     because = "a bound on a mean over chains; the sampling error is far below the distance to it"
     return at_most("descent-inequality", under, proof, found, bound, Tolerance(0.0, because))
@@ -266,9 +266,9 @@ def rate_claims(s: StronglyConvexSettings, seen: dict[str, Tensor], steps: Seque
     noisy, noiseless = (seen[name][:, decade] for name in (SCALED, SCALED + NOISELESS))
     rate, free_rate = log_log_slope(shifted, noisy), float(log_log_slope(shifted, noiseless).mean())
     variance = float((s.sigma**2 / s.dimension * s.gamma**2 / (2.0 * s.curvature * s.gamma - 1.0)).sum())
-    theorem = Stated("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1")
-    leading = Stated("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1")
-    corollary = Stated("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1")
+    theorem = Source("Theorem 3.2", "mu-strongly convex, L-smooth, eta = gamma/(t + t0), mu gamma > 1")
+    leading = Source("Theorem 3.2, to leading order", "quadratic with curvatures h_i, mu gamma > 1")
+    corollary = Source("Corollary 3.1, to leading order", "sigma = 0, mu gamma > 1")
     falls = "scaled: the mean squared distance falls like 1/t (slope in the last decade, log-log)"
     faster = "scaled, without noise: the squared distance falls like 1/t^2"
     tends = "scaled: t times the mean squared distance tends to sum gamma^2 sigma_i^2/(2 h_i gamma - 1)"
@@ -292,8 +292,8 @@ def bound_claims(s: StronglyConvexSettings, seen: dict[str, Tensor], steps: Sequ
     bounds = [theory.strongly_convex_bound(t, u1=u1, t1=t1, x_star=x_star, **constants) for t in steps]
     largest, last = float((squares / squares.new_tensor(bounds)).max()), mean_of(seen[CONSTANT][:, -1], CONFIDENCE)
     shifted = float((s.lam * s.c / (s.curvature + s.lam)).square().sum())
-    proof = Stated("proof of Theorem 3.2", "from the first step at which K1 eta + K2 eta^3 <= mu")
-    proposition = Stated("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity")
+    proof = Source("proof of Theorem 3.2", "from the first step at which K1 eta + K2 eta^3 <= mu")
+    proposition = Source("Proposition 3.1, coordinate by coordinate", "eta <= 1/(L + lambda), sum eta = infinity")
     under = "scaled: the mean squared distance is under the proof's nu/(t + t0) (largest ratio over steps)"
     stops = "constant: the mean squared distance stops at sum (lambda c/(h_i + lambda))^2"
     equal = Tolerance(1e-12, "rounding; the two may be equal at the first step")
@@ -321,7 +321,7 @@ def recursion_claims(s: StronglyConvexSettings, context: Context) -> list[Claim]
         optimizer.step()
         largest = torch.maximum(largest, (u * (t + 1 + t0) / nu).max())
     limit = farthest(u.detach() * (len(etas) + t0) / (kappa * gamma**2 / (alpha * gamma - 1.0)), 1.0)
-    lemma = Stated("Lemma D.1", "alpha gamma > 1, alpha eta <= 1")
+    lemma = Source("Lemma D.1", "alpha gamma > 1, alpha eta <= 1")
     stays = "u <- (1 - alpha eta) u + kappa eta^2 stays under nu/(t + t0), for a grid of constants"
     tends = "(t + t0) u tends to kappa gamma^2/(alpha gamma - 1), so nu cannot be improved"
     equal = Tolerance(1e-12, "rounding; nu/(t + t0) is met at the first step where the start dominates")

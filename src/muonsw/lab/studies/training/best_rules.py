@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from muonsw.decay import convert_weight_decay
-from muonsw.lab.claims.claim import Claim, Stated, within
+from muonsw.lab.claims.claim import Claim, Source, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier
@@ -30,7 +30,7 @@ GRADIENT, GRADIENT_FACTORS = 1e-4, (0.25, 1.0, 4.0)
 # Where Muon's weights end under a well-chosen constant decay, as the root mean square of their entries.
 TARGET = 0.2
 SAME = Tolerance(0.01, "a hundredth of a nat: what two seeds differ by")
-BEYOND = Stated("beyond the paper; claims written down before the runs", "each rule at the best of its strengths")
+BEYOND = Source("beyond the paper; claims written down before the runs", "each rule at the best of its strengths")
 
 # By rule: the arms among which its best is chosen.
 Candidates = Mapping[str, Sequence[Arm]]

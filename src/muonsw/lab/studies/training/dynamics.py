@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim, Stated, at_least, at_most, below, within, within_share
+from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, below, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import late_fits, open_history
 from muonsw.lab.paper import Tolerance
@@ -26,16 +26,16 @@ DEFECT_RANGE = Tolerance(0.0, "five Newton-Schulz steps leave singular values be
 SMALL_COSINE = 0.05
 NEAR_ZERO = Tolerance(0.0, "a twentieth: a cosine at which a gradient is all but orthogonal to its weight")
 HALF = Tolerance(0.0, "less than half as much")
-STEADY_FIGURE = Stated(paper.STEADY, SAME_RUNS)
-DEFECT_FIGURE = Stated("appendix, figure on Newton-Schulz", SAME_RUNS)
-GRADIENT_FIGURE = Stated("appendix, figure on gradient and momentum", SAME_RUNS)
-LATE_FIGURE = Stated("appendix, figure on late alignment", SAME_RUNS)
+STEADY_FIGURE = Source(paper.STEADY, SAME_RUNS)
+DEFECT_FIGURE = Source("appendix, figure on Newton-Schulz", SAME_RUNS)
+GRADIENT_FIGURE = Source("appendix, figure on gradient and momentum", SAME_RUNS)
+LATE_FIGURE = Source("appendix, figure on late alignment", SAME_RUNS)
 
 
 def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
     """Negative alignment, the recursion, who holds its norm, and at paper scale where tracking ends."""
     (arms,) = results.values()
-    predicted, claims = Stated(paper.STEADY, "measured update size, decay and alignment"), []
+    predicted, claims = Source(paper.STEADY, "measured update size, decay and alignment"), []
     for rule in RULES:
         outward = f"{rule} decay: updates push weights outward (late cosine of weight and update)"
         follows = f"{rule} decay: end norm that the recursion predicts from the first one, over the observed"
@@ -55,7 +55,7 @@ def _printed_steady_state(arms: Runs) -> list[Claim]:
     told = paper.ROWS[1024]
     assert told.scaled_norm is not None
     assert told.constant_norm is not None
-    follows = Stated(paper.STEADY, "a norm follows while it is within a fifth of its target")
+    follows = Source(paper.STEADY, "a norm follows while it is within a fifth of its target")
     breaks = over_seeds([min(map(tracking_end, pair)) for pair in zip(*(arms[rule] for rule in RULES), strict=True)])
     ratio = over_seeds([math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)])
     fall, told_ratio = over_runs(arms[CONSTANT], lambda run: run.norm_change), told.scaled_norm / told.constant_norm
@@ -118,7 +118,7 @@ def _shrinking_offset(arms: Runs) -> Claim:
 
 def _printed_diagnostics(arms: Runs) -> list[Claim]:
     parts = "the last 50 of 376 parts of the run; learning rates are those of the matrices, as muP divides them"
-    figure = Stated(LATE_FIGURE.reference, parts)
+    figure = Source(LATE_FIGURE.reference, parts)
     size, slope = "scaled decay: normalized size of Muon's direction", "scaled decay: k of the late fit a = -k eta"
     line = "constant decay: {} of the late fit a = -a0 - k eta"
     defect = over_runs(arms[SCALED], lambda run: typical(run, "defect"))

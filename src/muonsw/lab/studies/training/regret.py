@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from muonsw.lab.claims.claim import Claim, Measured, Stated, at_least, at_most
+from muonsw.lab.claims.claim import Claim, Estimate, Source, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
@@ -31,7 +31,7 @@ from muonsw.lab.train.config import RunConfig
 RULES = ("constant", "scaled")
 # A loss within so many nats of the best counts as good.
 GOOD = 0.01
-BEYOND = Stated("beyond the paper; claims written down before the runs", "Muon, cosine to a tenth of the peak")
+BEYOND = Source("beyond the paper; claims written down before the runs", "Muon, cosine to a tenth of the peak")
 EXACT = Tolerance(0.0, "the bound itself was stated before the runs")
 
 # By rule, by horizon, by seed: the loss of each lambda, lambdas ascending.
@@ -95,7 +95,7 @@ def best_gaps(ours: Sequence[Losses], theirs: Sequence[Losses]) -> list[float]:
     return [a[best] - b[other] for a, b in zip(ours, theirs, strict=True)]
 
 
-def best_against_best(ours: Sequence[Losses], theirs: Sequence[Losses]) -> Measured:
+def best_against_best(ours: Sequence[Losses], theirs: Sequence[Losses]) -> Estimate:
     """Their mean with its interval."""
     return over_seeds(best_gaps(ours, theirs))
 
@@ -286,7 +286,7 @@ def at_factor(losses: Losses, best: float, factor: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class TooLarge:
+class TooLargeLambda:
     """The regrets of one lambda; `same_total` is that of scaled decay which takes as much as constant decay does."""
 
     constant_at: Optimum
@@ -296,7 +296,7 @@ class TooLarge:
     same_total: float | None
 
 
-def too_large(found: Sequence[Optimum]) -> list[TooLarge]:
+def too_large(found: Sequence[Optimum]) -> list[TooLargeLambda]:
     """For each horizon the lambdas above the best one of both rules."""
     rows = []
     scaled_at = {one.steps: one for one in found if one.rule == "scaled"}
@@ -304,7 +304,7 @@ def too_large(found: Sequence[Optimum]) -> list[TooLarge]:
         scaled = scaled_at[constant.steps]
         for lam in (lam for lam in constant.costs if lam > max(constant.best, scaled.best)):
             same_total = at_factor(scaled.losses, lam, constant.per_lambda / scaled.per_lambda)
-            rows.append(TooLarge(constant, lam, constant.costs[lam][0], scaled.costs[lam][0], same_total))
+            rows.append(TooLargeLambda(constant, lam, constant.costs[lam][0], scaled.costs[lam][0], same_total))
     return rows
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim, Stated, above, within, within_share
+from muonsw.lab.claims.claim import Claim, Source, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import diagnose
 from muonsw.lab.runs import Run
@@ -99,7 +99,7 @@ def limits_at(scale: Scale) -> str:
 def judge_pair(id: str, where: str, arms: Runs, reference: str, limits: str) -> list[Claim]:
     """Scaled decay ends lower and keeps its weights."""
     constant, scaled = arms[CONSTANT], arms[SCALED]
-    table, figure = Stated(reference, SAME_LAMBDA), Stated(paper.HEADLINE, SAME_LAMBDA)
+    table, figure = Source(reference, SAME_LAMBDA), Source(paper.HEADLINE, SAME_LAMBDA)
     lower = f"{where}: scaled decay ends at a lower validation loss than constant decay"
     larger = f"{where}: the weights end larger under scaled decay (logarithm of the ratio of their RMS)"
     keeps = f"{where}: scaled decay keeps more of the largest norm while the learning rate falls"
@@ -111,7 +111,7 @@ def judge_pair(id: str, where: str, arms: Runs, reference: str, limits: str) -> 
 
 
 def larger_norm(
-    id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Stated, measure: Measure = log_end_norm
+    id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Source, measure: Measure = log_end_norm
 ) -> Claim:
     """The weights of one arm end larger than those of another, seed by seed."""
     return above(id, statement, source, over_seeds(paired(large, small, measure)), 0.0, MOVED)
@@ -120,7 +120,7 @@ def larger_norm(
 def judge_group(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
     """The same where decay divides by the group's own peak, so that both rules decay alike at the peak."""
     constant, group = arms[CONSTANT], arms[GROUP]
-    source = Stated(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
+    source = Source(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
     lower = f"{where}: scaled decay by the group's own peak ends at a lower validation loss than constant decay"
     larger = f"{where}: the weights end larger under scaled decay by the group's own peak (logarithm of the ratio)"
     return [
@@ -132,7 +132,7 @@ def judge_group(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
 def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:
     """What the paper prints about a width: losses, gain, steps saved, end norms."""
     told, name = paper.ROWS[width], f"w{width}"
-    table, figure = Stated(paper.TABLE, SAME_RUNS), Stated(paper.FIGURES.get(width, ""), SAME_RUNS)
+    table, figure = Source(paper.TABLE, SAME_RUNS), Source(paper.FIGURES.get(width, ""), SAME_RUNS)
     gain = over_seeds(paired(scaled, constant, lowest_loss))
     matches = (steps_to_match(*pair) for pair in zip(constant, scaled, strict=True))
     saved = over_seeds([math.nan if match is None else 1.0 - match for match in matches])

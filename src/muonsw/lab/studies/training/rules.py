@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from muonsw.decay import convert_weight_decay
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim, Stated, at_least, below, within
+from muonsw.lab.claims.claim import Claim, Source, at_least, below, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import open_history
 from muonsw.lab.paper import Tolerance
@@ -56,14 +56,14 @@ def judge_best(results: Results, _scale: Scale) -> list[Claim]:
     losses = {rule: losses_of(results[LAMBDAS], rule) for rule in (CONSTANT, SCALED)}
     lower = "scaled decay at its best lambda minus constant decay at its own, in nats"
     gap = best_against_best(losses[SCALED], losses[CONSTANT])
-    beyond = Stated(BEYOND, "each the best of means over seeds")
+    beyond = Source(BEYOND, "each the best of means over seeds")
     claims = [below("best-loss", lower, beyond, gap, 0.0, LOWER, limits="the paper compares at one lambda only")]
     for rule, seeds in losses.items():
         grid = sorted(seeds[0])
         place = grid.index(best_of_means(seeds))
         inside = f"{rule} decay: steps of the grid from its best lambda to the nearest edge"
         steps = float(min(place, len(grid) - 1 - place))
-        claims.append(at_least(f"{rule}-inside", inside, Stated(BEYOND, SAME_RUNS), steps, 1.0, EDGE))
+        claims.append(at_least(f"{rule}-inside", inside, Source(BEYOND, SAME_RUNS), steps, 1.0, EDGE))
     return claims
 
 
@@ -85,7 +85,7 @@ def all_rules(scale: Scale) -> list[Comparison]:
 
 def judge_rules(results: Results, scale: Scale) -> list[Claim]:
     """Scaled beats constant, rules that are the same under another name end alike, and norms are ordered."""
-    arms, source = results[RULES], Stated(BEYOND, SAME_RUNS)
+    arms, source = results[RULES], Source(BEYOND, SAME_RUNS)
     claims = judge_pair("rules", "at equal decay at the peak", arms, paper.TABLE, limits_at(scale))
     for rule, like in EQUIVALENT.items():
         statement = f"{rule} decay with a converted lambda ends where {like} decay does"

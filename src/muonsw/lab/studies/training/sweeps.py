@@ -11,7 +11,7 @@ from statistics import linear_regression
 import numpy as np
 
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim, Stated, at_least, at_most, within
+from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
@@ -23,8 +23,8 @@ from muonsw.lab.train.config import RunConfig
 
 MUON = "muon"
 ADAMW = "AdamW for all parameters, constant decay"
-WIDTH_FIGURE = Stated("appendix on muP, figure on width and the table commented out in the source", ADAMW)
-HORIZON_FIGURE = Stated("appendix on muP, figure on the horizon", ADAMW)
+WIDTH_FIGURE = Source("appendix on muP, figure on width and the table commented out in the source", ADAMW)
+HORIZON_FIGURE = Source("appendix on muP, figure on the horizon", ADAMW)
 INSIDE = Tolerance(0.0, "at an edge of the grid a better rate may lie beyond, and nothing can be said of transfer")
 ONE_STEP = Tolerance(0.0, "one step of the grid: basins are flat, and a parabola over a grid says no more")
 # Points whose excess loss is so many times the median one say nothing about the bottom of the basin.
@@ -179,7 +179,7 @@ def mean_losses(seeds: Sequence[Losses]) -> dict[float, float]:
     return {rate: math.fsum(losses[rate] for losses in seeds) / len(seeds) for rate in seeds[0]}
 
 
-def _inside(key: Key, losses: Losses, source: Stated) -> Claim:
+def _inside(key: Key, losses: Losses, source: Source) -> Claim:
     rates, best = list(losses), best_rate(losses)
     inside = f"{key}: steps of the grid from the best learning rate to the nearest edge"
     steps = min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from muonsw.lab.claims.claim import Claim, Stated, within_share
+from muonsw.lab.claims.claim import Claim, Source, within_share
 from muonsw.lab.cost import RecipePlan, amount, plan_recipe
 from muonsw.lab.paper import RECIPES, Tolerance
 from muonsw.lab.studies.arms import Comparison, Results
@@ -32,7 +32,7 @@ def judge_recipes(_results: Results, _scale: Scale) -> list[Claim]:
     warmup = Tolerance(0.02, "the closed form of a cosine to a tenth has no warmup, which takes up to a thirty-fifth")
     claims = []
     for name, planned in plans().items():
-        recipe, source = planned.recipe, Stated(planned.recipe.reference, "the printed recipe")
+        recipe, source = planned.recipe, Source(planned.recipe.reference, "the printed recipe")
         tokens = f"{recipe.title}: tokens for each active parameter"
         share = f"{recipe.title}: total of scaled decay over that of constant decay"
         each = recipe.tokens / recipe.active
