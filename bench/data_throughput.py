@@ -3,7 +3,7 @@
     python bench/data_throughput.py
     python bench/data_throughput.py --gpt2-files DIR --characters 100000000 --processes 2
 
-The library is given lists of documents and told to use the same number of threads; preparing also hashes the texts,
+The library is given lists of documents and uses the same number of threads; preparing also hashes the texts,
 splits off the validation documents, and writes checked shards, with threads or with processes whose start counts.
 Before anything is timed, the shards are compared with the library's tokens.
 """

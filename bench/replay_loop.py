@@ -32,8 +32,8 @@ def main() -> None:
             loops = {str(replay): Loop(kind, lengths, replay) for replay in (False, True)}
             times = in_turn({replay: loop.block for replay, loop in loops.items()}, BLOCKS, warming=0)
             for replay, loop in loops.items():
-                told = f"{replay:7} {statistics.median(times[replay]):13.2f} {loop.share_replayed:9.0%}"
-                print(f"{kind.__name__:10} {name:14} {told}", flush=True)
+                row = f"{replay:7} {statistics.median(times[replay]):13.2f} {loop.share_replayed:9.0%}"
+                print(f"{kind.__name__:10} {name:14} {row}", flush=True)
 
 
 class Loop:

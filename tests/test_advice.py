@@ -141,8 +141,8 @@ def test_what_decay_takes_in_all_tells_its_cost_at_other_widths_too():
         means = {arm: mean_loss(runs) for arm, runs in arms.items()}
         for arm, runs in arms.items():
             found, cost = about(runs[0]), means[arm] - min(means.values())
-            told = found.rules[0].cost
-            assert told == pytest.approx(cost, abs=0.015) if told is not None else cost > 0.1
+            predicted = found.rules[0].cost
+            assert predicted == pytest.approx(cost, abs=0.015) if predicted is not None else cost > 0.1
 
 
 def test_between_two_lengths_advice_lies_between_them():
@@ -155,7 +155,7 @@ def test_between_two_lengths_advice_lies_between_them():
         assert again.total == pytest.approx(totals[4])
 
 
-def test_beyond_the_lambdas_that_were_tried_no_cost_is_told():
+def test_beyond_the_lambdas_that_were_tried_no_cost_is_reported():
     found = advise(6_400, 0.01842, 1.6)
     assert [one.cost for one in found.rules] == [None, None]
     assert "beyond the lambdas that were tried in our runs of 6,400 updates" in found.sentences[0]

@@ -293,7 +293,7 @@ def test_a_graph_is_refused_where_the_peak_cannot_be_known():
     torch.cuda.synchronize()
 
 
-def test_a_schedule_of_a_tensor_that_never_comes_near_its_peak_is_told_at_the_next_check():
+def test_a_schedule_of_a_tensor_that_never_comes_near_its_peak_is_reported_at_the_next_check():
     params = on_gpu((64, 64))
     optimizer = MuonSW(params, lr=torch.tensor(1.0, device="cuda"), weight_decay=0.1)
     feed(params, 0)

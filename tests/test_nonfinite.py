@@ -1,4 +1,4 @@
-"""The finite check and its flag: what is found, what is counted, and that nobody waits for it."""
+"""The finite check and its flag: what is found, what is counted, and that the host does not wait for it."""
 
 import pytest
 import torch

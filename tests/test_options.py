@@ -141,7 +141,7 @@ def test_a_rate_that_goes_wrong_later_is_refused_with_nothing_changed(lr):
     assert torch.equal(param, torch.ones_like(param))
 
 
-def test_a_model_in_the_place_of_parameters_is_told_from_them():
+def test_a_model_in_the_place_of_parameters_is_reported_from_them():
     with pytest.raises(TypeError, match=r"MuonSW takes parameters, not a model; call MuonSW\.for_model"):
         MuonSW(nn.Sequential(nn.Linear(2, 2)))
 

@@ -394,19 +394,19 @@ NEVER_REACHED = {
 
 @pytest.mark.parametrize("name", NEVER_REACHED)
 @pytest.mark.parametrize("kind", ["float", "tensor"])
-def test_a_schedule_that_never_comes_near_its_peak_is_told_once(name, kind):
+def test_a_schedule_that_never_comes_near_its_peak_is_reported_once(name, kind):
     lr, make, top = NEVER_REACHED[name]
     optimizer = SGDSW(
         [weight()], lr=lr if kind == "float" else torch.tensor(lr, dtype=torch.float64), weight_decay=LAMBDA
     )
     scheduler = make(optimizer)
     message = rf"param group 0 has turned down at {top:g} without coming near its peak 1, .* 10 times weaker"
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         decay_only(optimizer, scheduler, 20)
         optimizer.check()
-    assert [entry.category for entry in told] == [PeakLRWarning]
-    assert re.search(message, str(told[0].message))
+    assert [entry.category for entry in caught] == [PeakLRWarning]
+    assert re.search(message, str(caught[0].message))
     assert optimizer.summary().groups[0].highest_lr == pytest.approx(top)
     optimizer.state_dict()
     optimizer.set_peak_lr(top)
@@ -468,7 +468,7 @@ def test_resuming_a_run_whose_peak_was_handed_over_is_no_surprise(handed_over, k
     assert fresh.param_groups[0]["resolved_peak_lr"] == pytest.approx(0.4)
 
 
-def test_several_groups_with_another_peak_are_told_in_one_warning():
+def test_several_groups_with_another_peak_are_reported_in_one_warning():
     def make(lr):
         return SGDSW([{"params": [weight()]}, {"params": [weight()]}], lr=lr, weight_decay=LAMBDA)
 
@@ -476,9 +476,9 @@ def test_several_groups_with_another_peak_are_told_in_one_warning():
     for group in optimizer.param_groups:
         group["params"][0].grad = torch.zeros(4, 4, dtype=torch.float64)
     optimizer.step()
-    with pytest.warns(PeakLRWarning, match="param group 0, param group 1: built for") as told:
+    with pytest.warns(PeakLRWarning, match="param group 0, param group 1: built for") as caught:
         make(0.2).load_state_dict(optimizer.state_dict())
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize("steps", [7, 100, 1000])
@@ -504,7 +504,7 @@ def test_a_rate_of_shape_one_is_a_rate():
     torch.testing.assert_close(plain, held, rtol=1e-14, atol=0)
 
 
-def test_a_rate_in_a_tensor_that_becomes_nan_is_told():
+def test_a_rate_in_a_tensor_that_becomes_nan_is_reported():
     lr = torch.tensor(0.1)
     optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA)
     decay_only(optimizer, LambdaLR(optimizer, lambda _: 1.0), 1)
@@ -736,12 +736,12 @@ def test_a_peak_that_rises_in_a_run_with_its_rate_in_a_tensor_is_followed(how):
     if how in ("setting", "in place"):
         lr.fill_(0.4)
         scheduler = LambdaLR(optimizer, lambda _: 0.4 / 0.5, last_epoch=4)  # takes the record as it is
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         seen = decay_only(optimizer, scheduler, 10)
         optimizer.check()
         optimizer.state_dict()
-    assert [str(entry.message)[:33] for entry in told] == ["a scheduler raised the peak learn"] * (how != "setting")
+    assert [str(entry.message)[:33] for entry in caught] == ["a scheduler raised the peak learn"] * (how != "setting")
     assert_scaled_by(seen, 0.5)
 
 
@@ -754,7 +754,7 @@ def test_a_step_at_a_settled_rate_in_a_tensor_reads_no_record(monkeypatch):
     decay_only(optimizer, scheduler, 3)
 
 
-def test_a_schedule_that_dips_before_its_top_is_not_told_to_lower_its_peak():
+def test_a_schedule_that_dips_before_its_top_is_not_reported_to_lower_its_peak():
     """ConstantLR holds down what ExponentialLR lowers, and lets go after five steps; warnings are errors here."""
     optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
     scheduler = ChainedScheduler([ConstantLR(optimizer, 0.3, total_iters=5), ExponentialLR(optimizer, 0.9)])

@@ -183,7 +183,7 @@ def test_gpus_without_bfloat16_units_compute_in_what_they_have():
 
 
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
-def test_cpus_told_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, isa):
+def test_cpus_reported_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, isa):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
     assert machine.cpu_has_bfloat16_units() is False
 

@@ -53,7 +53,7 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
-def test_on_a_cpu_steps_are_taken_as_written_and_that_is_told_once(algorithm):
+def test_on_a_cpu_steps_are_taken_eagerly_and_that_is_reported_once(algorithm):
     plain, params = optimizer_on("cpu", algorithm)
     replaying, twins = optimizer_on("cpu", algorithm, replay=True)
     for step in range(SETTLED + 3):
@@ -341,11 +341,11 @@ def test_measured_steps_are_written_and_change_nothing():
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
-def test_what_keeps_steps_from_being_replayed_is_told_once():
+def test_what_keeps_steps_from_being_replayed_is_reported_once():
     """Gradients that never lie in the same place, and a momentum that a scheduler moves."""
-    with pytest.warns(UserWarning, match=r"gradients changed too often.*set_to_none=False") as told:
+    with pytest.warns(UserWarning, match=r"gradients changed too often.*set_to_none=False") as caught:
         run_over(PATIENCE + 20, range(PATIENCE + 20))
-    assert len(told) == 1
+    assert len(caught) == 1
     optimizer, params = optimizer_on("cpu", replay=True)
     for step in range(PATIENCE):
         feed(params, step)
@@ -498,7 +498,7 @@ def test_a_training_loop_that_frees_its_gradients_is_replayed():
 
 @on_a_gpu
 @pytest.mark.gpu
-def test_gradients_that_never_stay_are_told_of_once():
+def test_gradients_that_never_stay_are_reported_of_once():
     optimizer, params = optimizer_on("cuda", replay=True)
     kept = []
     for step in range(PATIENCE):

@@ -104,7 +104,7 @@ def test_a_width_that_happens_to_be_the_vocabulary_makes_no_heads(positions):
     assert {roles_of(MuonSW.for_model(model, lr=0.1))[f"blocks.{i}.weight"] for i in range(3)} == {"hidden"}
 
 
-def test_names_that_mean_two_things_are_told_apart():
+def test_names_that_mean_two_things_are_reported_apart():
     layer = nn.Module()
     layer.gate, layer.up, layer.output = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
     layer.moe = nn.Module()
@@ -172,8 +172,8 @@ def test_what_nothing_explains_gets_adamw_without_decay_until_the_user_says_how(
     model.blob, model.body = nn.Parameter(torch.randn(2, 3, 4, 5)), nn.Linear(4, 4, bias=False)
     of = by_name(MuonSW.for_model(model, lr=0.02))
     assert (of["blob"]["role"], of["blob"]["algorithm"], of["blob"]["weight_decay"]) == ("unclear", "adamw", 0.0)
-    told = {"algorithm": "muon", "matrix": "stack", "weight_decay": 0.1}
-    assert by_name(MuonSW.for_model(model, lr=0.02, patterns={"blob": told}))["blob"]["matrix"] == "stack"
+    pattern = {"algorithm": "muon", "matrix": "stack", "weight_decay": 0.1}
+    assert by_name(MuonSW.for_model(model, lr=0.02, patterns={"blob": pattern}))["blob"]["matrix"] == "stack"
     with pytest.raises(ValueError, match=r"blob has shape \(2, 3, 4, 5\)"):
         MuonSW.for_model(model, lr=0.02, patterns={"role:unclear": {"algorithm": "muon"}})
 

@@ -108,19 +108,19 @@ def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, 
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_skipped_steps_are_told_of_at_growing_intervals():
+def test_skipped_steps_are_reported_of_at_growing_intervals():
     (param,) = matrices((4, 4))
     optimizer = MuonSW([param], lr=0.1)
     param.grad = torch.full_like(param, float("nan"))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(150):
             optimizer.step()
-    assert [str(entry.message).split()[0] for entry in told] == ["1", "10", "100"]
+    assert [str(entry.message).split()[0] for entry in caught] == ["1", "10", "100"]
     assert optimizer.skipped_steps == 150
 
 
-def test_a_step_that_finds_no_gradient_is_told_of_once():
+def test_a_step_that_finds_no_gradient_is_reported_of_once():
     params = matrices((4, 4))
     optimizer = MuonSW(params, lr=0.1)
     with pytest.warns(UserWarning, match="no gradient at all, so nothing was changed; .* build the optimizer last"):
@@ -128,7 +128,7 @@ def test_a_step_that_finds_no_gradient_is_told_of_once():
     optimizer.step()
 
 
-def test_a_parameter_that_is_unfrozen_later_is_told_of_once():
+def test_a_parameter_that_is_unfrozen_later_is_reported_of_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     optimizer = MuonSW.for_model(model, lr=0.1)
@@ -371,9 +371,9 @@ def test_it_says_once_that_no_group_decays():
     params = matrices((4, 6), (6,))
     groups = [{"params": [param], "weight_decay": 0.0} for param in params]
     optimizer = AdamWSW(groups, lr=0.1, weight_decay=0.25)
-    with pytest.warns(UserWarning, match="no param group decays") as told:
+    with pytest.warns(UserWarning, match="no param group decays") as caught:
         run(optimizer, params, 3)
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(
@@ -540,9 +540,9 @@ def test_a_peak_that_rises_before_the_first_gradient_is_taken():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.1)
     optimizer.param_groups[0].update(resolved_peak_lr=0.05, max_lr=0.5)
-    with pytest.warns(UserWarning, match="no gradient at all|raised the peak") as told:
+    with pytest.warns(UserWarning, match="no gradient at all|raised the peak") as caught:
         optimizer.step()
-    assert {entry.category for entry in told} == {PeakLRWarning, UserWarning}
+    assert {entry.category for entry in caught} == {PeakLRWarning, UserWarning}
     assert optimizer.param_groups[0]["resolved_peak_lr"] == 0.5
 
 

@@ -171,7 +171,7 @@ def test_a_target_that_stops_ends_the_ratio_but_not_the_lag():
     assert 500 <= tracking.broke_at <= 800
 
 
-def test_a_run_that_never_gets_there_is_told_from_one_that_leaves():
+def test_a_run_that_never_gets_there_is_reported_from_one_that_leaves():
     tracking = theory.track(history_of(recursion([(0.01, 1e-4, 0.0)] * 200, start=0.05), 2))
     assert not tracking.followed
     noisy = torch.tensor([0.5, 0.5, 0.5, 1.2, 1.4])

@@ -10,7 +10,7 @@ from muonsw import SGDSW, AdamWSW, MuonSW
 OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
 
 
-# What some decay rules must be told besides lambda, for runs of at most a thousand steps.
+# What some decay rules need besides lambda, for runs of at most a thousand steps.
 RULE_OPTIONS = {"cosine": {"total_steps": 1000}}
 
 

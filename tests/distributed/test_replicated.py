@@ -58,10 +58,10 @@ def owned_state():
     for step in range(2):
         take_step(optimizer, step, give_plain)
     kept = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.state_dict()
-    warned = str(told[0].message)
+    warned = str(caught[0].message)
     optimizer.gather_state()
     saved = copy.deepcopy(optimizer.state_dict())
     alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)

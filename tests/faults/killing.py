@@ -131,7 +131,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _alone() -> bool:
-    """Go where this process may mount what nobody else sees, under its own user and group."""
+    """Go where this process may mount what no other process sees, under its own user and group."""
     user, group = os.getuid(), os.getgid()
     if LIBC.unshare(NEW_USER | NEW_MOUNTS) != 0:
         return False

@@ -48,7 +48,7 @@ def test_training_on_a_disk_of_any_size_says_so_and_goes_on_once_there_is_room(r
 
         code = in_child(work)
         if code == NO_DISK:
-            pytest.skip("this system lets nobody mount a disk")
+            pytest.skip("this system does not allow mounting a disk")
         assert code in (10, 11), f"a disk of {pages} pages"
         full += code == 11
     record_property(

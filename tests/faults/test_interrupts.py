@@ -45,7 +45,7 @@ sys.exit(main())
     ],
     ids=["once", "twice", "while run loads", "while the command line loads"],
 )
-def test_an_interrupt_at_any_time_is_told_in_a_line(program, said, tmp_path):
+def test_an_interrupt_at_any_time_is_reported_in_a_line(program, said, tmp_path):
     arguments = [folders().whole / "config.json", tmp_path / "run"]
     if "cli" in program:
         arguments = ["train", "--config", arguments[0], "--out", arguments[1]]

@@ -66,7 +66,7 @@ def full_for(name):
     return write
 
 
-def test_a_result_that_cannot_be_written_is_told_and_written_later(whole, tmp_path, monkeypatch):
+def test_a_result_that_cannot_be_written_is_reported_and_written_later(whole, tmp_path, monkeypatch):
     """The last file of a run; all others are there."""
     monkeypatch.setattr(folder, "write_json", full_for("result.json"))
     with pytest.raises(MachineError, match=rf"result\.json {FULL}"):
@@ -77,7 +77,7 @@ def test_a_result_that_cannot_be_written_is_told_and_written_later(whole, tmp_pa
     assert losses(tmp_path) == losses(whole)
 
 
-def test_events_of_tensorboard_that_cannot_be_written_are_told(tmp_path, monkeypatch):
+def test_events_of_tensorboard_that_cannot_be_written_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # its own thread dies of the same error
     before = threading.enumerate()
     sink = tensorboard_sink(tmp_path)
@@ -113,7 +113,7 @@ def test_what_reads_a_run_says_that_the_disk_is_full(whole, tmp_path, capsys, co
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
-def test_a_divergence_that_cannot_be_written_down_is_told(tmp_path, monkeypatch):
+def test_a_divergence_that_cannot_be_written_down_is_reported(tmp_path, monkeypatch):
     """The parent writes it, after the run in its own folder has ended."""
     one = comparison((ARMS[0], WILD), seeds=(0,), steps=20, diverged=1.0)
     monkeypatch.setattr(jobs, "write_json", full_for("result.json"))

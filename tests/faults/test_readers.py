@@ -242,12 +242,12 @@ def test_shards_are_tokens_or_a_usage_error():
 
 def test_the_tensors_of_an_export_are_a_model_or_a_usage_error_even_with_the_right_checksum():
     folder = folders().copy("export")
-    content, told = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_text()
+    content, settings = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_text()
     header = 8 + int.from_bytes(content[:8], "little")
     whole = digest(folder / "model.safetensors")
 
     def read(folder):
-        (folder / "config.json").write_text(told.replace(whole, digest(folder / "model.safetensors")))
+        (folder / "config.json").write_text(settings.replace(whole, digest(folder / "model.safetensors")))
         load_model(folder)
 
     @fuzzed(30)
@@ -261,7 +261,7 @@ def test_the_tensors_of_an_export_are_a_model_or_a_usage_error_even_with_the_rig
 
 
 def test_a_state_with_the_right_checksum_is_resumed_from_or_put_aside():
-    """As only somebody who means harm would write it."""
+    """As only an attacker would write it."""
     run = folders().copy("stopped")
     training = Training(with_fingerprint(config(folders().data)))
     path = run / NEWER / checkpoint.STATE

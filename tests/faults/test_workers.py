@@ -1,4 +1,4 @@
-"""No worker of `muonsw reproduce theory` outlives the command, and a killed one is told in a sentence."""
+"""No worker of `muonsw reproduce theory` outlives the command, and a killed one is reported in a sentence."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_the_workers_end_with_the_command(tmp_path, number, code, said):
 
 @IN_PROC
 @pytest.mark.slow
-def test_a_killed_worker_is_told_in_a_sentence(tmp_path):
+def test_a_killed_worker_is_reported_in_a_sentence(tmp_path):
     with subprocess.Popen([*COMMAND, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
         workers = workers_of(parent)
         os.kill(int(workers[0]), signal.SIGKILL)

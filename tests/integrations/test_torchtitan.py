@@ -239,7 +239,7 @@ def test_a_run_goes_on_in_other_stages_of_a_pipeline():
     assert_same(expected, cut.go(3, STEPS))
 
 
-def test_a_pattern_needs_to_match_in_one_stage_only_and_mistakes_are_told_at_once():
+def test_a_pattern_needs_to_match_in_one_stage_only_and_mistakes_are_reported_at_once():
     config = for_model(lr=LR, patterns={"role:head": {"lr": 0.001}, "layers.0.*.wq.*": {"lr": 0.002}})
     first, last = config.build(model_parts=stages())
     assert {group["lr"] for group in first.param_groups} == {LR, 0.002}

@@ -211,7 +211,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
-def test_options_reach_the_optimizer_and_mistakes_are_told_at_once(tmp_path):
+def test_options_reach_the_optimizer_and_mistakes_are_reported_at_once(tmp_path):
     patterns = {"role:embedding": {"lr": 0.001}}
     options = for_model(lr=LR, decay="constant", patterns=patterns, adamw={"betas": (0.8, 0.9)}, ns_steps=4)
     trainer = trainer_of(tmp_path, optimizer=options)

@@ -361,7 +361,7 @@ def test_plain_sgd_goes_on():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_rates_in_tensors_are_told_apart_by_their_numbers():
+def test_rates_in_tensors_are_reported_apart_by_their_numbers():
     """They print alike."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     rates = [torch.tensor(1.1e-4), torch.tensor(1.4e-4), torch.tensor(1.1e-4)]

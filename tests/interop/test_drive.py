@@ -167,14 +167,14 @@ def test_layer_decay_is_part_of_the_peak_of_a_driven_optimizer():
         assert [g["weight_decay"] for g in optimizer.param_groups] == pytest.approx([0.3 * multiple] * 2)
 
 
-def test_a_schedule_that_never_comes_near_its_peak_is_told_of_once():
+def test_a_schedule_that_never_comes_near_its_peak_is_reported_of_once():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=1.0, weight_decay=0.3)
     drive_weight_decay(optimizer)
     noam = LambdaLR(optimizer, lambda t: 0.01 * min((t + 1) / 4, ((t + 1) / 4) ** -0.5))
-    with pytest.warns(PeakLRWarning, match=r"turned down at 0\.01 without coming near its peak 1") as told:
+    with pytest.warns(PeakLRWarning, match=r"turned down at 0\.01 without coming near its peak 1") as caught:
         run(optimizer, params, 10, scheduler=noam)
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 class Wrapped(torch.optim.Optimizer):

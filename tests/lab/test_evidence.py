@@ -232,7 +232,7 @@ def test_arms_are_held_against_constant_decay_of_their_own_settings(found):
     assert rows["width 256", "constant, same total"][7] is None, "no other arm has its lambda"
 
 
-def test_a_best_strength_at_the_end_of_its_range_is_told():
+def test_a_best_strength_at_the_end_of_its_range_is_reported():
     found = {
         "low": [[3.0], [3.1], [3.2]],
         "inside": [[3.1], [3.0], [3.2]],

@@ -56,9 +56,9 @@ def is_running(process):
         return False
 
 
-def test_jobs_in_processes_are_done_told_of_and_pinned_to_their_threads():
+def test_jobs_in_processes_are_done_reported_of_and_pinned_to_their_threads():
     """An endless stream of jobs, read one ahead of those at work; the audience ends it by raising."""
-    told, found, failed, taken = {}, {}, {}, []
+    messages, found, failed, taken = {}, {}, {}, []
     before = os.environ.get(VISIBLE)
     odd = [("killed", "kill"), ("wild", "diverge"), ("broken", "fault")]
 
@@ -73,10 +73,10 @@ def test_jobs_in_processes_are_done_told_of_and_pinned_to_their_threads():
         if len(failed) == len(odd):
             raise KeyError("enough")
 
-    audience = Audience(told.__setitem__, finish, failed.__setitem__)
+    audience = Audience(messages.__setitem__, finish, failed.__setitem__)
     with pytest.raises(KeyError, match="enough"):
         run_jobs(work, jobs(), audience, workers=2, threads=1, devices=("7", "GPU-ab"))
-    assert {name: told[name] for name in (*found, *failed)} == {
+    assert {name: messages[name] for name in (*found, *failed)} == {
         name: f"doing {dict(odd).get(name, name)}" for name in (*found, *failed)
     }
     assert all(rest == [1, "1"] for _, *rest, _device in found.values())
@@ -192,7 +192,7 @@ KILLED = "stopped, die while saving was not saved: its process was ended from ou
         ),
     ],
 )
-def test_no_process_outlives_its_parent_and_the_end_is_told_as_it_was(tmp_path, number, tasks, end, code):
+def test_no_process_outlives_its_parent_and_the_end_is_reported_as_it_was(tmp_path, number, tasks, end, code):
     with started(tmp_path / "parent.py", tasks) as parent:
         assert {parent.stdout.readline().strip() for _ in tasks} == set(tasks)
         children = children_of(parent)

@@ -51,11 +51,11 @@ def named(group):
 
 
 def test_tables_notice_what_is_wrong():
-    """A wrong role, a wrong view, a name that the table lacks and a pattern without a parameter are all told."""
+    """A wrong role, a wrong view, a name that the table lacks and a pattern without a parameter are all reported."""
     table = read_tables("idioms")["recurrent"]
     found = {"lstm.weight_ih_l0": ("hidden", ""), "rnn.weight_ih_l0": ("head", None), "new": ("bias", None)}
-    told = "\n".join(differences(table, found))
-    assert "lstm.weight_ih_l0: hidden seen as 'a matrix', expected 'split=8,8,8,8'" in told
-    assert "rnn.weight_ih_l0: head, expected hidden" in told
-    assert "new: the table does not mention it" in told
-    assert "out.weight: matches no parameter" in told
+    report = "\n".join(differences(table, found))
+    assert "lstm.weight_ih_l0: hidden seen as 'a matrix', expected 'split=8,8,8,8'" in report
+    assert "rnn.weight_ih_l0: head, expected hidden" in report
+    assert "new: the table does not mention it" in report
+    assert "out.weight: matches no parameter" in report

@@ -85,7 +85,7 @@ def around_it() -> None:
     assert_type(driver, DecayDriver)
     driver.remove()
     assert_type(muonsw.__version__, str)
-    assert_type(Findings().told, list[tuple[int, str]])
+    assert_type(Findings().history, list[tuple[int, str]])
 
 
 def main() -> None:

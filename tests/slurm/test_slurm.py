@@ -54,7 +54,7 @@ def wait_until(true, seconds=300.0):
         time.sleep(0.05)
 
 
-def told(*command):
+def output_of(*command):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -82,7 +82,7 @@ def train(folder, during, cluster=SLURM):
 def hurry(number):
     """Slurm lets a job that is queued again wait two minutes; this one need not."""
     wait_until(lambda: Slurm(None).states().get(number) == "PENDING")
-    told("scontrol", "update", f"JobId={number}", "StartTime=now")
+    output_of("scontrol", "update", f"JobId={number}", "StartTime=now")
 
 
 def jobs_in(folder):
@@ -105,7 +105,7 @@ def worker_of(folder):
 
 def test_a_job_that_is_requeued_saves_and_goes_on_under_its_number(tmp_path, at_home):
     def requeue(number):
-        told("scontrol", "requeue", number)
+        output_of("scontrol", "requeue", number)
         hurry(number)
 
     train(tmp_path, requeue)
@@ -116,7 +116,7 @@ def test_a_job_that_is_requeued_saves_and_goes_on_under_its_number(tmp_path, at_
 
 def test_a_job_that_is_preempted_by_a_more_urgent_one_waits_and_goes_on(tmp_path, at_home):
     def preempt(number):
-        told("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap", "sleep 5")
+        output_of("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap", "sleep 5")
         hurry(number)
 
     train(tmp_path, preempt)
@@ -127,7 +127,7 @@ def test_a_job_that_is_preempted_by_a_more_urgent_one_waits_and_goes_on(tmp_path
 
 def test_a_job_whose_time_is_nearly_up_saves_first_and_is_queued_again_by_submitit(tmp_path, at_home):
     def warn(number):
-        told("scancel", "--signal=USR2", number)
+        output_of("scancel", "--signal=USR2", number)
         hurry(number)
 
     train(tmp_path, warn)
@@ -139,7 +139,7 @@ def test_a_job_whose_time_is_nearly_up_saves_first_and_is_queued_again_by_submit
 
 
 def test_the_run_of_a_cancelled_job_is_taken_up_by_another_one(tmp_path, at_home):
-    shown = train(tmp_path, lambda number: told("scancel", number))
+    shown = train(tmp_path, lambda number: output_of("scancel", number))
     first, second = jobs_in(tmp_path)
     assert f"job {first} ended after update" in shown
     assert starts_of(tmp_path, second) == 1
@@ -186,7 +186,7 @@ def test_a_job_of_two_ranks_that_is_requeued_saves_and_goes_on(tmp_path, at_home
     both = replace(SLURM, ranks=2, parameters={**SLURM.parameters, "cpus_per_task": 2})
 
     def requeue(number):
-        told("scontrol", "requeue", number)
+        output_of("scontrol", "requeue", number)
         hurry(number)
 
     train(tmp_path, requeue, both)

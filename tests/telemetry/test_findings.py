@@ -23,20 +23,20 @@ def falling(rule, power):
 
 
 @pytest.mark.parametrize(("rule", "power", "said"), [("constant", 0.5, 1), ("constant", 0.0, 0), ("scaled", 0.5, 0)])
-def test_decay_that_collapses_the_experts_is_told_once(rule, power, said):
+def test_decay_that_collapses_the_experts_is_reported_once(rule, power, said):
     findings = Findings()
     texts = [text for entry in falling(rule, power) for text in findings(entry)]
-    assert len(texts) == said == len(findings.told)
+    assert len(texts) == said == len(findings.history)
     assert all("constant decay is collapsing the weights of role 'experts'" in text for text in texts)
 
 
-def test_a_norm_that_only_started_too_large_is_not_told():
+def test_a_norm_that_only_started_too_large_is_not_reported():
     """It falls while the learning rate is high, and not any more once that has halved."""
     findings = Findings()
     for step in range(1, 101):
         lr = 1.0 if step < 60 else 0.3
         findings(record(step, lr, max(3.0 - step / 20, 1.0)))
-    assert not findings.told
+    assert not findings.history
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,10 @@ def test_a_norm_that_only_started_too_large_is_not_told():
     [({"relative": 0.2}, "updates of role 'experts' are 20%"), ({"arrived": 0.5}, "move by 50% of what is intended")],
     ids=["large", "rounding"],
 )
-def test_what_holds_over_several_samples_is_told_and_repeated_rarely(options, words):
+def test_what_holds_over_several_samples_is_reported_and_repeated_rarely(options, words):
     findings = Findings()
-    told = [step for step in range(1, 401) if any(words in t for t in findings(record(step, 1.0, 1.0, **options)))]
-    assert told == [5, 5 * AGAIN]
+    reported = [step for step in range(1, 401) if any(words in t for t in findings(record(step, 1.0, 1.0, **options)))]
+    assert reported == [5, 5 * AGAIN]
     assert not [text for step in range(1, 401) for text in Findings()(record(step, 1.0, 1.0))]
 
 
@@ -62,4 +62,4 @@ def test_a_real_run_with_moderate_updates_is_left_in_peace():
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    assert findings.told == []
+    assert findings.history == []

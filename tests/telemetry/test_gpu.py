@@ -75,7 +75,7 @@ def test_values_and_weights_on_the_device(algorithm, dtype):
 
 
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
-def test_an_update_that_the_device_skips_is_told():
+def test_an_update_that_the_device_skips_is_reported():
     params = on_gpu()
     optimizer = ours(params)
     telemetry = Telemetry(optimizer, every=1)

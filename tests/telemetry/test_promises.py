@@ -110,7 +110,7 @@ def test_only_the_latest_records_are_kept():
     assert all("parameters" not in record for record in seen)
 
 
-def test_a_skipped_update_is_told_apart_from_one_of_size_zero():
+def test_a_skipped_update_is_reported_apart_from_one_of_size_zero():
     params = matrices((6, 4), (5,))
     optimizer = MuonSW([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}], lr=0.02)
     telemetry = Telemetry(optimizer, every=1)

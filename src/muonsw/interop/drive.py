@@ -99,7 +99,7 @@ class DecayDriver:
         self.decay = decay
         self.peak_lr = peak_lr
         self.total_steps = total_steps
-        self._told = False
+        self._warned = False
         self._before_load: list[dict[str, Any]] = []
         setattr(optimizer, _DRIVER, self)
         self._handles = (
@@ -168,8 +168,8 @@ class DecayDriver:
 
     def _tell_if_never_reached(self, group: dict[str, Any], label: str) -> None:
         message = peak.never_reached(group, label)
-        if message is not None and not self._told:
-            self._told = True
+        if message is not None and not self._warned:
+            self._warned = True
             warnings.warn(message, peak.PeakLRWarning, stacklevel=users_line())
 
 

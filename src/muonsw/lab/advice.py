@@ -441,7 +441,7 @@ def _cost_at(costs: Sequence[Sequence[Any]], total: float) -> tuple[Any, Any]:
 
 def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str]:
     limits = [_lengths(one.rule) for one in rules if one.own and one.rule not in SAME_RULE]
-    limits += [told for one in rules if (told := _beyond(one, steps))]
+    limits += [limit for one in rules if (limit := _beyond(one, steps))]
     limits += [
         f"The paper's runs took {PAPER_TOTALS} in all, far more; the best lambda there is not known.",
         "Where text was seen 16 times far more decay was better, and constant better than scaled decay.",
@@ -473,16 +473,16 @@ def _beyond(one: RuleAdvice, steps: int) -> str:
     ratio = max(steps / last["steps"], first["steps"] / steps)
     if ratio <= 1:
         return ""
-    told = f"{one.rule}: this run is {ratio:.2g} times beyond what was measured."
+    beyond = f"{one.rule}: this run is {ratio:.2g} times beyond what was measured."
     if len(own) == 1 or not one.weight_decay:
-        return told
+        return beyond
     power = math.log(last["total"] / first["total"]) / math.log(last["steps"] / first["steps"])
     other = one.weight_decay * (steps / (last if steps > last["steps"] else first)["steps"]) ** power
     if not math.isfinite(other):
-        return told
+        return beyond
     return (
-        f"{told} The lambda to try takes what was best at the nearest length; if that goes on changing with the length "
-        f"to the power {power:.2f}, it is {other:.2g}: try both."
+        f"{beyond} The lambda to try takes what was best at the nearest length; if that goes on changing with the "
+        f"length to the power {power:.2f}, it is {other:.2g}: try both."
     )
 
 

@@ -127,10 +127,10 @@ def stop_at_failure(name: str, error: Exception) -> None:
 
 @dataclass(frozen=True)
 class Audience:
-    """Who is told about the jobs; every function is called in the parent, and may raise to end them all.
+    """Callbacks about the jobs; every function is called in the parent, and may raise to end them all.
 
     Attributes:
-        message: A job's name, and what it told while it ran.
+        message: A job's name, and what it reported while it ran.
         finished: A job's name and its result.
         failed: A job's name and its error. The other jobs go on if this returns.
     """
@@ -387,9 +387,9 @@ def _answer(work: Callable[[Any, Tell], Any], task: Any, tell: Tell) -> tuple[st
     except BrokenPipeError:
         raise
     except Exception as error:  # whatever it is, the user must hear of it from the parent
-        told = UsageError(explain(error))
-        told.add_note(traceback.format_exc())
-        return "failed", told, False
+        failure = UsageError(explain(error))
+        failure.add_note(traceback.format_exc())
+        return "failed", failure, False
 
 
 def _end_with_parent() -> None:

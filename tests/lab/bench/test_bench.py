@@ -156,7 +156,7 @@ def test_tables_fit_into_80_columns():
         (["--only", "nobody"], "there is no optimizer 'nobody' to time"),
     ],
 )
-def test_mistakes_are_told_before_any_work(arguments, message, capsys):
+def test_mistakes_are_reported_before_any_work(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -138,7 +138,7 @@ def test_an_error_while_prefetching_is_raised_in_its_place():
         prefetch(read, ahead=0)
 
 
-def test_epochs_are_told_before_the_run(shards):
+def test_epochs_are_reported_before_the_run(shards):
     loader = TokenLoader(shards, 8, 12, 0)
     assert loader.windows.count == 49
     assert loader.epochs(0) == 0.0

@@ -59,7 +59,7 @@ def make_run(
     """Write a run folder and return it.
 
     Args:
-        change: Called with role (None for the pool) and record; returns the record as it is written.
+        change: Called with role (None for the pool) and record; returns the record to write.
         losses: Training losses, one for each update, of which every tenth is written; a falling curve unless given.
         grad_norm: Norm of the gradients before clipping, in the trainer's records; None leaves it out.
         clipped: Share of clipped updates, in telemetry's; None leaves it out.

@@ -101,7 +101,7 @@ def test_no_number_is_cut_in_a_narrow_terminal(written, width, verbose):
 
 
 @pytest.mark.usefixtures("one_figure")
-def test_the_lines_of_somebodys_own_loop_are_diagnosed(written, tmp_path, capsys):
+def test_the_lines_of_a_users_own_loop_are_diagnosed(written, tmp_path, capsys):
     """Without a run folder: the rule comes from the recorded decay, momentum from the command line."""
     file = tmp_path / "telemetry.jsonl"
     lines = (written / "constant" / "metrics.jsonl").read_text().splitlines(keepends=True)

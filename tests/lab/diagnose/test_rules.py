@@ -202,13 +202,13 @@ def test_clipping_costs_what_it_costs_the_algorithm(tmp_path):
 
 
 @pytest.mark.parametrize(("clipped", "speaks"), [(0.95, True), (0.5, False)])
-def test_clipping_in_somebodys_own_loop_is_what_telemetry_counted(tmp_path, clipped, speaks):
+def test_clipping_in_a_users_own_loop_is_what_telemetry_counted(tmp_path, clipped, speaks):
     finding = CHECKS["clipping"](make_history(tmp_path / "run", **LONG, grad_norm=None, clipped=clipped))
     assert (finding is not None) == speaks
     assert finding is None or finding.numbers["share"] == pytest.approx(clipped)
 
 
-def test_a_run_that_never_settles_is_told_from_one_that_stops_following(tmp_path):
+def test_a_run_that_never_settles_is_reported_from_one_that_stops_following(tmp_path):
     leaves = CHECKS["tracking-broke"](make_history(tmp_path / "leaves", **CONSTANT))
     never = CHECKS["tracking-broke"](make_history(tmp_path / "never", lam=0.01, steps=1000))
     assert leaves is not None

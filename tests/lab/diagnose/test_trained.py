@@ -62,7 +62,7 @@ def test_the_recursion_explains_every_step_of_a_real_run(trained, decay):
     assert history.momentum == BETA
 
 
-def test_both_rules_part_and_are_told_apart(trained):
+def test_both_rules_part_and_are_reported_apart(trained):
     constant, scaled = trained["constant"], trained["scaled"]
     found = {rule: {finding.rule for finding in one.findings} for rule, one in trained.items()}
     assert "collapsing" in found["constant"]

@@ -1,4 +1,4 @@
-"""The page in a real browser: it draws, answers, asks the network for nothing, and runs nobody else's code."""
+"""The page in a real browser: it draws, answers, asks the network for nothing, and runs no code from elsewhere."""
 
 import os
 import shutil

@@ -280,7 +280,7 @@ def test_every_chart_says_what_its_axes_show(runs):
         assert ("loss" in chart.name) == (chart.y.unit == "nats per token")
 
 
-def test_the_lines_of_somebodys_own_loop_make_a_report(runs, tmp_path, capsys):
+def test_the_lines_of_a_users_own_loop_make_a_report(runs, tmp_path, capsys):
     file = tmp_path / "telemetry.jsonl"
     lines = (runs[0].path / "metrics.jsonl").read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if '"telemetry"' in line))
@@ -303,11 +303,11 @@ def test_what_a_report_wrote_may_be_written_again(written):
 @pytest.mark.parametrize("foreign", ["report.html", "report/notes.txt", "report/validation-loss.png", "report"])
 def test_a_report_takes_the_place_of_nothing_that_it_did_not_write(runs, tmp_path, foreign):
     (tmp_path / foreign).parent.mkdir(exist_ok=True)
-    (tmp_path / foreign).write_text("somebody else's")
+    (tmp_path / foreign).write_text("of another program")
     with pytest.raises(UsageError, match=rf"{tmp_path / foreign}|report, which holds .* choose another name"):
         write_report(tmp_path / "report.html", "A report", runs)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / foreign]
-    assert (tmp_path / foreign).read_text() == "somebody else's"
+    assert (tmp_path / foreign).read_text() == "of another program"
 
 
 def test_figures_do_not_go_into_the_folder_of_a_run(runs):

@@ -237,7 +237,7 @@ def test_of_an_empty_run_nothing_is_known(tmp_path):
     assert all(len(part) == 0 for part in (*run.norms, *run.predicted_norms))
 
 
-def test_the_lines_of_somebodys_own_loop_are_a_run(tmp_path):
+def test_the_lines_of_a_users_own_loop_are_a_run(tmp_path):
     """Telemetry's own sink writes the file; the decay rule is read off the decay that it recorded."""
     for rule in ("scaled", "constant"):
         model = torch.nn.Linear(8, 8, bias=False)
@@ -255,7 +255,7 @@ def test_the_lines_of_somebodys_own_loop_are_a_run(tmp_path):
         assert not run.in_progress
 
 
-def test_a_rule_that_cannot_be_told_is_not_named(tmp_path):
+def test_a_rule_that_cannot_be_reported_is_not_named(tmp_path):
     """At one learning rate decay in proportion to it and to its square look alike."""
     values = {"weight_rms": 1.0, "lr": 0.02, "decay": 0.002}
     lines = [{"kind": "telemetry", "step": step, "all": values, "decayed": values} for step in (1, 2, 3)]

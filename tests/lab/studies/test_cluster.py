@@ -77,7 +77,7 @@ NAMES = [f"{arm.name}-seed0" for arm in ARMS]
 
 @IN_PROC
 def test_a_run_whose_jobs_are_killed_and_sent_away_ends_as_if_nothing_had_been(tmp_path):
-    """Real jobs of submitit's local executor: the first dies, the second is told that its time is up."""
+    """Real jobs of submitit's local executor: the first dies, the second gets the signal that its time is up."""
     folder, harmed, one = tmp_path / "jobs", [], replace(long_enough(), arms=ARMS[:1])
 
     def harm_with(number):
@@ -98,7 +98,7 @@ def test_a_run_whose_jobs_are_killed_and_sent_away_ends_as_if_nothing_had_been(t
 @IN_PROC
 @pytest.mark.slow
 def test_jobs_of_this_machine_are_saved_and_ended_with_the_command_and_go_on_with_the_next(tmp_path):
-    """Of two runs one may be over by then: only those under way are told."""
+    """Of two runs one may be over by then: only those under way get it."""
     folder = tmp_path / "jobs"
     once_saved(folder, NAMES[-1], lambda _process: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted, match=r"(1 job was|2 jobs were) asked to save and end"):
@@ -186,7 +186,7 @@ def jobs_of(folder, arms=ARMS, **settings):
 
 
 @dataclass
-class Told:
+class RecordingAudience:
     """An audience that remembers, and does something at the given looks at the queue."""
 
     at: dict = field(default_factory=dict)
@@ -222,13 +222,13 @@ def nothing():
 
 
 def test_a_job_that_is_gone_is_submitted_again_once_its_files_have_had_time_to_arrive(desk, tmp_path, monkeypatch):
-    told, gone = Told(), lambda: desk.queue.pop("1")
+    heard, gone = RecordingAudience(), lambda: desk.queue.pop("1")
     look_by_look(monkeypatch, lambda: desk.work_off("2"), gone, nothing, nothing, lambda: desk.work_off("3"))
-    run_on_cluster(jobs_of(tmp_path), told(), SLURM)
+    run_on_cluster(jobs_of(tmp_path), heard(), SLURM)
     assert list(desk.orders) == ["1", "2", "3"]
-    assert set(told.done) == {"constant, seed 0", "scaled, seed 0"}
-    assert told.done["constant, seed 0"] == json.loads((tmp_path / "constant-seed0" / "result.json").read_text())
-    sentences = [content for _, content in told.said if isinstance(content, str)]
+    assert set(heard.done) == {"constant, seed 0", "scaled, seed 0"}
+    assert heard.done["constant, seed 0"] == json.loads((tmp_path / "constant-seed0" / "result.json").read_text())
+    sentences = [content for _, content in heard.said if isinstance(content, str)]
     assert len(sentences) == 1
     assert "job 1 ended after update 0" in sentences[0]
 
@@ -244,13 +244,13 @@ def test_a_queue_that_does_not_answer_says_nothing_about_its_jobs(desk, tmp_path
         desk.work_off("1")
         desk.work_off("2")
 
-    told = Told()
+    heard = RecordingAudience()
     look_by_look(monkeypatch, silent, *[nothing] * 5, speaks)
-    run_on_cluster(jobs_of(tmp_path), told(), SLURM)
-    assert len(desk.orders) == len(told.done) == 2
+    run_on_cluster(jobs_of(tmp_path), heard(), SLURM)
+    assert len(desk.orders) == len(heard.done) == 2
     desk.answers = False
     with pytest.raises(MachineError, match="submitted twice"):
-        run_on_cluster(jobs_of(tmp_path / "other"), told(), SLURM)
+        run_on_cluster(jobs_of(tmp_path / "other"), heard(), SLURM)
 
 
 def test_a_run_that_never_moves_is_given_up_and_the_others_are_not(desk, tmp_path, monkeypatch):
@@ -261,10 +261,10 @@ def test_a_run_that_never_moves_is_given_up_and_the_others_are_not(desk, tmp_pat
 
     acts = [act for _ in range(FRUITLESS) for act in (end_first, nothing, nothing)]
     look_by_look(monkeypatch, *acts, lambda: desk.work_off("2"))
-    told = Told()
+    heard = RecordingAudience()
     with pytest.raises(MachineError, match=rf"constant, seed 0: {FRUITLESS} jobs ended without an update.*_0_log\.err"):
-        run_on_cluster(jobs_of(tmp_path), Audience(finished=told.done.__setitem__), SLURM)
-    assert set(told.done) == {"scaled, seed 0"}
+        run_on_cluster(jobs_of(tmp_path), Audience(finished=heard.done.__setitem__), SLURM)
+    assert set(heard.done) == {"scaled, seed 0"}
     assert len(desk.orders) == FRUITLESS + 1
 
 
@@ -280,12 +280,12 @@ def test_what_cannot_be_done_is_not_tried_again_and_a_divergence_is_an_outcome(d
         **jobs_of(tmp_path, (ARMS[0], WILD), steps=20, diverged=1.0),
         **jobs_of(tmp_path, ARMS[1:], model={"vocab": 64}),
     }
-    told = Told()
+    heard = RecordingAudience()
     look_by_look(monkeypatch, work, nothing, nothing)
-    run_on_cluster(odd, told(), SLURM)
+    run_on_cluster(odd, heard(), SLURM)
     assert len(desk.orders) == 3
-    assert isinstance(told.failed["wild, seed 0"], Diverged)
-    assert "vocabulary of 257 tokens, more than" in str(told.failed["scaled, seed 0"])
+    assert isinstance(heard.failed["wild, seed 0"], Diverged)
+    assert "vocabulary of 257 tokens, more than" in str(heard.failed["scaled, seed 0"])
     note = json.loads((tmp_path / FOLDER / "scaled-seed0.failed.json").read_text())
     assert note["final"] is True
     assert "with_fingerprint" in note["trace"]
@@ -295,17 +295,17 @@ def test_jobs_of_an_earlier_command_are_watched_and_not_submitted_twice(desk, tm
     def stop():
         os.kill(os.getpid(), signal.SIGINT)
 
-    told = Told()
+    heard = RecordingAudience()
     look_by_look(monkeypatch, nothing, stop)
     with pytest.raises(Interrupted, match=r"1 job goes on \(scancel 1 ends it\); the same command") as stopped:
-        run_on_cluster(jobs_of(tmp_path), told(), Cluster("slurm", at_once=1))
+        run_on_cluster(jobs_of(tmp_path), heard(), Cluster("slurm", at_once=1))
     assert stopped.value.exit_code == 130
     look_by_look(monkeypatch, lambda: desk.work_off("1"), lambda: desk.work_off("2"))
-    run_on_cluster(jobs_of(tmp_path), told(), Cluster("slurm", at_once=1))
+    run_on_cluster(jobs_of(tmp_path), heard(), Cluster("slurm", at_once=1))
     assert list(desk.orders) == ["1", "2"]
-    assert len(told.done) == 2
-    assert ("constant, seed 0", "1 jobs of another command, or an earlier one, go on") in told.said
-    assert ("constant, seed 0", {"kind": "job", "job": "1 pending"}) in told.said
+    assert len(heard.done) == 2
+    assert ("constant, seed 0", "1 jobs of another command, or an earlier one, go on") in heard.said
+    assert ("constant, seed 0", {"kind": "job", "job": "1 pending"}) in heard.said
 
 
 def test_two_commands_that_share_a_run_submit_it_once_when_its_job_dies(desk, tmp_path, monkeypatch):
@@ -319,16 +319,16 @@ def test_two_commands_that_share_a_run_submit_it_once_when_its_job_dies(desk, tm
 
     acts = (lambda: desk.queue.pop("1"), nothing, the_other_command_is_faster, lambda: desk.work_off("2"))
     look_by_look(monkeypatch, *acts)
-    told = Told()
-    run_on_cluster(jobs, told(), SLURM)
+    heard = RecordingAudience()
+    run_on_cluster(jobs, heard(), SLURM)
     assert list(desk.orders) == ["1", "2"]
-    assert len(told.done) == 1
+    assert len(heard.done) == 1
 
 
 def test_a_command_that_is_to_cancel_its_jobs_does(desk, tmp_path, monkeypatch):
     look_by_look(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted, match="2 jobs were asked to save and end"):
-        run_on_cluster(jobs_of(tmp_path), Told()(), Cluster("slurm", cancel_on_stop=True))
+        run_on_cluster(jobs_of(tmp_path), RecordingAudience()(), Cluster("slurm", cancel_on_stop=True))
     assert desk.cancelled == ("1", "2")
 
 

@@ -305,7 +305,7 @@ def test_a_wrong_option_is_explained_before_any_training(options, message, tmp_p
 @pytest.mark.parametrize("foreign", ["report.html", "report/notes.txt"])
 def test_a_foreign_report_is_noticed_before_any_training(foreign, tmp_path, capsys):
     (tmp_path / foreign).parent.mkdir(exist_ok=True)
-    (tmp_path / foreign).write_text("somebody else's")
+    (tmp_path / foreign).write_text("of another program")
     assert main(["compare", "--out", str(tmp_path), "--data", tokens(), "--device", "cpu"]) == 2
     assert foreign.rpartition("/")[2] in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -267,13 +267,13 @@ def test_limits_belong_to_the_scale(tmp_path):
 
 
 def test_printed_values_hold_where_they_are_met_and_fail_elsewhere(tmp_path):
-    told = paper.ROWS[1024]
+    printed = paper.ROWS[1024]
 
     def with_losses(shift):
         return [
             [replace(run, result={"final_loss": loss + shift, "best_loss": loss + shift})]
             for run, loss in zip(
-                (runs[0] for runs in pair(tmp_path).values()), (told.constant, told.scaled), strict=True
+                (runs[0] for runs in pair(tmp_path).values()), (printed.constant, printed.scaled), strict=True
             )
         ]
 
@@ -335,7 +335,7 @@ def fake(path, rate, optimum, seed):
     return load_run(path)
 
 
-def test_width_transfer_is_told_from_its_absence(tmp_path):
+def test_width_transfer_is_reported_from_its_absence(tmp_path):
     same = {Key(width=w): sweep_runs(tmp_path, 0.02, name=f"{w}-") for w in (128, 256)}
     assert all(claim.holds for claim in sweeps.judge_widths(same, MINI))
     moved = {**same, Key(width=256): sweep_runs(tmp_path, 0.0035, name="moved-")}
@@ -370,7 +370,7 @@ def test_the_printed_sweep_judges_itself_true(tmp_path):
 
 
 @pytest.mark.parametrize(("power", "holds"), [(-1 / 3, True), (0.0, False), (-1.0, False)])
-def test_the_cube_root_rule_is_told_from_others(tmp_path, power, holds):
+def test_the_cube_root_rule_is_reported_from_others(tmp_path, power, holds):
     results = {
         Key(steps=steps): sweep_runs(tmp_path, 0.02 * (steps / 1000) ** power, name=f"{steps}-")
         for steps in MINI.horizons

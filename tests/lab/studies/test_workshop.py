@@ -75,14 +75,14 @@ def test_a_run_that_diverges_does_not_end_the_others_and_is_not_tried_again(tmp_
     assert [diverged_at(run) for run in runs["constant"]] == [None, None]
     steps = [diverged_at(run) for run in runs["wild"]]
     assert all(1 <= step <= 20 for step in steps)
-    told = json.loads((tmp_path / "wild-seed0" / "result.json").read_text())
-    assert told["diverged"] == steps[0]
-    assert "lower the learning rate" in told["reason"]
+    result = json.loads((tmp_path / "wild-seed0" / "result.json").read_text())
+    assert result["diverged"] == steps[0]
+    assert "lower the learning rate" in result["reason"]
     before, shown = stamps(tmp_path), StringIO()
     Workshop(Console(file=shown, width=200), 1, ByArm(tmp_path)).train([one])
     assert stamps(tmp_path) == before
-    told = "2 of 4 runs diverged earlier; --retry-diverged tries them again"
-    assert shown.getvalue().splitlines() == ["2 of 4 runs are complete already", told]
+    note = "2 of 4 runs diverged earlier; --retry-diverged tries them again"
+    assert shown.getvalue().splitlines() == ["2 of 4 runs are complete already", note]
     by_arm(tmp_path, retry_diverged=True).train([one])
     again = stamps(tmp_path)
     assert {path.parent.name for path in before if again[path] != before[path]} == {"wild-seed0", "wild-seed1"}

@@ -112,7 +112,7 @@ def files_below(folder):
 
 
 def test_an_export_follows_no_link_and_no_name_of_the_record_out_of_its_folder(run, tmp_path):
-    """The default place is inside the run, which somebody else may have filled."""
+    """The default place is inside the run, which another program may have filled."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "export").mkdir()
@@ -156,7 +156,7 @@ def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path, name)
     assert files_below(tmp_path) == before
 
 
-def test_a_model_without_finite_outputs_is_told():
+def test_a_model_without_finite_outputs_is_reported():
     model = Decoder(MODEL)
     torch.nn.init.constant_(model.embedding.weight, float("nan"))
     with pytest.raises(UsageError, match="outputs are not finite: it has diverged"):

@@ -213,7 +213,7 @@ def test_damaged_lines_of_the_metrics_are_moved_aside_and_every_whole_record_sta
     ],
     ids=["missing", "cut", "folder"],
 )
-def test_records_that_are_gone_are_told_and_the_run_goes_on(uninterrupted, tmp_path, harm, note):
+def test_records_that_are_gone_are_reported_and_the_run_goes_on(uninterrupted, tmp_path, harm, note):
     stop_at(4, small_run(), tmp_path)
     harm(tmp_path / "metrics.jsonl")
     notes = []

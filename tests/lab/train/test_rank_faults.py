@@ -320,7 +320,7 @@ def on_a_disk(tmp_path, pages, work):
 
     code = in_child(mounted)
     if code == NO_DISK:
-        pytest.skip("this system lets nobody mount a disk")
+        pytest.skip("this system does not allow mounting a disk")
     assert code == 0
 
 
@@ -428,7 +428,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_taken(name, harm, 
     ids=["missing", "overlapping", "outside", "huge", "no shape", "no index", "no number", "other ranks"],
 )
 def test_an_index_that_does_not_fit_its_files_is_refused(harm, tmp_path):
-    """With a right checksum: what somebody else's program may write."""
+    """With a right checksum: what another program may write."""
     path = tmp_path / "step-00000004"
     shutil.copytree(stopped_after_four() / "checkpoints" / "step-00000004", path)
     content = checkpoint.read_state(path)

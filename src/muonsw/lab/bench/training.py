@@ -149,7 +149,7 @@ class TimedTraining:
         return taken / self.amount.updates
 
     def optimizer_ms(self) -> float:
-        """Milliseconds of the optimizer's step by itself, as it is written."""
+        """Milliseconds of the optimizer's eager step by itself."""
         self.training.forward_backward(self.batches[:1])
         step = self.training.optimizer.step
         return statistics.median(milliseconds(step, self.device) for _ in range(5))

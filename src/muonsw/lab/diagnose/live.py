@@ -58,7 +58,7 @@ class Findings:
     """A sink for records that returns what they reveal, in words, each finding rarely.
 
     Attributes:
-        told: every sentence so far, with the step at which it was said.
+        history: every sentence so far, with the step of its record.
 
     Examples:
         >>> findings = Findings()
@@ -69,20 +69,20 @@ class Findings:
     """
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, str]] = []
-        self._said_at: dict[str, int] = {}
+        self.history: list[tuple[int, str]] = []
+        self._reported_at: dict[str, int] = {}
         self._roles: dict[str, RoleHistory] = {}
 
     def __call__(self, record: Record) -> list[str]:
-        """Take up a record, and return the sentences that are to be said now."""
+        """Take up a record, and return the sentences that are due now."""
         found = [text for topic, text in self._examine(record) if self._is_due(topic, record["step"])]
-        self.told += [(record["step"], text) for text in found]
+        self.history += [(record["step"], text) for text in found]
         return found
 
     def _is_due(self, topic: str, step: int) -> bool:
-        if step < AGAIN * self._said_at.get(topic, 0):
+        if step < AGAIN * self._reported_at.get(topic, 0):
             return False
-        self._said_at[topic] = step
+        self._reported_at[topic] = step
         return True
 
     def _examine(self, record: Record) -> Iterator[tuple[str, str]]:

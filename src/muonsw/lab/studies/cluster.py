@@ -74,7 +74,7 @@ def run_on_cluster(jobs: Mapping[str, Job], audience: Audience, cluster: Cluster
 
     A job that an earlier command left in the queue is watched, not submitted twice. One that ends without a result is
     submitted again, unless its run has not moved by an update in `FRUITLESS` jobs. A run that fails does not end the
-    others; it is told of when they are done.
+    others; it is reported when they are done.
 
     Raises:
         UsageError: If jobs cannot be submitted, or if runs failed and the audience does not say otherwise.
@@ -203,9 +203,11 @@ class _Watcher:
         del self.under_way[name]
         step, log = saved_step(self.jobs[name].folder), self.folder / f"{attempt.id}_0_log.err"
         fruitless = 0 if step > attempt.step else attempt.fruitless + 1
-        told = read_object(self._failure(name)) if self._failure(name).exists() else {}
-        why = str(told.get("message") or "it ended from outside, at the end of its time, or by a fault of its machine")
-        if told.get("final"):
+        failure = read_object(self._failure(name)) if self._failure(name).exists() else {}
+        why = str(
+            failure.get("message") or "it ended from outside, at the end of its time, or by a fault of its machine"
+        )
+        if failure.get("final"):
             self._fail(name, UsageError(why))
         elif fruitless >= FRUITLESS:
             often = f"{fruitless} jobs ended without an update, the last one ({attempt.id}) because: {why}"

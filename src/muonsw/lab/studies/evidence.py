@@ -152,14 +152,14 @@ class EvidencePage:
         """Claims and tables of a study, and what is missing of it."""
         study, found = self.studies[name], self.results[name]
         lacking = missing(study, self.records.get(name))
-        told = f"{lacking} of {len(study.runs())} planned runs of `{name}` are missing."
+        lack = f"{lacking} of {len(study.runs())} planned runs of `{name}` are missing."
         if not found:
-            return f"Not measured yet: {told}"
+            return f"Not measured yet: {lack}"
         tables = [markdown(table) for table in study.own_tables(found, study.scale)]
         claims = study.judge(found)[name]
         pictures = [f"![{words}](assets/{file}.png)" for file, words in [PICTURES[name]]] if name in PICTURES else []
         judged = [markdown(claims_table({name: claims}, ("asked", "found")))] if claims else []
-        return "\n\n".join([*pictures, *tables, *judged, *([told] if lacking else [])])
+        return "\n\n".join([*pictures, *tables, *judged, *([lack] if lacking else [])])
 
     def optima(self) -> list[Optimum]:
         """The best lambda of every rule and horizon of the map."""
@@ -301,8 +301,8 @@ def _length(evidence: EvidencePage) -> str:
     losses = regret.map_of(evidence.results["long"])
     lengths = sorted(losses["constant"])
     gaps = [regret.best_against_best(losses["scaled"][steps], losses["constant"][steps]) for steps in lengths]
-    told = " and ".join(f"{_nats(gap)} at {steps:,} updates" for gap, steps in zip(gaps, lengths, strict=True))
-    return f"On fresh text, each at its best lambda, scaled decay ends {told} from constant decay." if told else ""
+    ends = " and ".join(f"{_nats(gap)} at {steps:,} updates" for gap, steps in zip(gaps, lengths, strict=True))
+    return f"On fresh text, each at its best lambda, scaled decay ends {ends} from constant decay." if ends else ""
 
 
 def _rules(evidence: EvidencePage) -> str:

@@ -15,7 +15,7 @@ Progress = Callable[[float], None]
 
 
 def silent(fraction: float) -> None:
-    """Report progress to nobody."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Context:
     """What a run is given besides its settings."""
 
     generator: torch.Generator  # source of every random number of the experiment
-    progress: Progress = silent  # told the fraction that is done, now and then
+    progress: Progress = silent  # called with the fraction that is done, now and then
 
 
 @dataclass(frozen=True)

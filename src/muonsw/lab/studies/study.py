@@ -303,8 +303,8 @@ class TrainingStudy(Study[Results]):
         names = ("model.width", "model.layers", "steps", "tokens_per_step")
         widths, layers, steps, tokens = (_listed(map(attrgetter(name), runs)) for name in names)
         arms, seeds = _listed(len(one.arms) for one in planned), _listed(len(one.seeds) for one in planned)
-        told = f"Widths {widths}; layers {layers}; updates {steps}, of {tokens} tokens; arms {arms}; seeds {seeds}. "
-        return (told + self.notes.get(self.scale.name, "")).strip()
+        sizes = f"Widths {widths}; layers {layers}; updates {steps}, of {tokens} tokens; arms {arms}; seeds {seeds}. "
+        return (sizes + self.notes.get(self.scale.name, "")).strip()
 
     def record(self, found: Results, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
         """Everything except the curves."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonsw.kernels.graphs import recorded
 from muonsw.lab.data.loader import TokenBatch
 
-# Calls that run eagerly before one is captured: kernels are compiled, and states made, on the way.
+# Eager calls before one is captured: kernels are compiled, and states made, on the way.
 WARM_CALLS = 3
 
 # A graph keeps the activations of a call for itself, and beyond so many tokens the kernels are long enough.
@@ -39,10 +39,10 @@ class GraphedFunction(Generic[Result]):
         self._result: Result | None = None
 
     def __call__(self, batches: list[TokenBatch]) -> Result:
-        """The function of these batches; the first calls run eagerly."""
+        """The function of these batches; the first calls are eager."""
         self._calls += 1
         if self._calls <= WARM_CALLS or (self._graph is not None and not self._fits(batches)):
-            return self.eagerly(batches)
+            return self.eager(batches)
         if self._graph is None:
             self._capture(batches)
         assert self._graph is not None
@@ -52,8 +52,8 @@ class GraphedFunction(Generic[Result]):
         self._graph.replay()
         return self._result
 
-    def eagerly(self, batches: list[TokenBatch]) -> Result:
-        """A plain call, on the stream of the capture: autograd remembers on which stream it met the weights."""
+    def eager(self, batches: list[TokenBatch]) -> Result:
+        """An eager call, on the stream of the capture: autograd remembers on which stream it met the weights."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

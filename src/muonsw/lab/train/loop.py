@@ -59,7 +59,7 @@ class Watch:
 
     Attributes:
         started: The run, before its first update; `step` says where it resumes.
-        record: Every record, as it is written.
+        record: Every record that is logged.
         note: A sentence about something unusual.
     """
 

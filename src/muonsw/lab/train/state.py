@@ -136,7 +136,7 @@ class Training:
 
     def update(self, batches: list[TokenBatch], *, measured: bool) -> UpdateResult:
         """Take an update: forward, backward, clip, step; `measured` if telemetry looks at it."""
-        take = self.replayed_update.eagerly if measured and self.replayed_update else self.replayed_update
+        take = self.replayed_update.eager if measured and self.replayed_update else self.replayed_update
         update = (take or self.plain_update)(batches)
         self.scheduler.step()
         self.step += 1

@@ -87,7 +87,7 @@ def march(
     Args:
         optimizer: Whose groups all get the same learning rate.
         etas: The learning rate of each step.
-        progress: Told the fraction done, about a hundred times.
+        progress: Called with the fraction done, about a hundred times.
         part: From where to where in the whole experiment this march goes.
     """
     start, end = part

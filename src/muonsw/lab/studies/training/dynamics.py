@@ -52,20 +52,23 @@ def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
 
 
 def _printed_steady_state(arms: Runs) -> list[Claim]:
-    told = paper.ROWS[1024]
-    assert told.scaled_norm is not None
-    assert told.constant_norm is not None
+    printed = paper.ROWS[1024]
+    assert printed.scaled_norm is not None
+    assert printed.constant_norm is not None
     follows = Source(paper.STEADY, "a norm follows while it is within a fifth of its target")
     breaks = over_seeds([min(map(tracking_end, pair)) for pair in zip(*(arms[rule] for rule in RULES), strict=True)])
     ratio = over_seeds([math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)])
-    fall, told_ratio = over_runs(arms[CONSTANT], lambda run: run.norm_change), told.scaled_norm / told.constant_norm
+    fall, printed_ratio = (
+        over_runs(arms[CONSTANT], lambda run: run.norm_change),
+        printed.scaled_norm / printed.constant_norm,
+    )
     boundary = "the update from which the first of the two norms no longer follows its steady state"
     shrinks = "constant decay: change of the norm since its largest value"
     apart = "end norm under scaled over that under constant decay"
     return [
         within_share("boundary", boundary, follows, breaks, paper.BOUNDARY, paper.TRACKING),
         within("fall", shrinks, STEADY_FIGURE, fall, paper.FALL_FROM_PEAK, paper.FALL),
-        within_share("ratio", apart, STEADY_FIGURE, ratio, told_ratio, paper.NORM_RATIO),
+        within_share("ratio", apart, STEADY_FIGURE, ratio, printed_ratio, paper.NORM_RATIO),
     ]
 
 

@@ -341,12 +341,14 @@ def _optima_table(found: Sequence[Optimum]) -> Table:
     powers = {
         rule: [(one.best, one.steps) for one in found if one.rule == rule] for rule in RULES if len(found) > len(RULES)
     }
-    told = ", ".join(f"{rule} {power(*map(list, zip(*points, strict=True))):.2f}" for rule, points in powers.items())
+    exponents = ", ".join(
+        f"{rule} {power(*map(list, zip(*points, strict=True))):.2f}" for rule, points in powers.items()
+    )
     note = (
         "The best lambda is the vertex of a parabola over its logarithm, through the lowest mean and its neighbours; "
         "the total is what decay takes over the run at that lambda, the sum of phi."
     )
-    more = f" The best lambda goes with the horizon to the power: {told}." if told else ""
+    more = f" The best lambda goes with the horizon to the power: {exponents}." if exponents else ""
     return Table("best-lambda", "The best lambda", columns, rows, note + more)
 
 

@@ -131,7 +131,7 @@ def judge_group(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
 
 def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:
     """What the paper prints about a width: losses, gain, steps saved, end norms."""
-    told, name = paper.ROWS[width], f"w{width}"
+    printed, name = paper.ROWS[width], f"w{width}"
     table, figure = Source(paper.TABLE, SAME_RUNS), Source(paper.FIGURES.get(width, ""), SAME_RUNS)
     gain = over_seeds(paired(scaled, constant, lowest_loss))
     matches = (steps_to_match(*pair) for pair in zip(constant, scaled, strict=True))
@@ -140,10 +140,13 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
     sooner = f"width {width}: updates saved until scaled decay has the best loss of constant decay"
     limits = "compares the middle of one schedule with the end of another"
     claims = [
-        within(f"{name}-gain", lower, table, gain, told.scaled - told.constant, paper.GAIN),
-        within(f"{name}-saved", sooner, table, saved, told.saved, paper.SAVED, limits=limits),
+        within(f"{name}-gain", lower, table, gain, printed.scaled - printed.constant, paper.GAIN),
+        within(f"{name}-saved", sooner, table, saved, printed.saved, paper.SAVED, limits=limits),
     ]
-    arms = {CONSTANT: (constant, told.constant, told.constant_norm), SCALED: (scaled, told.scaled, told.scaled_norm)}
+    arms = {
+        CONSTANT: (constant, printed.constant, printed.constant_norm),
+        SCALED: (scaled, printed.scaled, printed.scaled_norm),
+    }
     for arm, (runs, loss, norm) in arms.items():
         best = f"width {width}: best validation loss, {arm} decay"
         claims.append(within(f"{name}-{arm}-loss", best, table, over_runs(runs, lowest_loss), loss, paper.LOSS))

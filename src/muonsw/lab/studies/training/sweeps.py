@@ -193,10 +193,10 @@ def _printed_widths(sweeps: Mapping[Key, Sequence[Losses]]) -> list[Claim]:
         costs = f"{key}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats"
         cost = over_seeds([losses[paper.TRANSFERRED_RATE] - min(losses.values()) for losses in seeds])
         claims.append(at_most(f"{key.slug}-transferred", costs, WIDTH_FIGURE, cost, *paper.TRANSFERRED))
-        for rate, told in zip(paper.SWEEP_RATES, paper.SWEEP[key.width], strict=True):
+        for rate, printed in zip(paper.SWEEP_RATES, paper.SWEEP[key.width], strict=True):
             ends = f"{key}: loss after 5,000 updates at learning rate {rate:g}"
             loss = over_seeds([losses[rate] for losses in seeds])
-            claims.append(within(f"{key.slug}-lr-{rate:g}", ends, WIDTH_FIGURE, loss, told, paper.SWEEP_LOSS))
+            claims.append(within(f"{key.slug}-lr-{rate:g}", ends, WIDTH_FIGURE, loss, printed, paper.SWEEP_LOSS))
     return claims
 
 
