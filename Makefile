@@ -6,12 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS := .[lab,data,tensorboard,dev]
-# Apart from the rest: a torchvision that cannot load its operators would break other packages' imports.
-MODELS_VENV := .venv-models
-MODELS_INSTALLED := $(MODELS_VENV)/.installed
 # Triton takes a gigabyte, and its interpreter half a minute: apart from the rest.
 KERNELS_VENV := .venv-kernels
 KERNELS_INSTALLED := $(KERNELS_VENV)/.installed
+# Apart from the rest: a torchvision that cannot load its operators would break other packages' imports.
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
 PACKAGE_VENV := .venv-package
@@ -21,11 +19,11 @@ WORKERS ?= 2
 WORKS_TABLE ?= check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint types pytest test-again test-pythons test-slow test-gpu test-models test-integrations
+.PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models test-integrations
 .PHONY: test-browser test-kernels test-faults test-slurm test-package bench evidence docs docs-version clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 19
 
 install: $(INSTALLED)  ## make .venv and install the project with pinned versions
 
@@ -42,32 +40,30 @@ test: lint types pytest  ## everything that CI checks
 
 check: test  ## the same as test, under the name that other projects use
 
-lint: install
+lint: install  ## check format and style with ruff
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: install
+types: install  ## check types with mypy
 	$(BIN)/mypy
 
 # One thread for each worker: two workers with two threads each on two cores run many times slower. Work is stolen, not
 # dealt out: the tests of a file stay together, so that what they share is made once.
 QUICK := pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not models and not integrations and not slurm and not browser"
 
-pytest: install
+pytest: install  ## the quick tests and the examples of the documentation
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK) -p no:randomly
 
-# No result may rest on one machine's rounding and answers, or on the order of the tests; every name must be the same at
-# each collection, or the workers refuse to share the tests. The seed of the order is printed; `--randomly-seed=N` repeats
-# it.
-test-again: install  ## the same tests as on another machine: plainest instruction set, other answers; in a random order
+# No result may rest on one machine's rounding and answers, on the order of the tests, or on one Python; every name must
+# be the same at each collection, or the workers refuse to share the tests. The seed of the order is printed;
+# `--randomly-seed=N` repeats it. .ci/pythons says which Pythons it finds.
+test-again: install  ## the same tests as on another machine and in a random order, then under other Pythons
 	PYTHONHASHSEED=1 $(BIN)/pytest -q --collect-only -p no:randomly > $(VENV)/collected-once
 	PYTHONHASHSEED=2 $(BIN)/pytest -q --collect-only -p no:randomly > $(VENV)/collected-twice
 	@grep -h :: $(VENV)/collected-once > $(VENV)/names && grep -h :: $(VENV)/collected-twice | diff $(VENV)/names - \
 	  || { echo "the tests above have other names at each collection: give their parameters ids"; exit 1; }
 	MUONSW_MACHINE="$$($(BIN)/python -m tests.other_machine)" FORCE_COLOR=1 COLUMNS=40 \
 	  ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK)
-
-test-pythons:  ## the same tests under each other of Python 3.11, 3.12 and 3.13 that is found; see .ci/pythons
 	OMP_NUM_THREADS=1 .ci/pythons '$(EXTRAS)' PYTHON_HERE -m $(QUICK) -p no:randomly
 
 test-browser: install  ## the pages of reports in a real Chromium
@@ -99,14 +95,8 @@ $(KERNELS_INSTALLED): pyproject.toml constraints.txt
 	$(KERNELS_VENV)/bin/python -m pip install -q -c constraints.txt -e . numpy triton pytest pytest-xdist hypothesis
 	@touch $@
 
-test-models: $(MODELS_INSTALLED)  ## routing of 145 models of transformers, timm, torchvision and PEFT
-	OMP_NUM_THREADS=1 $(MODELS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m models tests/models
-
-$(MODELS_INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(MODELS_VENV)
-	.ci/install-torch $(MODELS_VENV)/bin/python
-	$(MODELS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[models]' pytest pytest-xdist hypothesis
-	@touch $@
+test-models: $(INTEGRATIONS_INSTALLED)  ## routing of 145 models of transformers, timm, torchvision and PEFT
+	OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m models tests/models
 
 test-integrations: $(INTEGRATIONS_INSTALLED)  ## the optimizers in Trainer, Lightning, torchtitan, DeepSpeed and others
 	OMP_NUM_THREADS=1 WORKS_TABLE=$(WORKS_TABLE) $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m integrations tests/integrations
@@ -146,4 +136,4 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@touch $@
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) .venv-3.* $(KERNELS_VENV) $(MODELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-3.* $(KERNELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Small versions of models from transformers, timm, torchvision and PEFT, built on the meta device.
 
-The packages are imported inside functions, since only `make test-models` installs them.
+The packages are imported inside functions, since only `make test-models` and `make test-integrations` install them.
 """
 
 import importlib.util

@@ -9,7 +9,7 @@ from tests.models.test_idioms import routing_of
 
 pytestmark = [
     pytest.mark.models,
-    pytest.mark.skipif(bool(packages.missing()), reason="needs the extra `models`; run `make test-models`"),
+    pytest.mark.skipif(bool(packages.missing()), reason="needs the extra `integrations`; run `make test-models`"),
 ]
 
 CASES = [(file, name) for file in packages.BUILDERS for name in read_tables(file)]
