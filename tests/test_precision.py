@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import MuonSW, machine
+from muonsw import AdamWSW, MuonSW, machine
 from muonsw.machine import cuda_dtype, product_dtype
+from muonsw.nonfinite import Flag
 from muonsw.precision import stochastic_round
 from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run
 
@@ -49,6 +50,40 @@ def test_noise_differs_between_seeds_and_positions():
     assert torch.equal(a, stochastic_round(x, torch.bfloat16, seed(1)))
 
 
+@pytest.mark.parametrize("dtype", LOW)
+def test_tensors_rounded_in_one_buffer_have_the_noise_of_each_alone(dtype):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator) for size in (1, 37, 0, 64, 3)]
+    seeds = torch.tensor([5, -7, 2**31 - 1, 0, 5], dtype=torch.int32)
+    alone = [stochastic_round(x, dtype, number) for x, number in zip(tensors, seeds, strict=True)]
+    together = stochastic_round(torch.cat(tensors), dtype, seeds, [x.numel() for x in tensors])
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("bad", [None, 0.0, 1.0], ids=["host", "taken", "skipped"])
+def test_weights_rounded_in_one_buffer_are_those_rounded_one_by_one(rounding, cautious, dtype, bad, monkeypatch):
+    """In small buffers, so that there are several, weights that share one and a weight too large for any."""
+    if bad is not None:
+        monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(torch.tensor(bad)))
+
+    def trained(most):
+        monkeypatch.setattr("muonsw.apply.ROUNDED_TOGETHER", most)
+        params = matrices((3, 5), (8, 8), (0, 4), (7, 1), (20, 30), (2, 2), (11, 3), dtype=dtype)
+        params[1].data = params[1].data.t()  # positions count along rows, whatever the layout
+        optimizer = AdamWSW(params, lr=0.02, weight_decay=0.3, rounding=rounding, cautious=cautious)
+        before = clones(params)
+        run(optimizer, params, 3)
+        assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True)) == (bad == 1.0)
+        return params, [state.get("compensation", state["step"]) for state in optimizer.state.values()]
+
+    (params, kept), (alone, kept_alone) = trained(100), trained(0)
+    assert_same(params, alone)
+    assert_same(kept, kept_alone)
+
+
 @pytest.mark.parametrize("dtype", [LOW[0], *(pytest.param(other, marks=pytest.mark.slow) for other in LOW[1:])])
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
@@ -87,7 +122,6 @@ def test_weights_of_several_dtypes_in_one_group_are_each_treated_as_their_own(al
 @pytest.mark.parametrize("large", [1, 10**9])
 def test_float64_keeps_its_digits_under_the_device_flag(algorithm, large, monkeypatch):
     from muonsw import nonfinite
-    from muonsw.nonfinite import Flag
 
     def on_device(work, _):
         return Flag.from_ok(nonfinite.all_finite([grad for batch in work for grad in batch.grads]))

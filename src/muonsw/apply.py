@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -15,6 +16,9 @@ from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 from muonsw.work import Group
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
+
+# Elements of small weights that a CPU rounds in one buffer: it fits in the cache, and larger weights stay alone.
+ROUNDED_TOGETHER = 2**18
 
 
 class Observer(Protocol):
@@ -42,8 +46,8 @@ def apply_update(group: Group, update: Update | FusedUpdate, rates: Rates) -> No
     eta, phi = rates.applied(weights[0].dtype)
     move = eta * update.scale
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
-        for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
-            _apply_rounded(group, part, weight, direction, move, phi, rates.ok)
+        for some in _rounded_together(weights):
+            _apply_rounded(group, update.parts[some], weights[some], update.directions[some], move, phi, rates.ok)
     else:
         shrink_and_move(weights, update.directions, move, phi, group["cautious"])
 
@@ -79,23 +83,35 @@ def shrink_and_move(
         torch._foreach_add_(weights, directions, alpha=-move)
 
 
+def _rounded_together(weights: list[Tensor]) -> Iterator[slice]:
+    """Which weights are rounded in one buffer; on accelerators each alone, as graphs take nothing from the host."""
+    most = ROUNDED_TOGETHER if weights[0].device.type == "cpu" else 0
+    begin, room = 0, most
+    for place, weight in enumerate(weights):
+        if place > begin and weight.numel() > room:
+            yield slice(begin, place)
+            begin, room = place, most
+        room -= weight.numel()
+    yield slice(begin, len(weights))
+
+
 @_disable_dynamo  # Inductor fuses the casts away that rounding is made of, and would write other weights
 def _apply_rounded(
     group: Group,
-    part: Part,
-    weight: Tensor,
-    direction: Tensor,
+    parts: list[Part],
+    weights: list[Tensor],
+    directions: list[Tensor],
     move: float | Tensor,
     phi: float | Tensor,
     ok: Tensor | None,
 ) -> None:
-    """Decay and move a low-precision weight in one float32 pass.
+    """Decay and move low-precision weights in one float32 pass.
 
     A thousand bfloat16 decays of 1e-3, each rounded to nearest, would leave the weight where it was.
     """
-    wide = _wide(group, part, weight)
-    shrink_and_move([wide], [direction.float()], move, phi, group["cautious"])
-    _store(group, part, weight, wide, ok)
+    wide = _wide(group, parts, weights)
+    shrink_and_move([wide], [_flat(directions).float()], move, phi, group["cautious"])
+    _store(group, parts, weights, wide, ok)
 
 
 @_disable_dynamo  # for the same reason
@@ -106,33 +122,51 @@ def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], rates:
     eta, phi = rates.applied(weights[0].dtype)
     move = eta * update.scale
     for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
-        wide = _wide(group, part, weight)
+        low = weight.dtype in LOW_PRECISION
+        wide = _wide(group, [part], [weight]).view(weight.shape) if low else weight
         moved = rule.moved(wide, move * direction.to(wide.dtype), phi, norms.ball_of(group, part))
-        _store(group, part, weight, moved, rates.ok)
+        _store(group, [part], [weight], moved.reshape(-1), rates.ok)
 
 
-def _wide(group: Group, part: Part, weight: Tensor) -> Tensor:
-    """A weight in the precision in which it is changed, with what rounding has kept from it so far."""
-    if weight.dtype not in LOW_PRECISION:
-        return weight
-    wide = weight.float()
-    return wide + part.state("compensation").float() if group["rounding"] == "kahan" else wide
+def _wide(group: Group, parts: list[Part], weights: list[Tensor]) -> Tensor:
+    """Low-precision weights as one float32 vector, with what rounding has kept from them so far."""
+    wide = _flat(weights).float()
+    return wide + _flat(_compensations(parts)).float() if group["rounding"] == "kahan" else wide
 
 
-def _store(group: Group, part: Part, weight: Tensor, wide: Tensor, ok: Tensor | None) -> None:
-    """Round a weight into its place, unless `ok` is false."""
-    rounding = group["rounding"] if weight.dtype in LOW_PRECISION else "nearest"
+def _store(group: Group, parts: list[Part], weights: list[Tensor], wide: Tensor, ok: Tensor | None) -> None:
+    """Round a vector into the weights that it was made of, unless `ok` is false."""
+    dtype = weights[0].dtype
+    rounding = group["rounding"] if dtype in LOW_PRECISION else "nearest"
     if rounding == "stochastic":
-        rounded = stochastic_round(wide, weight.dtype, rounding_seed(group, part))
+        sizes = [weight.numel() for weight in weights]
+        rounded = stochastic_round(wide, dtype, rounding_seeds(group, parts), sizes)
     else:
-        rounded = wide.to(weight.dtype)
+        rounded = wide.to(dtype)
     if ok is not None:
-        rounded = torch.where(ok, rounded, weight)
+        rounded = torch.where(ok, rounded, _flat(weights))
     if rounding == "kahan":
-        part.state("compensation").copy_(wide - rounded.float())
-    weight.copy_(rounded)
+        _fill(_compensations(parts), wide - rounded.float())
+    _fill(weights, rounded)
 
 
-def rounding_seed(group: Group, part: Part) -> Tensor:
-    """A number for this part of this parameter at this step; the step is counted in the state."""
-    return mix(part.item.state["step"].to(torch.int32) ^ rounding_key(group, part))
+def _compensations(parts: list[Part]) -> list[Tensor]:
+    return [part.state("compensation") for part in parts]
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    """The elements of tensors of one dtype, one after the other."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _fill(tensors: list[Tensor], flat: Tensor) -> None:
+    """Write the elements of a vector back into tensors."""
+    pieces = flat.split_with_sizes([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)])
+
+
+def rounding_seeds(group: Group, parts: list[Part]) -> Tensor:
+    """A number for each of these parts at this step; the step is counted in the state."""
+    steps = torch.stack([part.item.state["step"] for part in parts]).to(torch.int32)
+    keys = [rounding_key(group, part) for part in parts]
+    return mix(steps ^ (keys[0] if len(keys) == 1 else torch.tensor(keys, dtype=torch.int32, device=steps.device)))

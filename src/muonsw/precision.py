@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -33,16 +36,18 @@ def state_dtype(setting: str, param_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if param_dtype in LOW_PRECISION else param_dtype
 
 
-def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Tensor:
+def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor, sizes: Sequence[int] = ()) -> Tensor:
     """Round float32 `x` to a neighbour in `dtype`, up or down with the odds that keep the mean.
 
     The noise is a hash of `seed` (an int32 scalar on x's device) and the position of each entry: it has no
     state of its own, and is the same on every device. A value that `dtype` holds exactly stays as it is.
+
+    Where `x` is a vector of several tensors, of `sizes`, each has its own `seed` and begins at position 0.
     """
     ulp = _spacing(x, dtype)
     ulps = x.abs() / ulp
     below = ulps.floor()
-    up = _uniform_hash(x.shape, seed) < ulps - below
+    up = _uniform_hash(x.shape, seed, sizes) < ulps - below
     return torch.where(x.isfinite(), torch.copysign((below + up) * ulp, x), x).to(dtype)
 
 
@@ -53,11 +58,20 @@ def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
     return power.clamp(min=info.smallest_normal).mul_(info.eps)
 
 
-def _uniform_hash(shape: torch.Size, seed: Tensor) -> Tensor:
+def _uniform_hash(shape: torch.Size, seed: Tensor, sizes: Sequence[int]) -> Tensor:
     """Numbers in [0, 1) from 24 bits of an integer hash of (seed, position)."""
     h = torch.arange(shape.numel(), dtype=torch.int32, device=seed.device)
-    h = mix(h.mul_(_ODD[0]).add_(mix(seed)))
+    h = mix(h.mul_(_ODD[0]).add_(_origin(mix(seed), sizes)))
     return h.bitwise_and(0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(shape)
+
+
+def _origin(seed: Tensor, sizes: Sequence[int]) -> Tensor:
+    """What is added to each multiplied position; of a later tensor also takes back those of the tensors before it."""
+    if len(sizes) <= 1:
+        return seed
+    starts = torch.tensor([0, *accumulate(sizes[:-1])], dtype=torch.int32, device=seed.device)
+    repeats = torch.tensor(sizes, dtype=torch.int64, device=seed.device)
+    return (seed - starts * _ODD[0]).repeat_interleave(repeats, output_size=sum(sizes))
 
 
 # Odd multipliers of a 32-bit finalizer (Wellons, "hash prospector": lowbias32), as signed integers, and one
