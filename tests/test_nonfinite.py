@@ -35,7 +35,7 @@ def check_exactly(grads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_one_bad_entry_is_found_wherever_it_is(check, dtype, bad):
-    grads = [torch.randn(3, 5), torch.randn(()), torch.empty(0, 4), torch.randn(70).to(dtype)]
+    grads = [torch.randn(3, 5), torch.randn(()), torch.empty(0, 4), torch.randn(70).to(dtype), torch.randn(70, 70)]
     assert check(grads)
     for grad in (grad for grad in grads if grad.numel()):
         for place in (0, grad.numel() - 1):

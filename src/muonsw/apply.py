@@ -13,7 +13,7 @@ from muonsw import kernels, norms
 from muonsw.algorithms.base import FusedUpdate, Rates, Update, are_large, kernel_weights, rounding_key, shrink
 from muonsw.matrices import Part, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
-from muonsw.work import Group
+from muonsw.work import Group, copy_flattened_, flattened
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
 
@@ -110,7 +110,7 @@ def _apply_rounded(
     A thousand bfloat16 decays of 1e-3, each rounded to nearest, would leave the weight where it was.
     """
     wide = _wide(group, parts, weights)
-    shrink_and_move([wide], [_flat(directions).float()], move, phi, group["cautious"])
+    shrink_and_move([wide], [flattened(directions).float()], move, phi, group["cautious"])
     _store(group, parts, weights, wide, ok)
 
 
@@ -130,8 +130,8 @@ def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], rates:
 
 def _wide(group: Group, parts: list[Part], weights: list[Tensor]) -> Tensor:
     """Low-precision weights as one float32 vector, with what rounding has kept from them so far."""
-    wide = _flat(weights).float()
-    return wide + _flat(_compensations(parts)).float() if group["rounding"] == "kahan" else wide
+    wide = flattened(weights).float()
+    return wide + flattened(_compensations(parts)).float() if group["rounding"] == "kahan" else wide
 
 
 def _store(group: Group, parts: list[Part], weights: list[Tensor], wide: Tensor, ok: Tensor | None) -> None:
@@ -144,25 +144,14 @@ def _store(group: Group, parts: list[Part], weights: list[Tensor], wide: Tensor,
     else:
         rounded = wide.to(dtype)
     if ok is not None:
-        rounded = torch.where(ok, rounded, _flat(weights))
+        rounded = torch.where(ok, rounded, flattened(weights))
     if rounding == "kahan":
-        _fill(_compensations(parts), wide - rounded.float())
-    _fill(weights, rounded)
+        copy_flattened_(_compensations(parts), wide - rounded.float())
+    copy_flattened_(weights, rounded)
 
 
 def _compensations(parts: list[Part]) -> list[Tensor]:
     return [part.state("compensation") for part in parts]
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    """The elements of tensors of one dtype, one after the other."""
-    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _fill(tensors: list[Tensor], flat: Tensor) -> None:
-    """Write the elements of a vector back into tensors."""
-    pieces = flat.split_with_sizes([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)])
 
 
 def rounding_seeds(group: Group, parts: list[Part]) -> Tensor:

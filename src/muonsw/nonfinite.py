@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muonsw import kernels
 from muonsw.kernels.tables import TensorCache
-from muonsw.work import Batch, Item, all_contiguous, dtypes_of, elements
+from muonsw.work import Batch, Item, all_contiguous, dtypes_of, elements, flattened
 
 POLICIES = ("skip", "raise", "propagate")
 
@@ -139,17 +139,23 @@ def finite_flag(work: Sequence[Batch], flags: Flags | None = None) -> Flag | boo
     return Flag(found[0] if len(found) == 1 else torch.stack([bad.to(home, non_blocking=True) for bad in found]).amax())
 
 
-# Entries from which a gradient is checked by itself, and dtypes that BLAS multiplies.
+# Entries below which gradients are checked in one copy, as a call takes longer than the copy; entries from which one is
+# checked by itself, and dtypes that BLAS multiplies.
+_SHORT = 2**12
 _LONG = 2**16
 _BLAS_DTYPES = {torch.float32, torch.float64}
 
 
 def _finite_on_host(grads: Sequence[Tensor]) -> bool:
     """By sums that are finite only if every entry is, and entry by entry only where one has overflowed."""
-    long = [g for g in grads if g.numel() >= _LONG and g.dtype in _BLAS_DTYPES and g.is_contiguous()]
-    done = {id(grad) for grad in long}
-    sums = [_product_of_halves(grad) for grad in long]
-    rest = [grad for grad in grads if id(grad) not in done] if long else grads
+    short = [grad for grad in grads if grad.numel() < _SHORT]
+    rest = [flattened(same) for same in _by_dtype(short)]
+    sums = []
+    for grad in grads if len(short) < len(grads) else ():
+        if grad.numel() >= _LONG and grad.dtype in _BLAS_DTYPES and grad.is_contiguous():
+            sums.append(_product_of_halves(grad))
+        elif grad.numel() >= _SHORT:
+            rest.append(grad)
     sums += [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(rest)]
     return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
 

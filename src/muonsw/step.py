@@ -479,10 +479,17 @@ def _begin(group: Group, items: list[Item], flag: Flag | None, away: Sequence[It
     elsewhere = {id(item) for item in away}
     ensure_state(group, [item for item in items if id(item) not in elsewhere] if away else items)
     counters = [item.state["step"] for item in items if "step" in item.state]
-    if counters and flag is None:
-        torch._foreach_add_(counters, 1)
-    elif counters and flag is not None:
+    if counters:
+        _count(counters, flag)
+
+
+def _count(counters: list[Tensor], flag: Flag | None) -> None:
+    if flag is not None:
         torch._foreach_add_(counters, flag.taken, alpha=1)  # without alpha torch would read the tensor on the host
+    elif torch.compiler.is_compiling() or not counters[0].is_cpu:
+        torch._foreach_add_(counters, 1)
+    else:  # on CPUs torch goes from one to the next, and would make a tensor of the number for each
+        torch._foreach_add_(counters, counters[0].new_ones(()), alpha=1)
 
 
 def _apply(optimizer: ScaledDecayOptimizer, group: Group, one: Update | FusedUpdate, batch_rates: Rates) -> None:

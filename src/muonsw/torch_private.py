@@ -34,6 +34,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._fused_adamw_": _FUSED,
         "torch._fused_sgd_": _FUSED,
         "torch._amp_foreach_non_finite_check_and_unscale_": "the check of a GradScaler, for all gradients at once",
+        "torch._utils._flatten_dense_tensors": "one vector of many tensors, without a Python call for each",
+        "torch._utils._unflatten_dense_tensors": "the way back",
         "torch._C._cuda_endAllocateToPool": "the end of a capture that was invalidated, which torch leaves open",
         "torch._C._cuda_releasePool": "the same",
         "torch._compile._disable_dynamo": "as torch.compiler.disable, but the compiler is imported only when it runs",

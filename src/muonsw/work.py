@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -91,3 +92,15 @@ def any_dtensor(tensors: Sequence[Tensor]) -> bool:
 def elements(tensors: Sequence[Tensor]) -> int:
     """How many elements tensors have together."""
     return sum([tensor.numel() for tensor in tensors])
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of tensors of one dtype as one vector: a view where it is one tensor without gaps, else a copy."""
+    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def copy_flattened_(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Write the elements of a vector back into tensors."""
+    pieces = _unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
+    torch._foreach_copy_(list(tensors), list(pieces))

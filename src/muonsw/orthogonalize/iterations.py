@@ -385,7 +385,7 @@ def _squares_are_safe(norm: Tensor) -> bool:
     if torch.compiler.is_compiling() or norm.requires_grad:
         return False
     low, high = norm.aminmax()
-    return bool((low > _SAFE_NORM) & (high < 1 / _SAFE_NORM))
+    return float(low) > _SAFE_NORM and float(high) < 1 / _SAFE_NORM
 
 
 def _power_of_two(X: Tensor) -> Tensor:
