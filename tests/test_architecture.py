@@ -57,7 +57,7 @@ def test_nothing_imports_a_module_that_is_for_one_other_package():
 
 def test_importing_the_library_loads_nothing_but_torch():
     code = (
-        "import sys, torch; before = set(sys.modules); import muonsw; "
+        "import sys, torch; before = set(sys.modules); from muonsw import *; "
         "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -68,6 +68,26 @@ def test_importing_the_library_loads_nothing_but_torch():
 def test_the_public_names_are_what_the_package_says():
     assert all(hasattr(muonsw, name) for name in muonsw.__all__)
     assert muonsw.__all__ == sorted(muonsw.__all__, key=lambda n: (n.upper() != n, n.lower() == n, n))
+
+
+def test_public_names_are_found_where_a_type_checker_finds_them():
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "muonsw." in node.module]
+    homes = {alias.asname: node.module.removeprefix("muonsw.") for node in imported for alias in node.names}
+    assert homes == muonsw._HOMES
+    assert set(muonsw.__all__) <= set(dir(muonsw))
+
+
+def test_a_name_that_there_is_not_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'muonsw' has no attribute 'MuonWS'"):
+        _ = muonsw.MuonWS
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_command_line_introduces_itself_without_torch(option):
+    pytest.importorskip("tyro")  # the lab's
+    code = f"import sys; from muonsw.lab.cli import main; main(['{option}']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("path", sorted(BENCH.glob("*.py")), ids=lambda path: path.name)
