@@ -404,12 +404,12 @@ class ScaledDecayOptimizer(Optimizer):
             peak_lr: the highest learning rate of the run in those of their groups in which no scheduler has left it;
                 of several rates, that of the highest, as in `set_peak_lr`.
         """
-        plan = adopt.plan(self, others, peak_lr)
+        takeover = adopt.takeover(self, others, peak_lr)
         self._replay = Replay()
         groups, state = self.param_groups[:], self.state.copy()
         try:
             self.param_groups.clear()
-            for group, states in plan:
+            for group, states in takeover:
                 self.add_param_group(group)
                 for param, adopted in zip(self.param_groups[-1]["params"], states, strict=True):
                     self.state[param] = adopted

@@ -39,7 +39,7 @@ from muonsw.work import Batch, Group, Item, any_dtensor, items_of, rows_of
 
 if TYPE_CHECKING:
     from muonsw.distributed.agreement import StepAgreement
-    from muonsw.distributed.plan import ExchangeBatch
+    from muonsw.distributed.rounds import ExchangeBatch
     from muonsw.optimizer import ScaledDecayOptimizer
 
 States = dict[Tensor, dict[str, Any]]

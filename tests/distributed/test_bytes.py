@@ -139,7 +139,7 @@ def test_experts_that_are_sharded_along_their_stack_send_nothing(pool):
 
 
 def balance():
-    from muonsw.distributed.plan import share_by_cost
+    from muonsw.distributed.rounds import share_by_cost
 
     costs = [max(shape) * min(shape) ** 2 for shape in SHAPES]
     loads = [0] * 4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.distributed.plan import share_by_cost
+from muonsw.distributed.rounds import share_by_cost
 from muonsw.lab.commands.plan import Plan, RankOptions
 from muonsw.lab.cost import (
     ADAMW_PASSES,

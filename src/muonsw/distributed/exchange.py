@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muonsw.algorithms.base import LARGE, Update
 from muonsw.distributed.layout import COPIES, SHARDS
-from muonsw.distributed.plan import ExchangeBatch, Round, Shape, Unit
+from muonsw.distributed.rounds import ExchangeBatch, Round, Shape, Unit
 from muonsw.distributed.shards import as_dtensor, shard_like
 from muonsw.matrices import WHOLE, Part, Region
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.agreement import Agreement, Member, StepAgreement
 from muonsw.distributed.layout import COPIES, HERE, OTHER, Layout, Layouts
-from muonsw.distributed.plan import ExchangeBatch, Round, make_rounds, share_by_cost
+from muonsw.distributed.rounds import ExchangeBatch, Round, make_rounds, share_by_cost
 from muonsw.distributed.shards import as_dtensor, is_dtensor
 from muonsw.precision import state_dtype
 from muonsw.warn import users_line

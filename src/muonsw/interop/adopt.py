@@ -47,7 +47,7 @@ class AdoptedParameter(NamedTuple):
     state: State
 
 
-def plan(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> list[tuple[Group, list[State]]]:
+def takeover(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> list[tuple[Group, list[State]]]:
     """Our groups after the take-over, each with the states of its parameters; nothing is changed yet."""
     holders = _holders(optimizer, [unwrap_optimizer(other) for other in others])
     _refuse_mismatch(optimizer, holders)

@@ -19,7 +19,7 @@ from functools import cache
 from typing import NamedTuple
 
 from muonsw.decay import decay_factor, decay_factors
-from muonsw.distributed.plan import ROUNDS, SMALLEST_ROUND
+from muonsw.distributed.rounds import ROUNDS, SMALLEST_ROUND
 from muonsw.lab.model import (
     MUON_LR_POWERS,
     ModelConfig,

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load as load_bytes
 from torch import Tensor
 
-from muonsw.distributed.plan import share_by_cost
+from muonsw.distributed.rounds import share_by_cost
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local, offset
 from muonsw.matrices import Region, box
 
