@@ -576,7 +576,7 @@ def waiting():
 
     ORTHOGONALIZERS.register("waits", waits)
     yield "waits"
-    del ORTHOGONALIZERS._entries["waits"]
+    del ORTHOGONALIZERS["waits"]
 
 
 @on_a_gpu

@@ -55,6 +55,7 @@ def feed(params, step, bad=False):
         param.grad = distribute_tensor(grad, param.device_mesh, [Shard(0)]) if hasattr(param, "device_mesh") else grad
 
 
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 @pytest.mark.parametrize("kind", ["shards", "copies"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_exchange_on_a_device_gives_the_steps_of_a_plain_optimizer(mesh, kind, dtype):
