@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from muonsw.lab.commands.diagnose import Diagnose
-from muonsw.lab.diagnose import diagnose, figures
-from muonsw.lab.diagnose.diagnosis import as_data, print_diagnosis
+from muonsw.lab.diagnose import figures
+from muonsw.lab.diagnose.diagnosis import as_data, diagnose, print_diagnosis
 from muonsw.lab.diagnose.figures import FIGURES, draw, legend
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.theme import LIGHT, arm_styles

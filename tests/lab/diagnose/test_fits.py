@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from muonsw.lab.diagnose import fit_alignment, late_fits
-from muonsw.lab.diagnose.fits import independent_samples
+from muonsw.lab.diagnose.fits import fit_alignment, independent_samples, late_fits
 from tests.lab.diagnose.runs import make_history
 
 K, A0 = 40.5, 7.4e-3

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muonsw.lab.diagnose import RULES, History, Severity, diagnose, examine
-from muonsw.lab.diagnose.rules import Finding, ordered
+from muonsw.lab.diagnose.diagnosis import diagnose
+from muonsw.lab.diagnose.history import History
+from muonsw.lab.diagnose.rules import RULES, Finding, Severity, examine, ordered
 from muonsw.lab.runs import load_run
 from muonsw.lab.theory import steady_state_norm_with_memory
 from tests.lab.diagnose.runs import MEMORY, make_history, make_run

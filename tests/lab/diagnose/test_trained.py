@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW
-from muonsw.lab.diagnose import diagnose
+from muonsw.lab.diagnose.diagnosis import diagnose
 from muonsw.lab.runs import load_run
 from muonsw.telemetry import Telemetry
 

@@ -9,7 +9,8 @@ import numpy as np
 from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, below, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose import late_fits, open_history
+from muonsw.lab.diagnose.fits import late_fits
+from muonsw.lab.diagnose.history import open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Source, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose import diagnose
+from muonsw.lab.diagnose.diagnosis import diagnose
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (
     CONSTANT,
