@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 
 import pytest
 import torch
@@ -340,6 +341,16 @@ def offline_history(folder):
             yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
 
+def settled_history(folder, key, count):
+    """The rows of a run that is over, once so many have a key: a process of W&B's own writes them."""
+    for _ in range(100):
+        rows = list(offline_history(folder))
+        if sum(key in row for row in rows) >= count:
+            break
+        time.sleep(0.1)
+    return rows
+
+
 def test_wandb_keeps_telemetry_offline(tmp_path):
     """Both ways: a sink with whole records, and the Trainer's own reporting."""
     wandb = pytest.importorskip("wandb")
@@ -348,7 +359,7 @@ def test_wandb_keeps_telemetry_offline(tmp_path):
         callback = TelemetryCallback(trainer, every=2, sink=WandbSink(run))
         trainer.add_callback(callback)
         trainer.train()
-    kept = list(offline_history(tmp_path))
+    kept = settled_history(tmp_path, "train/telemetry/hidden/weight_rms", 4)
     by_sink = {row["telemetry/step"]: row for row in kept if "telemetry/roles/hidden/weight_rms" in row}
     assert list(by_sink) == [1, 2, 4, 6]
     for record in callback.telemetry.records:
