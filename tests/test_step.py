@@ -382,7 +382,10 @@ def test_it_says_once_that_no_group_decays():
 def test_it_says_nothing_where_no_decay_is_meant_or_one_group_decays(given, in_one_group):
     params = matrices((4, 6), (6,))
     groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:], "weight_decay": 0.0, **in_one_group}]
-    run(AdamWSW(groups, lr=0.1, **given), params, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(AdamWSW(groups, lr=0.1, **given), params, 2)
+    assert not caught
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -520,11 +523,15 @@ def test_a_peak_that_a_refused_step_had_taken_from_a_scheduler_is_taken_by_the_n
 
 def test_options_that_change_within_their_bounds_are_taken():
     """As under OneCycleLR, which cycles momentum, and under schedules of the weight decay."""
-    params = matrices((4, 6))
-    optimizer = MuonSW(params, lr=0.05, weight_decay=0.1)
+    params = matrices((4, 6), dtype=torch.float64)
+    optimizer, average = MuonSW(params, lr=0.05, weight_decay=0.1), torch.zeros(4, 6, dtype=torch.float64)
     for step in range(3):
-        optimizer.param_groups[0].update(momentum=0.85 + 0.05 * step, weight_decay=0.1 * (step + 1), betas=[0.9, 0.9])
+        beta, lam = 0.85 + 0.05 * step, 0.1 * (step + 1)
+        optimizer.param_groups[0].update(momentum=beta, weight_decay=lam, betas=[0.9, 0.9])
         run(optimizer, params, 1, start=step)
+        average = beta * average + (1 - beta) * params[0].grad
+        torch.testing.assert_close(optimizer.state[params[0]]["momentum_buffer"], average)
+        assert optimizer.summary().groups[0].decay == pytest.approx(lam * 0.05)
 
 
 def test_momentum_of_zero_set_in_mid_run_is_refused_where_nesterov_needs_one():

@@ -1,4 +1,4 @@
-"""Tables of addresses: their rows are checked, and whoever reads one finds it filled. On any machine."""
+"""Tables of addresses: their rows are checked, and a reader finds one filled. On any machine."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

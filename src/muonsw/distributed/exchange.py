@@ -47,7 +47,7 @@ class Exchange(Protocol):
         """The whole matrices that this rank owns, (count, *cell) for each shape."""
 
     def scatter(self, one: Round, results: Blocks) -> Transfer:
-        """Send the results of the owned matrices to whoever holds pieces of them."""
+        """Send the results of the owned matrices to the ranks that hold pieces of them."""
 
 
 def exchanged_updates(batches: Sequence[ExchangeBatch], rounds: Sequence[Round]) -> Iterator[tuple[int, Update]]:

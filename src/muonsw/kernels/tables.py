@@ -27,8 +27,8 @@ Copy = Callable[[Sequence[int], torch.device], Tensor]
 
 _KEPT = 1024
 
-# What graphs read at every replay: held by whoever captures (`held_by`), else for ever, because no callback tells when
-# a graph is destroyed.
+# What graphs read at every replay: held by the code that captures (`held_by`), else for ever, because no callback
+# tells when a graph is destroyed.
 _for_ever: list[Any] = []
 _holder: ContextVar[list[Any]] = ContextVar("holder", default=_for_ever)
 

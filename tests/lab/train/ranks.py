@@ -75,7 +75,7 @@ class Started:
         ]
 
     def wait(self, seconds: float = SECONDS) -> list[Ended]:
-        """How each ended; whoever takes too long is ended by force, and the test fails."""
+        """How each ended; a rank that takes too long is ended by force, and the test fails."""
         ended: dict[int, Ended] = {}
         while len(ended) < len(self.children):
             for rank, child in enumerate(self.children):

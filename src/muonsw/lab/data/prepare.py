@@ -382,8 +382,8 @@ def earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
     """What a folder holds of these settings.
 
     Raises:
-        UsageError: If it holds data with other settings. Only settings that are on both sides are compared: whoever
-            prepares without a recipe answers for the documents.
+        UsageError: If it holds data with other settings. Only settings that are on both sides are compared:
+            without a recipe the caller answers for the documents.
     """
     if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()

@@ -47,7 +47,7 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.ff_width, config.width))
         self.down = nn.Parameter(torch.empty(config.experts, config.width, config.ff_width))
         self.router_multiplier = scalings(config)["router"].multiplier
-        # Averages over ranks that each see a part of the batch; set by whoever trains on several.
+        # Averages over ranks that each see a part of the batch; set by a trainer on several.
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:

@@ -71,7 +71,7 @@ def tune(
         train: Makes the runs of comparisons.
         base: The run that is varied.
         arms: What is tuned, each for itself.
-        seed: For the search alone: a comparison on the same seed would be biased to whoever was luckier.
+        seed: For the search alone: a comparison on the same seed would favour the arm that was luckier.
         factors: Multiples of the arm's lambda.
     """
     grids = {arm.name: sorted(factors) for arm in arms}
