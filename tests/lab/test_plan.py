@@ -256,8 +256,8 @@ def test_the_command_judges_the_row_that_the_preset_trains(capsys):
     assert PlanCommand(preset="w1024", tokens="197B").run() == 0
     printed = capsys.readouterr().out
     assert "The preset trains the row Muon, adam, with peak base." in printed
-    assert "scaled takes 4.49 in all." in printed
-    assert "constant takes 24.5 in all." in printed
+    assert "scaled: total decay 4.49." in printed
+    assert "constant: total decay 24.5." in printed
 
 
 def test_the_command_warns_of_decay_that_outruns_momentum(capsys):

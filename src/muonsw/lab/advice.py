@@ -1,6 +1,6 @@
 """Advice on weight decay before a run: does it matter, what will norms do under each rule, which lambda to try.
 
-What a run's decay takes in all, the sum of phi, says most of it. Norms come from the recursion of
+A run's total decay, the sum of phi, says most of it. Norms come from the recursion of
 `muonsw.lab.theory.norms_with_memory`; lambdas and what they cost from our own runs: `measured.json` holds what
 `make evidence` found. At a length that was measured advice gives back what was measured, between two of them it
 interpolates, and beyond them it takes the nearest and says so.
@@ -36,7 +36,7 @@ REMEMBERED = 33 / 39
 MOST_STEPS = 20_000
 # Samples of the norm that the theory of its target looks at.
 SAMPLES = 200
-# The constant decay of the paper's runs in all: lambda 0.1 over 35,000 to 376,000 updates.
+# The total decay of the paper's runs under the constant rule: lambda 0.1 over 35,000 to 376,000 updates.
 PAPER_TOTALS = "19 to 25"
 # Rules that differ from a measured one by a constant factor of lambda.
 SAME_RULE = {"squared": "scaled", "independent": "constant"}
@@ -45,7 +45,8 @@ ROUNDED = 1e-3
 WIDTH = 79
 LEGEND = (
     "takes: sum over the run of phi, the share of a weight that decay takes in a step; leaves: exp(-takes), what it "
-    "leaves of a weight; RMS: of the weights; cost: nats above the best lambda in our longest runs; try: a lambda."
+    "leaves of a weight; RMS: of the weights; cost: nats above the best lambda in our runs of that length; try: a "
+    "lambda."
 )
 
 
@@ -55,7 +56,7 @@ class RuleAdvice:
 
     Attributes:
         rule: its name.
-        total: what decay takes in all at the given lambda, the sum of phi.
+        total: the total decay at the given lambda, the sum of phi.
         left: what is left of a weight that nothing else moves, exp(-total).
         phi_peak: the largest share of a weight that a step takes.
         highest_norm: the highest RMS of the weights' entries, by the recursion.
@@ -235,7 +236,7 @@ def measured() -> dict[str, Any]:
 
 
 def best_totals(rule: str, steps: int) -> tuple[float, float, float]:
-    """What decay takes in all where a rule was best in runs of this length, and at the ends of what was nearly as good.
+    """The total decay where a rule was best in runs of this length, and at the ends of what was nearly as good.
 
     Between the lengths that were measured by lines over logarithms, beyond them the nearest's; a rule without
     measurements of its own has constant decay's.
@@ -354,8 +355,8 @@ def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: f
     words = {
         "none": "Nothing decays: norms only grow, and no rule can differ from another.",
         "idle": (
-            f"Decay hardly acts in this run: it takes {1 - first.left:.0%} of a weight in all, so the rule hardly "
-            f"matters. {_costs(rules, where)} Lambda {first.weight_decay:.2g} would take as much as the best "
+            f"Decay hardly acts in this run: it takes {1 - first.left:.0%} of a weight over the run, so the rule "
+            f"hardly matters. {_costs(rules, where)} Lambda {first.weight_decay:.2g} would take as much as the best "
             f"{where}."
         ),
         "mild": (
@@ -405,7 +406,7 @@ def _costs(rules: Sequence[RuleAdvice], where: str) -> str:
     """What as much decay cost, by rule."""
     known = [f"{_cost_text(one)} under {one.rule} decay" for one in rules if one.cost is not None]
     if known:
-        return f"As much in all cost {' and '.join(known)} {where}, in nats above the best lambda of the rule."
+        return f"The same total cost {' and '.join(known)} {where}, in nats above the best lambda of the rule."
     return f"That is beyond the lambdas that were tried {where}."
 
 
@@ -415,7 +416,7 @@ def _cost_text(one: RuleAdvice) -> str:
 
 
 def _cost(rule: str, total: float, steps: int) -> tuple[float | None, float | None]:
-    """What a rule that takes so much in all cost above its best lambda, and half of its interval."""
+    """What a rule with this total cost above its best lambda, and half of its interval."""
     if not _was_measured(rule):
         return None, None
     found = [(weight, *_cost_at(one["costs"], total)) for weight, one in _nearest(rule, steps)]
@@ -443,7 +444,7 @@ def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str
     limits = [_lengths(one.rule) for one in rules if one.own and one.rule not in SAME_RULE]
     limits += [limit for one in rules if (limit := _beyond(one, steps))]
     limits += [
-        f"The paper's runs took {PAPER_TOTALS} in all, far more; the best lambda there is not known.",
+        f"The paper's runs have a total of {PAPER_TOTALS}, far more; the best lambda there is not known.",
         "Where text was seen 16 times far more decay was better, and constant better than scaled decay.",
         "Norms assume updates whose alignment with the weights only momentum makes; in our runs of width 128 that gave "
         "end norms within a tenth of the measured ones.",
@@ -452,9 +453,7 @@ def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str
         limits.append("None of this was measured for AdamW: sums are exact, lambdas and norms are guesses.")
     unmeasured = [one.rule for one in rules if not one.own]
     if unmeasured:
-        limits.append(
-            f"Lambdas of {', '.join(unmeasured)} are those that take as much in all as constant decay's best."
-        )
+        limits.append(f"Lambdas of {', '.join(unmeasured)} are those with the total of constant decay's best.")
     return limits
 
 
@@ -463,7 +462,7 @@ def _lengths(rule: str) -> str:
     own = _measurements(rule)
     totals = ", ".join(f"{one['total']:.2g} at {one['steps']:,} ({one['epochs']:.1f} epochs)" for one in own)
     ends = " The best was the smallest or the largest that was tried." if any(one["at_an_end"] for one in own) else ""
-    return f"{rule}: the best lambda took in all, by updates: {totals}; {own[-1]['seeds']} seeds.{ends}"
+    return f"{rule}: total decay of the best lambda, by updates: {totals}; {own[-1]['seeds']} seeds.{ends}"
 
 
 def _beyond(one: RuleAdvice, steps: int) -> str:

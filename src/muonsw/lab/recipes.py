@@ -169,7 +169,7 @@ def _decay(lr: float, weight_decay: float, per_lambda: float, finetuning: bool) 
     elif lam * per_lambda < IDLE:
         why.append(
             f"decay hardly acts in so short a run: it takes "
-            f"{1 - math.exp(-lam * per_lambda):.2g} of a weight in all, so the rule makes little difference"
+            f"{1 - math.exp(-lam * per_lambda):.2g} of a weight over the run, so the rule makes little difference"
         )
     if lam * lr > FASTEST:
         why.append(

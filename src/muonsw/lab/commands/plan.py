@@ -282,7 +282,7 @@ def print_plan(console: Console, result: RunPlan | RecipePlan) -> None:
 
 def advice_text(row: str, advice: Mapping[str, Advice]) -> str:
     """What decay does to the row that a preset trains, a line for each rule."""
-    lines = [f"  {rule} takes {one.rules[0].total:.3g} in all. {one.sentences[0]}" for rule, one in advice.items()]
+    lines = [f"  {rule}: total decay {one.rules[0].total:.3g}. {one.sentences[0]}" for rule, one in advice.items()]
     return "\n".join((f"The preset trains the row {row}.", *lines, "`muonsw advise` says more."))
 
 

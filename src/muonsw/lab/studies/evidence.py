@@ -325,7 +325,7 @@ def _little_text(evidence: EvidencePage) -> str:
         return ""
     constant, scaled = little.values()
     gap = over_seeds(paired(scaled, constant, last_loss))
-    advice = ", as it takes less in all and least at the end: use constant decay there, and more of it"
+    advice = ", as its total is smaller and its end smallest: use constant decay there, and more of it"
     return (
         f"Where text is seen {constant[0].epochs:.0f} times decay is what keeps a model from memorizing it, and there "
         f"scaled decay ends {_nats(gap)} from constant decay at the same lambda{advice if gap.value > 0 else ''}."

@@ -361,7 +361,7 @@ def _too_large_table(found: Sequence[Optimum]) -> Table:
         rows.append([one.steps, f"{one.peak_lr:.3g}", f"{one.epochs:.1f}", f"{row.lam:g}", *costs])
     note = (
         "What a lambda above the best one of both rules costs, in nats above the best of its own rule; in the last "
-        "column scaled decay with the lambda that takes as much in all as constant decay with this one, by lines "
+        "column scaled decay with the lambda of the same total as constant decay with this one, by lines "
         "between the lambdas that were tried."
     )
     columns = [Column(name, number=True) for name in names]
