@@ -40,7 +40,7 @@ PANELS = (
     Panel("training-loss", "Training loss", lambda run: run.training_losses, LOSS,
           "Thin: loss of each batch before its update. Thinned by keeping the ends and the extremes of each bin: every "
           "point is a value of the run. Thick: the median over the runs of an arm, averaged over "
-          f"{100 * SMOOTHED:g}\N{NO-BREAK SPACE}% of the records at a time."),
+          f"{100 * SMOOTHED:g}% of the records at a time."),
     Panel("weight-norm", "Weight norm", lambda run: run.norms, Axis("weight RMS"),
           "Root mean square over all entries of the weights that decay, before each recorded update."),
     Panel("predicted-norm", "Predicted and observed norm", lambda run: run.predicted_norms, Axis("weight RMS"),
