@@ -19,7 +19,7 @@ from muonsw.lab.studies import evidence
 from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.program import main
-from muonsw.lab.studies.training import long, rows
+from muonsw.lab.studies.training import long, regret, rows, untuned
 from muonsw.lab.studies.training.best_rules import best_at_an_end, candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import (
     Optimum,
@@ -175,7 +175,7 @@ def test_long_runs_from_training_to_the_page(tmp_path):
     assert "| constant, 32 updates |" in page
     assert "best of scaled minus best of constant at 32 updates, minus the same at 8, in nats" in page
     evidence.draw(grown, tmp_path)
-    assert [path.name for path in tmp_path.glob("*.png")] == ["long-horizons.png"]
+    assert {path.name for path in tmp_path.glob("*.png")} == {"long-horizons.png", "never-tuned.png"}
 
 
 def test_training_needs_no_library_of_the_command_line_or_of_pages():
@@ -302,3 +302,36 @@ def test_rules_have_three_strengths_around_what_corresponds():
     assert totals == [pytest.approx(totals[0], rel=0.01)] * 3
     assert found["adamc"][0].optimizer.unnormalized == "constant"
     assert {arm.optimizer.adam_lr for arm in (*found["hyperball"], *found["hyperball_target"])} == {run.optimizer.lr}
+
+
+def test_prices_are_costs_above_the_better_rule_at_its_best(found):
+    prices = {(one.steps, one.rule, one.choice): one for one in found.prices() if one.text == evidence.MAP_TEXT}
+    losses = regret.map_of(found.results["regret"])
+    for steps, rule in ((1_600, "constant"), (6_400, "scaled")):
+        means = {name: regret.mean_losses(losses[name][steps]) for name in regret.RULES}
+        best = min(min(one.values()) for one in means.values())
+        price = prices[steps, rule, "0.1"]
+        assert price.cost.value == pytest.approx(means[rule][0.1] - best, abs=1e-12)
+        assert not price.beyond
+    assert prices[400, "scaled", "0.01"].beyond  # the smallest that was tried is 0.0125
+
+
+def test_advice_is_judged_on_lengths_that_it_has_not_seen(found):
+    """Without its own length, the longest run gets what was best at the length below it."""
+    known = {(one.rule, one.steps): one for one in found.optima()}
+    (price,) = [
+        one
+        for one in found.prices()
+        if (one.text, one.steps, one.rule, one.choice) == (evidence.MAP_TEXT, 6_400, "scaled", untuned.ADVICE)
+    ]
+    before, own = known["scaled", 1_600], known["scaled", 6_400]
+    assert price.lam == pytest.approx(before.best * before.per_lambda / own.per_lambda, rel=1e-3)  # four digits kept
+
+
+def test_a_loss_between_lambdas_is_on_the_line_between_its_neighbours():
+    losses = {0.1: 3.0, 0.2: 3.1, 0.4: 3.5}
+    assert untuned.loss_at(losses, 0.2) == pytest.approx(3.1)
+    assert untuned.loss_at(losses, 0.1 * 2**0.5) == pytest.approx(3.05)
+    assert untuned.loss_at(losses, 0.8) == pytest.approx(3.9)
+    assert untuned.loss_at(losses, 0.81) is None
+    assert untuned.loss_at(losses, 0.04) is None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import resources
@@ -24,6 +24,9 @@ from muonsw.lab.theory import NormHistory, norms_with_memory, target_norms
 from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
 from muonsw.lab.theory.tracking import LAG, peak_decay_step
 from muonsw.text import text_table
+
+# What was measured of a rule at one length, as `measured.json` has it.
+Measurement = Mapping[str, Any]
 
 SCHEDULES = ("cosine", "wsd", "constant")
 # Root mean square of an update at learning rate 1: Muon's with its usual scale and Newton-Schulz, AdamW's typical one.
@@ -235,13 +238,13 @@ def measured() -> dict[str, Any]:
     return found
 
 
-def best_totals(rule: str, steps: int) -> tuple[float, float, float]:
+def best_totals(rule: str, steps: int, known: Sequence[Measurement] = ()) -> tuple[float, float, float]:
     """The total decay where a rule was best in runs of this length, and at the ends of what was nearly as good.
 
     Between the lengths that were measured by lines over logarithms, beyond them the nearest's; a rule without
-    measurements of its own has constant decay's.
+    measurements of its own has constant decay's. `known` takes the place of all that was measured.
     """
-    near = _nearest(rule, steps)
+    near = _nearest(steps, sorted(known, key=lambda one: one["steps"]) or _measurements(rule))
     best, low, high = (
         math.exp(math.fsum(weight * math.log(one[key]) for weight, one in near))
         for key in ("total", "low_total", "high_total")
@@ -249,9 +252,8 @@ def best_totals(rule: str, steps: int) -> tuple[float, float, float]:
     return best, low, high
 
 
-def _nearest(rule: str, steps: int) -> list[tuple[float, dict[str, Any]]]:
+def _nearest(steps: int, own: Sequence[Measurement]) -> list[tuple[float, Measurement]]:
     """What was measured at the lengths next to this one, with weights that sum to one."""
-    own = _measurements(rule)
     for before, after in pairwise(own):
         if before["steps"] < steps < after["steps"]:
             share = math.log(steps / before["steps"]) / math.log(after["steps"] / before["steps"])
@@ -259,7 +261,7 @@ def _nearest(rule: str, steps: int) -> list[tuple[float, dict[str, Any]]]:
     return [(1.0, min(own, key=lambda one: abs(math.log(steps / one["steps"]))))]
 
 
-def _measurements(rule: str) -> list[dict[str, Any]]:
+def _measurements(rule: str) -> list[Measurement]:
     """What was measured of a rule, by length; constant decay stands for what was not."""
     name = SAME_RULE.get(rule, rule) if _was_measured(rule) else "constant"
     return sorted((one for one in measured()["optima"] if one["rule"] == name), key=lambda one: one["steps"])
@@ -387,7 +389,7 @@ def _times(one: RuleAdvice, steps: int) -> str:
 
 def _where(rule: str, steps: int) -> str:
     """Which of our runs are spoken of."""
-    lengths = [one["steps"] for _, one in _nearest(rule, steps)]
+    lengths = [one["steps"] for _, one in _nearest(steps, _measurements(rule))]
     if len(lengths) == 2:
         return f"between our runs of {lengths[0]:,} and {lengths[1]:,} updates"
     return f"in our runs of {lengths[0]:,} updates"
@@ -419,7 +421,7 @@ def _cost(rule: str, total: float, steps: int) -> tuple[float | None, float | No
     """What a rule with this total cost above its best lambda, and half of its interval."""
     if not _was_measured(rule):
         return None, None
-    found = [(weight, *_cost_at(one["costs"], total)) for weight, one in _nearest(rule, steps)]
+    found = [(weight, *_cost_at(one["costs"], total)) for weight, one in _nearest(steps, _measurements(rule))]
     cost, error = (
         None if any(one[column] is None for one in found) else math.fsum(one[0] * one[column] for one in found)
         for column in (1, 2)

@@ -24,8 +24,8 @@ from muonsw.lab.studies.catalogue import find_study
 from muonsw.lab.studies.outcome import last_loss, paired
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
-from muonsw.lab.studies.training import best_rules, cases, regret
-from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum
+from muonsw.lab.studies.training import best_rules, cases, regret, untuned
+from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, measurement
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.tables import markdown
 from muonsw.lab.train.folder import RESULT
@@ -40,8 +40,17 @@ TEXTS: Mapping[str, str] = {
     **dict.fromkeys(("diagnostics", "width-transfer", "horizon-transfer"), "enwiki-23M"),
     "long": "enwiki-123M",
 }
+# The texts of the map and of the longer runs, as tables name them.
+MAP_TEXT, FRESH_TEXT = "23M tokens", "123M tokens"
+UNTUNED = "untuned"
+ADVISE = "[`muonsw advise`](guide/which-rule.md#which-lambda)"
 # By study whose charts are a picture of the page: the stem of its file, and what it shows.
 PICTURES = {
+    UNTUNED: (
+        "never-tuned",
+        "Cost over the length of the run where lambda is 0.1 for every run, 0.01 for every run, and as advised, under "
+        "both rules.",
+    ),
     "regret": (
         "regret-map",
         "Regret over lambda under both rules, one panel for each horizon: in the longer runs constant decay's curve "
@@ -165,12 +174,32 @@ class EvidencePage:
         """The best lambda of every rule and horizon of the map."""
         return regret.optima(self.results["regret"]) if self.results["regret"] else []
 
+    def prices(self) -> list[untuned.Price]:
+        """What a lambda that is never tuned costs in the runs of the map, and in those on fresh text."""
+        known = self.optima()
+        maps = untuned.prices(MAP_TEXT, self.results["regret"], known, leave_out=True)
+        return maps + untuned.prices(FRESH_TEXT, self.results["long"], known, leave_out=False)
+
+    def untuned(self) -> str:
+        """Their picture, table and claims."""
+        found = self.prices()
+        if not found:
+            return "Not measured yet."
+        file, words = PICTURES[UNTUNED]
+        claims = untuned.judge_prices(found, FRESH_TEXT)
+        judged = [markdown(claims_table({UNTUNED: claims}, ("asked", "found")))] if claims else []
+        return "\n\n".join([f"![{words}](assets/{file}.png)", markdown(untuned.price_table(found)), *judged])
+
     def sheets(self) -> Iterable[Sheet]:
         """The pictures of the page."""
         for name, (file, _) in PICTURES.items():
-            charts: Sequence[Chart] = self.studies[name].charts(self.results[name], MINI) if self.results[name] else ()
-            if charts:
+            if charts := self._charts(name):
                 yield Sheet(file, "", charts, columns=len(charts))
+
+    def _charts(self, name: str) -> Sequence[Chart]:
+        if name == UNTUNED:
+            return untuned.price_charts(self.prices())
+        return self.studies[name].charts(self.results[name], MINI) if self.results[name] else ()
 
 
 def write_page(root: Path = Path()) -> None:
@@ -186,7 +215,12 @@ def page(evidence: EvidencePage, template: str) -> str:
     lines = [line for records in {id(one): one for one in evidence.records.values()}.values() for line in records.lines]
     minutes = sum(line["result"].get("seconds", 0.0) / line.get("workers", 1) for line in lines) / 60
     values = {name: evidence.section(name) for name in TEXTS}
-    values |= {"conclusion": conclusion(evidence), "runs": str(len(lines)), "minutes": f"{minutes:.0f}"}
+    values |= {
+        UNTUNED: evidence.untuned(),
+        "conclusion": conclusion(evidence),
+        "runs": str(len(lines)),
+        "minutes": f"{minutes:.0f}",
+    }
     for name, value in values.items():
         template = template.replace(f"{{{name}}}", value)
     return template
@@ -211,7 +245,7 @@ def measured(evidence: EvidencePage) -> dict[str, Any]:
         f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {', '.join(rates)}"
     )
     others = _other_rules(evidence.results["best-rules"])
-    return {"basis": basis, "good": GOOD, "optima": [_plain(one) for one in (*found, *others)]}
+    return {"basis": basis, "good": GOOD, "optima": [measurement(one) for one in (*found, *others)]}
 
 
 def _other_rules(results: Results) -> list[Optimum]:
@@ -225,30 +259,28 @@ def _other_rules(results: Results) -> list[Optimum]:
     return found
 
 
-def _plain(one: Optimum) -> dict[str, Any]:
-    """Four digits of what advice reads."""
-    totals = {"total": one.best, "low_total": one.low, "high_total": one.high}
-    return {
-        **{key: getattr(one, key) for key in ("rule", "steps", "epochs", "seeds", "at_an_end")},
-        "peak_lr": _rounded(one.peak_lr),
-        **{key: _rounded(lam * one.per_lambda) for key, lam in totals.items()},
-        "costs": [
-            [_rounded(lam * one.per_lambda), _rounded(cost), None if error is None else _rounded(error)]
-            for lam, (cost, error) in one.costs.items()
-        ],
-    }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def conclusion(evidence: EvidencePage) -> str:
     """A few sentences with the numbers of the longest horizon; what they say follows from the numbers."""
     sentences = [
-        said for about in (_map, _too_large, _totals, _length, _rules, _little_text) if (said := about(evidence))
+        said
+        for about in (_untuned, _map, _too_large, _totals, _length, _rules, _little_text)
+        if (said := about(evidence))
     ]
     return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
+
+
+def _untuned(evidence: EvidencePage) -> str:
+    """What the highest price of each choice was."""
+    if not (found := evidence.prices()):
+        return ""
+
+    def most(choice: str) -> str:
+        costs = {one.rule: one.cost.value for one in untuned.highest(found) if one.choice == choice}
+        return " and ".join(f"{cost:.3f} under {rule} decay" for rule, cost in costs.items())
+
+    kept = "; ".join(f"{choice} for every run cost up to {most(choice)}" for choice in untuned.CHOICES[:-1])
+    advised = f"The lambda that {ADVISE} gives cost at most {most(untuned.ADVICE)}."
+    return f"Never tuning lambda has a price, in nats: {kept}. {advised}"
 
 
 def _map(evidence: EvidencePage) -> str:
@@ -292,7 +324,7 @@ def _totals(evidence: EvidencePage) -> str:
         return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
     return (
         f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "
-        f"longer. [`muonsw advise`](guide/which-rule.md#which-lambda) does the sum."
+        f"longer. {ADVISE} does the sum."
     )
 
 

@@ -1,0 +1,197 @@
+"""The price of never tuning: what one lambda kept for every run costs under each rule, beside the lambda of advice.
+
+Costs are in nats above the better rule at its best lambda in runs of the same kind, seed by seed, so that rules can be
+compared; between the lambdas that were tried by lines over log lambda. Advice has not seen the runs that it is judged
+on: a length of the map is judged by what the other lengths found, and other text by the map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from muonsw.lab.advice import best_totals
+from muonsw.lab.claims.claim import Claim, Estimate, at_most
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.report.sections import Axis, Chart, Curve, Level
+from muonsw.lab.studies.arms import Results, Runs
+from muonsw.lab.studies.training.regret import (
+    BEYOND,
+    EXACT,
+    GOOD,
+    RULES,
+    Optimum,
+    best_of_means,
+    first_run,
+    losses_of,
+    measurement,
+    optimum,
+)
+from muonsw.lab.studies.training.sweeps import Losses, mean_losses
+from muonsw.lab.tables import Cell, Column, Table, Value
+
+# What recipes for language models have, and torch's default.
+KEPT = (0.1, 0.01)
+ADVICE = "advice"
+CHOICES = (*(f"{lam:g}" for lam in KEPT), ADVICE)
+# How far beyond the lambdas that were tried, in octaves, the last line is followed.
+REACH = 1.0
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a choice of lambda costs in runs of one kind.
+
+    Attributes:
+        text: What was read.
+        steps: Updates.
+        rule: Of decay.
+        choice: How lambda was chosen, one of `CHOICES`.
+        lam: The lambda.
+        cost: In nats.
+        beyond: Whether this lambda lies beyond those that were tried; basins grow steeper outwards, so it costs more.
+    """
+
+    text: str
+    steps: int
+    rule: str
+    choice: str
+    lam: float
+    cost: Estimate
+    beyond: bool
+
+
+def prices(text: str, results: Results, known: Sequence[Optimum], *, leave_out: bool) -> list[Price]:
+    """The price of every choice under both rules at every length.
+
+    Args:
+        text: What was read.
+        results: Runs of every lambda under both rules, by length.
+        known: What advice knows.
+        leave_out: Whether that was found in these very runs: then a length does not know itself.
+    """
+    found: list[Price] = []
+    for arms in results.values():
+        steps = first_run(arms).config.steps
+        found += _at_length(text, arms, [one for one in known if not (leave_out and one.steps == steps)])
+    return found
+
+
+def _at_length(text: str, arms: Runs, known: Sequence[Optimum]) -> Iterator[Price]:
+    losses, run = {rule: losses_of(arms, rule) for rule in RULES}, first_run(arms)
+    lowest = _lowest(losses)
+    for rule in RULES:
+        chosen = dict(zip(CHOICES, KEPT, strict=False))
+        if advised := [measurement(one) for one in known if one.rule == rule]:
+            total = optimum(losses[rule], run, rule).per_lambda
+            chosen[ADVICE] = best_totals(rule, run.config.steps, advised)[0] / total
+        for choice, lam in chosen.items():
+            ends = [loss_at(one, lam) for one in losses[rule]]
+            costs = [end - low for end, low in zip(ends, lowest, strict=True) if end is not None]
+            if len(costs) == len(lowest):
+                tried = losses[rule][0]
+                beyond = not min(tried) <= lam <= max(tried)
+                yield Price(text, run.config.steps, rule, choice, lam, over_seeds(costs), beyond)
+
+
+def _lowest(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
+    """By seed, the loss of the better rule at its best lambda."""
+    best = {rule: best_of_means(seeds) for rule, seeds in losses.items()}
+    better = min(RULES, key=lambda rule: mean_losses(losses[rule])[best[rule]])
+    return [one[best[better]] for one in losses[better]]
+
+
+def loss_at(losses: Losses, lam: float) -> float | None:
+    """The loss at a lambda, by lines over log lambda; None far beyond those that were tried.
+
+    Examples:
+        >>> loss_at({0.1: 3.0, 0.4: 3.2}, 0.2)
+        3.1
+        >>> loss_at({0.1: 3.0, 0.2: 3.1}, 0.8) is None
+        True
+    """
+    points, x = [(math.log2(lam), loss) for lam, loss in losses.items()], math.log2(lam)
+    if not points[0][0] - REACH <= x <= points[-1][0] + REACH:
+        return None
+    pairs = list(pairwise(points))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def price_table(found: Sequence[Price]) -> Table:
+    """Costs by kind of run and rule; below them the highest of each choice."""
+    columns = [Column("text"), Column("updates", number=True), Column("rule")]
+    columns += [Column("as advised" if choice == ADVICE else f"always {choice}", number=True) for choice in CHOICES]
+    kinds = dict.fromkeys((one.text, one.steps, one.rule) for one in found)
+    rows: list[list[Value | Cell]] = []
+    for text, steps, rule in kinds:
+        own = {one.choice: one for one in found if (one.text, one.steps, one.rule) == (text, steps, rule)}
+        rows.append([text, steps, rule, *(_cell(own.get(choice)) for choice in CHOICES)])
+    most = {(one.rule, one.choice): one for one in highest(found)}
+    rows += [["the highest", None, rule, *(_cell(most.get((rule, choice))) for choice in CHOICES)] for rule in RULES]
+    note = (
+        "In nats above the better rule at its best lambda, with 95% t intervals over seeds; in brackets the lambda "
+        "that advice gives for such a run from runs of other lengths, or on other text. By lines between the "
+        "lambdas that were tried; where one lies beyond them the cost is at least that of the last line."
+    )
+    return Table("never-tuned", "The price of never tuning", columns, rows, note)
+
+
+def highest(found: Sequence[Price]) -> list[Price]:
+    """The highest price of each choice under each rule."""
+    kinds = dict.fromkeys((one.rule, one.choice) for one in found)
+    return [max((one for one in found if (one.rule, one.choice) == kind), key=_cost) for kind in kinds]
+
+
+def _cost(one: Price) -> float:
+    return one.cost.value
+
+
+def _cell(one: Price | None) -> str | None:
+    if one is None:
+        return None
+    half = "" if one.cost.interval is None else f" ± {one.cost.interval.high - one.cost.value:.3f}"
+    advised = f" ({one.lam:.2g})" if one.choice == ADVICE else ""
+    return f"{'≥ ' if one.beyond else ''}{one.cost.value:.3f}{half}{advised}"
+
+
+def price_charts(found: Sequence[Price]) -> list[Chart]:
+    """Costs over the length, one panel for each choice; text that the map does not have is dashed."""
+    texts = list(dict.fromkeys(one.text for one in found))
+    lengths, costs = sorted({one.steps for one in found}), [one.cost.value for one in found] or [1.0]
+    x = Axis("updates", log=2, ticks=lengths)
+    y = Axis("cost", "nats per token", limits=(min(0.0, *costs), 1.1 * max(costs)))
+    charts = []
+    for choice in [choice for choice in CHOICES if any(one.choice == choice for one in found)]:
+        curves = []
+        for text in texts:
+            for rule in RULES:
+                own = [one for one in found if (one.text, one.rule, one.choice) == (text, rule, choice)]
+                points = [one.steps for one in own], [one.cost.value for one in own]
+                curves.append(Curve(f"{rule}, {text}", rule, *points, line="dashed" if text != texts[0] else ""))
+        title = "Lambda as advised" if choice == ADVICE else f"Lambda {choice} for every run"
+        key = [("solid", texts[0]), ("dashed", texts[1])] if len(texts) > 1 else ()
+        charts.append(
+            Chart(f"never-tuned-{choice}", title, curves, x=x, y=y, points=True, levels=[Level(GOOD)], key=key)
+        )
+    return charts
+
+
+def judge_prices(found: Sequence[Price], text: str) -> list[Claim]:
+    """Written down before the runs on fresh text: what an untuned lambda costs there, at the longest length."""
+    longest = max((one.steps for one in found if one.text == text), default=0)
+    own = {(one.rule, one.choice): one for one in found if (one.text, one.steps) == (text, longest)}
+    claims = []
+    for rule in RULES:
+        if (price := own.get((rule, ADVICE))) is not None:
+            costs = f"cost of {rule} decay with the lambda that advice gives for {longest:,} updates, in nats"
+            claims.append(at_most(f"{rule}-advice", costs, BEYOND, price.cost, 2 * GOOD, EXACT))
+    usual = [own.get((rule, CHOICES[0])) for rule in ("scaled", "constant")]
+    if None not in usual:
+        scaled, constant = (one.cost.value for one in usual if one is not None)
+        share = f"cost of lambda {CHOICES[0]} at {longest:,} updates, scaled over constant"
+        limits = "from means over seeds, so without an interval"
+        claims.append(at_most("usual-lambda", share, BEYOND, scaled / constant, 0.6, EXACT, limits=limits))
+    return claims
