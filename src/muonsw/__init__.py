@@ -8,6 +8,8 @@ is Muon with scaled weight decay for the hidden matrices of a model and AdamW fo
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 # Where each public name is. It is imported when it is first used: torch takes seconds, which `muonsw --help` can spare.
 _HOMES = {
     "ALGORITHMS": "algorithms",
@@ -29,13 +31,13 @@ _HOMES = {
     "Telemetry": "telemetry",
     "TensorBoardSink": "telemetry",
     "WandbSink": "telemetry",
-    "__version__": "version",
     "clip_optimizer_grads_": "clipping",
     "convert_weight_decay": "decay",
     "decay_factor": "decay",
     "drive_weight_decay": "interop.drive",
 }
 __all__ = list(_HOMES)
+__all__ += ["__version__"]
 
 if TYPE_CHECKING:
     from muonsw.algorithms import ALGORITHMS as ALGORITHMS
@@ -61,7 +63,6 @@ if TYPE_CHECKING:
     from muonsw.variants import SGDSW as SGDSW
     from muonsw.variants import AdamWSW as AdamWSW
     from muonsw.variants import MuonSW as MuonSW
-    from muonsw.version import __version__ as __version__
 else:  # a type checker would take every name for one that exists
 
     def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 from muonsw import peak
 from muonsw.nonfinite import Flag, Flags, NonFiniteGradientWarning, describe_non_finite
 from muonsw.peak import PeakLRError, PeakLRWarning
-from muonsw.warn import users_line
+from muonsw.text import users_line
 from muonsw.work import Group, Item
 
 _NO_GRADIENT = (

@@ -36,7 +36,7 @@ from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import ensure_state
 from muonsw.step import LastStep, OptionCheck, collect, take_step
 from muonsw.summary import GroupSummary, Summary
-from muonsw.warn import users_line
+from muonsw.text import users_line
 from muonsw.work import Group
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiplicativeLR
 
-from muonsw.warn import users_line
+from muonsw.text import users_line
 
 # LinearLR and others reach the peak with a rounding error. They multiply the rate again and again, so a rate that is
 # held in a tensor may be off by many roundings of its dtype: allow a thousand, but never a noticeable excess.

@@ -17,7 +17,7 @@ from muonsw.distributed.layout import COPIES, HERE, OTHER, Layout, Layouts
 from muonsw.distributed.rounds import ExchangeBatch, Round, make_rounds, share_by_cost
 from muonsw.distributed.shards import as_dtensor, is_dtensor
 from muonsw.precision import state_dtype
-from muonsw.warn import users_line
+from muonsw.text import users_line
 from muonsw.work import Group, Item
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from muonsw import peak
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import validate_option
-from muonsw.warn import users_line
+from muonsw.text import users_line
 
 # torch optimizers that add their decay to the gradient: no weight_decay makes that a shrinkage of the weight.
 _COUPLED = (

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from muonsw import machine
-from muonsw.warn import users_line
+from muonsw.text import users_line
 
 # Set to "0" to take the torch path everywhere, to compare or to search for an error.
 SWITCH = "MUONSW_KERNELS"

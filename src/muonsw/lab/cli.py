@@ -6,10 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from muonsw import __version__
 from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, install_line
 from muonsw.lab.launcher import end, report_error
 from muonsw.lab.terminal import enduring, harmless
-from muonsw.version import __version__
 
 
 @enduring

@@ -24,9 +24,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from muonsw import machine
+from muonsw import __version__, machine
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
-from muonsw.version import __version__
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from muonsw.options import COMMON, validate_option
 from muonsw.registry import unknown
 from muonsw.routing.names import aliases
 from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
-from muonsw.warn import users_line
+from muonsw.text import users_line
 
 Group = dict[str, Any]
 
