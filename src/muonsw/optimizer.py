@@ -18,26 +18,25 @@ from muonsw.counters import Counters
 from muonsw.distributed import Ranks
 from muonsw.interop import adopt, load
 from muonsw.interop.unwrap import unwrap_optimizer, unwrap_scheduler
-from muonsw.nonfinite import POLICIES, Flag
+from muonsw.nonfinite import Flag
 from muonsw.options import (
     BOOKKEEPING,
-    COMMON,
     algorithm_defaults,
-    refuse_for_loop,
+    completed,
+    refuse_model,
     refuse_options_of_others,
     refuse_parameter,
     refuse_running_max,
+    refuse_settings,
     validate_option,
+    warn_of_rounding,
 )
-from muonsw.peak import PeakLRWarning
-from muonsw.precision import LOW_PRECISION
 from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import ensure_state
-from muonsw.step import LastStep, OptionCheck, collect, take_step
-from muonsw.summary import GroupSummary, Summary
-from muonsw.text import users_line
-from muonsw.work import Group
+from muonsw.step import OptionCheck, collect, take_step
+from muonsw.summary import LastStep, Summary, summarize
+from muonsw.work import Group, names_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,20 +73,8 @@ class ScaledDecayOptimizer(Optimizer):
         process_group: ProcessGroup | None = None,
         momentum_on_owner: bool = False,
     ) -> None:
-        if isinstance(params, torch.nn.Module):
-            name = type(self).__name__
-            raise TypeError(
-                f"{name} takes parameters, not a model; call {name}.for_model(model, lr=...), which gives each "
-                f"parameter the algorithm that suits it"
-            )
-        if nonfinite not in POLICIES:
-            raise ValueError(f"nonfinite={nonfinite!r}: must be one of {', '.join(map(repr, POLICIES))}")
-        if chunk_bytes is not None and chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes={chunk_bytes}: must be at least 1, or None for the default")
-        if replay and process_group is not None:
-            raise ValueError(
-                "replay=True captures no step that talks to other ranks; leave out process_group or replay"
-            )
+        refuse_model(params, type(self).__name__)
+        refuse_settings(nonfinite, chunk_bytes, replay, process_group)
         self.nonfinite = nonfinite
         self.chunk_bytes = chunk_bytes
         self.replay = replay
@@ -97,16 +84,7 @@ class ScaledDecayOptimizer(Optimizer):
         refuse_options_of_others(checked, self.algorithm)
         given: Any = params if isinstance(params, Tensor) else list(params)
         super().__init__(given, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})
-        self._share_peak(given)
-
-    def _share_peak(self, given: Any) -> None:
-        """Give each group its part of the constructor's peak, now that all are known, unless it has its own."""
-        number = self.defaults["peak_lr"]
-        if isinstance(number, float):
-            peaks = peak.shared_peaks(number, self.param_groups)
-            for group, shared, options in zip(self.param_groups, peaks, given, strict=False):
-                if not (isinstance(options, dict) and "peak_lr" in options):
-                    group["peak_lr"] = shared
+        peak.share(self.defaults["peak_lr"], self.param_groups, given)
 
     @classmethod
     def for_model(
@@ -171,7 +149,7 @@ class ScaledDecayOptimizer(Optimizer):
 
         In the middle of a run, a group whose learning rate is the current one of another group gets its peak as well.
         """
-        group = self._complete(dict(param_group))
+        group = completed(dict(param_group), self.defaults)
         label = f"param group {len(self.param_groups)}"
         rates.require_length(group, label)
         norms.refuse(group, label)
@@ -181,39 +159,14 @@ class ScaledDecayOptimizer(Optimizer):
         rates.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
         try:
-            for name, param in zip(_names(group, len(self.param_groups) - 1), group["params"], strict=True):
+            for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
         except ValueError:
             self.param_groups.pop()
             raise
         self._place_lr(group)
-        if group["rounding"] == "nearest" and any(p.dtype in LOW_PRECISION for p in group["params"]):
-            warnings.warn(
-                "rounding='nearest' loses decay and small updates of low-precision weights; "
-                "use 'stochastic' or 'kahan'",
-                stacklevel=users_line(),
-            )
-
-    def _complete(self, group: Group) -> Group:
-        """Validate a group's options and fill in the rest.
-
-        Options that mean the same everywhere come from the constructor; those of an algorithm only where the
-        group uses the constructor's algorithm, else from that algorithm's own defaults.
-        """
-        for key in group.keys() - {"params", "param_names"}:
-            group[key] = validate_option(key, group[key])
-        algorithm = group.get("algorithm", self.defaults["algorithm"])
-        inherited = self.defaults if algorithm == self.defaults["algorithm"] else algorithm_defaults(algorithm)
-        common = {key: self.defaults[key] for key in COMMON}
-        completed: Group = {**inherited, **common, **BOOKKEEPING, **group}
-        if "lr" not in group and completed["lr_multiplier"] != 1:  # what a group says of itself is its own
-            completed["lr"] = completed["lr"] * completed["lr_multiplier"]
-        refuse_running_max(completed)
-        refuse_for_loop(completed)
-        if completed["constructor_lr"] is None:
-            completed["constructor_lr"] = float(completed["lr"])
-        return completed
+        warn_of_rounding(group)
 
     def _place_lr(self, group: Group) -> None:
         """A capturable group's learning rate is a scalar on its device, which schedulers fill in place."""
@@ -247,12 +200,7 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _warn_of_device(self) -> None:
         """Warn of what only the device knew until now; waits for it."""
-        self._counters.read_rates(self.param_groups)
-        for number, group in enumerate(self.param_groups):
-            if isinstance(group["lr"], Tensor) and rates.needs_peak(group):
-                message = peak.never_reached(group, self._label(number))
-                if message is not None:
-                    self._counters.never_reached(message)
+        rates.check_on_device(self.param_groups, self._counters)
         self._counters.warn_of_skips()
 
     @property
@@ -313,27 +261,7 @@ class ScaledDecayOptimizer(Optimizer):
             {'muon': 128, 'adamw': 24}
         """
         skipped = bool(self._last_skipped.bad) if isinstance(self._last_skipped, Flag) else self._last_skipped
-        groups = [self._summarize(number, group, skipped) for number, group in enumerate(self.param_groups)]
-        return Summary(tuple(groups), skipped, self.skipped_steps)
-
-    def _summarize(self, number: int, group: Group, skipped: bool) -> GroupSummary:
-        batches = [(params, lr) for stepped, params, lr in self._last if stepped is group]
-        moved = [] if skipped else [param for params, _ in batches for param in params]
-        lr = float(batches[0][1] if batches else group["lr"])
-        top, norm = peak.eta_max(group) if rates.needs_peak(group) else None, norms.acting(group)
-        return GroupSummary(
-            group=number,
-            role=group["role"],
-            algorithm=group["algorithm"],
-            parameters=sum(param.numel() for param in moved),
-            matrices=sum(ALGORITHMS[group["algorithm"]].count_matrices(group, param) for param in moved),
-            lr=lr,
-            rule=group["decay"] if group["weight_decay"] and (norm is None or norm.decays) else "none",
-            norm=norms.FREE if norm is None else group["norm"],
-            decay=rates.last_decay(group, lr) if moved else 0.0,
-            peak_lr=top,
-            highest_lr=group["highest_lr"],
-        )
+        return summarize(self.param_groups, self._last, skipped, self.skipped_steps)
 
     def gather_state(self) -> None:
         """Bring the momenta that other ranks keep (`momentum_on_owner`) to this one; every rank must call it.
@@ -374,23 +302,12 @@ class ScaledDecayOptimizer(Optimizer):
         peak learning rate wins over this optimizer's own, with a warning where they differ. Nothing is changed when it
         raises.
         """
-        before = [peak.peak_before_load(group) for group in self.param_groups]
-        inherited = peak.inherited(self.defaults["peak_lr"], self.param_groups)
+        before = load.peaks_before(self)
         with load.through_hooks(self):
             super().load_state_dict(state_dict)
         self._ranks.elsewhere.clear()
         self._replay = Replay()  # its graph would keep the old state alive
-        surprises: dict[str, list[str]] = {}
-        for number, group in enumerate(self.param_groups):
-            message = peak.surprise_after_load(before[number], group) if rates.needs_peak(group) else None
-            if message is not None:
-                surprises.setdefault(message, []).append(self._label(number))
-            if group["highest_lr"] is None:  # not saved: assume that it was reached
-                group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
-        for message, labels in surprises.items():
-            warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
-        if not any("peak_lr" in group for group in state_dict["param_groups"]):  # rates of another optimizer
-            peak.share_anew(self.defaults["peak_lr"], self.param_groups, inherited)
+        load.settle_peaks(self, before, state_dict)
 
     def adopt(self, *others: Any, peak_lr: float | None = None) -> None:
         """Take over the optimizers of a run that is under way: torch's Muon and AdamW, Keller Jordan's, dion's.
@@ -404,20 +321,8 @@ class ScaledDecayOptimizer(Optimizer):
             peak_lr: the highest learning rate of the run in those of their groups in which no scheduler has left it;
                 of several rates, that of the highest, as in `set_peak_lr`.
         """
-        takeover = adopt.takeover(self, others, peak_lr)
+        adopt.take_over(self, others, peak_lr)
         self._replay = Replay()
-        groups, state = self.param_groups[:], self.state.copy()
-        try:
-            self.param_groups.clear()
-            for group, states in takeover:
-                self.add_param_group(group)
-                for param, adopted in zip(self.param_groups[-1]["params"], states, strict=True):
-                    self.state[param] = adopted
-        except Exception:
-            self.param_groups[:] = groups
-            self.state.clear()
-            self.state.update(state)
-            raise
 
     def __getstate__(self) -> dict[str, Any]:
         self._ranks.require_whole_state()
@@ -448,12 +353,3 @@ class ScaledDecayOptimizer(Optimizer):
         self._left_out, self._reasons = [], {}
         self._ranks = Ranks()
         self._replay = Replay()
-
-    def _label(self, number: int) -> str:
-        role = self.param_groups[number]["role"]
-        return f"param group {number}" + (f" ({role})" if role else "")
-
-
-def _names(group: Group, number: int) -> list[str]:
-    names = group.get("param_names")
-    return list(names) if names else [f"parameter {i} of group {number}" for i in range(len(group["params"]))]

@@ -1,9 +1,10 @@
-"""The options of a param group: which there are, their defaults, and what makes a value wrong."""
+"""The options of optimizers and param groups: which there are, their defaults, and what makes a value wrong."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any, TypedDict
@@ -16,11 +17,13 @@ from muonsw.algorithms.base import MOMENTUM_FORMS
 from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES
 from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
+from muonsw.nonfinite import POLICIES
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.peak import RUNNING_MAX
-from muonsw.precision import AUTO, DTYPES, dtype_name
+from muonsw.precision import AUTO, DTYPES, LOW_PRECISION, dtype_name
 from muonsw.registry import unknown
+from muonsw.text import users_line
 
 Group = dict[str, Any]
 Check = Callable[[Any], Any]
@@ -117,6 +120,27 @@ def algorithm_defaults(algorithm: str) -> Group:
     return {**COMMON, **_FOR_SCHEDULERS, **ALGORITHMS[algorithm].defaults, "algorithm": algorithm}
 
 
+def completed(group: Group, defaults: Group) -> Group:
+    """A group with its options validated, and the rest filled in from the constructor's.
+
+    Options that mean the same everywhere come from the constructor; those of an algorithm only where the
+    group uses the constructor's algorithm, else from that algorithm's own defaults.
+    """
+    for key in group.keys() - {"params", "param_names"}:
+        group[key] = validate_option(key, group[key])
+    algorithm = group["algorithm"] if "algorithm" in group else defaults["algorithm"]
+    inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)
+    common = {key: defaults[key] for key in COMMON}
+    filled: Group = {**inherited, **common, **BOOKKEEPING, **group}
+    if "lr" not in group and filled["lr_multiplier"] != 1:  # what a group says of itself is its own
+        filled["lr"] = filled["lr"] * filled["lr_multiplier"]
+    refuse_running_max(filled)
+    _refuse_for_loop(filled)
+    if filled["constructor_lr"] is None:
+        filled["constructor_lr"] = float(filled["lr"])
+    return filled
+
+
 def validate_option(key: str, value: Any) -> Any:
     """The value as a group stores it, or an error that names the option and what it takes.
 
@@ -144,6 +168,25 @@ def _looks_misspelt(key: str) -> bool:
     return bool(close) and abs(len(close[0]) - len(key)) <= 2
 
 
+def refuse_model(params: Any, optimizer: str) -> None:
+    """Refuse a model where its parameters are expected."""
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"{optimizer} takes parameters, not a model; call {optimizer}.for_model(model, lr=...), which gives each "
+            f"parameter the algorithm that suits it"
+        )
+
+
+def refuse_settings(nonfinite: str, chunk_bytes: int | None, replay: bool, process_group: Any) -> None:
+    """Refuse settings of a whole optimizer that mean nothing."""
+    if nonfinite not in POLICIES:
+        raise ValueError(f"nonfinite={nonfinite!r}: must be one of {', '.join(map(repr, POLICIES))}")
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes={chunk_bytes}: must be at least 1, or None for the default")
+    if replay and process_group is not None:
+        raise ValueError("replay=True captures no step that talks to other ranks; leave out process_group or replay")
+
+
 def refuse_options_of_others(options: Group, algorithm: str) -> None:
     """A constructor's options must mean something to its algorithm; those of another belong in a group."""
     known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys() | {"foreach", *NOT_NEEDED}
@@ -164,7 +207,7 @@ def refuse_running_max(group: Group) -> None:
         raise ValueError("peak_lr='running_max' needs a learning rate that the host knows, not a tensor")
 
 
-def refuse_for_loop(group: Group) -> None:
+def _refuse_for_loop(group: Group) -> None:
     """Refuse torch's third implementation: `foreach=False` without `fused=True` asks for a loop over tensors."""
     if group.get("foreach") is False and not group["fused"]:
         raise ValueError("foreach=False: equal shapes are always one batch; leave it out, or say fused=True or False")
@@ -195,6 +238,15 @@ def refuse_parameter(name: str, param: Tensor) -> None:
         raise ValueError(
             f"{name} is a flattened parameter of FullyShardedDataParallel, in which matrices are no longer matrices; "
             f"use fully_shard (FSDP2) or DistributedDataParallel instead"
+        )
+
+
+def warn_of_rounding(group: Group) -> None:
+    """Warn of low-precision weights that are rounded to the nearest number."""
+    if group["rounding"] == "nearest" and any(p.dtype in LOW_PRECISION for p in group["params"]):
+        warnings.warn(
+            "rounding='nearest' loses decay and small updates of low-precision weights; use 'stochastic' or 'kahan'",
+            stacklevel=users_line(),
         )
 
 

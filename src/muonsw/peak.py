@@ -110,6 +110,14 @@ def shared_peaks(peak_lr: float, groups: Sequence[Group]) -> list[float]:
     ]
 
 
+def share(peak_lr: Any, groups: Sequence[Group], given: Sequence[Any]) -> None:
+    """Give each group its part of the constructor's number, if it is one, unless the user gave it one of its own."""
+    if isinstance(peak_lr, float):
+        for group, shared, options in zip(groups, shared_peaks(peak_lr, groups), given, strict=False):
+            if not (isinstance(options, dict) and "peak_lr" in options):
+                group["peak_lr"] = shared
+
+
 def give_where_unrecorded(peak_lr: float, groups: Sequence[Group]) -> None:
     """Set the peak of groups without one of their own or of a scheduler; it is that of the highest rate among them."""
     bare = [group for group in groups if group["peak_lr"] is None and scheduler_record(group) is None]
@@ -121,7 +129,7 @@ def give_where_unrecorded(peak_lr: float, groups: Sequence[Group]) -> None:
             f"all groups have peaks of their own or from schedulers, {highest:g} the highest, so peak_lr={peak_lr:g} "
             f"is not used; call set_peak_lr({peak_lr:g}) if they are wrong",
             PeakLRWarning,
-            stacklevel=4,
+            stacklevel=users_line(),
         )
 
 

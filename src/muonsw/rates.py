@@ -28,7 +28,7 @@ from muonsw.algorithms.base import Rates
 from muonsw.decay import DECAY_RULES, decay_factor, decays
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local
 from muonsw.nonfinite import Flag
-from muonsw.work import Batch, Group, Item
+from muonsw.work import Batch, Group, Item, label_of
 
 if TYPE_CHECKING:
     from muonsw.counters import Counters
@@ -58,6 +58,16 @@ def check(number: int, group: Group, label: str, counters: Counters) -> None:
         message = peak.never_reached(group, label)
         if message is not None:
             counters.never_reached(message)
+
+
+def check_on_device(groups: Sequence[Group], counters: Counters) -> None:
+    """Bring the highest rates of tensors into the groups, and warn where a schedule never came near its peak."""
+    counters.read_rates(groups)
+    for number, group in enumerate(groups):
+        if isinstance(group["lr"], Tensor) and needs_peak(group):
+            message = peak.never_reached(group, label_of(group, number))
+            if message is not None:
+                counters.never_reached(message)
 
 
 def _check_lr(group: Group, label: str) -> None:

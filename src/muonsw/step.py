@@ -35,7 +35,7 @@ from muonsw.distributed.shards import is_dtensor, local_item
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.options import algorithm_defaults, validate_option
 from muonsw.state import ensure_state
-from muonsw.work import Batch, Group, Item, any_dtensor, items_of, rows_of
+from muonsw.work import Batch, Group, Item, any_dtensor, items_of, label_of, rows_of
 
 if TYPE_CHECKING:
     from muonsw.distributed.agreement import StepAgreement
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
 
 States = dict[Tensor, dict[str, Any]]
-
-# The group, the parameters and the learning rate of each batch, for `summary`.
-LastStep = list[tuple[Group, list[Tensor], float | Tensor]]
 
 CPU_CHUNK_BYTES = 4 * 2**20
 ACCELERATOR_CHUNK_BYTES = 9 * 2**26
@@ -287,7 +284,7 @@ def check(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     _warn_of_unfrozen(optimizer)
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
         counters.no_decay()
-    labels = [optimizer._label(number) for number in range(len(groups))]
+    labels = [label_of(group, number) for number, group in enumerate(groups)]
     for number, group in enumerate(groups):
         _check_options(optimizer, number, group, labels[number])
     for number, group in enumerate(groups):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
+from muonsw import norms, peak, rates
+from muonsw.algorithms import ALGORITHMS
 from muonsw.text import counted, text_table
+from muonsw.work import Group
+
+# The group, the parameters and the learning rate of each batch.
+LastStep = list[tuple[Group, list[Tensor], float | Tensor]]
 
 
 @dataclass(frozen=True)
@@ -91,3 +100,29 @@ class Summary:
             for g in self.groups
         ]
         return f"{first}\n{text_table(rows)}"
+
+
+def summarize(groups: Sequence[Group], last: LastStep, skipped: bool, skipped_steps: int) -> Summary:
+    """What the last step did to these groups; waits for the device where a rate is in a tensor."""
+    found = [_summarize_group(number, group, last, skipped) for number, group in enumerate(groups)]
+    return Summary(tuple(found), skipped, skipped_steps)
+
+
+def _summarize_group(number: int, group: Group, last: LastStep, skipped: bool) -> GroupSummary:
+    batches = [(params, lr) for stepped, params, lr in last if stepped is group]
+    moved = [] if skipped else [param for params, _ in batches for param in params]
+    lr = float(batches[0][1] if batches else group["lr"])
+    top, norm = peak.eta_max(group) if rates.needs_peak(group) else None, norms.acting(group)
+    return GroupSummary(
+        group=number,
+        role=group["role"],
+        algorithm=group["algorithm"],
+        parameters=sum(param.numel() for param in moved),
+        matrices=sum(ALGORITHMS[group["algorithm"]].count_matrices(group, param) for param in moved),
+        lr=lr,
+        rule=group["decay"] if group["weight_decay"] and (norm is None or norm.decays) else "none",
+        norm=norms.FREE if norm is None else group["norm"],
+        decay=rates.last_decay(group, lr) if moved else 0.0,
+        peak_lr=top,
+        highest_lr=group["highest_lr"],
+    )

@@ -54,6 +54,17 @@ class Batch(NamedTuple):
         return [item.grad for item in self.items]
 
 
+def label_of(group: Group, number: int) -> str:
+    """What messages call a param group."""
+    return f"param group {number}" + (f" ({group['role']})" if group["role"] else "")
+
+
+def names_of(group: Group, number: int) -> list[str]:
+    """The names of a group's parameters, or their places where it has none."""
+    names = group.get("param_names")
+    return list(names) if names else [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+
+
 def items_of(work: Sequence[Batch]) -> list[Item]:
     """The items of all batches."""
     return [item for batch in work for item in batch.items]

@@ -20,8 +20,8 @@ from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import differing_options, validate_option
 from muonsw.peak import expected_peak, give_where_unrecorded, inherited, scheduler_record
 from muonsw.state import as_state
+from muonsw.work import Group, names_of
 
-Group = dict[str, Any]
 State = dict[str, Any]
 Holders = dict[Tensor, tuple[Optimizer, Group]]
 
@@ -47,7 +47,23 @@ class AdoptedParameter(NamedTuple):
     state: State
 
 
-def takeover(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> list[tuple[Group, list[State]]]:
+def take_over(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> None:
+    """Replace an optimizer's groups and state by what others had; nothing is changed when it raises."""
+    adopted = _adopted_groups(optimizer, others, peak_lr)
+    groups, state = optimizer.param_groups[:], optimizer.state.copy()
+    try:
+        optimizer.param_groups.clear()
+        for part in adopted:
+            optimizer.add_param_group(part.group)
+            optimizer.state.update(zip(optimizer.param_groups[-1]["params"], part.states, strict=True))
+    except Exception:
+        optimizer.param_groups[:] = groups
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        raise
+
+
+def _adopted_groups(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None) -> list[AdoptedGroup]:
     """Our groups after the take-over, each with the states of its parameters; nothing is changed yet."""
     holders = _holders(optimizer, [unwrap_optimizer(other) for other in others])
     _refuse_mismatch(optimizer, holders)
@@ -68,7 +84,7 @@ def takeover(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None)
     for group in groups:
         group["step_count"] = steps
         _assume_peak_reached(group)
-    return [(part.group, part.states) for part in parts]
+    return parts
 
 
 def _parts(optimizer: Optimizer, number: int, holders: Holders) -> list[AdoptedGroup]:
@@ -77,7 +93,7 @@ def _parts(optimizer: Optimizer, number: int, holders: Holders) -> list[AdoptedG
     if "initial_lr" in own:
         raise ValueError("a scheduler was already made for this optimizer: adopt first, then make the scheduler")
     parts: list[AdoptedGroup] = []
-    for name, param in zip(_names(own, number), own["params"], strict=True):
+    for name, param in zip(names_of(own, number), own["params"], strict=True):
         found = _adopted(name, param, *holders[param])
         part = next((part for part in parts if not differing_options(part.options, found.options)), None)
         if part is None:
@@ -86,11 +102,6 @@ def _parts(optimizer: Optimizer, number: int, holders: Holders) -> list[AdoptedG
         part.group["params"].append((name, param) if "param_names" in own else param)
         part.states.append(_checked(name, param, part.group, found.state))
     return parts
-
-
-def _names(own: Group, number: int) -> list[str]:
-    names: list[str] | None = own.get("param_names")
-    return names or [f"parameter {i} of group {number}" for i in range(len(own["params"]))]
 
 
 def _holders(optimizer: Optimizer, others: Iterable[Optimizer]) -> Holders:
@@ -109,7 +120,7 @@ def _holders(optimizer: Optimizer, others: Iterable[Optimizer]) -> Holders:
 
 def _name_of(optimizer: Optimizer, param: Tensor) -> str:
     for number, own in enumerate(optimizer.param_groups):
-        for name, mine in zip(_names(own, number), own["params"], strict=True):
+        for name, mine in zip(names_of(own, number), own["params"], strict=True):
             if mine is param:
                 return name
     return f"a parameter of shape {tuple(param.shape)}"

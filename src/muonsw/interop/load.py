@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonsw import norms, rates
+from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.shards import put_like
 from muonsw.options import CHECKS, differing_options, refuse_running_max, validate_option
 from muonsw.orthogonalize import NS5
+from muonsw.peak import PeakBeforeLoad, PeakLRWarning
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.state import as_state
-from muonsw.work import Group
+from muonsw.text import users_line
+from muonsw.work import Group, label_of
 
 StateDict = dict[str, Any]
 
@@ -303,3 +306,33 @@ def keep_kinds(groups: list[Group], own: list[float | Tensor]) -> None:
             group["lr"] = filled.setdefault((id(before), rate), tensor).fill_(rate)
         else:
             group["lr"] = rate
+
+
+class PeaksBeforeLoad(NamedTuple):
+    """What the groups believed of their peaks before a load, and which of them had the constructor's number."""
+
+    groups: list[PeakBeforeLoad]
+    inherited: list[bool]
+
+
+def peaks_before(optimizer: torch.optim.Optimizer) -> PeaksBeforeLoad:
+    """The peaks of an optimizer into which a state will be loaded."""
+    groups = optimizer.param_groups
+    return PeaksBeforeLoad(
+        [peak.peak_before_load(group) for group in groups], peak.inherited(optimizer.defaults["peak_lr"], groups)
+    )
+
+
+def settle_peaks(optimizer: torch.optim.Optimizer, before: PeaksBeforeLoad, saved: StateDict) -> None:
+    """Warn of loaded peaks that surprise, and complete those that were not saved."""
+    surprises: dict[str, list[str]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        message = peak.surprise_after_load(before.groups[number], group) if rates.needs_peak(group) else None
+        if message is not None:
+            surprises.setdefault(message, []).append(label_of(group, number))
+        if group["highest_lr"] is None:  # not saved: assume that it was reached
+            group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
+    for message, labels in surprises.items():
+        warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
+    if not any("peak_lr" in group for group in saved["param_groups"]):  # rates of another optimizer
+        peak.share_anew(optimizer.defaults["peak_lr"], optimizer.param_groups, before.inherited)
