@@ -15,7 +15,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import FusedUpdate, Rates, Update
 from muonsw.apply import apply_update
 from muonsw.distributed.shards import local, offset
-from muonsw.matrices import STACK, MatrixView, Part
+from muonsw.matrices import STACK, WHOLE, MatrixView, Part, Region
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION
 from muonsw.step import collect
@@ -31,27 +31,26 @@ CPU_BUNDLE = (2**15, 2**20)
 ACCELERATOR_BUNDLE = (2**22, 2**24)
 
 
-class RowBlock(NamedTuple):
-    """Whole matrices, or one piece of one, within a part of a parameter: rows of a (rows, area) view."""
+class MatrixRows(NamedTuple):
+    """Matrices as rows of `area` elements: whole ones, or one piece of one.
 
-    start: int
+    `region` is where they lie in a part of a parameter, `first` the number of the first of them in the parameter.
+    """
+
+    region: Region
+    first: int
     rows: int
     area: int
-    first: int
 
     def of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows of this block in a tensor that has the part's shape."""
-        if self.start == 0 and self.rows * self.area == tensor.numel():
-            part = tensor.reshape(self.rows, self.area)
-        else:
-            part = tensor.reshape(-1).narrow(0, self.start, self.rows * self.area).view(self.rows, -1)
-        return part if part.dtype == dtype else part.to(dtype)
+        """These rows of a tensor that has the part's shape."""
+        return self.region.of(tensor).reshape(self.rows, self.area).to(dtype)
 
 
 class Bundle(NamedTuple):
     """Blocks of one shape that are measured together, with the parts they lie in and the directions of those."""
 
-    blocks: list[RowBlock]
+    blocks: list[MatrixRows]
     parts: list[Part]
     directions: list[Tensor]
 
@@ -171,7 +170,7 @@ class OurOptimizerObserver:
 
     def _bundles(self, group: Group, update: Update) -> Iterable[Bundle]:
         """The blocks of an update, small ones of the same shape together."""
-        bundles: dict[tuple[int, ...], Bundle] = {}
+        bundles: dict[tuple[object, ...], Bundle] = {}
         on_cpu = update.parts[0].item.param.device.type == "cpu"
         small, capacity = CPU_BUNDLE if on_cpu else ACCELERATOR_BUNDLE
         sizes: Counter[int] = Counter()
@@ -179,7 +178,7 @@ class OurOptimizerObserver:
             for block in self._blocks(group, part):
                 size = block.rows * block.area
                 together = (block.area, sizes[block.area] // capacity)
-                key = together if size <= small else (block.area, number, block.start)
+                key = together if size <= small else (block.area, number, block.region)
                 sizes[block.area] += size if size <= small else 0
                 bundle = bundles.setdefault(key, Bundle([], [], []))
                 bundle.blocks.append(block)
@@ -187,7 +186,7 @@ class OurOptimizerObserver:
                 bundle.directions.append(direction)
         return bundles.values()
 
-    def _blocks(self, group: Group, part: Part) -> list[RowBlock]:
+    def _blocks(self, group: Group, part: Part) -> list[MatrixRows]:
         """How a part falls into matrices: Muon's are whole, those of other rules may have been cut anywhere.
 
         Matrices of a sharded parameter have the same numbers on every rank.
@@ -202,7 +201,7 @@ class OurOptimizerObserver:
             count = size // (rows * columns)
             first = self._matrices[item.param] if item.whole is None else _matrix(view, part)[0]
             self._matrices[item.param] += count
-            return [RowBlock(0, count, rows * columns, first)]
+            return [MatrixRows(WHOLE, first, count, rows * columns)]
         area, before = self._area(group, item)
         start = part.region.cuts[0][1] if part.region.flat else 0
         return [block._replace(first=block.first + before) for block in _cut_blocks(start, size, area)]
@@ -263,7 +262,7 @@ def _momentum_key(part: Part) -> str | None:
     return next((key for key in MOMENTUM_KEYS if key in part.item.state), None)
 
 
-def _cut_blocks(start: int, size: int, area: int) -> Iterator[RowBlock]:
+def _cut_blocks(start: int, size: int, area: int) -> Iterator[MatrixRows]:
     """The flat range [start, start + size) at the borders of matrices of `area` entries."""
     position, end = start, start + size
     while position < end:
@@ -272,5 +271,7 @@ def _cut_blocks(start: int, size: int, area: int) -> Iterator[RowBlock]:
             length, count = min(area - offset, end - position), 1
         else:
             length, count = area, (end - position) // area
-        yield RowBlock(position - start, count, length, index)
+        whole = count * length == size
+        region = WHOLE if whole else Region(((0, position - start, count * length),), flat=True)
+        yield MatrixRows(region, index, count, length)
         position += count * length
