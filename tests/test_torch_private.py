@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 import muonsw
-from muonsw import torch_private
-from muonsw.torch_private import ARGUMENTS, ATTRIBUTES, NAMES, OVERRIDDEN, PROBED, missing
+from tests import torch_private
+from tests.torch_private import ARGUMENTS, ATTRIBUTES, NAMES, OVERRIDDEN, PROBED, missing
 
 SOURCE = Path(muonsw.__file__).parent
 # Not torch's: a named tuple's, the system's exit and Python's functions at exit, a pattern of tiktoken's, what
@@ -30,7 +30,7 @@ def is_private(name):
 
 
 def trees():
-    return [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py") if path.name != "torch_private.py"]
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
 
 
 def defined(nodes):
@@ -73,7 +73,7 @@ def test_the_table_lists_what_is_asked_for_by_a_string():
         for argument in node.args[1:2]
         if isinstance(argument, ast.Constant) and is_private(argument.value)
     }
-    assert asked <= PROBED.keys() | set(defined(nodes)), "add these to PROBED in muonsw/torch_private.py"
+    assert asked <= PROBED.keys() | set(defined(nodes)), "add these to PROBED in tests/torch_private.py"
     assert PROBED.keys() <= set(probed(nodes)), "these are no longer asked for: delete them"
 
 
@@ -90,8 +90,8 @@ def test_the_table_lists_what_the_source_uses():
     nodes = [node for tree in trees() for node in ast.walk(tree)]
     listed = {*NAMES, *ARGUMENTS, *(name for names in ATTRIBUTES.values() for name in names)}
     found = set(used(nodes)) - set(defined(nodes)) - OTHERS
-    assert not found - listed, "add these to muonsw/torch_private.py, or do without them"
-    assert not listed - found, "these are no longer used: delete them from muonsw/torch_private.py"
+    assert not found - listed, "add these to tests/torch_private.py, or do without them"
+    assert not listed - found, "these are no longer used: delete them from tests/torch_private.py"
 
 
 def test_a_name_that_torch_has_lost_is_reported(monkeypatch):
