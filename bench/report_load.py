@@ -46,10 +46,12 @@ def write_runs(folder: Path, runs: int, count: int) -> list[Path]:
             "seed": number,
             "steps": count,
         }
-        (path / "config.json").write_text(json.dumps(config))
-        (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records(count, number)))
+        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (path / "metrics.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records(count, number)), encoding="utf-8"
+        )
         (path / "result.json").write_text(
-            json.dumps({"steps": count, "final_loss": 3.3, "best_loss": 3.3, "best_step": count})
+            json.dumps({"steps": count, "final_loss": 3.3, "best_loss": 3.3, "best_step": count}), encoding="utf-8"
         )
         paths.append(path)
     return paths

@@ -49,7 +49,7 @@ def measured(name: str, device: torch.device, amount: Amount, profiles: Path | N
     print(row, flush=True)
     if profiles:
         profiles.mkdir(parents=True, exist_ok=True)
-        (profiles / f"{name}.txt").write_text(kernel_table(timed.update))
+        (profiles / f"{name}.txt").write_text(kernel_table(timed.update), encoding="utf-8")
     return row
 
 

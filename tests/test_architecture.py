@@ -25,7 +25,7 @@ FOR_ONE_PACKAGE = {
 
 
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -73,7 +73,7 @@ def test_the_public_names_are_what_the_package_says():
 
 
 def test_public_names_are_found_where_a_type_checker_finds_them():
-    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "muonsw." in node.module]
     homes = {alias.asname: node.module.removeprefix("muonsw.") for node in imported for alias in node.names}
     assert homes == muonsw._HOMES
@@ -99,7 +99,7 @@ def test_the_scripts_that_measure_find_what_they_import(path):
     """They run by hand and seldom, so a name that has changed would wait for them."""
     if path.name == "kernel_time.py" and not machine.triton():
         pytest.skip("it times Triton's kernels, and Triton is not installed")
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     wanted = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "muonsw" in str(node.module)]
     for node in wanted:
         exec(compile(ast.unparse(node), path.name, "exec"), {})

@@ -30,7 +30,9 @@ def test_decay_of_another_optimizer_follows_the_square_of_its_learning_rate():
 def test_telemetry_is_written_and_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
     runs = example("telemetry_plot")["main"](steps=40, folder=tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "telemetry-scaled.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "telemetry-scaled.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [line["step"] for line in lines] == [1, 10, 20, 30, 40] == [record["step"] for record in runs["scaled"]]
     ends = {rule: records[-1]["decayed"]["weight_rms"] for rule, records in runs.items()}
     assert ends["scaled"] > ends["constant"]
@@ -47,8 +49,8 @@ def test_the_trainer_of_hugging_face_trains_with_our_optimizer():
 
 def test_every_example_is_tested_and_listed():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    tested = Path(__file__).read_text()
-    readme = (EXAMPLES.parent / "README.md").read_text()
+    tested = Path(__file__).read_text(encoding="utf-8")
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     for name in names:
         assert f'example("{name}")' in tested, name
         assert f"examples/{name}.py" in readme, name

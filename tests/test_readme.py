@@ -7,7 +7,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_usage_example_runs_in_twelve_lines(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 12
     scope = {}
     exec(compile(code, "README.md", "exec"), scope)
@@ -18,7 +18,7 @@ def test_the_usage_example_runs_in_twelve_lines(capsys):
 
 
 def test_the_design_page_names_every_module():
-    text = (README.parent / "docs" / "design.md").read_text()
+    text = (README.parent / "docs" / "design.md").read_text(encoding="utf-8")
     source = README.parent / "src" / "muonsw"
     for path in source.iterdir():
         if path.name.startswith("_") or path.name == "py.typed":

@@ -6,8 +6,11 @@ from pathlib import Path
 import muonsw
 
 ROOT = Path(__file__).parent.parent
-SITE = (ROOT / "mkdocs.yml").read_text()
-API = {path.name: re.findall(r"^::: (\S+)", path.read_text(), re.M) for path in (ROOT / "docs/api").glob("*.md")}
+SITE = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+API = {
+    path.name: re.findall(r"^::: (\S+)", path.read_text(encoding="utf-8"), re.M)
+    for path in (ROOT / "docs/api").glob("*.md")
+}
 
 
 def test_every_page_is_in_the_navigation_once():
@@ -18,7 +21,7 @@ def test_every_page_is_in_the_navigation_once():
 def test_every_public_name_is_on_one_page_of_the_api():
     documented = [name for names in API.values() for name in names]
     assert len(set(documented)) == len(documented)
-    text = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/api").glob("*.md"))
     public = [name for name in muonsw.__all__ if name != "__version__"]
     missing = [name for name in public if not re.search(rf"\b{name}\b", text)]
     assert missing == []
@@ -27,10 +30,10 @@ def test_every_public_name_is_on_one_page_of_the_api():
 def test_there_is_one_way_to_install():
     """No package index has this package: every line that installs it does so from the clone."""
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
-    lines = [line for path in files if path.name != "log.md" for line in path.read_text().splitlines()]
+    lines = [line for path in files if path.name != "log.md" for line in path.read_text(encoding="utf-8").splitlines()]
     assert not [line for line in lines if re.search(r"pip install '?muonsw", line)]
-    assert "pip install '.[lab]'" in (ROOT / "docs/install.md").read_text()
-    assert "pip install '.[lab]'" in (ROOT / "README.md").read_text()
+    assert "pip install '.[lab]'" in (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    assert "pip install '.[lab]'" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_pages_ask_no_other_server():
@@ -38,4 +41,4 @@ def test_the_pages_ask_no_other_server():
     assert re.search(r"polyfills: \[assets/iframe-worker\.js\]", SITE)
     own = [*(ROOT / "docs/assets").glob("*.js"), *(ROOT / "docs/assets").glob("*.css")]
     assert len(own) == 3
-    assert not any("http" in path.read_text() for path in own)
+    assert not any("http" in path.read_text(encoding="utf-8") for path in own)

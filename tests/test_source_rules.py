@@ -1,4 +1,4 @@
-"""Rules that the library's source keeps: tensors say what and where they are, kernels are launched in one place."""
+"""Rules that the source keeps: tensors say what and where they are, text files their encoding, kernels one launcher."""
 
 import ast
 from pathlib import Path
@@ -20,7 +20,7 @@ def files(*, lab):
 
 
 def calls(path):
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
 
 
 def test_no_tensor_is_made_without_its_dtype_and_device():
@@ -42,9 +42,27 @@ def test_triton_kernels_are_launched_in_one_place():
     found = [
         f"{path.relative_to(SOURCE)}:{call.lineno}"
         for path in files(lab=True)
-        if "import triton" in path.read_text() or path.parent.name == "kernels"
+        if "import triton" in path.read_text(encoding="utf-8") or path.parent.name == "kernels"
         for call in calls(path)
         if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name)
     ]
     assert found
     assert {place.split(":")[0] for place in found} == {"kernels/__init__.py"}
+
+
+def opens_text(call):
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name in ("read_text", "write_text") or ast.unparse(call.func) == "open"
+
+
+def test_text_files_are_read_and_written_in_utf_8():
+    """Without an encoding Python takes the locale's, which in a container is often ASCII."""
+    root = Path(__file__).parents[1]
+    found = [
+        f"{path.relative_to(root)}:{call.lineno}"
+        for folder in (SOURCE, root / "tests", root / "bench", root / "examples")
+        for path in sorted(folder.rglob("*.py"))
+        for call in calls(path)
+        if opens_text(call) and "utf-8" not in ast.unparse(call)
+    ]
+    assert not found

@@ -34,7 +34,7 @@ def files_entered(function):
 
 def local_walk():
     """What the page says: the numbered list under the heading of the local step."""
-    section = re.search(r"^### A local step\n(.*?)^###", PAGE.read_text(), re.M | re.S).group(1)
+    section = re.search(r"^### A local step\n(.*?)^###", PAGE.read_text(encoding="utf-8"), re.M | re.S).group(1)
     return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.M)
 
 
@@ -58,7 +58,7 @@ def test_a_local_step_enters_at_most_sixteen_files():
 
 
 def test_every_file_that_a_walk_names_exists():
-    walks = re.search(r"^## Walks\n(.*?)^## ", PAGE.read_text(), re.M | re.S).group(1)
+    walks = re.search(r"^## Walks\n(.*?)^## ", PAGE.read_text(encoding="utf-8"), re.M | re.S).group(1)
     named = set(re.findall(r"`([\w/]+\.py)`", walks))
     assert len(named) > MOST_FILES
     assert [name for name in sorted(named) if not (SOURCE / name).exists()] == []

@@ -38,7 +38,7 @@ def _serve(sent: bytes, environment: dict[str, str], threads: int, output: Path)
     os.environ.update(environment)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    code, stream = FAILED, output.open("w", buffering=1)
+    code, stream = FAILED, output.open("w", encoding="utf-8", buffering=1)
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream

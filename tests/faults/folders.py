@@ -83,12 +83,12 @@ def folders() -> Folders:
 def ending(folder: Path):
     """Everything about a run that must not depend on what happened on the way: weights, state, records, result."""
     tensors = {name: (folder / LAST / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer", "random")}
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     result.pop("seconds")
     return tensors, records(folder / "metrics.jsonl"), result
 
 
 def records(path: Path):
     """The records of a run without its speed."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in found]

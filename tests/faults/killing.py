@@ -61,7 +61,7 @@ def in_child(work: Callable[[], int]) -> int:
     with tempfile.NamedTemporaryFile() as output:
         child = start_child(work, Path(output.name))
         child.join()
-        print(Path(output.name).read_text())
+        print(Path(output.name).read_text(encoding="utf-8"))
     return child.exitcode
 
 
@@ -75,11 +75,11 @@ def operations(work: Callable[[], object], folder: Path) -> int:
             counter.start()
             work()
             sys.setprofile(None)
-            path.write_text(str(counter.count))
+            path.write_text(str(counter.count), encoding="utf-8")
             return 0
 
         assert in_child(counted) == 0
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
 
 
 def killed_at(number: int, work: Callable[[], object], folder: Path) -> bool:
@@ -136,7 +136,7 @@ def _alone() -> bool:
     if LIBC.unshare(NEW_USER | NEW_MOUNTS) != 0:
         return False
     for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-        Path(f"/proc/self/{file}").write_text(text)
+        Path(f"/proc/self/{file}").write_text(text, encoding="utf-8")
     return True
 
 

@@ -164,7 +164,7 @@ def test_tokens_with_a_broken_file(file, damage, record_property):
     assert verified in GOOD
     config = folders().root / "on-broken-tokens.json"
     shutil.copyfile(folders().whole / "config.json", config)
-    config.write_text(config.read_text().replace(str(folders().data), str(data)))
+    config.write_text(config.read_text(encoding="utf-8").replace(str(folders().data), str(data)), encoding="utf-8")
     run = data.parent / "run"
     said = run_command("train", "--config", config, "--out", run)
     same = said.code == 0 and ending(run)[0]["model"] == ending(folders().whole)[0]["model"]

@@ -96,7 +96,7 @@ def commands(folder: Path):
 )
 def test_every_command_that_writes_says_that_there_is_no_room(name, record_property):
     folder, full = folders().root / f"full-{name.replace(' ', '-')}", 0
-    (folders().root / "text.txt").write_text("what is written here\n" * 500)
+    (folders().root / "text.txt").write_text("what is written here\n" * 500, encoding="utf-8")
     for size in (0, 1, 100, 1_000, 5_000, 10_000, 30_000) if LONG else (1, 100):
         shutil.rmtree(folder, ignore_errors=True)
         arguments = commands(folder)[name]

@@ -44,7 +44,9 @@ def whole(tmp_path_factory):
 )
 def test_training_on_a_full_disk_ends_in_a_sentence_and_goes_on_later(whole, tmp_path, capsys, size, file):
     settings, run = tmp_path / "settings.json", tmp_path / "run"
-    settings.write_text(json.dumps(small_run(telemetry_every=2 if file == "metrics.jsonl" else 0).as_data()))
+    settings.write_text(
+        json.dumps(small_run(telemetry_every=2 if file == "metrics.jsonl" else 0).as_data()), encoding="utf-8"
+    )
     with files_no_larger_than(size):
         assert entry.main([str(settings), str(run)]) == 3
     said = capsys.readouterr().err
@@ -73,7 +75,7 @@ def test_a_result_that_cannot_be_written_is_reported_and_written_later(whole, tm
         train(small_run(), tmp_path)
     monkeypatch.undo()
     result = train(small_run(), tmp_path)
-    assert result["final_loss"] == json.loads((whole / "result.json").read_text())["final_loss"]
+    assert result["final_loss"] == json.loads((whole / "result.json").read_text(encoding="utf-8"))["final_loss"]
     assert losses(tmp_path) == losses(whole)
 
 
@@ -133,7 +135,7 @@ def test_a_full_disk_is_the_machine_s_fault_and_a_bad_name_the_user_s(tmp_path, 
     with pytest.raises(MachineError, match=r"No space left on device; make room"):
         storage.prepare_folder(tmp_path)
     monkeypatch.undo()
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UsageError, match="choose another") as error:
         storage.prepare_folder(tmp_path / "file" / "below")
     assert error.value.exit_code == 2

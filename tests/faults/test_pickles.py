@@ -31,14 +31,16 @@ def test_a_pickle_in_the_place_of_tensors_is_never_run(write, tmp_path):
     export, run = folders().copy("export"), folders().copy("stopped")
     write(Trap(tmp_path / "sprung"), export / "model.safetensors")
     config_file = export / "config.json"
-    content = json.loads(config_file.read_text()) | {"sha256": digest(export / "model.safetensors")}
-    config_file.write_text(json.dumps(content))
+    content = json.loads(config_file.read_text(encoding="utf-8")) | {"sha256": digest(export / "model.safetensors")}
+    config_file.write_text(json.dumps(content), encoding="utf-8")
     assert "is not a whole file of tensors" in refused("sample", export)
     shutil.copyfile(export / "model.safetensors", run / NEWER / "optimizer.safetensors")
-    state = json.loads((run / NEWER / "state.json").read_text())
+    state = json.loads((run / NEWER / "state.json").read_text(encoding="utf-8"))
     state["checksums"]["optimizer"] = content["sha256"]
     state.pop("checksum")
-    (run / NEWER / "state.json").write_text(json.dumps({**state, "checksum": checkpoint._digest(state)}))
+    (run / NEWER / "state.json").write_text(
+        json.dumps({**state, "checksum": checkpoint._digest(state)}), encoding="utf-8"
+    )
     assert "damaged checkpoint left out" in run_command("train", "--config", run / "config.json", "--out", run).text
     assert ending(run) == ending(folders().whole)
     assert not (tmp_path / "sprung").exists()

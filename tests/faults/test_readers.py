@@ -242,12 +242,17 @@ def test_shards_are_tokens_or_a_usage_error():
 
 def test_the_tensors_of_an_export_are_a_model_or_a_usage_error_even_with_the_right_checksum():
     folder = folders().copy("export")
-    content, settings = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_text()
+    content, settings = (
+        (folder / "model.safetensors").read_bytes(),
+        (folder / "config.json").read_text(encoding="utf-8"),
+    )
     header = 8 + int.from_bytes(content[:8], "little")
     whole = digest(folder / "model.safetensors")
 
     def read(folder):
-        (folder / "config.json").write_text(settings.replace(whole, digest(folder / "model.safetensors")))
+        (folder / "config.json").write_text(
+            settings.replace(whole, digest(folder / "model.safetensors")), encoding="utf-8"
+        )
         load_model(folder)
 
     @fuzzed(30)
@@ -268,10 +273,10 @@ def test_a_state_with_the_right_checksum_is_resumed_from_or_put_aside():
     content = path.read_bytes()
 
     def read(run):
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(data, dict):
             data.pop("checksum", None)
-            path.write_text(json.dumps({**data, "checksum": checkpoint._digest(data)}))
+            path.write_text(json.dumps({**data, "checksum": checkpoint._digest(data)}), encoding="utf-8")
         try:
             training.load(checkpoint.load(run / NEWER))
         except checkpoint.CheckpointError as error:
@@ -293,9 +298,9 @@ def test_a_state_with_the_right_checksum_is_resumed_from_or_put_aside():
 )  # fmt: skip
 def test_an_export_that_asks_for_all_memory_gets_none(settings):
     folder = folders().copy("export")
-    content = json.loads((folder / "config.json").read_text())
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     content["model"] |= settings
-    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     tracemalloc.start()
     try:
         with pytest.raises(UsageError, match=r"config\.json describes another model .* export the run again"):
@@ -306,8 +311,8 @@ def test_an_export_that_asks_for_all_memory_gets_none(settings):
 
 
 def test_records_without_a_key_in_common_do_not_fill_the_memory(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     lines = [json.dumps({"kind": "train", "step": n, **{f"{n}-{k}": 1 for k in range(20)}}) for n in range(2_000)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     with pytest.raises(UsageError, match="hardly a key in common"):
         load_run(tmp_path)

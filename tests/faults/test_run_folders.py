@@ -19,7 +19,7 @@ from tests.faults.test_damage import NEWER, OLDER
 @pytest.mark.parametrize("content", ["[1]", "[" * 10_000, '{"a":' * 10_000, "9" * 400, '{"step": NaN}', ""], ids=len)
 def test_a_state_that_is_no_state_is_put_aside_and_named(content):
     run = folders().copy("stopped")
-    (run / NEWER / "state.json").write_text(content)
+    (run / NEWER / "state.json").write_text(content, encoding="utf-8")
     said = run_command("train", "--config", run / "config.json", "--out", run)
     assert said.code == 0
     assert f"damaged checkpoint left out: {run / NEWER / 'state.json'}" in said.text
@@ -65,7 +65,10 @@ def test_a_run_whose_name_is_not_utf8_is_trained_shown_and_exported():
 def test_an_alignment_above_one_is_drawn_without_a_prediction():
     run = folders().copy("whole")
     path = run / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"alignment_update":', '"alignment_update":3,"other":'))
+    path.write_text(
+        path.read_text(encoding="utf-8").replace('"alignment_update":', '"alignment_update":3,"other":'),
+        encoding="utf-8",
+    )
     assert len(load_run(run).predicted_norms[0]) == 0
     assert len(load_run(folders().whole).predicted_norms[0]) > 1
     assert run_command("report", run, "-o", run / "page.html", "--no-images").code == 0
@@ -75,8 +78,8 @@ def test_changed_settings_do_not_resume_though_the_config_is_gone():
     run = folders().copy("stopped")
     (run / "config.json").unlink()
     changed = run.parent / "changed.json"
-    text = (folders().whole / "config.json").read_text()
-    changed.write_text(text.replace('"lr": 0.02', '"lr": 0.03'))
+    text = (folders().whole / "config.json").read_text(encoding="utf-8")
+    changed.write_text(text.replace('"lr": 0.02', '"lr": 0.03'), encoding="utf-8")
     assert "optimizer.lr: 0.02 there, 0.03 now" in refused("train", "--config", changed, "--out", run)
     assert not (run / "config.json").exists()
     assert run_command("train", "--config", folders().whole / "config.json", "--out", run).code == 0
@@ -103,8 +106,10 @@ def test_a_lock_that_is_none_is_named(kind):
 def test_a_result_without_numbers_is_refused_by_name():
     run = folders().copy("whole")
     for content in ('{"final_loss": NaN}', '{"final_loss": 1e999}', '{"final_loss": ' + "9" * 400 + "}"):
-        (run / "result.json").write_text(content)
+        (run / "result.json").write_text(content, encoding="utf-8")
         with pytest.raises(UsageError, match=r"result\.json cannot be read: .*; delete it, and the command"):
             load_run(run)
-    (run / "result.json").write_text(json.dumps({"steps": 1e300, "final_loss": -1e308, "best_step": 1e300}))
+    (run / "result.json").write_text(
+        json.dumps({"steps": 1e300, "final_loss": -1e308, "best_step": 1e300}), encoding="utf-8"
+    )
     assert run_command("report", run, "-o", Path(run) / "page.html", "--no-images").code == 0

@@ -23,14 +23,14 @@ FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has
 
 
 def full_device():
-    return Path("/dev/full").open("w")
+    return Path("/dev/full").open("w", encoding="utf-8")
 
 
 def unread_pipe():
     """A pipe whose reader has gone, as after `| head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
-    return os.fdopen(writer, "w")
+    return os.fdopen(writer, "w", encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def unread_pipe():
 )
 def test_training_goes_on_without_a_standard_output(tmp_path, monkeypatch, capsys, output, code, reason):
     settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps(small_run(steps=4).as_data()))
+    settings.write_text(json.dumps(small_run(steps=4).as_data()), encoding="utf-8")
     with output() as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
         assert entry.main([str(settings), str(tmp_path / "run")]) == code
         assert sys.stdout is stream
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 4
+    assert json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))["steps"] == 4
     assert capsys.readouterr().err == f"muonsw: standard output could not be written ({reason}) and was left out\n"
 
 
@@ -63,7 +63,7 @@ def test_output_that_is_the_whole_result_is_not_lost_in_silence(monkeypatch, cap
 def test_a_reader_that_leaves_a_pipe_ends_no_training(tmp_path):
     """The same through a shell, to the end of the process, where Python itself would complain once more."""
     settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps(small_run(steps=40).as_data()))
+    settings.write_text(json.dumps(small_run(steps=40).as_data()), encoding="utf-8")
     command = f"{sys.executable} -m muonsw.lab.run {settings} {tmp_path / 'run'} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 0
@@ -105,9 +105,11 @@ def hostile_run(tmp_path_factory):
 )
 def test_no_command_passes_control_characters_on(hostile_run, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
-    record = json.loads((Path(tokens()) / RECORD).read_text()) | {"recipe": {"corpus": {"source": CLIPBOARD}}}
+    record = json.loads((Path(tokens()) / RECORD).read_text(encoding="utf-8")) | {
+        "recipe": {"corpus": {"source": CLIPBOARD}}
+    }
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / RECORD).write_text(json.dumps(record))
+    (tmp_path / "data" / RECORD).write_text(json.dumps(record), encoding="utf-8")
     places = {"RUN": str(hostile_run), "OUT": str(tmp_path), "DATA": tokens()}
     words = list(command)
     for name, path in places.items():

@@ -24,9 +24,9 @@ def forge(folder, token):
     ids = np.memmap(shard, dtype="<u2", mode="r+")
     ids[:] = token
     ids.flush()
-    fields = json.loads((folder / RECORD).read_text())
+    fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     fields["groups"][0]["checksums"]["train"] = hashlib.sha256(shard.read_bytes()).hexdigest()
-    (folder / RECORD).write_text(json.dumps(fields))
+    (folder / RECORD).write_text(json.dumps(fields), encoding="utf-8")
     return shard
 
 
@@ -41,7 +41,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_shard_by_verify_and_by
 
 @pytest.mark.parametrize("size", [200, 256, 258, 1 << 16, (1 << 16) + 1])
 def test_another_vocabulary_on_record_is_not_well(folder, capsys, size):
-    fields = json.loads((folder / RECORD).read_text())
-    (folder / RECORD).write_text(json.dumps({**fields, "vocab_size": size}))
+    fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    (folder / RECORD).write_text(json.dumps({**fields, "vocab_size": size}), encoding="utf-8")
     assert main(["data", "verify", str(folder)]) == 1
     assert "all is well" not in capsys.readouterr().out

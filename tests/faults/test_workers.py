@@ -16,7 +16,7 @@ COMMAND = [sys.executable, "-m", "muonsw", "reproduce", "theory", "--processes",
 def commanded(process):
     """The command line of a process; empty once it has ended."""
     try:
-        with open(f"/proc/{process}/cmdline") as file:
+        with open(f"/proc/{process}/cmdline", encoding="utf-8") as file:
             return file.read()
     except (FileNotFoundError, ProcessLookupError):
         return ""

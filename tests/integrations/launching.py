@@ -36,4 +36,4 @@ def _result(launcher, script, what, folder):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
-    return json.loads((Path(folder) / "result.json").read_text())
+    return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))

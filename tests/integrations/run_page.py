@@ -19,7 +19,7 @@ def main(stem, folder):
     deepspeed.comm.torch.build_shm_op = lambda: None
     scope = {}
     page = ROOT / "docs" / "guide" / "frameworks" / f"{stem}.md"
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         exec(compile(code, page.name, "exec"), scope)
     result = {
         "stage_0": scope["optimizer"].summary().matrices,
@@ -27,7 +27,7 @@ def main(stem, folder):
         "megatron": sorted({group["weight_decay"] for group in scope["ours"].param_groups}),
         "peaks": sorted({group["resolved_peak_lr"] for group in scope["ours"].param_groups}),
     }
-    Path(folder, "result.json").write_text(json.dumps(result))
+    Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def main(framework, folder):
     torch.set_num_threads(1)
     result = RUNS[framework](folder)
     if os.environ["RANK"] == "0":
-        Path(folder, "result.json").write_text(json.dumps(result))
+        Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -65,9 +65,9 @@ class Results:
 
 def settle(results, wish):
     """Write the table into its page, or say that the page claims something else; the exit status."""
-    text, fresh = PAGE.read_text(), results.render()
+    text, fresh = PAGE.read_text(encoding="utf-8"), results.render()
     if wish == "write":
-        PAGE.write_text(BETWEEN.sub(lambda _: fresh, text))
+        PAGE.write_text(BETWEEN.sub(lambda _: fresh, text), encoding="utf-8")
         return 0
     if BETWEEN.search(text)[0] == fresh:
         return 0

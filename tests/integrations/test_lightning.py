@@ -157,7 +157,7 @@ def logged(folder):
     import csv
 
     (path,) = folder.rglob("metrics.csv")
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 

@@ -26,7 +26,7 @@ SHOWS = {
 def test_the_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = {}
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         exec(compile(code, page.name, "exec"), scope)
     assert SHOWS[page.stem](scope)
 

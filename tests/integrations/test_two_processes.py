@@ -71,13 +71,15 @@ def test_fsdp2_with_whole_checkpoints_and_in_mixed_precision(tmp_path, setting):
 
 LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate launch": "accelerate.commands.launch"}
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "frameworks" / "trainer.md"
-LINES = re.findall(r"^\$ (torchrun|accelerate launch) (.*) train.py$", PAGE.read_text(), re.MULTILINE)
+LINES = re.findall(r"^\$ (torchrun|accelerate launch) (.*) train.py$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @pytest.mark.parametrize(("launcher", "options"), LINES)
 def test_the_lines_of_the_page_start_two_processes(tmp_path, launcher, options):
     script = tmp_path / "train.py"
-    script.write_text("from accelerate import PartialState\nprint('world', PartialState(cpu=True).num_processes)")
+    script.write_text(
+        "from accelerate import PartialState\nprint('world', PartialState(cpu=True).num_processes)", encoding="utf-8"
+    )
     command = [sys.executable, "-m", LAUNCHERS[launcher], *options.split(), str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.stdout.count("world 2") == 2, done.stderr[-3000:]

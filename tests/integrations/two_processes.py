@@ -61,7 +61,7 @@ def main(framework, folder):
             "matrices": optimizer.summary().matrices,
             "sampled": sampled,
         }
-        Path(folder, "result.json").write_text(json.dumps(result))
+        Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

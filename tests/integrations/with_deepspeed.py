@@ -151,7 +151,7 @@ def main(what, folder):
     deepspeed.comm.torch.build_shm_op = lambda: None
     torch.set_num_threads(1)
     result = {"stage_0": stage_0, "zero": zero, "own_muon": own_muon}[what](folder)
-    Path(folder, "result.json").write_text(json.dumps(result))
+    Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

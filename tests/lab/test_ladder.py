@@ -44,7 +44,7 @@ def files_of(room):
 
 def rooms_imported_by(path):
     """The rooms that a file imports from, inside functions and in `from muonsw.lab import room` too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -71,6 +71,7 @@ def test_an_import_upwards_is_seen_in_all_its_forms(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
         "import muonsw.lab.studies.arms\nfrom muonsw.lab import report\n"
-        "def late():\n    from muonsw.lab.commands.plan import Plan\n"
+        "def late():\n    from muonsw.lab.commands.plan import Plan\n",
+        encoding="utf-8",
     )
     assert set(rooms_imported_by(path)) == {"studies", "report", "commands"}

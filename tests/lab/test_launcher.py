@@ -71,6 +71,6 @@ def test_the_launcher_reads_the_error_as_torch_writes_one(tmp_path, monkeypatch)
 
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     report_error("muonsw: choose a multiple")
-    assert json.loads((tmp_path / "error.json").read_text())
+    assert json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))
     failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
     assert str(ChildFailedError("run", {0: failure})).splitlines()[-2].endswith("muonsw: choose a multiple")

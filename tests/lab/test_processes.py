@@ -51,7 +51,7 @@ def work(task, tell):
 
 def is_running(process):
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -155,14 +155,14 @@ if __name__ == "__main__":
 
 def started(script, tasks):
     """A process of its own that runs the tasks in two others."""
-    script.write_text(PARENT)
+    script.write_text(PARENT, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, script, *tasks], env=environment, text=True, **pipes)
 
 
 def children_of(parent):
-    return Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    return Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text(encoding="utf-8").split()
 
 
 def assert_gone(children):

@@ -19,7 +19,7 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_names_the_remedy(tmp_path):
     path = write_atomically(tmp_path / "a", "old")
     with files_no_larger_than(3), pytest.raises(MachineError, match=r"a cannot be written: File too large; make room"):
         write_atomically(path, "new content")
-    assert path.read_text() == "old"
+    assert path.read_text(encoding="utf-8") == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["a"]
 
 
@@ -33,7 +33,7 @@ def test_an_error_of_the_writer_leaves_the_old_file(tmp_path):
 
     with pytest.raises(KeyError, match="its own"):
         half()
-    assert path.read_text() == "old"
+    assert path.read_text(encoding="utf-8") == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["a"]
 
 
@@ -45,7 +45,7 @@ def test_a_folder_that_is_read_only_is_named(tmp_path):
 
 
 def test_a_folder_that_is_a_file_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(MachineError, match=r"file/a cannot be written: Not a directory"):
         write_atomically(tmp_path / "file" / "a", "x")
 

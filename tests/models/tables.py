@@ -25,7 +25,7 @@ class Expected(NamedTuple):
 def read_tables(file):
     """All tables of one file, by the name of the model."""
     tables = {}
-    for line in (FOLDER / f"{file}.txt").read_text().splitlines():
+    for line in (FOLDER / f"{file}.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             current = tables.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):

@@ -69,9 +69,9 @@ def use(wheel: Path, folder: Path) -> None:
     python = folder / "clean" / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", *PINNED, "torch", wheel)
     program = folder / "user_program.py"
-    program.write_text((ROOT / "tests" / "package" / "user_program.py").read_text())
+    program.write_text((ROOT / "tests" / "package" / "user_program.py").read_text(encoding="utf-8"), encoding="utf-8")
     print(run(python, "-W", "ignore:Failed to initialize NumPy", program, cwd=folder).strip())  # torch can do without
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "src" / "muonsw" / "__init__.py").read_text())
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "src" / "muonsw" / "__init__.py").read_text(encoding="utf-8"))
     assert version is not None
     said = run(folder / "clean" / "bin" / "muonsw", "--version", cwd=folder).splitlines()[-1]  # torch may warn before
     assert said == f"muonsw {version[1]}", said

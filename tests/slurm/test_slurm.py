@@ -90,7 +90,7 @@ def jobs_in(folder):
 
 
 def starts_of(folder, job):
-    return (folder / FOLDER / f"{job}_0_log.out").read_text().count("Starting with")
+    return (folder / FOLDER / f"{job}_0_log.out").read_text(encoding="utf-8").count("Starting with")
 
 
 def worker_of(folder):
@@ -132,7 +132,7 @@ def test_a_job_whose_time_is_nearly_up_saves_first_and_is_queued_again_by_submit
 
     train(tmp_path, warn)
     (job,) = jobs_in(tmp_path)
-    log = (tmp_path / FOLDER / f"{job}_0_log.out").read_text()
+    log = (tmp_path / FOLDER / f"{job}_0_log.out").read_text(encoding="utf-8")
     assert "Requeued job" in log
     assert starts_of(tmp_path, job) == 2
     assert losses(tmp_path / NAME) == at_home
@@ -211,6 +211,8 @@ def test_the_whole_command_on_slurm_gives_the_numbers_of_the_command_at_home(tmp
         command = [*compare, "--out", str(tmp_path / name), *more]
         ended = subprocess.run(command, check=False, capture_output=True, text=True)
         assert ended.returncode in (0, 1), ended.stderr
-    outcomes = [json.loads((tmp_path / name / "outcome.json").read_text()) for name in ("slurm", "home")]
+    outcomes = [
+        json.loads((tmp_path / name / "outcome.json").read_text(encoding="utf-8")) for name in ("slurm", "home")
+    ]
     assert outcomes[0] == outcomes[1]
     assert len(jobs_in(tmp_path / "slurm" / "runs")) == 4

@@ -37,8 +37,8 @@ def test_every_role_is_drawn_over_the_updates(file):
 
 
 def test_a_run_that_was_killed_while_writing_is_drawn(file):
-    text = file.read_text()
-    file.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n' + text[: len(text) - 20])
+    text = file.read_text(encoding="utf-8")
+    file.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n' + text[: len(text) - 20], encoding="utf-8")
     figure = plot(file, roles=["hidden"])
     assert list(curves(figure, "weight_rms")) == ["hidden"]
     assert list(curves(figure, "weight_rms")["hidden"].get_xdata()) == [1, 2, 4]
@@ -47,9 +47,9 @@ def test_a_run_that_was_killed_while_writing_is_drawn(file):
 def test_what_cannot_be_drawn(file, tmp_path):
     with pytest.raises(ValueError, match="role 'router' is in none of the records; there are: bias, hidden, norm"):
         plot(file, roles=["router"])
-    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match="no telemetry in it"):
         plot(tmp_path / "empty.jsonl")
-    (tmp_path / "broken.jsonl").write_text("{\n{}\n")
+    (tmp_path / "broken.jsonl").write_text("{\n{}\n", encoding="utf-8")
     with pytest.raises(ValueError, match="line 1 is not JSON"):
         plot(tmp_path / "broken.jsonl")

@@ -51,7 +51,7 @@ def test_a_file_of_records_reads_back_as_they_were(tmp_path):
         first = trained(sink)
     with JsonlSink(path) as sink:
         second = trained(sink)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert lines == first.records + second.records
     assert {line["kind"] for line in lines} == {"telemetry"}
 
@@ -64,7 +64,7 @@ def test_values_that_are_not_finite_are_null(tmp_path):
         Telemetry(optimizer, every=1, sink=sink)
         params[0].grad = torch.full((4, 4), float("nan"))
         optimizer.step()
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text(encoding="utf-8"))
     assert record["all"]["update_rms"] is None
     assert record["all"]["alignment_update_mean"] is None
     assert record["all"]["weight_rms"] > 0
@@ -80,7 +80,7 @@ def test_a_decay_that_is_nan_is_null_and_does_not_end_training(tmp_path):
         for value in (0.1, math.nan):
             params[0].grad = torch.full((4, 4), value)
             optimizer.step()
-    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    first, second = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert first["groups"][0]["decay"] > 0
     assert second["groups"][0]["decay"] is None
     assert (second["groups"][0]["lr"], second["step"]) == (0.02, 2)

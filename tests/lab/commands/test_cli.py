@@ -44,7 +44,7 @@ def studies(monkeypatch):
 def test_a_study_is_run_written_and_printed(tmp_path, capsys):
     assert main(["reproduce", "theory", "--out", str(tmp_path), "--processes", "1"]) == 0
     printed = capsys.readouterr().out
-    data = json.loads((tmp_path / "claims.json").read_text())
+    data = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
     claims = [claim for experiment in data["experiments"] for claim in experiment["claims"]]
     assert data["claims_total"] == len(claims) > 10
     assert data["claims_failed"] == data["claims_undecided"] == 0
@@ -66,7 +66,7 @@ def test_a_study_is_run_written_and_printed(tmp_path, capsys):
 @pytest.mark.usefixtures("studies")
 def test_series_are_plain_data(tmp_path):
     assert main(["reproduce", "theory/matrix-figure", "--out", str(tmp_path), "--processes", "1"]) == 0
-    series = json.loads((tmp_path / "series.json").read_text())
+    series = json.loads((tmp_path / "series.json").read_text(encoding="utf-8"))
     assert [curves["rule"] for curves in series] == ["constant", "scaled"]
     assert all(len(values) == len(curves["steps"]) for curves in series for values in curves["values"])
     assert series[0]["level"] > 0
@@ -80,7 +80,9 @@ def test_a_failed_claim_is_shown_first_and_sets_the_exit_code(tmp_path, capsys):
     assert verdicts == sorted(verdicts)
     assert verdicts[0] == "fails"
     assert "claims FAILED" in printed
-    assert json.loads((tmp_path / "claims.json").read_text())["claims_failed"] == verdicts.count("fails")
+    assert json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))["claims_failed"] == verdicts.count(
+        "fails"
+    )
     assert not (tmp_path / "series.json").exists()
 
 
@@ -118,7 +120,7 @@ def test_a_name_cannot_steer_the_terminal_through_an_error(capsys):
 
 
 def test_an_unwritable_folder_is_refused_before_the_work(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     assert main(["reproduce", "theory", "--out", str(tmp_path / "file" / "below")]) == 2
     error = capsys.readouterr().err
     assert f"cannot write to the folder {tmp_path / 'file' / 'below'}" in error
@@ -165,7 +167,7 @@ def test_what_is_undecided_is_no_failure(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "No claim failed; 1 of 1 claims is undecided" in printed
     assert printed.splitlines()[-3].endswith("undecided")
-    data = json.loads((tmp_path / "claims.json").read_text())
+    data = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
     assert (data["claims_failed"], data["claims_undecided"]) == (0, 1)
 
 

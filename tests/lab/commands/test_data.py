@@ -62,8 +62,8 @@ def test_prepare_writes_shards_and_says_so(tmp_path, capsys):
 
 
 def test_the_options_reach_the_record(tmp_path):
-    (tmp_path / "b.txt").write_text("b" * 100)
-    (tmp_path / "a.md").write_text("a" * 100)
+    (tmp_path / "b.txt").write_text("b" * 100, encoding="utf-8")
+    (tmp_path / "a.md").write_text("a" * 100, encoding="utf-8")
     files = ["--files", str(tmp_path / "b.txt"), f"{tmp_path}/*.md"]
     options = ["--tokenizer", "bytes", "--validation-fraction", "0", "--group-characters", "1"]
     assert muonsw("data", "prepare", tmp_path / "out", "--source", "text", *files, *options) == 0
@@ -77,7 +77,7 @@ def test_the_options_reach_the_record(tmp_path):
 def test_a_folder_means_all_its_files_that_can_be_read(tmp_path):
     for name in ("b.txt", "deep/a.md", ".hidden.txt", "deep/.git/c.txt", "picture.png"):
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "texts" / name).write_text(name[0] * 100)
+        (tmp_path / "texts" / name).write_text(name[0] * 100, encoding="utf-8")
     options = ["--tokenizer", "bytes", "--validation-fraction", "0", "--source", "text", "--files"]
     assert muonsw("data", "prepare", tmp_path / "out", *options, tmp_path / "texts") == 0
     assert read_record(tmp_path / "out").documents == 2
@@ -90,7 +90,9 @@ def test_the_command_and_the_function_agree(tmp_path):
     given = ["--source", "synthetic", "--limit-characters", "60000", "--vocab", "300"]
     assert muonsw("data", "prepare", tmp_path / "command", *given) == 0
     prepare_default(tmp_path / "function", source="synthetic", limit_characters=60_000, vocab=300)
-    same = (tmp_path / "command" / "data.json").read_text() == (tmp_path / "function" / "data.json").read_text()
+    same = (tmp_path / "command" / "data.json").read_text(encoding="utf-8") == (
+        tmp_path / "function" / "data.json"
+    ).read_text(encoding="utf-8")
     assert same
 
 
@@ -107,7 +109,7 @@ def test_verify_names_every_bad_shard(folder, capsys):
     shards[2].write_bytes(shards[0].read_bytes())
     os.truncate(shards[3], shards[3].stat().st_size - 2)
     (held_out := read_record(folder).paths(folder, "validation")[0]).unlink()
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     assert muonsw("data", "verify", folder) == 1
     printed = capsys.readouterr().out
     bad = [line for line in printed.splitlines() if line.startswith("bad: ")]
@@ -121,8 +123,8 @@ def test_verify_names_every_bad_shard(folder, capsys):
 
 
 def test_verify_and_info_say_what_is_not_complete(folder, capsys):
-    fields = json.loads((folder / "data.json").read_text())
-    (folder / "data.json").write_text(json.dumps({**fields, "complete": False}))
+    fields = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+    (folder / "data.json").write_text(json.dumps({**fields, "complete": False}), encoding="utf-8")
     assert muonsw("data", "verify", folder) == 1
     assert "is not prepared to the end" in capsys.readouterr().out
     assert muonsw("data", "info", folder) == 0

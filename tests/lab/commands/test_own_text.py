@@ -27,7 +27,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 
 def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
-    (tmp_path / "my notes.txt").write_text(words(60_000))
+    (tmp_path / "my notes.txt").write_text(words(60_000), encoding="utf-8")
     assert main(["compare", "--text", "my notes.txt", "--out", "out/compare", *SHORT]) == 0
     (folder,) = (tmp_path / "out/data").iterdir()
     record, printed = read_record(folder), " ".join(capsys.readouterr().out.split())
@@ -36,15 +36,15 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     assert 0.04 < share < 0.15
     assert f"{record.documents} documents, 60.0 kB of text, {record.tokens('train'):,} train" in printed
     assert f"({share:.1%} held out for validation), vocabulary of {record.vocab_size:,}, in out/data" in printed
-    assert len(json.loads((tmp_path / "out/compare/outcome.json").read_text())["arms"]) == 2
+    assert len(json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))["arms"]) == 2
 
 
 def test_the_same_text_is_prepared_once_and_another_one_again(tmp_path):
-    (tmp_path / "a.txt").write_text(words(60_000))
+    (tmp_path / "a.txt").write_text(words(60_000), encoding="utf-8")
     train = ["train", "--text", "a.txt", "--steps", "1", "--batch", "4", "--out"]
     assert main([*train, "one"]) == main([*train, "two"]) == 0
     (folder,) = (tmp_path / "out/data").iterdir()
-    (tmp_path / "a.txt").write_text(words(60_000, seed=1))
+    (tmp_path / "a.txt").write_text(words(60_000, seed=1), encoding="utf-8")
     assert main([*train, "three"]) == 0
     assert len(list((tmp_path / "out/data").iterdir())) == 2
     assert folder.exists()
@@ -52,7 +52,7 @@ def test_the_same_text_is_prepared_once_and_another_one_again(tmp_path):
 
 @pytest.mark.parametrize("characters", [200, 3_000, 8_000])
 def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, characters, capsys):
-    (tmp_path / "a.txt").write_text(words(characters))
+    (tmp_path / "a.txt").write_text(words(characters), encoding="utf-8")
     assert main(["compare", "--text", "a.txt", *SHORT]) == 2
     message = capsys.readouterr().err
     assert "too little text" in message or "the text is too small" in message
@@ -60,13 +60,13 @@ def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, characters, 
     if found := re.search(r"give ([\d,]+) kB of text", message):
         enough = 1000 * int(found[1].replace(",", ""))
         assert characters < enough < 20_000
-        (tmp_path / "a.txt").write_text(words(enough))
+        (tmp_path / "a.txt").write_text(words(enough), encoding="utf-8")
         assert main(["compare", "--text", "a.txt", *SHORT]) == 0
 
 
 @pytest.mark.parametrize("command", ["compare", "train"])
 def test_a_file_in_place_of_a_folder_of_tokens_suggests_the_option_for_text(tmp_path, command, capsys):
-    (tmp_path / "notes.txt").write_text(words(20_000))
+    (tmp_path / "notes.txt").write_text(words(20_000), encoding="utf-8")
     assert main([command, "--data", "notes.txt"]) == 2
     assert "--text notes.txt" in capsys.readouterr().err
     assert main([command, "--data", "."]) == 2

@@ -89,14 +89,14 @@ def test_the_standard_library_is_the_default_and_its_size_is_known():
 
 
 def test_text_files_are_recorded_by_their_place(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "a.txt").write_text("abc", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     corpus = Corpus("text", files=("*.txt",))
     assert list(corpus.documents()) == ["abc"]
     assert corpus.recorded()["files"] == [os.path.join(tmp_path, "*.txt")]
     assert corpus.extent() == Extent(bytes=3)
     assert json.loads(json.dumps(corpus.recorded())) == corpus.recorded()
-    (tmp_path / "b.jsonl").write_text('{"text": "x"}')
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}', encoding="utf-8")
     assert Corpus("text", files=("*.*",)).extent() == Extent()
 
 

@@ -121,7 +121,7 @@ def test_a_missing_package_is_said_before_any_document(tmp_path, monkeypatch, na
 
 
 def test_an_unreadable_file_is_named(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "a.txt").write_text("x", encoding="utf-8")
     documents = text_documents([tmp_path / "a.txt"])
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UsageError, match=r"a\.txt cannot be read: No such file"):

@@ -89,7 +89,7 @@ def test_asking_again_repairs_what_is_missing(folder, trainings):
     read_record(folder).paths(folder, "validation")[0].unlink()
     prepare_default(folder, **SMALL)
     assert data_in(folder) == before
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     assert not trainings, "the tokenizer was found in the folder"
     prepare_default(folder, **SMALL)
     assert len(trainings) == 1
@@ -128,10 +128,10 @@ def test_other_settings_are_refused_before_any_work(folder, trainings, change, m
 
 def test_text_that_changed_under_its_tokenizer_is_noticed(tmp_path):
     text = tmp_path / "a.txt"
-    text.write_text("the first text " * 100)
+    text.write_text("the first text " * 100, encoding="utf-8")
     settings = DataSettings(Corpus("text", files=(str(text),)), TokenizerChoice(vocab=300), 0.0)
     prepare_corpus(tmp_path / "data", settings)
-    text.write_text("another story " * 100)
+    text.write_text("another story " * 100, encoding="utf-8")
     with pytest.raises(UsageError, match="holds data with other settings: tokenizer"):
         prepare_corpus(tmp_path / "data", settings)
 
@@ -213,7 +213,7 @@ def test_no_process_is_started_for_a_small_corpus(tmp_path):
     others = set(multiprocessing.active_children())  # of tests that keep their ranks
     prepare_default(tmp_path, **SMALL)
     assert set(multiprocessing.active_children()) <= others
-    recipe = json.loads((tmp_path / "data.json").read_text())["recipe"]
+    recipe = json.loads((tmp_path / "data.json").read_text(encoding="utf-8"))["recipe"]
     assert recipe["corpus"] == {"source": "synthetic", "seed": 0, "limit_documents": None, "limit_characters": 100_000}
 
 
@@ -225,7 +225,7 @@ def words(characters, seed=0):
 
 @pytest.mark.parametrize("characters", [5_000, 40_000, 2_000_000])
 def test_one_text_file_has_a_twentieth_to_validate_on(tmp_path, characters):
-    (tmp_path / "notes.txt").write_text(words(characters))
+    (tmp_path / "notes.txt").write_text(words(characters), encoding="utf-8")
     record = prepare_default(tmp_path / "data", vocab=300, source="text", files=(str(tmp_path / "notes.txt"),))
     train, held_out = record.tokens("train"), record.tokens("validation")
     # Documents are added until the share is reached, so that it is exceeded by less than the largest one, which is a
@@ -237,14 +237,14 @@ def test_one_text_file_has_a_twentieth_to_validate_on(tmp_path, characters):
 def test_text_files_get_the_same_split_whatever_their_number_and_order(tmp_path):
     texts = [f"{number} {words(3_000, seed=number)}" for number in range(20)]
     for number, text in enumerate(texts):
-        (tmp_path / f"{number}.txt").write_text(text)
+        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
     fraction = held_out_fraction(texts)
     assert fraction == held_out_fraction(reversed(texts))
     assert 1 <= sum(is_validation(text, fraction) for text in texts) < 20
 
 
 def test_text_of_which_nothing_can_be_held_out_is_refused_before_any_work(tmp_path):
-    (tmp_path / "line.txt").write_text("one line")
+    (tmp_path / "line.txt").write_text("one line", encoding="utf-8")
     with pytest.raises(UsageError, match=r"too little text \(8 characters\) to hold some out"):
         prepare_default(tmp_path / "data", source="text", files=(str(tmp_path / "line.txt"),))
     assert not (tmp_path / "data").exists()

@@ -83,14 +83,14 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are found in /proc")
 def test_a_killed_run_leaves_no_process_behind_and_goes_on(tmp_path):
     script, folder = tmp_path / "killed.py", tmp_path / "data"
-    script.write_text(KILLED)
+    script.write_text(KILLED, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, script, folder], env=environment, text=True, **pipes) as run:
         assert run.stdout.readline() == "waiting\n"
         while sum(bool(group.digest) for group in read_record(folder).groups) < 5:
             time.sleep(0.01)
-        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text(encoding="utf-8").split()
         with pytest.raises(UsageError, match="is being prepared by another process"):
             prepare(DOCUMENTS, ByteTokenizer(), folder, **SETTINGS)
         run.send_signal(signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_a_killed_run_leaves_no_process_behind_and_goes_on(tmp_path):
 
 def is_running(process):
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -115,9 +115,9 @@ def is_running(process):
 def test_a_hole_in_the_record_is_all_that_is_encoded_again(tmp_path):
     """Of two processes, the one with the later group may finish first."""
     record, before = prepare(DOCUMENTS, ByteTokenizer(), tmp_path, **SETTINGS), contents(tmp_path)
-    fields = json.loads((tmp_path / RECORD).read_text())
+    fields = json.loads((tmp_path / RECORD).read_text(encoding="utf-8"))
     fields["groups"][3] = {"digest": "", "documents": 0, "tokens": {}, "checksums": {}}
-    (tmp_path / RECORD).write_text(json.dumps({**fields, "complete": False}))
+    (tmp_path / RECORD).write_text(json.dumps({**fields, "complete": False}), encoding="utf-8")
     counting = Counting()
     prepare(DOCUMENTS, counting, tmp_path, **SETTINGS)
     assert counting.encoded == record.groups[3].documents
@@ -134,7 +134,7 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
     leftovers = [".train-00000.tokens.4711", ".data.json.12", ".vocab.bpe.9", ".tokenizer.json.9"]
     others = ["notes.txt", ".train-00000.tokens", "train-00000.tokens.4711", ".hidden.12"]
     for name in leftovers + others:
-        (tmp_path / name).write_text("half")
+        (tmp_path / name).write_text("half", encoding="utf-8")
     prepare(DOCUMENTS, ByteTokenizer(), tmp_path, **SETTINGS)
     names = {path.name for path in tmp_path.iterdir()}
     assert names.isdisjoint(leftovers)

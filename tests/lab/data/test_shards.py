@@ -120,8 +120,8 @@ def test_an_altered_byte_is_found_at_once_in_small_splits_and_by_verify_in_all(f
 
 def test_verify_finds_a_token_that_the_vocabulary_on_record_does_not_have(folder):
     record = read_record(folder)
-    fields = json.loads((folder / RECORD).read_text())
-    (folder / RECORD).write_text(json.dumps({**fields, "vocab_size": 200}))
+    fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    (folder / RECORD).write_text(json.dumps({**fields, "vocab_size": 200}), encoding="utf-8")
     problems = [checked.problem for checked in verify_folder(folder) if checked.problem]
     assert "is not the one that made its tokens" in problems[0]
     assert f"token {record.vocab_size - 1} at position" in problems[1]
@@ -176,17 +176,17 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 
 
 def test_a_folder_of_an_earlier_format_is_refused_with_the_remedy(folder):
-    fields = json.loads((folder / RECORD).read_text())
+    fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     del fields["format"]
-    (folder / RECORD).write_text(json.dumps(fields))
+    (folder / RECORD).write_text(json.dumps(fields), encoding="utf-8")
     with pytest.raises(UsageError, match=r"data\.json is of format 1, and .* reads format 2: delete the folder"):
         open_split(folder, "train")
 
 
 def changed(folder, change):
-    fields = json.loads((folder / RECORD).read_text())
+    fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     change(fields)
-    (folder / RECORD).write_text(json.dumps(fields))
+    (folder / RECORD).write_text(json.dumps(fields), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_a_trained_tokenizer_needs_room_for_the_bytes_and_a_readable_file(tmp_pa
     assert BPETokenizer.train(CORPUS, 257).vocab_size == 257
     with pytest.raises(ValueError, match="not 256 tokens"):
         BPETokenizer.train(CORPUS, 256)
-    (tmp_path / "broken.json").write_text('{"model": 1}')
+    (tmp_path / "broken.json").write_text('{"model": 1}', encoding="utf-8")
     for name in ("broken.json", "missing.json"):
         with pytest.raises(UsageError, match=name):
             BPETokenizer.load(tmp_path / name)
@@ -144,7 +144,7 @@ def test_files_that_are_no_vocabulary_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere .*vocab\.bpe and encoder\.json"):
         GPT2Tokenizer(tmp_path / "nowhere")
     files = gpt2_files(tmp_path)
-    (files / "vocab.bpe").write_text("#version: 0.2\na b\n")
+    (files / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
     with pytest.raises(UsageError, match="no GPT-2 vocabulary could be read"):
         GPT2Tokenizer(files)
 

@@ -79,7 +79,7 @@ def make_run(
         "momentum": momentum,
     }
     config = {"version": 1, "steps": steps, "optimizer": chosen | (optimizer or {})}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     losses = losses if losses is not None else [3.0 + 7.0 * math.exp(-6.0 * n / steps) for n in range(steps)]
     lines = [{"kind": "eval", "step": 0, "loss": 10.0}] if evals else []
     for row, loss in zip(rows, losses, strict=True):
@@ -98,9 +98,9 @@ def make_run(
             lines.append({"kind": "train", "step": step, "loss": loss, "lr": row["lr"], **norm})
         if evals and step % max(steps // 20, 1) == 0:
             lines.append({"kind": "eval", "step": step, "loss": loss})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     if complete:
-        (folder / "result.json").write_text(json.dumps({"steps": steps, "final_loss": losses[-1]}))
+        (folder / "result.json").write_text(json.dumps({"steps": steps, "final_loss": losses[-1]}), encoding="utf-8")
     return folder
 
 

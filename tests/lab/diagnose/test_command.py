@@ -45,7 +45,7 @@ def test_every_figure_is_written_twice(written):
 
 
 def test_the_numbers_are_those_of_the_run(written):
-    data = json.loads((written / "out" / "diagnose.json").read_text())
+    data = json.loads((written / "out" / "diagnose.json").read_text(encoding="utf-8"))
     assert [run["rule"] for run in data["runs"]] == ["constant", "scaled"]
     for run in data["runs"]:
         rows = simulate(rule=run["rule"], lam=2.0, steps=1000)[::10]
@@ -104,15 +104,15 @@ def test_no_number_is_cut_in_a_narrow_terminal(written, width, verbose):
 def test_the_lines_of_a_users_own_loop_are_diagnosed(written, tmp_path, capsys):
     """Without a run folder: the rule comes from the recorded decay, momentum from the command line."""
     file = tmp_path / "telemetry.jsonl"
-    lines = (written / "constant" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    file.write_text("".join(line for line in lines if '"telemetry"' in line))
+    lines = (written / "constant" / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")
     assert Diagnose(runs=(file,), momentum=0.95).run() == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "telemetry (constant)" in printed
     assert "not complete" not in printed
     found = {}
     for place, path in (("file", tmp_path / "telemetry-diagnose"), ("folder", written / "out")):
-        run = json.loads((path / "diagnose.json").read_text())["runs"][0]
+        run = json.loads((path / "diagnose.json").read_text(encoding="utf-8"))["runs"][0]
         found[place] = [(finding["rule"], finding["text"]) for finding in run["findings"]]
     assert found["file"] == found["folder"]
     assert "at least 0 and below 1" in refused(file, momentum=1.0)
@@ -130,9 +130,9 @@ def test_a_scope_can_be_chosen(tmp_path):
 
 def test_a_run_in_progress_is_read_as_far_as_it_has_got(tmp_path):
     folder = make_run(tmp_path / "run", complete=False, **SHORT)
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     half = len(lines) // 2
-    (folder / "metrics.jsonl").write_text("".join(lines[:half]) + lines[half][:20])
+    (folder / "metrics.jsonl").write_text("".join(lines[:half]) + lines[half][:20], encoding="utf-8")
     diagnosis = diagnose(load_run(folder))
     assert 0 < len(diagnosis.history.steps) < 100
     finding = next(finding for finding in diagnosis.findings if finding.rule == "unfinished")
@@ -192,12 +192,12 @@ def test_what_cannot_be_diagnosed_is_refused_before_anything_is_written(tmp_path
     assert "at most 1, got 1.5" in refused(run, late=1.5)
     silent = make_run(tmp_path / "silent", telemetry=False, **FEW)
     assert "no telemetry at all" in refused(silent)
-    (silent / "metrics.jsonl").write_text("")
+    (silent / "metrics.jsonl").write_text("", encoding="utf-8")
     (silent / "result.json").unlink()
     assert "no telemetry so far" in refused(silent)
-    (silent / "metrics.jsonl").write_text('{"kind": "train"\n{"kind": "train", "step": 1}\n')
+    (silent / "metrics.jsonl").write_text('{"kind": "train"\n{"kind": "train", "step": 1}\n', encoding="utf-8")
     assert "line 1" in refused(silent)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     assert "cannot write" in refused(run, out=tmp_path / "file" / "out")
     assert not (run / "diagnose").exists()
 
@@ -219,11 +219,11 @@ def test_a_zero_start_and_a_single_sample_are_harmless(tmp_path):
 
 @pytest.mark.parametrize("foreign", ["diagnose.json", "tracking.svg"])
 def test_a_diagnosis_takes_the_place_of_nothing_that_it_did_not_write(written, tmp_path, foreign):
-    (tmp_path / foreign).write_text('{"mine": 1}')
+    (tmp_path / foreign).write_text('{"mine": 1}', encoding="utf-8")
     with pytest.raises(UsageError, match=rf"{foreign} was not written by muonsw: delete it"):
         Diagnose(runs=(written / "scaled",), out=tmp_path).run()
     assert [path.name for path in tmp_path.iterdir()] == [foreign]
-    assert (tmp_path / foreign).read_text() == '{"mine": 1}'
+    assert (tmp_path / foreign).read_text(encoding="utf-8") == '{"mine": 1}'
 
 
 @pytest.mark.usefixtures("one_figure")

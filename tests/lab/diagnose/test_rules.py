@@ -94,7 +94,7 @@ def test_every_rule_has_both_tests_and_a_paragraph_in_the_guide():
     names = [rule.name for rule in RULES]
     assert set(FIRES) == set(SILENT) == set(names)
     assert len(set(names)) == len(names)
-    guide = (Path(__file__).parents[3] / "docs" / "guide" / "diagnose.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs" / "guide" / "diagnose.md").read_text(encoding="utf-8")
     for name in names:
         assert f"**{name}**" in guide
 

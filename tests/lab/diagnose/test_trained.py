@@ -38,9 +38,9 @@ def train(folder, *, decay, every=1, lam=2.0, lr=0.02):
     assert telemetry.step == STEPS
     folder.mkdir()
     settings = {"algorithm": "muon", "decay": decay, "weight_decay": lam, "lr": lr, "momentum": BETA}
-    (folder / "config.json").write_text(json.dumps({"steps": STEPS, "optimizer": settings}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "result.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"steps": STEPS, "optimizer": settings}), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    (folder / "result.json").write_text("{}", encoding="utf-8")
     return diagnose(load_run(folder))
 
 

@@ -29,19 +29,19 @@ class Recipe:
 
 def write_run(folder: Path, recipe: Recipe) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config(recipe)))
+    (folder / "config.json").write_text(json.dumps(config(recipe)), encoding="utf-8")
     environment = {"python": "3.11.9", "torch": "2.13.0", "device": "cpu", "versions": {"numpy": "2.4"}}
     (folder / "environment.json").write_text(
-        json.dumps(environment | {"command": ["muonsw", "train", str(recipe.seed)]})
+        json.dumps(environment | {"command": ["muonsw", "train", str(recipe.seed)]}), encoding="utf-8"
     )
     records = list(simulate(recipe))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     if recipe.complete:
         losses = [(record["loss"], record["step"]) for record in records if record["kind"] == "eval"]
         best, step = min(losses)
         result = {"steps": recipe.steps, "final_loss": losses[-1][0], "best_loss": best, "best_step": step}
         result |= {"seconds": 0.04 * recipe.steps, "tokens": 16384 * recipe.steps}
-        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     return folder
 
 

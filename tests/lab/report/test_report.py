@@ -61,7 +61,7 @@ def parse(text):
 
 def test_static_figures_are_written(written):
     assert written[".png"].read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in written[".svg"].read_text()[:1000]
+    assert "<svg" in written[".svg"].read_text(encoding="utf-8")[:1000]
     assert not list(written[".png"].parent.glob(".*"))
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_drawn_without_curves(tmp_path):
 
 
 def test_the_page_asks_the_network_for_nothing(written):
-    text = written[".html"].read_text()
+    text = written[".html"].read_text(encoding="utf-8")
     tags = parse(text)
     for tag, attrs in tags.found:
         assert tag not in ("link", "iframe", "img", "base"), tag
@@ -92,7 +92,7 @@ def test_the_page_asks_the_network_for_nothing(written):
 
 
 def test_the_policy_admits_exactly_the_scripts_of_the_page(written):
-    tags = parse(written[".html"].read_text())
+    tags = parse(written[".html"].read_text(encoding="utf-8"))
     policy = next(a["content"] for t, a in tags.found if t == "meta" and "http-equiv" in a)
     run = [script for attrs, script in tags.scripts if attrs.get("type") != "application/json"]
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in run]
@@ -100,7 +100,7 @@ def test_the_policy_admits_exactly_the_scripts_of_the_page(written):
 
 
 def test_the_page_holds_both_panels_and_themes_that_plotly_accepts(written, outcomes):
-    tags = parse(written[".html"].read_text())
+    tags = parse(written[".html"].read_text(encoding="utf-8"))
     data = json.loads(next(script for attrs, script in tags.scripts if attrs.get("type") == "application/json"))
     assert [chart["name"] for chart in data["charts"]] == list(outcomes)
     for chart, outcome in zip(data["charts"], outcomes.values(), strict=True):
@@ -114,7 +114,7 @@ def test_the_page_holds_both_panels_and_themes_that_plotly_accepts(written, outc
 
 
 def test_a_summary_comes_before_everything(written):
-    text = written[".html"].read_text()
+    text = written[".html"].read_text(encoding="utf-8")
     assert re.search(r'<p class="verdict">[^<]* claims hold', text)
     assert text.index('class="verdict"') < min(text.index("<table"), text.index('class="chart"'))
 

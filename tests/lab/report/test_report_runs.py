@@ -63,14 +63,14 @@ def test_page_and_pictures_are_written(written):
 
 def test_equal_runs_give_equal_files(runs, written, tmp_path):
     document = build_report("A report", runs)
-    assert page(document) == written[0].read_text()
+    assert page(document) == written[0].read_text(encoding="utf-8")
     for chart in document.sections[:2]:
         for path in write_chart(chart, document.arms, tmp_path):
             assert path.read_bytes() == (written[1].parent / path.name).read_bytes(), path.name
 
 
 def test_the_page_asks_for_nothing_and_admits_only_its_scripts(written):
-    text = written[0].read_text()
+    text = written[0].read_text(encoding="utf-8")
     tags = parse(text)
     for tag, attrs in tags.found:
         assert tag not in ("link", "iframe", "img", "base", "object", "form"), tag
@@ -88,7 +88,7 @@ def test_the_page_asks_for_nothing_and_admits_only_its_scripts(written):
 
 
 def test_ids_are_unique_and_tables_have_headings(written):
-    tags = parse(written[0].read_text())
+    tags = parse(written[0].read_text(encoding="utf-8"))
     ids = [attrs["id"] for _, attrs in tags.found if "id" in attrs]
     assert len(ids) == len(set(ids))
     targets = {attrs["href"][1:] for _, attrs in tags.found if "href" in attrs}
@@ -100,7 +100,7 @@ def test_ids_are_unique_and_tables_have_headings(written):
 
 
 def test_every_point_of_a_curve_is_a_value_of_its_run(runs, written):
-    data = data_of(written[0].read_text())
+    data = data_of(written[0].read_text(encoding="utf-8"))
     charts = {chart["name"]: chart for chart in data["charts"]}
     by_label = {data["labels"][curve["label"]]: curve for curve in charts["weight-norm"]["curves"]}
     for run in runs:
@@ -195,7 +195,7 @@ def test_a_report_without_runs_shows_what_it_is_given(tmp_path):
     chart = Chart("sweep", "Loss over λ", [curve], x=Axis("λ", log=10), y=Axis("loss", "nats"), points=True)
     paths = write_report(tmp_path / "r.html", "Sweep", [], figures=[chart], verdict="Done.")
     assert [path.name for path in paths] == ["r.html", "sweep.png", "sweep.svg"]
-    data = data_of(paths[0].read_text())
+    data = data_of(paths[0].read_text(encoding="utf-8"))
     assert data["charts"][0]["curves"][0]["y"] == [3, None]
     assert data["arms"][0]["colours"] == {"light": LIGHT.scaled, "dark": DARK.scaled}
 
@@ -239,7 +239,7 @@ def test_the_command_writes_and_refuses(runs, tmp_path, capsys):
     out = tmp_path / "deep" / "page.html"
     assert Report((runs[0].path,), out=out, no_images=True).run() == 0
     assert f"wrote {out}" in capsys.readouterr().out.replace("\n", "")
-    assert "Run constant-0" in out.read_text()
+    assert "Run constant-0" in out.read_text(encoding="utf-8")
     assert not out.with_suffix("").exists()
     for bad, message in (((), "say which runs"), ((tmp_path / "none",), "none is not a run")):
         with pytest.raises(UsageError, match=message):
@@ -282,8 +282,8 @@ def test_every_chart_says_what_its_axes_show(runs):
 
 def test_the_lines_of_a_users_own_loop_make_a_report(runs, tmp_path, capsys):
     file = tmp_path / "telemetry.jsonl"
-    lines = (runs[0].path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    file.write_text("".join(line for line in lines if '"telemetry"' in line))
+    lines = (runs[0].path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")
     assert Report((file,), out=tmp_path / "page.html", no_images=True).run() == 0
     assert "wrote" in capsys.readouterr().out
     document = build_report("x", load_runs([file]))
@@ -303,11 +303,11 @@ def test_what_a_report_wrote_may_be_written_again(written):
 @pytest.mark.parametrize("foreign", ["report.html", "report/notes.txt", "report/validation-loss.png", "report"])
 def test_a_report_takes_the_place_of_nothing_that_it_did_not_write(runs, tmp_path, foreign):
     (tmp_path / foreign).parent.mkdir(exist_ok=True)
-    (tmp_path / foreign).write_text("of another program")
+    (tmp_path / foreign).write_text("of another program", encoding="utf-8")
     with pytest.raises(UsageError, match=rf"{tmp_path / foreign}|report, which holds .* choose another name"):
         write_report(tmp_path / "report.html", "A report", runs)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / foreign]
-    assert (tmp_path / foreign).read_text() == "of another program"
+    assert (tmp_path / foreign).read_text(encoding="utf-8") == "of another program"
 
 
 def test_figures_do_not_go_into_the_folder_of_a_run(runs):

@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 
 def records(folder, kind):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if line["kind"] == kind]
 
 
@@ -71,7 +71,7 @@ def test_without_orjson_the_same_is_read(folder, monkeypatch):
 def test_a_file_that_grows_is_read_anew(tmp_path):
     where = write_run(tmp_path / "run", Recipe(steps=60))
     load_run(where)
-    with (where / "metrics.jsonl").open("a") as file:
+    with (where / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "eval", "step": 61, "loss": 0.125}\n')
     assert load_run(where).losses[1][-1] == 0.125
 
@@ -92,7 +92,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path, folder, cut):
     text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:40]
     where = tmp_path / "run"
     where.mkdir()
-    (where / "config.json").write_text('{"steps": 200}')
+    (where / "config.json").write_text('{"steps": 200}', encoding="utf-8")
     (where / "metrics.jsonl").write_bytes(b"".join(text)[:-cut])
     run = load_run(where)
     count = 40 - (cut > 1)  # without its newline alone a line is still whole
@@ -103,10 +103,10 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path, folder, cut):
 
 
 def test_what_has_not_been_written_yet_is_empty(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     for text in (None, "", '{"kind"'):
         if text is not None:
-            (tmp_path / "metrics.jsonl").write_text(text)
+            (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
         run = load_run(tmp_path)
         assert run.train.records == run.evals.records == run.telemetry.records == 0
         assert run.telemetry.scopes() == []
@@ -135,8 +135,8 @@ def test_where_blocks_are_cut_does_not_matter(folder, monkeypatch, block):
 
 
 def test_records_that_are_not_alike_keep_their_places(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "metrics.jsonl").write_text("\n\n".join(json.dumps(record) for record in ODD) + "\n")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text("\n\n".join(json.dumps(record) for record in ODD) + "\n", encoding="utf-8")
     run, nan = load_run(tmp_path), float("nan")
     same(run.train["loss"], [1.5, nan, 2.5e22, 1.0, nan])
     same(run.train["z2"], [0.5, 1e-7, nan, nan, nan])
@@ -153,9 +153,9 @@ def test_records_that_are_not_alike_keep_their_places(tmp_path):
 
 
 def test_the_last_record_of_a_step_counts(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 3.0))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     run = load_run(tmp_path)
     assert run.train.step.tolist() == [1, 2, 3]
     same(run.train["loss"], [5.0, 3.0, 9.0])
@@ -168,10 +168,10 @@ def test_what_is_not_a_run_is_named(tmp_path, folder):
         load_run(folder / "config.json")
     with pytest.raises(UsageError, match=r"no config\.json; it holds runs: first"):
         load_run(folder.parent)
-    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UsageError, match=r"config\.json cannot be read"):
         load_run(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(UsageError, match="does not hold a JSON object"):
         load_run(tmp_path)
 
@@ -180,8 +180,10 @@ def test_what_is_not_a_run_is_named(tmp_path, folder):
     ("line", "message"), [("{broken", "line 2 is not JSON"), ("[1]", "line 2 is not a JSON object")]
 )
 def test_a_damaged_line_in_the_middle_is_named(tmp_path, line, message):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "train", "step": 1}}\n{line}\n{{"kind": "train", "step": 2}}\n')
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"kind": "train", "step": 1}}\n{line}\n{{"kind": "train", "step": 2}}\n', encoding="utf-8"
+    )
     with pytest.raises(UsageError, match=message):
         load_run(tmp_path)
 
@@ -228,7 +230,7 @@ def test_a_run_in_progress_knows_what_it_has(tmp_path):
 
 
 def test_of_an_empty_run_nothing_is_known(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     run = load_run(tmp_path)
     assert np.isnan([run.final_loss, run.best_loss, run.final_norm, run.norm_change, run.tokens]).all()
     assert run.best_step is None
@@ -260,5 +262,5 @@ def test_a_rule_that_cannot_be_reported_is_not_named(tmp_path):
     values = {"weight_rms": 1.0, "lr": 0.02, "decay": 0.002}
     lines = [{"kind": "telemetry", "step": step, "all": values, "decayed": values} for step in (1, 2, 3)]
     path = tmp_path / "telemetry.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     assert load_run(path).rule == ""

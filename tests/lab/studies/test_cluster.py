@@ -37,7 +37,7 @@ def local_jobs(folder):
 
 
 def children_of(number):
-    return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text(encoding="utf-8").split()]
 
 
 def processes_of(folder):
@@ -61,7 +61,7 @@ def once_saved(folder, name, *acts):
                 if time.monotonic() > end:
                     return
                 time.sleep(0.01)
-            job = json.loads((folder / FOLDER / f"{name}.json").read_text())["job"]
+            job = json.loads((folder / FOLDER / f"{name}.json").read_text(encoding="utf-8"))["job"]
             process = children_of(job)[0]
             act(process)
             while Path(f"/proc/{process}").exists() and time.monotonic() < end:
@@ -89,7 +89,7 @@ def test_a_run_whose_jobs_are_killed_and_sent_away_ends_as_if_nothing_had_been(t
     assert len(harmed) == 2
     assert not processes_of(folder)
     assert losses(folder / NAMES[0]) == losses(tmp_path / "here" / NAMES[0])
-    logs = [path.read_text() for path in (folder / FOLDER).glob("*_log.out")]
+    logs = [path.read_text(encoding="utf-8") for path in (folder / FOLDER).glob("*_log.out")]
     assert len(logs) == 2, "the killed one was submitted again, the one that was sent away came back by itself"
     assert sum("Requeued job" in log for log in logs) == 1
     assert not list((folder / FOLDER).glob("*-seed0.json")), "a run that is done is no job's any more"
@@ -125,7 +125,7 @@ def test_a_run_on_two_ranks_is_saved_and_goes_on_when_its_job_is_sent_away(tmp_p
     by_arm(tmp_path / "here").train([one])
     assert harmed
     (log,) = (folder / FOLDER).glob("*_log.out")
-    assert "Requeued job" in log.read_text()
+    assert "Requeued job" in log.read_text(encoding="utf-8")
     here, there = ([record["loss"] for record in losses(path / NAMES[0])] for path in (tmp_path / "here", folder))
     assert there == pytest.approx(here, rel=1e-3)
 
@@ -135,11 +135,11 @@ def test_a_rank_says_why_it_failed_or_that_its_run_diverged(tmp_path):
     jobs = {**jobs_of(tmp_path, (WILD,), steps=20, diverged=1.0), **jobs_of(tmp_path, ARMS[:1], model={"vocab": 64})}
     config, note = tmp_path / "config.json", tmp_path / "note.json"
     for job, code in zip(jobs.values(), (0, 2), strict=True):
-        config.write_text(json.dumps(job.config.as_data()))
+        config.write_text(json.dumps(job.config.as_data()), encoding="utf-8")
         assert main([str(config), str(job.folder), str(note)]) == code
         assert note.exists() == bool(code)
-    assert "diverged" in json.loads((tmp_path / "wild-seed0" / "result.json").read_text())
-    assert json.loads(note.read_text())["final"] is True
+    assert "diverged" in json.loads((tmp_path / "wild-seed0" / "result.json").read_text(encoding="utf-8"))
+    assert json.loads(note.read_text(encoding="utf-8"))["final"] is True
 
 
 @dataclass
@@ -228,7 +228,9 @@ def test_a_job_that_is_gone_is_submitted_again_once_its_files_have_had_time_to_a
     run_on_cluster(jobs_of(tmp_path), heard(), SLURM)
     assert list(desk.orders) == ["1", "2", "3"]
     assert set(heard.done) == {"constant, seed 0", "scaled, seed 0"}
-    assert heard.done["constant, seed 0"] == json.loads((tmp_path / "constant-seed0" / "result.json").read_text())
+    assert heard.done["constant, seed 0"] == json.loads(
+        (tmp_path / "constant-seed0" / "result.json").read_text(encoding="utf-8")
+    )
     sentences = [content for _, content in heard.said if isinstance(content, str)]
     assert len(sentences) == 1
     assert "job 1 ended after update 0" in sentences[0]
@@ -287,7 +289,7 @@ def test_what_cannot_be_done_is_not_tried_again_and_a_divergence_is_an_outcome(d
     assert len(desk.orders) == 3
     assert isinstance(heard.failed["wild, seed 0"], Diverged)
     assert "vocabulary of 257 tokens, more than" in str(heard.failed["scaled, seed 0"])
-    note = json.loads((tmp_path / FOLDER / "scaled-seed0.failed.json").read_text())
+    note = json.loads((tmp_path / FOLDER / "scaled-seed0.failed.json").read_text(encoding="utf-8"))
     assert note["final"] is True
     assert "with_fingerprint" in note["trace"]
 
@@ -316,7 +318,7 @@ def test_two_commands_that_share_a_run_submit_it_once_when_its_job_dies(desk, tm
     def the_other_command_is_faster():
         number = desk.submit(desk.orders["1"], f"muonsw-{job.folder.name}")
         record = {"cluster": "slurm", "job": number, "step": 0}
-        (tmp_path / FOLDER / f"{job.folder.name}.json").write_text(json.dumps(record))
+        (tmp_path / FOLDER / f"{job.folder.name}.json").write_text(json.dumps(record), encoding="utf-8")
 
     acts = (lambda: desk.queue.pop("1"), nothing, the_other_command_is_faster, lambda: desk.work_off("2"))
     look_by_look(monkeypatch, *acts)
@@ -338,7 +340,7 @@ def test_the_last_records_are_found_in_a_file_that_is_still_written(tmp_path):
     assert last_records(path) == []
     kinds = [{"kind": "eval", "step": 0, "loss": 3.0}]
     kinds += [{"kind": "train", "step": step, "loss": 2.0} for step in range(1, 40)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in kinds) + '{"kind": "train", "st')
+    path.write_text("".join(json.dumps(record) + "\n" for record in kinds) + '{"kind": "train", "st', encoding="utf-8")
     assert last_records(path) == [kinds[0], kinds[-1]]
 
 

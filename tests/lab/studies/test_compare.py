@@ -74,11 +74,11 @@ def test_a_finished_comparison_is_written_and_not_run_again(folder, study):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")}
     report = conduct(study, by_arm(folder / "runs"), folder, images=False)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")} == before
-    data = json.loads((folder / "outcome.json").read_text())
+    data = json.loads((folder / "outcome.json").read_text(encoding="utf-8"))
     assert data["verdict"] == report.sentence
     assert [claim["id"] for claim in data["claims"]] == ["loss", "norm"] == [claim.id for claim in claims_of(report)]
     assert report.paths == [folder / "outcome.json", folder / "report.html"]
-    assert "scaled" in (folder / "report.html").read_text()
+    assert "scaled" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def claims_of(report):
@@ -95,7 +95,7 @@ def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(folder):
 def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path):
     study = CompareStudy(tiny_run(steps=20, diverged=1.0), (*ARMS, WILD), 2, "a title")
     report = conduct(study, by_arm(tmp_path / "runs"), tmp_path, images=False)
-    data = json.loads((tmp_path / "outcome.json").read_text())
+    data = json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))
     steps = data["arms"][2]["diverged"]
     assert set(steps) == {"0", "1"}
     where = f"'wild' diverged at update {steps['0']} (seed 0) and {steps['1']} (seed 1)"
@@ -103,7 +103,7 @@ def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path)
     assert "'wild' and 'constant' cannot be compared" in report.sentence
     assert "'scaled' and 'constant'" in report.sentence
     assert report.tables[0].rows[2][3].text == "diverged"
-    assert where in html.unescape((tmp_path / "report.html").read_text())
+    assert where in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert [claim.id for claim in claims_of(report)] == ["loss", "norm"]
     assert data["pairs"][1]["mean"] is None
 
@@ -137,9 +137,11 @@ def test_steps_to_match_interpolates_between_evaluations(tmp_path):
     def run(name, evaluations):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "config.json").write_text("{}")
+        (folder / "config.json").write_text("{}", encoding="utf-8")
         records = [{"kind": "eval", "step": step, "loss": loss} for step, loss in evaluations]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+        )
         return load_run(folder)
 
     baseline = run("baseline", [(0, 5.0), (50, 3.0), (100, 3.2)])
@@ -172,13 +174,13 @@ def test_the_search_over_lambda_is_in_the_numbers_of_a_comparison(tmp_path):
     wild = Arm("wild", OptimizerConfig(lr=50.0, decay="constant", weight_decay=0.001))
     study = CompareStudy(tiny_run(steps=12, diverged=1.0), (ARMS[1], wild), 1, "a title", tune_lambda=True)
     conduct(study, by_arm(tmp_path / "runs"), tmp_path, images=False)
-    scaled, lost = json.loads((tmp_path / "outcome.json").read_text())["search"]
+    scaled, lost = json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))["search"]
     assert scaled["arm"] == "scaled"
     best = min(scaled["losses"], key=lambda tried: tried["final"])
     assert scaled["best"] == best["weight_decay"]
     for tried in scaled["losses"]:
         (run,) = (tmp_path / "runs").glob(f"*scaled*lambda={tried['weight_decay']:g}-seed1")
-        assert json.loads((run / "result.json").read_text())["final_loss"] == tried["final"]
+        assert json.loads((run / "result.json").read_text(encoding="utf-8"))["final_loss"] == tried["final"]
     assert {tried["final"] for tried in lost["losses"]} == {None}, "runs that diverged have no loss"
 
 
@@ -245,13 +247,13 @@ def written(folder, rule, seed, loss, norms):
     path = folder / f"{rule}-{seed}-{norms}"
     path.mkdir()
     config = tiny_run(seed=seed, arm=rule, optimizer={"decay": rule, "weight_decay": 1.0})
-    (path / "config.json").write_text(json.dumps(config.as_data()))
+    (path / "config.json").write_text(json.dumps(config.as_data()), encoding="utf-8")
     records = [
         {"kind": "telemetry", "step": step, "decayed": {"weight_rms": norm}, "all": {"weight_rms": norm}}
         for step, norm in enumerate(norms)
     ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (path / "result.json").write_text(json.dumps({"final_loss": loss, "best_loss": loss}))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    (path / "result.json").write_text(json.dumps({"final_loss": loss, "best_loss": loss}), encoding="utf-8")
     return load_run(path)
 
 
@@ -305,7 +307,7 @@ def test_a_wrong_option_is_explained_before_any_training(options, message, tmp_p
 @pytest.mark.parametrize("foreign", ["report.html", "report/notes.txt"])
 def test_a_foreign_report_is_noticed_before_any_training(foreign, tmp_path, capsys):
     (tmp_path / foreign).parent.mkdir(exist_ok=True)
-    (tmp_path / foreign).write_text("of another program")
+    (tmp_path / foreign).write_text("of another program", encoding="utf-8")
     assert main(["compare", "--out", str(tmp_path), "--data", tokens(), "--device", "cpu"]) == 2
     assert foreign.rpartition("/")[2] in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

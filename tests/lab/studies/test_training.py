@@ -121,7 +121,7 @@ def test_a_study_from_training_to_page(tmp_path):
     report = conduct(study, by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
     runs = sorted((tmp_path / "runs").iterdir())
     assert len(runs) == 2 * 3
-    data = json.loads((tmp_path / "out" / "claims.json").read_text())
+    data = json.loads((tmp_path / "out" / "claims.json").read_text(encoding="utf-8"))
     assert data["claims_total"] == len(report.all_claims) == 3
     assert data["claims_failed"] == sum(claim.fails for claim in report.all_claims)
     order = ["fails", "undecided", "holds"]
@@ -133,7 +133,7 @@ def test_a_study_from_training_to_page(tmp_path):
     lowest = [min(loss for name, loss in losses.items() if name.startswith(rule)) for rule in ("scaled", "constant")]
     gap = next(claim for claim in data["claims"] if claim["id"] == "best-loss")
     assert gap["measured"] == pytest.approx(lowest[0] - lowest[1])
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "Final loss by lambda" in page
     stamps = {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs}
     again = conduct(study, by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
@@ -205,7 +205,9 @@ def written(folder, name, *, rule, seed, loss, **settings):
     """A run folder that obeys the recursion, with a known final loss."""
     make_run(folder / name, rule=rule, steps=1500, every=5, **settings)
     path = folder / name / "result.json"
-    path.write_text(json.dumps({"steps": 1500, "final_loss": loss, "best_loss": loss, "best_step": 1500}))
+    path.write_text(
+        json.dumps({"steps": 1500, "final_loss": loss, "best_loss": loss, "best_step": 1500}), encoding="utf-8"
+    )
     run = load_run(folder / name)
     settings = small_run(seed=seed, steps=1500).as_data()
     return replace(
@@ -329,9 +331,11 @@ def sweep_runs(folder, optimum, *, seeds=2, rates=MINI.rates, name=""):
 
 def fake(path, rate, optimum, seed):
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(small_run(seed=seed, optimizer={"lr": rate}).as_data()))
+    (path / "config.json").write_text(
+        json.dumps(small_run(seed=seed, optimizer={"lr": rate}).as_data()), encoding="utf-8"
+    )
     loss = 3.0 + 0.1 * seed + 0.05 * math.log(rate / optimum) ** 2
-    (path / "result.json").write_text(json.dumps({"final_loss": loss}))
+    (path / "result.json").write_text(json.dumps({"final_loss": loss}), encoding="utf-8")
     return load_run(path)
 
 
@@ -452,7 +456,7 @@ def test_the_command_runs_a_tiny_study_and_its_exit_code_tells_a_failed_claim(tm
     monkeypatch.setattr("muonsw.lab.commands.reproduce.SCALES", {"cpu": tiny_scale(rates=(0.01,))})
     arguments = ["--out", str(tmp_path / "h"), "--workers", "1", "--device", "cpu", "--data", tokens()]
     assert main(["reproduce", "horizon-transfer", *arguments]) == 1
-    data = json.loads((tmp_path / "h" / "claims.json").read_text())
+    data = json.loads((tmp_path / "h" / "claims.json").read_text(encoding="utf-8"))
     assert data["claims_failed"] >= 2
     assert data["claims"][0]["verdict"] == "fails"
     assert len(list((tmp_path / "runs-cpu").iterdir())) == 2

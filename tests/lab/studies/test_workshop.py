@@ -51,7 +51,7 @@ def test_a_stopped_comparison_saves_all_its_runs_which_are_the_same_in_any_proce
 
     def stop_once_all_have_begun():
         files = [folder / "metrics.jsonl" for folder in folders]
-        while not all(file.exists() and '"train"' in file.read_text() for file in files):
+        while not all(file.exists() and '"train"' in file.read_text(encoding="utf-8") for file in files):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -75,7 +75,7 @@ def test_a_run_that_diverges_does_not_end_the_others_and_is_not_tried_again(tmp_
     assert [diverged_at(run) for run in runs["constant"]] == [None, None]
     steps = [diverged_at(run) for run in runs["wild"]]
     assert all(1 <= step <= 20 for step in steps)
-    result = json.loads((tmp_path / "wild-seed0" / "result.json").read_text())
+    result = json.loads((tmp_path / "wild-seed0" / "result.json").read_text(encoding="utf-8"))
     assert result["diverged"] == steps[0]
     assert "lower the learning rate" in result["reason"]
     before, shown = stamps(tmp_path), StringIO()

@@ -58,7 +58,7 @@ def free_port() -> int:
 
 def write_config(config: RunConfig) -> Path:
     path = Path(tempfile.mkdtemp()) / "config.json"
-    path.write_text(json.dumps({"version": 1, **as_data(config)}))
+    path.write_text(json.dumps({"version": 1, **as_data(config)}), encoding="utf-8")
     return path
 
 
@@ -80,12 +80,14 @@ class Started:
         while len(ended) < len(self.children):
             for rank, child in enumerate(self.children):
                 if rank not in ended and child.exitcode is not None:
-                    ended[rank] = Ended(child.exitcode, self.outputs[rank].read_text(), time.monotonic() - self.begun)
+                    ended[rank] = Ended(
+                        child.exitcode, self.outputs[rank].read_text(encoding="utf-8"), time.monotonic() - self.begun
+                    )
             if time.monotonic() - self.begun > seconds:
                 late = set(range(len(self.children))) - set(ended)
                 for rank in late:
                     self.children[rank].kill()
-                said = "\n".join(output.read_text() for output in self.outputs)
+                said = "\n".join(output.read_text(encoding="utf-8") for output in self.outputs)
                 raise AssertionError(f"ranks {late} did not end:\n{said}")
             time.sleep(0.02)
         return [ended[rank] for rank in range(len(self.children))]

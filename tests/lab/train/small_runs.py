@@ -38,7 +38,7 @@ def losses(folder, name="metrics.jsonl"):
     import json
 
     kept = []
-    for line in (folder / name).read_text().splitlines():
+    for line in (folder / name).read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         record.pop("tokens_per_second", None)
         kept.append(record)

@@ -17,7 +17,7 @@ from tests.lab.train.small_runs import losses, small_run, tokens
 def test_a_preset_is_trained_with_the_changes_that_were_given(tmp_path, capsys):
     changes = ["--steps", "2", "--batch", "4", "--accumulation", "2", "--optimizer.decay", "constant", "--seed", "3"]
     assert main(["train", "--data", tokens(), "--out", str(tmp_path), *changes]) == 0
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert (config["steps"], config["batch"], config["accumulation"], config["seed"]) == (2, 4, 2, 3)
     assert config["optimizer"]["decay"] == "constant"
     assert config["model"]["width"] == 64
@@ -56,7 +56,7 @@ def test_checkpoints_come_as_often_as_asked(tmp_path):
 def test_a_config_file_gives_the_run_that_wrote_it(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     file = tmp_path / "settings.json"
-    file.write_text(json.dumps(small_run(steps=3).as_data()))
+    file.write_text(json.dumps(small_run(steps=3).as_data()), encoding="utf-8")
     assert entry.main([str(file), str(first)]) == 0
     assert main(["train", "--config", str(first / "config.json"), "--out", str(second)]) == 0
     assert losses(first) == losses(second)
@@ -85,7 +85,8 @@ def test_the_plain_entry_says_how_it_is_used(capsys):
 def test_a_diverging_run_exits_with_one(tmp_path, capsys):
     file = tmp_path / "settings.json"
     file.write_text(
-        json.dumps(small_run(steps=200, diverged=0.5, optimizer={"lr": 3.0, "weight_decay": 0.0}).as_data())
+        json.dumps(small_run(steps=200, diverged=0.5, optimizer={"lr": 3.0, "weight_decay": 0.0}).as_data()),
+        encoding="utf-8",
     )
     assert entry.main([str(file), str(tmp_path / "run")]) == 1
     assert "lower the learning rate" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def run(tmp_path_factory):
 
 def test_an_export_loads_in_a_few_lines_and_is_the_run_s_model(run, tmp_path):
     folder = export(run, tmp_path)
-    config = from_data(ModelConfig, json.loads((folder / "config.json").read_text())["model"])
+    config = from_data(ModelConfig, json.loads((folder / "config.json").read_text(encoding="utf-8"))["model"])
     model = Decoder(config, seed=None)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     ours, _ = load_model(run)
@@ -64,9 +64,9 @@ def test_an_export_needs_nothing_of_the_run(run, tmp_path):
 
 
 def test_the_best_checkpoint_can_be_exported(run, tmp_path):
-    best = json.loads((run / "result.json").read_text())["best_step"]
+    best = json.loads((run / "result.json").read_text(encoding="utf-8"))["best_step"]
     export(run, tmp_path, best=True)
-    assert json.loads((tmp_path / "config.json").read_text())["step"] == best
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["step"] == best
 
 
 def test_the_model_continues_what_it_has_learned(run):
@@ -101,7 +101,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 
 def test_a_run_without_checkpoint_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(small_run().as_data()))
+    (tmp_path / "config.json").write_text(json.dumps(small_run().as_data()), encoding="utf-8")
     with pytest.raises(UsageError, match="has no whole checkpoint"):
         export(tmp_path, tmp_path / "export")
     assert main(["sample", str(tmp_path)]) == 2
@@ -131,14 +131,14 @@ def test_an_export_follows_no_link_and_no_name_of_the_record_out_of_its_folder(r
 
 def test_names_in_the_record_of_the_data_lead_nowhere(run, tmp_path):
     record = run.parent / "data" / "data.json"
-    before = record.read_text()
+    before = record.read_text(encoding="utf-8")
     for kind in ("bytes", "bpe"):
         content = json.loads(before)
         content["tokenizer_description"] = {"kind": kind, "files": ["../../escaped", "/escaped"]}
-        record.write_text(json.dumps(content))
+        record.write_text(json.dumps(content), encoding="utf-8")
         with suppress(UsageError):  # there is no BPE in that folder
             export(run, tmp_path / "inner" / "export")
-    record.write_text(before)
+    record.write_text(before, encoding="utf-8")
     assert {path.relative_to(tmp_path).parts[:2] for path in files_below(tmp_path)} == {("inner", "export")}
 
 
@@ -147,7 +147,7 @@ def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path, name)
     export(run, tmp_path)
     export(run, tmp_path)
     (tmp_path / "config.json").unlink()
-    (tmp_path / name).write_text("{}")
+    (tmp_path / name).write_text("{}", encoding="utf-8")
     before = files_below(tmp_path)
     with pytest.raises(UsageError, match=f"{name} .* choose another folder with --out"):
         export(run, tmp_path)

@@ -63,7 +63,7 @@ def test_a_run_learns_and_says_so(tmp_path):
     assert [record["step"] for record in evaluations] == [0, 60, 120]
     assert result["final_loss"] < entropy_without_context() < evaluations[0]["loss"]
     assert result["best_loss"] == min(record["loss"] for record in evaluations)
-    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8")) == result
 
 
 def test_the_same_seed_gives_the_same_bits(uninterrupted, tmp_path):
@@ -100,7 +100,7 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(uninterrupted, tmp_path, k
 def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, number, code):
     config = small_run(steps=4000, checkpoint_every=4000, eval_every=4000)
     config_file, run = tmp_path / "config.json", tmp_path / "run"
-    config_file.write_text(json.dumps(config.as_data()))
+    config_file.write_text(json.dumps(config.as_data()), encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, "-m", "muonsw.lab.run", config_file, run],
         env=ONE_THREAD,
@@ -108,7 +108,9 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, numb
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("train") < 3:
+    while (
+        not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text(encoding="utf-8").count("train") < 3
+    ):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
     process.send_signal(number)
@@ -407,8 +409,8 @@ def test_the_threads_of_a_run_are_restored_and_the_difference_is_said(uninterrup
     assert set(used) == {2}
     assert torch.get_num_threads() == 1
     assert notes[1] == "torch uses 2 CPU threads, as before, and not the 1 it would choose here"
-    assert json.loads((tmp_path / "environment.json").read_text())["threads"] == 2
-    assert json.loads((uninterrupted / "environment.json").read_text())["threads"] == 1
+    assert json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))["threads"] == 2
+    assert json.loads((uninterrupted / "environment.json").read_text(encoding="utf-8"))["threads"] == 1
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])

@@ -51,7 +51,7 @@ def ending(folder, step=STEPS):
         for part in ("model", "optimizer")
         for name, tensor in saved.tensors[part].items()
     }
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     result.pop("seconds")
     return tensors, losses(folder), result
 
@@ -134,7 +134,7 @@ def test_a_rank_whose_process_stands_still_is_named_by_the_others(tmp_path):
     assert started.children[0].exitcode is not None
     started.children[1].kill()  # as torchrun does in the end
     started.children[1].join()
-    said = started.outputs[0].read_text()
+    said = started.outputs[0].read_text(encoding="utf-8")
     assert "rank 0 has made no progress for 8 s" in said
     assert "rank 1 is behind" in said
     assert_goes_on(tmp_path / "run")
@@ -197,7 +197,7 @@ def test_a_gradient_that_is_infinite_on_one_rank_is_skipped_by_all(strategy, tmp
 
     ended = run(2, config(strategy), folder, before)
     assert [one.code for one in ended] == [0, 0], ended
-    assert json.loads((folder / "result.json").read_text())["skipped"] == 1
+    assert json.loads((folder / "result.json").read_text(encoding="utf-8"))["skipped"] == 1
     saved = checkpoint.load(folder / "checkpoints" / "step-00000006").tensors
     assert all(tensor.isfinite().all() for tensor in saved["model"].values())
 
@@ -230,10 +230,10 @@ def operations(victim):
 
     class Noted(Operations):
         def _tick(self):
-            log.open("a").write(".")
+            log.open("a", encoding="utf-8").write(".")
 
     run(2, config(), folder / "run", lambda rank: Noted(folder / "run", 0).start() if rank == victim else None)
-    return len(log.read_text())
+    return len(log.read_text(encoding="utf-8"))
 
 
 def cases():
@@ -434,7 +434,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(harm, tmp_path):
     content = checkpoint.read_state(path)
     harm(content)
     content["checksum"] = checkpoint._digest(content)
-    (path / "state.json").write_text(json.dumps(content))
+    (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(checkpoint.CheckpointError, match="step-00000004 is not one of ours"):
         checkpoint.load(path)
 

@@ -101,7 +101,7 @@ def test_a_run_on_several_ranks_is_the_run_of_one_process(ranks, accumulation, h
     assert [one.code for one in ended] == [0] * ranks, "\n".join(one.text for one in ended)
     assert_same_numbers(tmp_path / "run", one_process(accumulation))
     assert [one.text for one in ended[1:]] == [""] * (ranks - 1), "only the first rank speaks"
-    assert json.loads((tmp_path / "run" / "environment.json").read_text())["ranks"] == ranks
+    assert json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))["ranks"] == ranks
 
 
 def stop_after(step):
@@ -183,7 +183,7 @@ def counting(strategy, log):
     """Write a byte for each bucket or layer whose gradients this rank sends."""
 
     def count():
-        with log.open("a") as file:
+        with log.open("a", encoding="utf-8") as file:
             file.write(".")
 
     def before(rank):
@@ -216,7 +216,7 @@ def test_gradients_are_sent_once_an_update_however_many_micro_batches_it_has(str
     log, chosen = tmp_path / "log", spread_over(small_run(steps=4, batch=8, accumulation=4), strategy=strategy)
     ended = run(2, chosen, tmp_path / "run", counting(strategy, log))
     assert [one.code for one in ended] == [0, 0], ended
-    assert len(log.read_text()) == sent
+    assert len(log.read_text(encoding="utf-8")) == sent
 
 
 def test_the_model_of_several_ranks_is_exported_like_any_other(tmp_path):
@@ -229,8 +229,8 @@ def test_the_model_of_several_ranks_is_exported_like_any_other(tmp_path):
 
 def test_settings_of_the_ranks_leave_the_files_of_other_runs_as_they_were(tmp_path):
     train(small_run(steps=2), tmp_path)
-    assert "parallel" not in json.loads((tmp_path / "config.json").read_text())
-    assert "ranks" not in json.loads((tmp_path / "environment.json").read_text())
+    assert "parallel" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert "ranks" not in json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     train(spread_over(small_run(steps=2), strategy="fsdp"), tmp_path)  # not refused as another run
 
 

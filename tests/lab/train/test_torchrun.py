@@ -65,7 +65,9 @@ def test_a_rank_that_hangs_is_ended_and_started_again(tmp_path):
 def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     folder = tmp_path / "run"
     launcher = torchrun("tests.lab.train.faulty_trainer", "slow", write_config(config()), folder)
-    while not (folder / "metrics.jsonl").exists() or '"step":1,' not in (folder / "metrics.jsonl").read_text():
+    while not (folder / "metrics.jsonl").exists() or '"step":1,' not in (folder / "metrics.jsonl").read_text(
+        encoding="utf-8"
+    ):
         assert launcher.poll() is None, launcher.stdout.read()
         time.sleep(0.05)
     launcher.send_signal(number)

@@ -91,7 +91,7 @@ def save(record: Any, path: Path | None) -> None:
     """Write what was measured as JSON, where a path is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str,
 def _processor() -> str:
     """The name of the processor, which Linux alone writes into a file."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
@@ -140,7 +140,7 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device) -> int | 
         return int(torch.cuda.max_memory_allocated(device) - before)
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except (OSError, AttributeError):
         return None
     before = _resident_bytes("VmRSS")
@@ -149,5 +149,5 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device) -> int | 
 
 
 def _resident_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(key)), 0)
