@@ -116,7 +116,7 @@ def takes(*lists: Sequence[Tensor]) -> bool:
 
 
 def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) -> None:
-    """Stretch the kernel of an algorithm on weights, gradients and state of any sizes."""
+    """Launch the kernel of an algorithm on weights, gradients and state of any sizes."""
     sizes = lengths(weights.tensors)
     companions = rounding_rows(weights, [Stretch(0, size, owner, 0) for owner, size in enumerate(sizes)])
     assert companions is not None  # `takes` has looked

@@ -150,7 +150,7 @@ def lengths(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 class Stretch(NamedTuple):
-    """A stretch of memory that belongs to one tensor of a list."""
+    """A stretch of memory, by its address on the device (a `Region` is by indices), of one tensor of a list."""
 
     address: int
     size: int
