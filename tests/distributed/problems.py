@@ -1,4 +1,4 @@
-"""Parameters that are spread over ranks, next to the same parameters on one, fed the same gradients."""
+"""Parameters that are sharded over ranks, next to the same parameters on one, fed the same gradients."""
 
 from functools import cache
 
@@ -70,7 +70,7 @@ def plain(value, options):
     return nn.Parameter(value.clone())
 
 
-def spread_over(mesh, placements):
+def sharded_over(mesh, placements):
     """Makes DTensors; placements by group options, for axes that a tensor has."""
 
     def make(value, options):
@@ -80,7 +80,7 @@ def spread_over(mesh, placements):
     return make
 
 
-def give_spread(param, grad):
+def give_sharded(param, grad):
     return distribute_tensor(grad, param.device_mesh, list(param.placements), src_data_rank=None)
 
 
@@ -134,11 +134,11 @@ def trained_alone(chosen, steps, absent, dtype, options):
 
 
 def compare(mesh, placements, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64, **options):
-    """Train the same parameters on one rank and spread over a mesh; the largest difference at the end."""
+    """Train the same parameters on one rank and sharded over a mesh; the largest difference at the end."""
     options = {"lr": PEAK, "weight_decay": 0.5, **options}
-    together = MuonSW(groups_of(chosen, spread_over(mesh, placements), dtype), **options)
+    together = MuonSW(groups_of(chosen, sharded_over(mesh, placements), dtype), **options)
     for step in range(steps):
-        take_step(together, step, give_spread, absent)
+        take_step(together, step, give_sharded, absent)
     return worst(together, trained_alone(chosen, steps, absent, dtype, options))
 
 

@@ -11,14 +11,14 @@ from muonsw import MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
 from tests.distributed.problems import (
     PEAK,
     give_plain,
-    give_spread,
+    give_sharded,
     gradient,
     groups_of,
     mesh_of,
     parameters,
     plain,
     shard0,
-    spread_over,
+    sharded_over,
     take_step,
     whole,
     worst,
@@ -30,15 +30,15 @@ CHOSEN = ("matrices", "vectors")
 def built(kind, **options):
     if kind == "copies":
         return MuonSW(groups_of(CHOSEN, plain), lr=PEAK, process_group=dist.group.WORLD, **options), give_plain
-    return MuonSW(groups_of(CHOSEN, spread_over(mesh_of(4), shard0)), lr=PEAK, **options), give_spread
+    return MuonSW(groups_of(CHOSEN, sharded_over(mesh_of(4), shard0)), lr=PEAK, **options), give_sharded
 
 
 def poisoned(give, bad_rank):
     def put(param, grad):
-        spread = give(param, grad)
+        sharded = give(param, grad)
         if dist.get_rank() == bad_rank and param.shape == (8, 8):
-            (spread.to_local() if hasattr(spread, "to_local") else spread)[0, 0] = torch.nan
-        return spread
+            (sharded.to_local() if hasattr(sharded, "to_local") else sharded)[0, 0] = torch.nan
+        return sharded
 
     return put
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from muonsw import MuonSW
-from tests.distributed.problems import give_plain, give_spread, group_of, mesh_of, take_step
+from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
 
 # Two layers' worth of a decoder, in float32, so that a number is four bytes there and back.
 SHAPES = [(48, 48)] * 8 + [(128, 48)] * 4 + [(48, 128)] * 2 + [(32, 1)]
@@ -61,7 +61,7 @@ def counted(kind, ranks):
     else:
         placements = {"shards": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}[kind]
         params = [nn.Parameter(distribute_tensor(v, mesh, placements)) for v in values]
-        optimizer, give = MuonSW(params, **options), give_spread
+        optimizer, give = MuonSW(params, **options), give_sharded
     take_step(optimizer, 0, give)
     with Counter(group) as counter, CommDebugMode() as debug:
         take_step(optimizer, 1, give)
@@ -128,7 +128,7 @@ def stacks():
     params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
     optimizer = MuonSW(params, lr=0.05, matrix="stack")
     with CommDebugMode() as debug:
-        take_step(optimizer, 0, give_spread)
+        take_step(optimizer, 0, give_sharded)
     return {str(name).rpartition(".")[2]: count for name, count in debug.get_comm_counts().items()}
 
 

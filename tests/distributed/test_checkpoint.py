@@ -181,7 +181,7 @@ def from_torch_adamw():
     values = [torch.randn(7, 3, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]
     options = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
-    def spread(v):
+    def shard(v):
         return nn.Parameter(distribute_tensor(v.clone(), mesh, [Shard(0)]))
 
     def steps(params, optimizer, first, count):
@@ -193,11 +193,11 @@ def from_torch_adamw():
             optimizer.step()
 
     ends = []
-    for make in (spread, lambda v: nn.Parameter(v.clone())):
+    for make in (shard, lambda v: nn.Parameter(v.clone())):
         theirs = [make(v) for v in values]
         torchs = torch.optim.AdamW(theirs, **options)
         steps(theirs, torchs, 0, 3)
-        ours = [spread(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()) for p in theirs]
+        ours = [shard(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()) for p in theirs]
         optimizer = AdamWSW(ours, decay="constant", **options)
         optimizer.load_state_dict(copy.deepcopy(torchs.state_dict()))
         steps(theirs, torchs, 3, 3)

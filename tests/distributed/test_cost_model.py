@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from muonsw import MuonSW
 from muonsw.lab.cost import RankLayout, Scenario, plan_ranks
 from muonsw.lab.model import Decoder, ModelConfig
-from tests.distributed.problems import give_plain, give_spread, group_of, mesh_of, take_step
+from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
 from tests.distributed.test_bytes import Counter
 
 # Sizes that every number of ranks below divides, so that the mean over ranks is each one's share.
@@ -19,7 +19,7 @@ MODEL = ModelConfig(width=48, layers=2, head_dim=16, experts=12, ff=24, vocab=96
 FEW_EXPERTS = ModelConfig(width=48, layers=2, head_dim=16, experts=2, ff=24, vocab=96, sequence=8)
 
 
-def spread_model(model, layout):
+def shard_model(model, layout):
     """Make every parameter a DTensor that lies as the planner thinks it does; a process group for copies instead."""
     if layout.strategy == "ddp":
         return group_of(layout.gpus)
@@ -54,12 +54,12 @@ def local_bytes(tensor):
 def measured(config, layout, on_owner=False):
     """Bytes that a rank holds after a step and received in the second one, by the planner's names."""
     model = Decoder(config, seed=0)
-    group = spread_model(model, layout)
+    group = shard_model(model, layout)
     if group is None:
         return None
     own = {"process_group": group, "momentum_on_owner": on_owner} if layout.strategy == "ddp" else {}
     optimizer = MuonSW.for_model(model, lr=0.05, ns_dtype=torch.float32, **own)
-    give = give_plain if layout.strategy == "ddp" else give_spread
+    give = give_plain if layout.strategy == "ddp" else give_sharded
     take_step(optimizer, 0, give)
     with CounterOfAll(group) as counter:
         take_step(optimizer, 1, give)

@@ -17,13 +17,13 @@ from tests.distributed.problems import (
     STEPS,
     compare,
     give_plain,
-    give_spread,
+    give_sharded,
     groups_of,
     mesh_of,
     parameters,
     plain,
     shard0,
-    spread_over,
+    sharded_over,
     take_step,
     worst,
 )
@@ -94,9 +94,9 @@ def with_a_norm_rule():
     mesh = mesh_of(3)
     if mesh is None:
         return "refused"
-    optimizer = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, norm="hyperball")
+    optimizer = MuonSW(groups_of(GROUPS, sharded_over(mesh, shard0)), lr=PEAK, norm="hyperball")
     try:
-        take_step(optimizer, 0, give_spread)
+        take_step(optimizer, 0, give_sharded)
     except ValueError as error:
         return "refused" if "needs whole weights on every rank" in str(error) else str(error)
     return "taken"
@@ -115,7 +115,7 @@ def with_a_rank_that_skips_its_decay():
     if mesh is None:
         return 1.0
     alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
-    together = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
+    together = MuonSW(groups_of(GROUPS, sharded_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
     decays, rates_of = [group["weight_decay"] for group in together.param_groups], rates.rates_of
 
     def rates_without_decay(work, groups, flag, counters):
@@ -128,7 +128,7 @@ def with_a_rank_that_skips_its_decay():
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:  # as a bug would, after the settings were compared
                 patch.setattr(rates, "rates_of", rates_without_decay)
-            take_step(together, step, give_spread)
+            take_step(together, step, give_sharded)
         for group, decay in zip(together.param_groups, decays, strict=True):
             group["weight_decay"] = decay
     return worst(together, alone)
@@ -143,12 +143,12 @@ def one_gradient_missing_on_rank_one():
     if mesh is None:
         return 0.0
     alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
-    together = MuonSW(groups_of(GROUPS, spread_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
+    together = MuonSW(groups_of(GROUPS, sharded_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
     missing = {1, 5, 9, 12} if dist.get_rank() == 1 else set()
 
     def give(param, grad):
         number = [param is p for p in parameters(together)].index(True)
-        return None if number in missing else give_spread(param, grad)
+        return None if number in missing else give_sharded(param, grad)
 
     def without_rows(param, grad):
         number = [param is p for p in parameters(alone)].index(True)
@@ -175,7 +175,7 @@ def swapped_after_construction():
         group["params"] = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in group["params"]]
     for step in range(3):
         take_step(alone, step, give_plain)
-        take_step(together, step, give_spread)
+        take_step(together, step, give_sharded)
     return worst(together, alone)
 
 
@@ -199,7 +199,7 @@ def mixed_group():
     )
     for step in range(3):
         take_step(alone, step, give_plain)
-        take_step(together, step, lambda p, g: give_spread(p, g) if isinstance(p, DTensor) else g)
+        take_step(together, step, lambda p, g: give_sharded(p, g) if isinstance(p, DTensor) else g)
     return worst(together, alone), together.summary().matrices, together.summary().parameters
 
 
@@ -215,20 +215,20 @@ def interleaved():
     value = torch.randn(8, 5, dtype=torch.float64)
     placements = [Shard(0), _StridedShard(0, split_factor=2)]
 
-    def spread(whole):
+    def shard(whole):
         mine = whole.chunk(2)[mesh.get_coordinate()[0]][mesh.get_coordinate()[1] :: 2]
         return DTensor.from_local(mine.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=(5, 1))
 
     alone = MuonSW([nn.Parameter(value.clone())], lr=PEAK, weight_decay=0.5, split_sizes=(3, 5))
-    together = MuonSW([("odd", nn.Parameter(spread(value)))], lr=PEAK, weight_decay=0.5, split_sizes=(3, 5))
+    together = MuonSW([("odd", nn.Parameter(shard(value)))], lr=PEAK, weight_decay=0.5, split_sizes=(3, 5))
     said = []
     for step in range(2):
         take_step(alone, step, give_plain)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            take_step(together, step, lambda _, g: spread(g))
+            take_step(together, step, lambda _, g: shard(g))
         said += [str(w.message) for w in caught]
-    mine = spread(parameters(alone)[0].detach()).to_local()
+    mine = shard(parameters(alone)[0].detach()).to_local()
     return (parameters(together)[0].to_local() - mine).abs().max().item(), said
 
 
@@ -245,10 +245,10 @@ def test_other_placements_take_the_slow_way_and_say_so_once(pool):
 def low_precision(rounding):
     """Replicas of a hybrid mesh must round alike; shards of one tensor need noise of their own."""
     mesh = mesh_of(2, 2)
-    make = spread_over(mesh, [Replicate(), Shard(0)])
+    make = sharded_over(mesh, [Replicate(), Shard(0)])
     optimizer = MuonSW(groups_of(["matrices", "vectors"], make, torch.bfloat16), lr=PEAK, rounding=rounding)
     for step in range(3):
-        take_step(optimizer, step, give_spread)
+        take_step(optimizer, step, give_sharded)
     gathered = [None] * 4
     dist.all_gather_object(gathered, [p.to_local().tolist() for p in parameters(optimizer)])
     return gathered[0] == gathered[2] and gathered[1] == gathered[3]
@@ -264,7 +264,7 @@ def noise_of_shards():
     mesh = mesh_of(4)
     weight = nn.Parameter(distribute_tensor(torch.full((4, 512), 1.003, dtype=torch.bfloat16), mesh, [Shard(0)]))
     optimizer = MuonSW([{"params": [weight], "algorithm": "sgd"}], lr=1e-3, weight_decay=0.0)
-    weight.grad = give_spread(weight, torch.ones(4, 512, dtype=torch.bfloat16))
+    weight.grad = give_sharded(weight, torch.ones(4, 512, dtype=torch.bfloat16))
     optimizer.step()
     return weight.detach().full_tensor().float()
 

@@ -13,11 +13,11 @@ from tests.distributed.problems import (
     GROUPS,
     PEAK,
     give_plain,
-    give_spread,
+    give_sharded,
     groups_of,
     mesh_of,
     plain,
-    spread_over,
+    sharded_over,
     take_step,
 )
 from tests.distributed.test_sharded import along
@@ -36,7 +36,7 @@ def built(kind, **options):
         "hybrid": (mesh_of(2, 2), [Replicate(), Shard(0)]),
         "both": (mesh_of(2, 2), along(0, 1)),
     }[kind]
-    return MuonSW(groups_of(GROUPS, spread_over(mesh, placements)), **options), give_spread
+    return MuonSW(groups_of(GROUPS, sharded_over(mesh, placements)), **options), give_sharded
 
 
 def poison(give):

@@ -43,7 +43,7 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def spread_over(config: RunConfig, **settings) -> RunConfig:
+def on_ranks(config: RunConfig, **settings) -> RunConfig:
     """A config with other settings of the ranks."""
     from dataclasses import replace
 

@@ -11,7 +11,7 @@ from muonsw import machine
 from muonsw.lab.train.graph import WARM_CALLS
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
-from tests.lab.train.ranks import spread_over, write_config
+from tests.lab.train.ranks import on_ranks, write_config
 from tests.lab.train.small_runs import losses, small_run
 from tests.lab.train.test_torchrun import finished, torchrun
 
@@ -74,7 +74,7 @@ def test_a_run_with_graphs_goes_on_after_a_stop(tmp_path):
 def test_one_rank_with_nccl_is_the_plain_run_and_goes_on(strategy, compiling, tmp_path):
     """Through torchrun, stopped in the middle by a signal; compiled or not, with the collectives of several ranks."""
     settings = {"steps": 12, "device": "cuda", "compile": compiling, "graphs": "off", "precision": "float32"}
-    chosen = write_config(spread_over(small_run(**settings), strategy=strategy, timeout=300.0))
+    chosen = write_config(on_ranks(small_run(**settings), strategy=strategy, timeout=300.0))
     plain, ranks = tmp_path / "plain", tmp_path / "ranks"
     subprocess.run([sys.executable, "-m", "muonsw.lab.run", chosen, plain], check=True)
     launcher = torchrun("tests.lab.train.faulty_trainer", "slow", chosen, ranks, ranks=1)

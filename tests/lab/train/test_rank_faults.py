@@ -21,7 +21,7 @@ from muonsw.lab.train.shared import SharedShelf
 from muonsw.lab.train.state import Training
 from tests.faults.folders import LONG
 from tests.faults.killing import Counter, in_child, limit_files, mount_disk, set_read_only
-from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
+from tests.lab.train.ranks import NEEDED, on_ranks, run, run_well, start
 from tests.lab.train.small_runs import losses, small_run
 
 pytestmark = NEEDED
@@ -33,7 +33,7 @@ STEPS = 6
 
 def config(strategy="fsdp", timeout=120.0, **settings):
     chosen = {"steps": STEPS, "batch": 4, "eval_every": 2, "checkpoint_every": 2, "keep": 2}
-    return spread_over(small_run(**{**chosen, **settings}), strategy=strategy, timeout=timeout)
+    return on_ranks(small_run(**{**chosen, **settings}), strategy=strategy, timeout=timeout)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training
-from tests.lab.train.ranks import NEEDED, run, run_well, spread_over, start
+from tests.lab.train.ranks import NEEDED, on_ranks, run, run_well, start
 from tests.lab.train.small_runs import losses, small_run
 
 pytestmark = NEEDED
@@ -96,7 +96,7 @@ MORE = [
 )
 def test_a_run_on_several_ranks_is_the_run_of_one_process(ranks, accumulation, how, tmp_path):
     """Data order, losses, load balance over the batch, clipping, telemetry, evaluation, weights and state."""
-    chosen = spread_over(config(accumulation=accumulation), **how)
+    chosen = on_ranks(config(accumulation=accumulation), **how)
     ended = run(ranks, chosen, tmp_path / "run", in_float64)
     assert [one.code for one in ended] == [0] * ranks, "\n".join(one.text for one in ended)
     assert_same_numbers(tmp_path / "run", one_process(accumulation))
@@ -125,10 +125,10 @@ def stop_after(step):
 def test_a_run_goes_on_with_another_number_of_ranks_and_strategy(tmp_path):
     """Four ranks of one kind, stopped by a signal to one of them; then two of another; then one process."""
     folder = tmp_path / "run"
-    ended = run(4, spread_over(config(), strategy="fsdp"), folder, stop_after(3))
+    ended = run(4, on_ranks(config(), strategy="fsdp"), folder, stop_after(3))
     assert [one.code for one in ended] == [128 + signal.SIGTERM] * 4, ended
     assert "stopped after 3 of 6 updates, saved" in ended[0].text
-    ended = run(2, spread_over(config(), strategy="ddp"), folder, stop_after(5))
+    ended = run(2, on_ranks(config(), strategy="ddp"), folder, stop_after(5))
     assert "going on after update 3" in ended[0].text
     assert "stopped after 5 of 6 updates, saved" in ended[0].text
     notes = []
@@ -149,13 +149,13 @@ def test_a_checkpoint_of_one_process_goes_on_with_several_ranks(tmp_path):
         folder.mkdir(exist_ok=True)
         (folder / name).write_bytes((reference / name).read_bytes())
     checkpoint.save(folder / "checkpoints", checkpoint.load(reference / "checkpoints" / "step-00000004"))
-    ended = run(2, spread_over(config(), strategy="fsdp"), folder, in_float64)
+    ended = run(2, on_ranks(config(), strategy="fsdp"), folder, in_float64)
     assert "going on after update 4" in ended[0].text
     assert_same_numbers(folder, reference)
 
 
 def test_both_forms_of_a_checkpoint_hold_the_same_and_are_converted_by_loading_and_saving(tmp_path):
-    run_well(2, spread_over(small_run(steps=2), strategy="fsdp"), tmp_path / "run")
+    run_well(2, on_ranks(small_run(steps=2), strategy="fsdp"), tmp_path / "run")
     several = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert len(list(several.glob("*-of-00002.safetensors"))) == 4
     loaded = checkpoint.load(several)
@@ -171,7 +171,7 @@ def test_both_forms_of_a_checkpoint_hold_the_same_and_are_converted_by_loading_a
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_every_tensor_is_written_once_and_the_work_is_shared(strategy, tmp_path):
-    run_well(2, spread_over(small_run(steps=2), strategy=strategy), tmp_path / "run")
+    run_well(2, on_ranks(small_run(steps=2), strategy=strategy), tmp_path / "run")
     several = tmp_path / "run" / "checkpoints" / "step-00000002"
     sizes = [path.stat().st_size for path in sorted(several.glob("*-of-*"))]
     whole = sum(tensor.nbytes for part in checkpoint.load(several).tensors.values() for tensor in part.values())
@@ -213,7 +213,7 @@ def counting(strategy, log):
 @pytest.mark.parametrize(("strategy", "sent"), [("ddp", 4 + 1), pytest.param("fsdp", 4 * 3, marks=pytest.mark.slow)])
 def test_gradients_are_sent_once_an_update_however_many_micro_batches_it_has(strategy, sent, tmp_path):
     """One bucket an update and one to begin with; or two layers and what is around them."""
-    log, chosen = tmp_path / "log", spread_over(small_run(steps=4, batch=8, accumulation=4), strategy=strategy)
+    log, chosen = tmp_path / "log", on_ranks(small_run(steps=4, batch=8, accumulation=4), strategy=strategy)
     ended = run(2, chosen, tmp_path / "run", counting(strategy, log))
     assert [one.code for one in ended] == [0, 0], ended
     assert len(log.read_text(encoding="utf-8")) == sent
@@ -221,7 +221,7 @@ def test_gradients_are_sent_once_an_update_however_many_micro_batches_it_has(str
 
 def test_the_model_of_several_ranks_is_exported_like_any_other(tmp_path):
     folder = tmp_path / os.fsdecode(b"run-\xff")  # a name that is not UTF-8
-    run_well(2, spread_over(small_run(steps=2), strategy="fsdp"), folder)
+    run_well(2, on_ranks(small_run(steps=2), strategy="fsdp"), folder)
     model, _ = load_model(export(folder, tmp_path / "export"))
     saved = weights(folder, 2)["model"]
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
@@ -231,7 +231,7 @@ def test_settings_of_the_ranks_leave_the_files_of_other_runs_as_they_were(tmp_pa
     train(small_run(steps=2), tmp_path)
     assert "parallel" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert "ranks" not in json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
-    train(spread_over(small_run(steps=2), strategy="fsdp"), tmp_path)  # not refused as another run
+    train(on_ranks(small_run(steps=2), strategy="fsdp"), tmp_path)  # not refused as another run
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_settings_of_the_ranks_leave_the_files_of_other_runs_as_they_were(tmp_pa
     ids=["batch", "replicas", "vocabulary"],
 )
 def test_what_ranks_cannot_do_is_said_once_before_anything_is_trained(settings, how, said, tmp_path):
-    ended = run(2, spread_over(small_run(**settings), **how), tmp_path / "run")
+    ended = run(2, on_ranks(small_run(**settings), **how), tmp_path / "run")
     assert [one.code for one in ended] == [2, 2], ended
     assert said in ended[0].text
     assert ended[0].text.count("muonsw:") == 1
@@ -256,14 +256,14 @@ def test_a_folder_in_use_is_refused_on_all_ranks(tmp_path):
     train(
         small_run(steps=2),
         tmp_path,
-        Watch(started=lambda _training: ended.extend(run(2, spread_over(small_run(steps=2)), tmp_path))),
+        Watch(started=lambda _training: ended.extend(run(2, on_ranks(small_run(steps=2)), tmp_path))),
     )
     assert [one.code for one in ended] == [2, 2]
     assert "another process is training in" in ended[0].text
 
 
 def test_a_run_that_is_done_is_done_again_on_any_number_of_ranks(tmp_path):
-    chosen = spread_over(small_run(steps=2), strategy="fsdp")
+    chosen = on_ranks(small_run(steps=2), strategy="fsdp")
     run_well(2, chosen, tmp_path / "run")
     before = weights(tmp_path / "run", 2)["model"]
     started = start(2, replace(chosen, parallel=replace(chosen.parallel, strategy="ddp")), tmp_path / "run")
@@ -277,7 +277,7 @@ def test_ranks_save_together_when_the_clock_of_one_of_them_asks(tmp_path):
         in_float64()
         loop.SaveClock.due = lambda _self: rank == 1
 
-    ended = run(2, spread_over(config(), strategy="ddp"), tmp_path / "run", before)
+    ended = run(2, on_ranks(config(), strategy="ddp"), tmp_path / "run", before)
     assert [one.code for one in ended] == [0, 0], "\n".join(one.text for one in ended)
     saved = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "run" / "checkpoints")}
     assert saved == set(range(1, STEPS + 1))
