@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from muonsw.lab.studies.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE
 from muonsw.lab.studies.theory.muon import DETERMINISTIC, MUON
+from muonsw.lab.studies.theory.noise import EQUILIBRIUM
 from muonsw.lab.studies.theory.scalar import SCALAR, SCALAR_FIGURE
 from muonsw.lab.studies.theory.sgd import NONCONVEX, STRONGLY_CONVEX
 
@@ -24,5 +25,6 @@ SMALL = {
         smaller(MUON, steps=500, chains=4, betas=(0.0, 0.9), batches=(1, 16), ranks=(4,)),
         smaller(DETERMINISTIC, rows=4, columns=8, steps=300, chains=2, betas=(0.0, 0.9)),
         smaller(FIXED_RATE, rows=4, columns=8, steps=300, chains=2, fixed_steps=50),
+        smaller(EQUILIBRIUM, steps=900, burn=300, chains=8, lags=120, rows=12, columns=24),
     )
 }

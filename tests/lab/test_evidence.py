@@ -4,7 +4,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ from muonsw.lab.studies.training.regret import (
     too_large,
     vertex,
 )
+from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.train.folder import identity
 from tests.lab.studies.small_comparisons import by_settings, tiny_scale
 from tests.lab.train.small_runs import tokens
@@ -176,6 +177,23 @@ def test_long_runs_from_training_to_the_page(tmp_path):
     assert "best of scaled minus best of constant at 32 updates, minus the same at 8, in nats" in page
     evidence.draw(grown, tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {"long-horizons.png", "never-tuned.png"}
+
+
+def test_a_run_is_in_the_file_as_soon_as_it_has_ended(tmp_path):
+    """A machine on loan may be gone before all runs have ended."""
+    path, seen = evidence.file_of("long", tmp_path), []
+
+    class Watched(Workshop):
+        def bring_to_end(self, jobs, after=None):
+            def watch(job):
+                after(job)
+                seen.append(len(Records.read(path).runs))
+
+            super().bring_to_end(jobs[:2], watch)
+
+    shop = by_settings(tmp_path / "runs")
+    evidence.gather("long", Watched(**{one.name: getattr(shop, one.name) for one in fields(shop)}), path)
+    assert seen == [1, 2]
 
 
 def test_training_needs_no_library_of_the_command_line_or_of_pages():

@@ -27,6 +27,7 @@ INDIFFERENT = {
     | {f"tracking-settles-beta{beta}" for beta in ("0", "0.9")},
     "muon-deterministic": {"convex-gap"},
     "fixed-rate": {"fixed-rate-sgd", "fixed-rate-muon"},
+    "noise-equilibrium": {"muon-forgets"},
 }
 
 
@@ -91,6 +92,8 @@ def test_no_decay_is_refused_by_name(name):
         ("muon-deterministic", {"eta0": 3.0}, r"eta\*lambda <= 1"),
         ("fixed-rate", {"lam": 1.5}, "lambda < 1"),
         ("fixed-rate", {"eta": 0.9}, r"eta <= 1/\(a \+ lambda\)"),
+        ("noise-equilibrium", {"beta": 1.0}, "0 <= beta < 1"),
+        ("noise-equilibrium", {"lam": 11.0}, "0 < phi <= 1"),
     ],
 )
 def test_a_violated_hypothesis_is_named(name, settings, hypothesis):

@@ -21,6 +21,7 @@ from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.arms import Comparison, Results, Runs
 from muonsw.lab.studies.catalogue import find_study
+from muonsw.lab.studies.jobs import Job
 from muonsw.lab.studies.outcome import last_loss, paired
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
@@ -98,7 +99,7 @@ def chosen(name: str, data: Path, folder: Path = FOLDER) -> list[str]:
 
 
 def gather(name: str, workshop: Workshop, path: Path) -> int:
-    """Train the runs of a study that have no record yet, and add those that end to its file; even if it is stopped.
+    """Train the runs of a study that have no record yet, and add each to its file as soon as it has ended.
 
     Returns:
         How many runs were added.
@@ -113,11 +114,16 @@ def gather(name: str, workshop: Workshop, path: Path) -> int:
     records = Records.open(path, jobs[0].config, **sizes)
     todo = [job for job in jobs if records.find(job.config) is None]
     before = len(records.runs)
-    try:
-        workshop.bring_to_end(todo)
-    finally:
-        ended = [job.folder for job in todo if (job.folder / RESULT).exists()]
+
+    def export(jobs: Sequence[Job]) -> None:
+        ended = [job.folder for job in jobs if (job.folder / RESULT).exists()]
         records.add(load_runs(ended), workers=workshop.workers)
+
+    export(todo)
+    try:
+        workshop.bring_to_end(todo, after=lambda job: export([job]))  # a machine on loan may be gone at any time
+    finally:
+        export(todo)
     return len(records.runs) - before
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -165,8 +165,8 @@ class Workshop:
             found.setdefault(job.folder, job)
         return found
 
-    def bring_to_end(self, jobs: Sequence[Job]) -> None:
-        """Train what has not ended yet."""
+    def bring_to_end(self, jobs: Sequence[Job], after: Callable[[Job], None] | None = None) -> None:
+        """Train what has not ended yet; `after` is called as soon as a run is complete."""
         todo = {job.name: job for job in jobs if not self._has_ended(job)}
         ended = [job for job in jobs if job.name not in todo]
         diverged = sum(_diverged(job) for job in ended)
@@ -178,9 +178,15 @@ class Workshop:
             return
         steps = {name: float(job.config.steps) for name, job in todo.items()}
         with showing(self.console, steps, what="runs", workers=self.workers) as view:
+
+            def finished(name: str, result: Mapping[str, Any]) -> None:
+                view.finish(name, f"validation loss {result['final_loss']:.4f}")
+                if after is not None:
+                    after(todo[name])
+
             audience = Audience(
                 message=partial(_show, view, todo),
-                finished=lambda name, result: view.finish(name, f"validation loss {result['final_loss']:.4f}"),
+                finished=finished,
                 failed=lambda name, error: _failed(view, todo[name], error),
             )
             if self.cluster is not None:

@@ -35,6 +35,9 @@ from muonsw.lab.theory.steady_state import adiabatic_ratio as adiabatic_ratio
 from muonsw.lab.theory.steady_state import constant_decay_norm_limit as constant_decay_norm_limit
 from muonsw.lab.theory.steady_state import next_norm as next_norm
 from muonsw.lab.theory.steady_state import next_norm_simplified as next_norm_simplified
+from muonsw.lab.theory.steady_state import noise_alignment as noise_alignment
+from muonsw.lab.theory.steady_state import noise_norm as noise_norm
+from muonsw.lab.theory.steady_state import noise_rotation as noise_rotation
 from muonsw.lab.theory.steady_state import relaxation_number as relaxation_number
 from muonsw.lab.theory.steady_state import relaxation_time as relaxation_time
 from muonsw.lab.theory.steady_state import relaxation_time_fixed_alignment as relaxation_time_fixed_alignment

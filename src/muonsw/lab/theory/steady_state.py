@@ -164,6 +164,50 @@ def constant_decay_norm_limit(*, lam: float, a0: float, update: float = 0.2) -> 
     return update * a0 / lam
 
 
+def noise_norm(*, s: float, phi: float, beta: float) -> float:
+    """Where the norm settles on pure noise: `s sqrt((1 + a b)/((1 - a^2)(1 - a b)))` with `a = 1 - phi`, `b = beta`.
+
+    Hypotheses: s >= 0, 0 < phi <= 1, and updates k steps apart that have the cosine `beta^k`, as momentum over
+    independent gradients has it.
+
+    Examples:
+        >>> noise_norm(s=1.0, phi=1.0, beta=0.9), round(noise_norm(s=0.6, phi=0.2, beta=0.0), 12)
+        (1.0, 1.0)
+    """
+    a = _remaining(phi, beta)
+    return s * math.sqrt((1.0 + a * beta) / ((1.0 - a**2) * (1.0 - a * beta)))
+
+
+def noise_alignment(*, phi: float, beta: float) -> float:
+    """The cosine between weight and update there: `-b sqrt((1 - a^2)/((1 + a b)(1 - a b)))`.
+
+    Examples:
+        >>> noise_alignment(phi=0.01, beta=0.0) == 0.0, round(noise_alignment(phi=0.01, beta=0.95), 3)
+        (True, -0.395)
+    """
+    a = _remaining(phi, beta)
+    return -beta * math.sqrt((1.0 - a**2) / ((1.0 + a * beta) * (1.0 - a * beta)))
+
+
+def noise_rotation(*, phi: float, beta: float) -> float:
+    """How far a step turns the weight there, its part across the weight over the norm.
+
+    `sqrt((1 - a^2)(1 - b^2))/(1 + a b)`: the effective learning rate, which depends on the decay of a step alone.
+
+    Examples:
+        >>> round(noise_rotation(phi=0.01, beta=0.95), 4)
+        0.0227
+    """
+    a = _remaining(phi, beta)
+    return math.sqrt((1.0 - a**2) * (1.0 - beta**2)) / (1.0 + a * beta)
+
+
+def _remaining(phi: float, beta: float) -> float:
+    require("0 < phi <= 1", 0.0 < phi <= 1.0, phi=phi)
+    require("0 <= beta < 1", 0.0 <= beta < 1.0, beta=beta)
+    return 1.0 - phi
+
+
 def relaxation_number(phis: Steps) -> float:
     """How many relaxation times a run lasts: `N = 2 sum phi_t`.
 

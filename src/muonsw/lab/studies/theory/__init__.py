@@ -7,6 +7,7 @@ claims what, and then its claims.
 from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE
 from muonsw.lab.studies.theory.muon import DETERMINISTIC, MUON
+from muonsw.lab.studies.theory.noise import EQUILIBRIUM
 from muonsw.lab.studies.theory.scalar import SCALAR, SCALAR_FIGURE
 from muonsw.lab.studies.theory.sgd import NONCONVEX, STRONGLY_CONVEX
 
@@ -20,6 +21,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     MUON,
     DETERMINISTIC,
     FIXED_RATE,
+    EQUILIBRIUM,
 )
 
 __all__ = ["EXPERIMENTS"]
