@@ -3,8 +3,8 @@
     python bench/scaling_tables.py            # write them
     python bench/scaling_tables.py --check    # exit with 1 if a page has others
 
-Each table stands on its page between two comments with its name. A row is one call of `plan_ranks`, which is what
-`muonsw plan --gpus N` prints.
+Each table stands on its page between two comments with its name. A row is one call of `plan_update`, which is
+what `muonsw plan` prints.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from muonsw.lab.commands.plan import Plan, RankOptions, rank_rows
-from muonsw.lab.cost import H200, ON_PAPER, RankLayout, RankPlan, RunPlan, Scenario, parts_of, plan_ranks
+from muonsw.lab.commands.plan import Plan, update_rows
+from muonsw.lab.cost import H200, ON_PAPER, RunPlan, Setup, Update, parts_of, plan_update
 from muonsw.lab.model import ModelConfig, preset
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -28,15 +29,14 @@ TFLOPS = 460.0
 GIB, MB = 2**30, 1e6
 
 
-def small(layout: RankLayout, **settings: object) -> RankPlan:
+def small(setup: Setup) -> Update:
     """A run of width 1024 at the paper's batch."""
-    return plan_ranks(W1024, Scenario(layout, SMALL_BATCH, micro_batch=1, tflops=TFLOPS, **settings))  # type: ignore[arg-type]
+    return plan_update(W1024, replace(setup, micro_batch=1, tflops=TFLOPS), SMALL_BATCH)
 
 
-def large(layout: RankLayout, batch: int = LARGE_BATCH, **settings: object) -> RankPlan:
+def large(setup: Setup, batch: int = LARGE_BATCH) -> Update:
     """The model of 1T parameters: layers computed again, weights gathered in bfloat16."""
-    paper = Scenario(layout, batch, micro_batch=1, tflops=TFLOPS, gathered=2, recompute=True, **settings)  # type: ignore[arg-type]
-    return plan_ranks(MOE, paper)
+    return plan_update(MOE, replace(setup, micro_batch=1, tflops=TFLOPS, gathered_bytes=2, recompute=True), batch)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -48,25 +48,25 @@ def seconds(value: float) -> str:
     return f"{1e3 * value:.1f} ms" if value < 1 else f"{value:.1f} s"
 
 
-def name(layout: RankLayout) -> str:
-    if layout.replicas > 1:
-        return f"{layout.strategy}, the rest on {layout.shards:,}"
-    return f"{layout.strategy}, experts by rows" if layout.experts == "rows" else layout.strategy
+def name(setup: Setup) -> str:
+    if setup.replicas > 1:
+        return f"{setup.strategy}, the rest on {setup.shards:,}"
+    return f"{setup.strategy}, experts by rows" if setup.experts == "rows" else setup.strategy
 
 
 def strategies() -> str:
     """Width 1024 on more and more GPUs."""
     rows = []
     for gpus in (8, 64, 256):
-        for layout in (
-            RankLayout(gpus, "ddp"),
-            RankLayout(gpus, "fsdp"),
-            RankLayout(gpus, "fsdp", "rows"),
-            RankLayout(gpus, "ep"),
+        for setup in (
+            Setup(gpus, "ddp"),
+            Setup(gpus, "fsdp"),
+            Setup(gpus, "fsdp", "rows"),
+            Setup(gpus, "ep"),
         ):
-            found = small(layout)
+            found = small(setup)
             rows.append((
-                f"{gpus}, {name(layout)}",
+                f"{gpus}, {name(setup)}",
                 f"{found.memory.total / GIB:.1f}",
                 f"{found.optimizer_bytes / MB:,.0f}",
                 seconds(found.product_seconds),
@@ -83,9 +83,9 @@ def links() -> str:
     """How fast a link must be so that dividing the matrices of copies pays."""
     rows = []
     for label, model in (("w256", preset("w256")), ("w1024", W1024), ("width 7168, dense", dense(7168))):
-        alone = plan_ranks(model, Scenario(RankLayout(1), SMALL_BATCH)).product_seconds
+        alone = plan_update(model, Setup(), SMALL_BATCH).product_seconds
         for gpus in (2, 8, 64):
-            found = plan_ranks(model, Scenario(RankLayout(gpus, "ddp"), SMALL_BATCH))
+            found = plan_update(model, Setup(gpus), SMALL_BATCH)
             products, sent = found.product_seconds, found.optimizer_bytes
             pays = f"{sent / (alone - products) / 1e9:.0f}"
             rows.append((f"{label}, {gpus} GPUs", seconds(alone), seconds(products), f"{sent / MB:,.0f}", pays))
@@ -96,20 +96,20 @@ def dense(width: int) -> ModelConfig:
     return ModelConfig(width=width, layers=12, head_dim=128, experts=1, top_k=1)
 
 
-def near(gpus: int) -> RankLayout:
+def near(gpus: int) -> Setup:
     """Expert parallel, with all but the experts cut over a thousand ranks and copied."""
-    return RankLayout(gpus, "ep", replicas=gpus // NEAR)
+    return Setup(gpus, "ep", replicas=gpus // NEAR)
 
 
 def one_trillion() -> str:
     """The model of 1T parameters on thousands of GPUs."""
     rows = []
     for gpus in (1024, 4096, 16_384):
-        for layout in dict.fromkeys((RankLayout(gpus, "ep"), near(gpus), RankLayout(gpus, "fsdp", "rows"))):
-            found = large(layout)
+        for setup in dict.fromkeys((Setup(gpus, "ep"), near(gpus), Setup(gpus, "fsdp", "rows"))):
+            found = large(setup)
             alone = found.optimizer_seconds / (found.optimizer_seconds + found.model_seconds)
             rows.append((
-                f"{gpus:,}, {name(layout)}",
+                f"{gpus:,}, {name(setup)}",
                 f"{found.memory.total / GIB:.0f}",
                 seconds(found.model_seconds),
                 seconds(found.model_link_seconds),
@@ -128,7 +128,7 @@ def batches() -> str:
     """The optimizer's share by tokens in an update."""
     rows = []
     for gpus in (1024, 4096, 16_384):
-        shares = [large(RankLayout(gpus, "ep"), batch).optimizer_share for batch in BATCHES]
+        shares = [large(Setup(gpus, "ep"), batch).optimizer_share for batch in BATCHES]
         rows.append((f"{gpus:,}, ep", *(f"{100 * share:.1f}%" for share in shares), f"{tenth(gpus) / 1e6:.2f}M"))
     return table(("GPUs", *(f"{batch // 10**6}M" for batch in BATCHES), "a tenth at"), rows)
 
@@ -138,23 +138,23 @@ BATCHES = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
 
 def tenth(gpus: int) -> float:
     """Tokens in an update at which the optimizer is a tenth of it, if the model's traffic is hidden."""
-    found = large(RankLayout(gpus, "ep"))
+    found = large(Setup(gpus, "ep"))
     return 9 * found.optimizer_seconds / found.model_seconds * LARGE_BATCH
 
 
 def periods() -> str:
     """What orthogonalizing whole matrices less often would buy."""
     rows = []
-    cases: list[tuple[str, Callable[[int], RankPlan]]] = [
-        ("w1024, 64, fsdp by rows", lambda period: small(RankLayout(64, "fsdp", "rows"), period=period)),
-        ("w1024, 64, fsdp", lambda period: small(RankLayout(64, "fsdp"), period=period)),
-        ("1T, 4,096, ep", lambda period: large(RankLayout(4096, "ep"), period=period)),
-        ("1T, 16,384, ep", lambda period: large(RankLayout(16_384, "ep"), period=period)),
-        ("1T, 16,384, ep, the rest on 1,024", lambda period: large(near(16_384), period=period)),
-        ("1T, 4,096, fsdp by rows", lambda period: large(RankLayout(4096, "fsdp", "rows"), period=period)),
+    cases: list[tuple[str, Callable[[Setup], Update], Setup]] = [
+        ("w1024, 64, fsdp by rows", small, Setup(64, "fsdp", "rows")),
+        ("w1024, 64, fsdp", small, Setup(64, "fsdp")),
+        ("1T, 4,096, ep", large, Setup(4096, "ep")),
+        ("1T, 16,384, ep", large, Setup(16_384, "ep")),
+        ("1T, 16,384, ep, the rest on 1,024", large, near(16_384)),
+        ("1T, 4,096, fsdp by rows", large, Setup(4096, "fsdp", "rows")),
     ]
-    for label, run in cases:
-        found = {period: run(period) for period in (1, 5, 20)}
+    for label, planned, setup in cases:
+        found = {period: planned(replace(setup, period=period)) for period in (1, 5, 20)}
         computed = [one.model_seconds + one.optimizer_seconds for one in found.values()]
         faster = [f"{100 * (computed[0] / other - 1):.1f}%" for other in computed[1:]]
         rows.append((label, *(seconds(one.optimizer_seconds) for one in found.values()), *faster))
@@ -181,8 +181,8 @@ def rates() -> str:
         ("`X X^T`, one triangle", f"{H200.gram / 1e12:g} useful TFLOP/s", "measured"),
         ("short symmetric products", f"{H200.short / 1e12:g} useful TFLOP/s", "measured"),
         ("overhead of a step", f"{1e3 * H200.overhead:g} ms", "fitted to four measured steps"),
-        ("link inside a node of 8", f"{H200.inside / 1e9:g} GB/s a GPU", "assumed: 80% of 450"),
-        ("link between nodes", f"{H200.outside / 1e9:g} GB/s a GPU", "assumed: 80% of 50"),
+        ("link inside a node of 8", f"{Setup.inside:g} GB/s a GPU", "assumed: 80% of 450"),
+        ("link between nodes", f"{Setup.outside:g} GB/s a GPU", "assumed: 80% of 50"),
         ("a collective of n ranks", f"{1e6 * H200.latency:g} + {1e6 * H200.message:g} (n - 1) µs", "assumed"),
     ]
     return table(("rate", "value", "from"), rows)
@@ -190,12 +190,10 @@ def rates() -> str:
 
 def several() -> str:
     """What the command beside it prints."""
-    options = RankOptions(gpus=64, strategy="fsdp")
-    command = Plan(preset="w1024", tokens="197B", tflops=TFLOPS, micro_batch=4, ranks=options)
-    result = command.planned()
+    setup = Setup(64, "fsdp", tflops=TFLOPS, micro_batch=4)
+    result = Plan(preset="w1024", tokens="197B", setup=setup).planned()
     assert isinstance(result, RunPlan)
-    assert result.ranks is not None
-    return table(("", "", ""), rank_rows(result, result.ranks))
+    return table(("", "", ""), update_rows(result.update))
 
 
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {

@@ -1,6 +1,7 @@
 """The planner's cost model, held to what ranks really hold and send."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonsw import MuonSW
-from muonsw.lab.cost import RankLayout, Scenario, plan_ranks
+from muonsw.lab.cost import Setup, plan_update
 from muonsw.lab.model import Decoder, ModelConfig
 from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
 from tests.distributed.test_bytes import Counter
@@ -58,7 +59,7 @@ def measured(config, layout, on_owner=False):
     if group is None:
         return None
     own = {"process_group": group, "momentum_on_owner": on_owner} if layout.strategy == "ddp" else {}
-    optimizer = MuonSW.for_model(model, lr=0.05, ns_dtype=torch.float32, **own)
+    optimizer = MuonSW.for_model(model, lr=0.05, ns_dtype=torch.bfloat16, **own)
     give = give_plain if layout.strategy == "ddp" else give_sharded
     take_step(optimizer, 0, give)
     with CounterOfAll(group) as counter:
@@ -75,20 +76,20 @@ def measured(config, layout, on_owner=False):
 
 
 def value_id(value):
-    kind = (value.strategy, value.gpus, value.experts) if isinstance(value, RankLayout) else (value.experts, "experts")
+    kind = (value.strategy, value.gpus, value.experts) if isinstance(value, Setup) else (value.experts, "experts")
     return "-".join(map(str, kind))
 
 
 CASES = [
-    (MODEL, RankLayout(2, "ddp")),
-    (MODEL, RankLayout(4, "ddp")),
-    (MODEL, RankLayout(2, "fsdp")),
-    (MODEL, RankLayout(3, "fsdp")),
-    (MODEL, RankLayout(4, "fsdp")),
-    (MODEL, RankLayout(2, "fsdp", "rows")),
-    (MODEL, RankLayout(4, "fsdp", "rows")),
-    (MODEL, RankLayout(4, "ep")),
-    (FEW_EXPERTS, RankLayout(4, "ep")),
+    (MODEL, Setup(2, "ddp")),
+    (MODEL, Setup(4, "ddp")),
+    (MODEL, Setup(2, "fsdp")),
+    (MODEL, Setup(3, "fsdp")),
+    (MODEL, Setup(4, "fsdp")),
+    (MODEL, Setup(2, "fsdp", "rows")),
+    (MODEL, Setup(4, "fsdp", "rows")),
+    (MODEL, Setup(4, "ep")),
+    (FEW_EXPERTS, Setup(4, "ep")),
 ]
 
 
@@ -97,7 +98,7 @@ def test_ranks_hold_and_send_what_was_planned(pool, config, layout):
     """State to the byte, on average over ranks; the exchange to 5%, the bound of `test_bytes`."""
     found = [answer for answer in pool.run(measured, config, layout) if answer]
     assert len(found) == layout.gpus
-    planned = plan_ranks(config, Scenario(layout, batch_tokens=64, back=4))
+    planned = plan_update(config, layout)
     for name in ("weights", "gradients", "muon_state", "adamw_state"):
         assert mean_of(found, name) == pytest.approx(getattr(planned.memory, name), rel=1e-9), name
     assert mean_of(found, "received") == pytest.approx(planned.optimizer_bytes, rel=0.05)
@@ -108,16 +109,16 @@ def mean_of(found, name):
 
 
 def test_where_experts_do_not_divide_the_rank_with_most_of_them_counts(pool):
-    layout = RankLayout(4, "fsdp")
+    layout = Setup(4, "fsdp")
     uneven = ModelConfig(width=48, layers=2, head_dim=16, experts=5, ff=24, vocab=96, sequence=8)
     found = pool.run(measured, uneven, layout)
-    planned = plan_ranks(uneven, Scenario(layout, batch_tokens=64, back=4))
+    planned = plan_update(uneven, layout)
     assert max(one["muon_state"] for one in found) == planned.memory.muon_state > 1.2 * mean_of(found, "muon_state")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_momenta_on_their_owners_take_their_share(pool, ranks):
-    layout = RankLayout(ranks, "ddp")
+    layout = Setup(ranks, "ddp")
     found = [answer for answer in pool.run(measured, MODEL, layout, on_owner=True) if answer]
-    planned = plan_ranks(MODEL, Scenario(layout, batch_tokens=64, back=4, momentum_on_owner=True))
+    planned = plan_update(MODEL, replace(layout, momentum_on_owner=True))
     assert mean_of(found, "muon_state") == pytest.approx(planned.memory.muon_state, rel=1e-9)

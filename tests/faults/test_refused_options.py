@@ -6,6 +6,7 @@ import re
 import pytest
 
 from muonsw.lab.commands.plan import Plan
+from muonsw.lab.cost import Setup
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder
 from muonsw.lab.studies.arms import parse_arm
@@ -55,7 +56,12 @@ def test_an_arm_is_refused_at_once_or_can_be_built(name, value):
 
 @pytest.mark.parametrize(
     "option",
-    [{"tokens": "1e308", "steps": None}, {"batch_tokens": "1e308"}, {"tflops": 1e-320}, {"weight_decay": 1e308}],
+    [
+        {"tokens": "1e308", "steps": None},
+        {"batch_tokens": "1e308"},
+        {"setup": Setup(tflops=1e-320)},
+        {"weight_decay": 1e308},
+    ],
     ids=str,
 )
 def test_a_plan_of_any_size_is_a_plan_or_a_usage_error(option, capsys):

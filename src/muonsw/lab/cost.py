@@ -1,9 +1,9 @@
 """What a run costs before it is started: parameters, FLOPs, memory, hours, what decay does, and an update on N GPUs.
 
-Sizes and bytes are counted: tests hold them to what tensors take and ranks send. Times on several GPUs are the model of
-docs/scaling.md: sums over measured rates of one GPU, held to its measured steps, and over assumed rates of links, which
-are marked as such. Products overlap with the exchange, gradients and gathered weights with the passes of the model:
-fully, which is the best that can be.
+Sizes and bytes are counted: tests hold them to what tensors take and ranks send. Times are sums over measured rates of
+one GPU, held to its measured steps, and over assumed rates of links, which are marked as such (docs/scaling.md).
+Products overlap with the exchange, gradients and gathered weights with the passes of the model: fully, which is the
+best that can be.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import heapq
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from muonsw.decay import decay_factor, decay_factors
+from muonsw.decay import decay_factors
 from muonsw.distributed.rounds import ROUNDS, SMALLEST_ROUND
 from muonsw.lab.model import (
     MUON_LR_POWERS,
@@ -33,7 +33,6 @@ from muonsw.lab.model import (
 from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, PrintedRecipe
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
-from muonsw.lab.theory.steady_state import relaxation_number
 from muonsw.lab.train.config import OptimizerConfig, RunConfig, ScheduleConfig
 from muonsw.orthogonalize.iterations import gram_pays
 from muonsw.step import ACCELERATOR_CHUNK_BYTES
@@ -47,20 +46,23 @@ UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 MOST_STEPS = 20_000
 # Horizons at which the paper swept the peak learning rate, with AdamW.
 TUNED_STEPS = (5_000, 20_000)
-DECAYS = (("constant", "group"), ("scaled", "group"), ("scaled", "base"))
+# Decay rules that are planned, and the peak that they divide by: the group's, or the undivided one.
+DECAYS = {"constant": ("constant", "group"), "scaled": ("scaled", "group"), "scaled, base": ("scaled", "base")}
 
-STRATEGIES = ("ddp", "fsdp", "ep")
-EXPERTS = ("stack", "rows")
+Strategy = Literal["ddp", "fsdp", "ep"]
+Experts = Literal["stack", "rows"]
 # Bytes that a pass over memory reads and writes for each parameter, from docs/performance.md: momentum, look-ahead and
 # cast 14, division 4, decay and move 10, finite check 4; AdamW reads four numbers and writes three, and is checked.
 MUON_PASSES, ADAMW_PASSES = 32, 32
+# Bytes of an element on its way to the rank that orthogonalizes it (the momentum's dtype) and back (the products').
+THERE, BACK = FLOAT32, BFLOAT16
 # Buffers of the exchange: sent, received, whole and result, for two rounds in flight.
 IN_FLIGHT = 8
 # The compiler and the lab's kernels keep this share of the tensors that autograd would, and compute the rest again;
 # fitted to the memory of three runs on one H200.
 KEPT = 0.59
 # Tokens travel to their experts and back, in the forward and in the backward pass, in bfloat16.
-JOURNEYS, TOKEN_BYTES = 4, 2
+JOURNEYS = 4
 
 # A model that exists on paper alone: about the size and shape of the largest open mixtures.
 ON_PAPER: Mapping[str, ModelConfig] = {
@@ -68,6 +70,20 @@ ON_PAPER: Mapping[str, ModelConfig] = {
         width=7168, layers=61, head_dim=128, experts=384, top_k=8, ff=2048, vocab=163_840, sequence=4096
     )
 }
+
+
+class H200:
+    """Rates of one NVIDIA H200, in units a second (docs/performance.md)."""
+
+    memory = 4.3e12  # bytes, read and written
+    dense = 720e12  # FLOPs of products
+    gram = 530e12  # useful FLOPs of `X X^T`, of which one triangle is computed
+    short = 400e12  # useful FLOPs of the small symmetric products
+    triangles = 512  # rows from which on one triangle is computed
+    overhead = 1.3e-3  # seconds of a step that depend on nothing: launches and the last wave of each product
+    capacity = 141e9  # bytes of memory
+    latency = 20e-6  # seconds of a collective. Assumed.
+    message = 1e-6  # seconds more for each further rank of it. Assumed.
 
 
 def parse_amount(text: str) -> int:
@@ -152,60 +168,13 @@ def parts_of(config: ModelConfig) -> ModelParts:
     )
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device that holds the whole model, or on the one of several that holds the most."""
-
-    weights: float  # float32
-    gradients: float  # float32
-    muon_state: float  # one float32 momentum for each element of hidden and expert matrices
-    adamw_state: float  # two float32 averages for every other element
-    adamw_only_state: float  # what AdamW for all parameters would keep instead of both
-    activations: float  # an estimate of what a micro-batch keeps for its backward pass, see `activation_bytes`
-    gathered: float = 0  # on ranks: weights to compute with, two layers at a time, or all where none is divided
-    buffers: float = 0  # on ranks: of the optimizer's exchange and products, at most
-
-    @property
-    def total(self) -> float:
-        """With Muon."""
-        return math.fsum(vars(self).values()) - self.adamw_only_state
-
-
-def estimate_memory(config: ModelConfig, micro_batch: int) -> Memory:
-    """What training with Muon holds in bfloat16 autocast over float32 weights.
-
-    Examples:
-        >>> estimate_memory(ModelConfig(width=256), micro_batch=1).weights == 4 * 72_677_632
-        True
-    """
-    parts = parts_of(config)
-    total = parts.muon + parts.rest.parameters
-    return Memory(
-        weights=FLOAT32 * total,
-        gradients=FLOAT32 * total,
-        muon_state=FLOAT32 * parts.muon,
-        adamw_state=2 * FLOAT32 * parts.rest.parameters,
-        adamw_only_state=2 * FLOAT32 * total,
-        activations=activation_bytes(config, micro_batch) + BFLOAT16 * total,
-    )
-
-
-def activation_bytes(config: ModelConfig, sequences: int) -> int:
-    """Estimated bytes that one forward pass keeps for its backward in bfloat16 autocast, copies of weights apart.
-
-    A layer keeps 36 bytes a token for each unit of the width (norms and the stream in float32, attention in bfloat16),
-    and for each expert of a token 4 for each unit of the width and 8 for each of the expert's; the coefficients count
-    the tensors that autograd saves. The loss holds the bfloat16 logits of one chunk. Fragmentation, temporaries of the
-    backward pass and what a compiler recomputes are not in it.
-    """
-    tokens, width = sequences * config.sequence, config.width
-    layer = 36 * width + config.top_k * (4 * width + 8 * config.ff_width)
-    logits = BFLOAT16 * min(tokens, chunk_tokens(config.vocab, BFLOAT16)) * config.vocab
-    return tokens * (config.layers * layer + 12 * width) + logits
+def newton_schulz_flops(short: int, long: int) -> int:
+    """FLOPs that Newton-Schulz takes for one matrix: three products in each of its steps."""
+    return STEPS * (4 * short**2 * long + 2 * short**3)
 
 
 def orthogonalizer_flops(config: ModelConfig) -> float:
-    """FLOPs that Newton-Schulz takes in one update: three products in each of its steps, for every matrix by itself.
+    """FLOPs that Newton-Schulz takes in one update, every matrix by itself.
 
     Examples:
         >>> seven_squares = ModelConfig(width=64, layers=1, experts=1, top_k=1, ff=64)
@@ -214,11 +183,6 @@ def orthogonalizer_flops(config: ModelConfig) -> float:
     """
     pairs = (pair for part in parts_of(config) for pair in part.matrices.items())
     return float(sum(number * newton_schulz_flops(*shape) for shape, number in pairs))
-
-
-def newton_schulz_flops(short: int, long: int) -> int:
-    """Of one matrix."""
-    return STEPS * (4 * short**2 * long + 2 * short**3)
 
 
 @dataclass(frozen=True)
@@ -261,17 +225,331 @@ def _flops_per_token(config: ModelConfig) -> int:
     return count(config).flops_per_token
 
 
-@dataclass(frozen=True)
-class DecayPlan:
-    """What one decay rule does to one group over the run."""
+class Sharding(NamedTuple):
+    """How a part lies on the ranks: `stack * cut * copies` of them."""
 
-    rule: str  # "constant" or "scaled"
-    peak: str  # whether scaled decay divides by the "group"'s peak or by the undivided "base" peak
-    total: float  # sum of phi over the run
-    relaxation: float  # N, relaxation times that the run lasts
-    phi_peak: float  # the fraction of a weight that is taken away in a step at the peak
-    phi_final: float  # the same in the last step
-    phi_peak_over_memory: float  # phi_peak / (1 - beta); well under one, or weights shrink while momentum remembers
+    stack: int = 1  # ranks over which stacks are divided
+    cut: int = 1  # ranks over which each matrix is cut
+    copies: int = 1  # ranks that hold the same
+    stride: int = 1  # how far apart two neighbours of a cut are in the numbering of ranks
+
+    def fullest(self, part: ModelPart) -> float:
+        """The share of a stack on the rank that holds the most of it."""
+        return math.ceil(part.stack / self.stack) / part.stack
+
+    def held(self, part: ModelPart) -> float:
+        """Elements of a part on the rank that holds the most."""
+        return self.fullest(part) * part.parameters / self.cut
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The GPUs that train, all like the H200 that was measured: what each holds, sends and waits for."""
+
+    gpus: int = 1
+    """How many."""
+
+    strategy: Strategy = "ddp"
+    """ddp: a copy on each, Muon's matrices divided among them; fsdp: everything divided; ep: experts stay on their GPUs
+    and tokens travel, the rest is divided."""
+
+    experts: Experts = "stack"
+    """Under fsdp: experts divided along their stack, or each by its rows."""
+
+    replicas: int = 1
+    """Copies: under fsdp of the whole model (HSDP), under ep of all but the experts."""
+
+    micro_batch: int = 8
+    """Sequences that a GPU computes at once, and whose activations it holds."""
+
+    tflops: float = 400.0
+    """What one GPU sustains in the model, in 1e12 FLOP a second: not what a data sheet says."""
+
+    momentum_on_owner: bool = False
+    """Under ddp: each momentum on one GPU alone."""
+
+    recompute: bool = False
+    """Keep the inputs of layers alone, and compute the rest again: a third more FLOPs."""
+
+    gathered_bytes: Literal[2, 4] = 4
+    """Bytes of a weight that is gathered; the trainer gathers float32."""
+
+    period: int = 1
+    """On paper: orthogonalize matrices that are cut as wholes in every Nth update alone (MuonBP), and by rows in the
+    others."""
+
+    gpus_per_node: int = 8
+    """GPUs of one machine."""
+
+    inside: float = 360.0
+    """GB/s that a GPU receives from others of its machine while it sends as many. Assumed, not measured."""
+
+    outside: float = 40.0
+    """The same from other machines. Assumed, not measured."""
+
+    def check(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            ValueError: With the setting and what it must be.
+        """
+        for name, value, known in (("strategy", self.strategy, Strategy), ("experts", self.experts, Experts)):
+            if value not in get_args(known):
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(get_args(known))}")
+        names = ("micro_batch", "tflops", "gathered_bytes", "period", "gpus_per_node", "inside", "outside")
+        _require(**{name: getattr(self, name) for name in names})
+        if self.gpus < 1 or self.replicas < 1 or self.gpus % self.replicas:
+            raise ValueError(f"gpus={self.gpus} must be a positive multiple of replicas={self.replicas}")
+        if self.replicas > 1 and self.strategy == "ddp":
+            raise ValueError(f"replicas={self.replicas} needs strategy fsdp or ep: ddp has a copy on every GPU")
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the model, or under "ep" of all but its experts."""
+        return 1 if self.strategy == "ddp" else self.gpus // self.replicas
+
+    def shardings(self, parts: ModelParts) -> tuple[Sharding, Sharding, Sharding]:
+        """How each part of a model lies."""
+        others, number = Sharding(cut=self.shards, copies=self.gpus // self.shards), parts.experts.stack
+        experts = others
+        if self.strategy == "fsdp" and number > 1 and self.experts == "stack":
+            experts = Sharding(stack=min(self.shards, number), copies=self.replicas)
+        elif self.strategy == "ep" and number > 1:
+            stack = math.gcd(self.gpus, number)
+            experts = Sharding(stack=stack, cut=self.gpus // stack, stride=stack)
+        return experts, others, others
+
+    def owners(self, sharding: Sharding) -> int:
+        """Ranks among which the matrices of a part are divided."""
+        return sharding.copies if self.strategy == "ddp" else sharding.cut
+
+    def link(self, reach: int) -> float:
+        """Bytes a second among ranks of which the first and the last are so far apart."""
+        return 1e9 * (self.inside if reach <= self.gpus_per_node else self.outside)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU that holds the most."""
+
+    weights: float  # float32
+    gradients: float  # float32
+    muon_state: float  # one float32 momentum for each element of hidden and expert matrices
+    adamw_state: float  # two float32 averages for every other element
+    activations: float  # an estimate of what a micro-batch keeps for its backward pass, see `activation_bytes`
+    gathered: float  # bfloat16 copies of weights; those that are gathered, two layers at a time
+    buffers: float  # of the optimizer's exchange and products, at most
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return math.fsum(vars(self).values())
+
+    @property
+    def adamw_only_state(self) -> float:
+        """What AdamW for all parameters would keep instead of both states."""
+        return 2 * self.weights
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update takes."""
+
+    setup: Setup
+    memory: Memory
+    model_bytes: float  # that a GPU receives for weights, gradients and tokens
+    optimizer_bytes: float  # that a GPU receives for Muon's exchange, on average over ranks
+    model_seconds: float  # forward and backward, computing
+    model_link_seconds: float  # what they wait for on links; hidden as far as it is less
+    product_seconds: float  # orthogonalizing, on the rank with the most
+    exchange_seconds: float  # the optimizer's exchange; hidden behind its products as far as it is less
+    pass_seconds: float  # momentum, decay, AdamW: passes over memory
+    overhead_seconds: float  # of the optimizer, whatever the size
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """A step of the optimizer."""
+        return max(self.product_seconds, self.exchange_seconds) + self.pass_seconds + self.overhead_seconds
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return max(self.model_seconds, self.model_link_seconds) + self.optimizer_seconds
+
+    @property
+    def optimizer_share(self) -> float:
+        """The optimizer's part."""
+        return self.optimizer_seconds / self.seconds
+
+
+def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_TOKENS) -> Update:
+    """Predict an update of so many tokens, on all GPUs together.
+
+    Examples:
+        >>> one = plan_update(ModelConfig(width=1024), Setup())
+        >>> one.optimizer_bytes, f"{1e3 * one.optimizer_seconds:.0f} ms"
+        (0.0, '29 ms')
+    """
+    setup.check()
+    _require(batch_tokens=batch_tokens)
+    parts = parts_of(model)
+    *muon, (rest, as_rest) = zip(parts, setup.shardings(parts), strict=True)
+    muon = [(part, sharding) for part, sharding in muon if part.parameters]
+    flops = _flops_per_token(model) * (4 / 3 if setup.recompute else 1.0)
+    traffic = list(_model_traffic(model, parts, setup, batch_tokens / setup.gpus))
+    moved = MUON_PASSES * sum(sharding.held(part) for part, sharding in muon) + ADAMW_PASSES * as_rest.held(rest)
+    return Update(
+        setup=setup,
+        memory=_memory(model, parts, setup),
+        model_bytes=sum(size for size, _ in traffic),
+        optimizer_bytes=math.fsum(_exchanged(*pair, setup) for pair in muon),
+        model_seconds=flops * batch_tokens / (setup.gpus * setup.tflops * 1e12),
+        model_link_seconds=sum(size / setup.link(reach) for size, reach in traffic),
+        product_seconds=math.fsum(_product_seconds(*pair, setup) for pair in muon),
+        exchange_seconds=math.fsum(_exchange_seconds(*pair, setup) for pair in muon),
+        pass_seconds=moved / H200.memory,
+        overhead_seconds=H200.overhead,
+    )
+
+
+def _model_traffic(model: ModelConfig, parts: ModelParts, setup: Setup, tokens: float) -> Iterator[tuple[float, int]]:
+    """Bytes that a rank receives for its tokens of an update, each with how far the ranks are apart.
+
+    Divided weights are gathered for each forward and each backward pass of a micro-batch; gradients are added up once.
+    """
+    micro_batches = max(1, math.ceil(tokens / (setup.micro_batch * model.sequence)))
+    for part, sharding in zip(parts, setup.shardings(parts), strict=True):
+        divided = sharding.cut if setup.strategy == "ep" else sharding.cut * sharding.stack
+        held = part.parameters / (sharding.cut * sharding.stack)
+        reach = setup.shards if setup.strategy == "fsdp" else divided * sharding.stride
+        yield (2 * micro_batches * setup.gathered_bytes + FLOAT32) * held * (divided - 1), reach
+        yield 2 * FLOAT32 * (sharding.copies - 1) / sharding.copies * held, setup.gpus
+    if setup.strategy == "ep":
+        stack = setup.shardings(parts)[0].stack
+        size = JOURNEYS * BFLOAT16 * tokens * model.top_k * model.width * model.layers
+        yield size * (stack - 1) / stack, stack
+
+
+def _exchanged(part: ModelPart, sharding: Sharding, setup: Setup) -> float:
+    """Bytes that a rank receives in the exchange of a part, on average over steps."""
+    if setup.strategy == "ddp":
+        return BACK * (sharding.copies - 1) / sharding.copies * part.parameters
+    others = (sharding.cut - 1) / sharding.cut**2
+    return (THERE + BACK) * others * part.parameters / sharding.stack / setup.period
+
+
+def _exchange_seconds(part: ModelPart, sharding: Sharding, setup: Setup) -> float:
+    """On links, with the latency of every collective."""
+    ranks = setup.owners(sharding)
+    if ranks == 1:
+        return 0.0
+    share = FLOAT32 * part.parameters / sharding.stack / ranks
+    collectives = math.ceil(share / _room(share)) * (1 if setup.strategy == "ddp" else 2)
+    waiting = collectives * (H200.latency + H200.message * (ranks - 1)) / setup.period
+    return _exchanged(part, sharding, setup) / setup.link(ranks * sharding.stride) + waiting
+
+
+def _room(share: float) -> float:
+    """Bytes of matrices that a rank may own in a round, given those that it owns in all."""
+    return min(ACCELERATOR_CHUNK_BYTES, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
+
+
+def _product_seconds(part: ModelPart, sharding: Sharding, setup: Setup) -> float:
+    """Of products on the rank with the most, on average over steps."""
+    here = {shape: round(number * sharding.fullest(part)) for shape, number in part.matrices.items()}
+    whole = heaviest([(orthogonalizing(*shape), number) for shape, number in here.items()], setup.owners(sharding))
+    if setup.period == 1 or sharding.cut == 1:
+        return whole
+    blocks = 0.0
+    for (rows, columns), number in here.items():
+        blocks += number * orthogonalizing(*sorted((math.ceil(rows / sharding.cut), columns)))
+    return (whole + (setup.period - 1) * blocks) / setup.period
+
+
+def orthogonalizing(short: int, long: int) -> float:
+    """Seconds of the products of one matrix among many: see `muonsw.orthogonalize.iterations` for how many there are.
+
+    Examples:
+        >>> f"{1e6 * orthogonalizing(1024, 2816):.0f} us"
+        '65 us'
+    """
+    if short < H200.triangles:
+        return newton_schulz_flops(short, long) / H200.dense
+    segments = 2 if gram_pays(short, long, STEPS) else STEPS
+    symmetric = STEPS + 3 * (STEPS - segments)
+    long_products = segments * short**2 * long
+    return long_products / H200.gram + symmetric * short**3 / H200.short + 2 * long_products / H200.dense
+
+
+def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
+    """The load of the most loaded of the owners: costs, each with how often it is there, are given out largest first.
+
+    Examples:
+        >>> heaviest([(1.0, 2), (8.0, 1), (2.0, 1), (4.0, 1)], 2)
+        8.0
+    """
+    loads = [0.0] * owners
+    for one, number in sorted(costs, reverse=True):
+        for _ in range(number):
+            heapq.heapreplace(loads, loads[0] + one)
+    return max(loads)
+
+
+def _memory(model: ModelConfig, parts: ModelParts, setup: Setup) -> Memory:
+    """What training with Muon holds in bfloat16 autocast over float32 weights."""
+    experts, others, _ = setup.shardings(parts)
+    muon = experts.held(parts.experts) + others.held(parts.hidden)
+    rest = others.held(parts.rest)
+    on_owner = setup.momentum_on_owner and setup.strategy == "ddp"
+    return Memory(
+        weights=FLOAT32 * (muon + rest),
+        gradients=FLOAT32 * (muon + rest),
+        muon_state=FLOAT32 * (parts.muon / setup.gpus if on_owner else muon),
+        adamw_state=2 * FLOAT32 * rest,
+        activations=_activations(model, setup),
+        gathered=_gathered(model, parts, setup),
+        buffers=_buffers(parts, setup),
+    )
+
+
+def _activations(model: ModelConfig, setup: Setup) -> float:
+    if not setup.recompute:
+        return KEPT * activation_bytes(model, setup.micro_batch)
+    inputs = FLOAT32 * setup.micro_batch * model.sequence * model.width * model.layers
+    return inputs + KEPT * activation_bytes(replace(model, layers=1), setup.micro_batch)
+
+
+def activation_bytes(config: ModelConfig, sequences: int) -> int:
+    """Estimated bytes that one eager forward pass keeps for its backward in bfloat16 autocast, copies of weights apart.
+
+    A layer keeps 36 bytes a token for each unit of the width (norms and the stream in float32, attention in bfloat16),
+    and for each expert of a token 4 for each unit of the width and 8 for each of the expert's; the coefficients count
+    the tensors that autograd saves. The loss holds the bfloat16 logits of one chunk. Fragmentation and temporaries of
+    the backward pass are not in it.
+    """
+    tokens, width = sequences * config.sequence, config.width
+    layer = 36 * width + config.top_k * (4 * width + 8 * config.ff_width)
+    logits = BFLOAT16 * min(tokens, chunk_tokens(config.vocab, BFLOAT16)) * config.vocab
+    return tokens * (config.layers * layer + 12 * width) + logits
+
+
+def _gathered(model: ModelConfig, parts: ModelParts, setup: Setup) -> float:
+    """Copies in bfloat16, and weights that are whole for a while: the layer at work, the next one, and the rest."""
+    if setup.shards == 1:
+        return BFLOAT16 * (parts.muon + parts.rest.parameters)
+    stack = setup.shardings(parts)[0].stack if setup.strategy == "ep" else 1
+    layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
+    return setup.gathered_bytes * (2 * layer + parts.rest.parameters) + BFLOAT16 * layer
+
+
+def _buffers(parts: ModelParts, setup: Setup) -> float:
+    """Eight rounds where matrices travel; two batches where they do not."""
+    sizes = []
+    for part, sharding in zip(parts[:2], setup.shardings(parts), strict=False):
+        owners = setup.owners(sharding)
+        share = FLOAT32 * part.parameters / sharding.stack / owners
+        sizes.append(IN_FLIGHT * _room(share) if owners > 1 else 2 * min(ACCELERATOR_CHUNK_BYTES, share))
+    return max(sizes)
 
 
 @dataclass(frozen=True)
@@ -279,10 +557,10 @@ class GroupPlan:
     """Hidden and expert matrices under one rule for their learning rate."""
 
     name: str  # the algorithm with the rule
-    multiplier: float  # of the base learning rate
     peak_lr: float  # highest learning rate of the group
-    product: float  # lambda * peak_lr * T
-    decays: tuple[DecayPlan, ...]  # for constant decay, and scaled decay with either peak
+    totals: Mapping[str, float]  # total decay, the sum of phi over the run, by `DECAYS`
+    phi_peak: float  # the share of a weight that a step at the peak takes, under both rules with the group's peak
+    phi_peak_over_memory: float  # phi_peak / (1 - beta); well under one, or weights shrink while momentum remembers
 
 
 def plan_groups(
@@ -294,20 +572,15 @@ def plan_groups(
     if model is not None:
         rules = [(f"Muon, {rule}", muon_lr_multiplier(model, rule), muon) for rule in MUON_LR_POWERS]
         rules.append(("AdamW", scalings(model)["hidden"].lr, adamw))
-    lam, stretch = optimizer.weight_decay, steps / len(multiples)
-
-    def decay(rule: str, peak: str, own: float, forgets: float) -> DecayPlan:
-        eta_max = own if peak == "group" else peak_lr
-        phis = decay_factors(rule, lam, (own * multiple for multiple in multiples), eta_max)
-        relaxation = stretch * relaxation_number(phis)
-        at_peak = float(decay_factor(rule, lam, own, eta_max))
-        return DecayPlan(rule, peak, relaxation / 2.0, relaxation, at_peak, phis[-1], at_peak / forgets)
-
     groups = []
     for name, multiplier, forgets in rules:
-        own = peak_lr * multiplier
-        decays = tuple(decay(rule, peak, own, forgets) for rule, peak in DECAYS)
-        groups.append(GroupPlan(name, multiplier, own, lam * own * steps, decays))
+        own, totals = peak_lr * multiplier, {}
+        for title, (rule, peak) in DECAYS.items():
+            lrs = (own * multiple for multiple in multiples)
+            phis = decay_factors(rule, optimizer.weight_decay, lrs, own if peak == "group" else peak_lr)
+            totals[title] = steps * math.fsum(phis) / len(multiples)
+        phi = optimizer.weight_decay * own
+        groups.append(GroupPlan(name, own, totals, phi, phi / forgets))
     return tuple(groups)
 
 
@@ -343,12 +616,8 @@ class RunPlan:
     flops_per_token: int  # forward and backward
     flops: float  # of the whole run, without the orthogonalizer
     orthogonalizer_share: float  # what Newton-Schulz adds to them
-    memory: Memory
-    micro_batch: int  # sequences whose activations are held at once
-    tflops: float  # sustained rate, in units of 1e12 a second
-    hours: float  # at this rate, the orthogonalizer included
-    ranks: RankPlan | None = None  # an update on several GPUs, where that was asked
-    rank_hours: float | None = None  # the whole run, at this update's pace
+    update: Update  # memory and times of one update
+    hours: float  # of all updates
 
 
 def plan(
@@ -359,13 +628,11 @@ def plan(
     peak_lr: float | None = None,
     optimizer: OptimizerConfig | None = None,
     schedule: ScheduleConfig | None = None,
-    micro_batch: int = 8,
-    tflops: float = 400.0,
+    setup: Setup | None = None,
 ) -> RunPlan:
-    """Compute a run of so many steps.
+    """Compute a run of so many steps, on one GPU unless `setup` has more.
 
-    Without a peak learning rate the horizon gives one. Of the optimizer weight decay and momenta are read, `tflops` is
-    the rate that the hardware sustains, not the one on its data sheet.
+    Without a peak learning rate the horizon gives one. Of the optimizer weight decay and momenta are read.
 
     Examples:
         >>> result = plan(preset("w256"), 35_000)
@@ -373,14 +640,14 @@ def plan(
         (72677632, '0.0105', 1000)
     """
     optimizer, schedule = optimizer or OptimizerConfig(), schedule or ScheduleConfig()
-    _require(steps=steps, batch_tokens=batch_tokens, micro_batch=micro_batch, tflops=tflops)
+    _require(steps=steps, batch_tokens=batch_tokens)
     sizes, tokens = count(model), steps * batch_tokens
     horizon = max(1, round(tokens / PAPER_BATCH_TOKENS))
     chosen = peak_lr_for_horizon(horizon) if peak_lr is None else peak_lr
     _require(peak_lr=chosen)
     flops = float(sizes.flops_per_token) * tokens
-    share = orthogonalizer_flops(model) * steps / flops
     multiples = lr_multiples(schedule, steps)
+    update = plan_update(model, setup or Setup(), batch_tokens)
     return RunPlan(
         model=model,
         parameters=sizes.total,
@@ -397,11 +664,9 @@ def plan(
         groups=plan_groups(model, chosen, steps, multiples, optimizer),
         flops_per_token=sizes.flops_per_token,
         flops=flops,
-        orthogonalizer_share=share,
-        memory=estimate_memory(model, micro_batch),
-        micro_batch=micro_batch,
-        tflops=tflops,
-        hours=flops * (1.0 + share) / (tflops * 1e12) / 3600.0,
+        orthogonalizer_share=orthogonalizer_flops(model) * steps / flops,
+        update=update,
+        hours=steps * update.seconds / 3600.0,
     )
 
 
@@ -425,7 +690,7 @@ class RecipePlan:
     recipe: PrintedRecipe
     batch_tokens: int | None  # printed, or given by the user
     steps: int | None  # printed, or tokens over batch
-    decay_tokens: float  # lambda * sum(eta) times the batch in tokens, which needs no number of steps
+    decay_tokens: float  # total of constant decay times the batch in tokens, which needs no number of steps
     scaled_over_constant: float  # total decay of the scaled rule relative to the constant one
     final_ratio: float  # the same in the last step
     equal_total_weight_decay: float  # lambda at which scaled decay takes as much in total as constant decay
@@ -463,323 +728,3 @@ def plan_recipe(
         equal_total_weight_decay=recipe.weight_decay * mean / mean_square,
         groups=None if steps is None else plan_groups(model, recipe.peak_lr, steps, multiples, optimizer),
     )
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Rates of one GPU and of its links, in units a second; as given, of one NVIDIA H200 (docs/performance.md)."""
-
-    memory: float = 4.3e12  # bytes, read and written
-    dense: float = 720e12  # FLOPs of products
-    gram: float = 530e12  # useful FLOPs of `X X^T`, of which one triangle is computed
-    short: float = 400e12  # useful FLOPs of the small symmetric products
-    triangles: int = 512  # rows from which on one triangle is computed
-    overhead: float = 1.3e-3  # seconds of a step that depend on nothing: launches and the last wave of each product
-    capacity: float = 141e9  # bytes of memory
-    node: int = 8  # GPUs of one machine
-    inside: float = 360e9  # bytes that a GPU sends to others of its node while it receives as many. Assumed.
-    outside: float = 40e9  # the same between nodes. Assumed.
-    latency: float = 20e-6  # seconds of a collective. Assumed.
-    message: float = 1e-6  # seconds more for each further rank of it. Assumed.
-
-    def link(self, reach: int) -> float:
-        """Bytes a second among ranks of which the first and the last are so far apart."""
-        return self.inside if reach <= self.node else self.outside
-
-
-H200 = Hardware()
-
-
-class Sharding(NamedTuple):
-    """How a part lies on the ranks: `stack * cut * copies` of them."""
-
-    stack: int = 1  # ranks over which stacks are divided
-    cut: int = 1  # ranks over which each matrix is cut
-    copies: int = 1  # ranks that hold the same
-    stride: int = 1  # how far apart two neighbours of a cut are in the numbering of ranks
-
-    def held(self, part: ModelPart) -> float:
-        """Elements of a part on the rank that holds the most."""
-        return math.ceil(part.stack / self.stack) / part.stack * part.parameters / self.cut
-
-
-@dataclass(frozen=True)
-class RankLayout:
-    """A strategy for so many GPUs.
-
-    "ddp" has copies everywhere and divides Muon's matrices among them; "fsdp" divides everything; "ep" sends tokens to
-    experts that stay where they are, and divides the rest like "fsdp".
-    """
-
-    gpus: int
-    strategy: str = "fsdp"
-    experts: str = "stack"  # under "fsdp", whether experts are divided along their "stack" or each by its "rows"
-    replicas: int = 1  # copies: under "fsdp" of the whole (HSDP), under "ep" of all but the experts
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy={self.strategy!r} must be one of {', '.join(STRATEGIES)}")
-        if self.experts not in EXPERTS:
-            raise ValueError(f"experts={self.experts!r} must be one of {', '.join(EXPERTS)}")
-        if self.gpus < 1 or self.replicas < 1 or self.gpus % self.replicas:
-            raise ValueError(f"gpus={self.gpus} must be a positive multiple of replicas={self.replicas}")
-        if self.replicas > 1 and self.strategy == "ddp":
-            raise ValueError(f"replicas={self.replicas} needs strategy fsdp or ep: ddp has a copy on every GPU")
-
-    @property
-    def shards(self) -> int:
-        """Ranks that share one copy of the model, or under "ep" of all but its experts."""
-        return 1 if self.strategy == "ddp" else self.gpus // self.replicas
-
-    def shardings(self, parts: ModelParts) -> tuple[Sharding, Sharding, Sharding]:
-        """How each part of a model lies."""
-        others, number = Sharding(cut=self.shards, copies=self.gpus // self.shards), parts.experts.stack
-        experts = others
-        if self.strategy == "fsdp" and number > 1 and self.experts == "stack":
-            experts = Sharding(stack=min(self.shards, number), copies=self.replicas)
-        elif self.strategy == "ep" and number > 1:
-            stack = math.gcd(self.gpus, number)
-            experts = Sharding(stack=stack, cut=self.gpus // stack, stride=stack)
-        return experts, others, others
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What an update on several GPUs depends on, beside its model."""
-
-    layout: RankLayout
-    batch_tokens: int  # tokens in an update, on all GPUs
-    micro_batch: int = 8  # sequences that a GPU computes at once
-    tflops: float = 400.0  # what one GPU sustains in the model, in 1e12 FLOPs a second
-    hardware: Hardware = H200
-    there: int = 4  # bytes of an element on its way to the rank that orthogonalizes it (the dtype of the momentum)
-    back: int = 2  # bytes of an element on its way back (the dtype of the products)
-    gathered: int = 4  # bytes of a weight that is gathered for the model; the lab's trainer gathers float32
-    momentum_on_owner: bool = False  # under ddp, whether each momentum lives on one rank alone
-    recompute: bool = False  # whether layers keep their input alone, and compute the rest again in the backward pass
-    # Matrices that are cut are orthogonalized whole in every so many steps, and by each rank's own rows in the others
-    # (MuonBP). Our optimizer does not do that: above 1 it is a question on paper.
-    period: int = 1
-
-    def __post_init__(self) -> None:
-        names = ("batch_tokens", "micro_batch", "tflops", "there", "back", "gathered", "period")
-        _require(**{name: getattr(self, name) for name in names})
-
-    @property
-    def ddp(self) -> bool:
-        """Whether every GPU has a copy."""
-        return self.layout.strategy == "ddp"
-
-    def owners(self, sharding: Sharding) -> int:
-        """Ranks among which the matrices of a part are divided."""
-        return sharding.copies if self.ddp else sharding.cut
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """An update on N GPUs."""
-
-    layout: RankLayout
-    memory: Memory  # bytes on one GPU
-    model_bytes: float  # that a GPU receives for weights, gradients and tokens
-    optimizer_bytes: float  # that a GPU receives for Muon's exchange, on average over ranks
-    model_seconds: float  # forward and backward, computing
-    model_link_seconds: float  # what they wait for on links; hidden as far as it is less
-    product_seconds: float  # orthogonalizing, on the rank with the most
-    exchange_seconds: float  # the optimizer's exchange; hidden behind its products as far as it is less
-    pass_seconds: float  # momentum, decay, AdamW: passes over memory
-    overhead_seconds: float  # of the optimizer, whatever the size
-
-    @property
-    def optimizer_seconds(self) -> float:
-        """A step of the optimizer."""
-        return max(self.product_seconds, self.exchange_seconds) + self.pass_seconds + self.overhead_seconds
-
-    @property
-    def step_seconds(self) -> float:
-        """An update."""
-        return max(self.model_seconds, self.model_link_seconds) + self.optimizer_seconds
-
-    @property
-    def optimizer_share(self) -> float:
-        """The optimizer's part of an update."""
-        return self.optimizer_seconds / self.step_seconds
-
-    @property
-    def longest(self) -> str:
-        """What takes the optimizer longest."""
-        terms = {
-            "products": self.product_seconds,
-            "exchange": self.exchange_seconds,
-            "passes over memory": self.pass_seconds,
-            "overhead": self.overhead_seconds,
-        }
-        return max(terms, key=lambda name: terms[name])
-
-
-def plan_ranks(model: ModelConfig, scenario: Scenario) -> RankPlan:
-    """Predict an update on several GPUs.
-
-    Examples:
-        >>> one = plan_ranks(ModelConfig(width=1024), Scenario(RankLayout(1), batch_tokens=524_288))
-        >>> one.optimizer_bytes, f"{1e3 * one.optimizer_seconds:.0f} ms"
-        (0.0, '29 ms')
-    """
-    parts, layout, hardware = parts_of(model), scenario.layout, scenario.hardware
-    *muon, (rest, as_rest) = zip(parts, layout.shardings(parts), strict=True)
-    muon = [(part, sharding) for part, sharding in muon if part.parameters]
-    flops = _flops_per_token(model) * (4 / 3 if scenario.recompute else 1.0)
-    sent, link_seconds = _traffic_of_model(model, parts, scenario)
-    moved = MUON_PASSES * sum(sharding.held(part) for part, sharding in muon) + ADAMW_PASSES * as_rest.held(rest)
-    return RankPlan(
-        layout=layout,
-        memory=_memory(model, parts, scenario),
-        model_bytes=sent,
-        optimizer_bytes=math.fsum(_exchanged(part, sharding, scenario) for part, sharding in muon),
-        model_seconds=flops * scenario.batch_tokens / (layout.gpus * scenario.tflops * 1e12),
-        model_link_seconds=link_seconds,
-        product_seconds=math.fsum(_products(part, sharding, scenario) for part, sharding in muon),
-        exchange_seconds=math.fsum(_exchange_seconds(part, sharding, scenario) for part, sharding in muon),
-        pass_seconds=moved / hardware.memory,
-        overhead_seconds=hardware.overhead,
-    )
-
-
-def _exchanged(part: ModelPart, sharding: Sharding, scenario: Scenario) -> float:
-    """Bytes that a rank receives in the exchange of a part, on average over steps."""
-    if scenario.ddp:
-        return scenario.back * (sharding.copies - 1) / sharding.copies * part.parameters
-    others = (sharding.cut - 1) / sharding.cut**2
-    return (scenario.there + scenario.back) * others * part.parameters / sharding.stack / scenario.period
-
-
-def _exchange_seconds(part: ModelPart, sharding: Sharding, scenario: Scenario) -> float:
-    """On links, with the latency of every collective."""
-    ranks, hardware = scenario.owners(sharding), scenario.hardware
-    if ranks == 1:
-        return 0.0
-    share = FLOAT32 * part.parameters / sharding.stack / ranks
-    rounds = math.ceil(share / _room(share))
-    journeys = 1 if scenario.ddp else 2
-    waiting = journeys * rounds * (hardware.latency + hardware.message * (ranks - 1)) / scenario.period
-    return _exchanged(part, sharding, scenario) / hardware.link(ranks * sharding.stride) + waiting
-
-
-def _room(share: float) -> float:
-    """Bytes of matrices that a rank may own in a round, given those that it owns in all."""
-    return min(ACCELERATOR_CHUNK_BYTES, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
-
-
-def _products(part: ModelPart, sharding: Sharding, scenario: Scenario) -> float:
-    """Seconds of products on the rank with the most, on average over steps."""
-    share = math.ceil(part.stack / sharding.stack) / part.stack
-    here = {shape: round(number * share) for shape, number in part.matrices.items()}
-    kinds = [(orthogonalizing(*shape, scenario.hardware), number) for shape, number in here.items()]
-    whole = heaviest(kinds, scenario.owners(sharding))
-    if scenario.period == 1 or sharding.cut == 1:
-        return whole
-    blocks = 0.0
-    for (rows, columns), number in here.items():
-        short, long = sorted((math.ceil(rows / sharding.cut), columns))
-        blocks += number * orthogonalizing(short, long, scenario.hardware)
-    return (whole + (scenario.period - 1) * blocks) / scenario.period
-
-
-def orthogonalizing(short: int, long: int, hardware: Hardware = H200) -> float:
-    """Seconds of the products of one matrix among many: see `muonsw.orthogonalize.iterations` for how many there are.
-
-    Examples:
-        >>> f"{1e6 * orthogonalizing(1024, 2816):.0f} us"
-        '65 us'
-    """
-    if short < hardware.triangles:
-        return newton_schulz_flops(short, long) / hardware.dense
-    segments = 2 if gram_pays(short, long, STEPS) else STEPS
-    symmetric = STEPS + 3 * (STEPS - segments)
-    long_products = segments * short**2 * long
-    return long_products / hardware.gram + symmetric * short**3 / hardware.short + 2 * long_products / hardware.dense
-
-
-def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
-    """The load of the most loaded of the owners: costs, each with how often it is there, are given out largest first.
-
-    Examples:
-        >>> heaviest([(1.0, 2), (8.0, 1), (2.0, 1), (4.0, 1)], 2)
-        8.0
-    """
-    loads = [0.0] * owners
-    for cost, number in sorted(costs, reverse=True):
-        if loads[0] == max(loads):  # all ranks have the same, so that many can be given at once
-            each, number = divmod(number, owners)  # noqa: PLW2901
-            loads = [loads[0] + each * cost] * owners
-        for _ in range(number):
-            heapq.heapreplace(loads, loads[0] + cost)
-    return max(loads)
-
-
-def _traffic_of_model(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> tuple[float, float]:
-    """Bytes that a rank receives for the model in an update, and their seconds on links.
-
-    Divided weights are gathered for each forward and each backward pass of a micro-batch; gradients are added up once.
-    """
-    layout = scenario.layout
-    tokens = scenario.batch_tokens / layout.gpus
-    micro_batches = max(1, math.ceil(tokens / (scenario.micro_batch * model.sequence)))
-    sent: list[tuple[float, int]] = []  # bytes, and how far the ranks are apart
-    shardings = layout.shardings(parts)
-    for part, sharding in zip(parts, shardings, strict=True):
-        divided = sharding.cut if layout.strategy == "ep" else sharding.cut * sharding.stack
-        held = part.parameters / (sharding.cut * sharding.stack)
-        others = held * (divided - 1)
-        reach = layout.shards if layout.strategy == "fsdp" else divided * sharding.stride
-        sent.append(((2 * micro_batches * scenario.gathered + FLOAT32) * others, reach))
-        sent.append((2 * FLOAT32 * (sharding.copies - 1) / sharding.copies * held, layout.gpus))
-    if layout.strategy == "ep":
-        stack = shardings[0].stack
-        size = JOURNEYS * TOKEN_BYTES * tokens * model.top_k * model.width * model.layers
-        sent.append((size * (stack - 1) / stack, stack))
-    return sum(size for size, _ in sent), sum(size / scenario.hardware.link(reach) for size, reach in sent)
-
-
-def _memory(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> Memory:
-    experts, others, _ = scenario.layout.shardings(parts)
-    muon = experts.held(parts.experts) + others.held(parts.hidden)
-    rest = others.held(parts.rest)
-    on_owner = scenario.momentum_on_owner and scenario.ddp
-    return Memory(
-        weights=FLOAT32 * (muon + rest),
-        gradients=FLOAT32 * (muon + rest),
-        muon_state=FLOAT32 * (parts.muon / scenario.layout.gpus if on_owner else muon),
-        adamw_state=2 * FLOAT32 * rest,
-        adamw_only_state=2 * FLOAT32 * (muon + rest),
-        activations=_activations(model, scenario),
-        gathered=_gathered(model, parts, scenario),
-        buffers=_buffers(parts, scenario),
-    )
-
-
-def _activations(model: ModelConfig, scenario: Scenario) -> float:
-    if not scenario.recompute:
-        return KEPT * activation_bytes(model, scenario.micro_batch)
-    inputs = FLOAT32 * scenario.micro_batch * model.sequence * model.width * model.layers
-    return inputs + KEPT * activation_bytes(replace(model, layers=1), scenario.micro_batch)
-
-
-def _gathered(model: ModelConfig, parts: ModelParts, scenario: Scenario) -> float:
-    """Copies in bfloat16, and weights that are whole for a while: the layer at work, the next one, and the rest."""
-    layout = scenario.layout
-    if layout.shards == 1:
-        return BFLOAT16 * (parts.muon + parts.rest.parameters)
-    stack = layout.shardings(parts)[0].stack if layout.strategy == "ep" else 1
-    layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
-    return scenario.gathered * (2 * layer + parts.rest.parameters) + BFLOAT16 * layer
-
-
-def _buffers(parts: ModelParts, scenario: Scenario) -> float:
-    """Eight rounds where matrices travel; two batches where they do not."""
-    sizes = []
-    for part, sharding in zip(parts[:2], scenario.layout.shardings(parts), strict=False):
-        owners = scenario.owners(sharding)
-        share = FLOAT32 * part.parameters / sharding.stack / owners
-        sizes.append(IN_FLIGHT * _room(share) if owners > 1 else 2 * min(ACCELERATOR_CHUNK_BYTES, share))
-    return max(sizes)
