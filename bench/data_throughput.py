@@ -1,10 +1,10 @@
 """Time preparing data against the tokenizer library alone: same text, same cores, interleaved, medians.
 
     python bench/data_throughput.py
-    python bench/data_throughput.py --gpt2-files DIR --characters 100000000 --processes 2
+    python bench/data_throughput.py --gpt2-files DIR --characters 100000000 --threads 2
 
 The library is given lists of documents and uses the same number of threads; preparing also hashes the texts,
-splits off the validation documents, and writes checked shards, with threads or with processes whose start counts.
+splits off the validation documents, and writes checked shards.
 Before anything is timed, the shards are compared with the library's tokens.
 """
 
@@ -56,9 +56,9 @@ def tokenizers(texts: list[str], vocab: int, gpt2_files: Path | None) -> dict[st
     return found if gpt2_files is None else {**found, "gpt2": GPT2Tokenizer(gpt2_files)}
 
 
-def prepared(texts: list[str], tokenizer: Tokenizer, folder: Path, **workforce: int) -> None:
+def prepared(texts: list[str], tokenizer: Tokenizer, folder: Path, threads: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    prepare(texts, tokenizer, folder, validation_fraction=0.0, group_characters=GROUP_CHARACTERS, **workforce)
+    prepare(texts, tokenizer, folder, validation_fraction=0.0, group_characters=GROUP_CHARACTERS, threads=threads)
 
 
 def check(kind: str, tokenizer: Tokenizer, texts: list[str], folder: Path) -> None:
@@ -70,18 +70,16 @@ def check(kind: str, tokenizer: Tokenizer, texts: list[str], folder: Path) -> No
         raise SystemExit(f"{kind}: the shards differ from the library's tokens; nothing was timed")
 
 
-def measure(kind: str, tokenizer: Tokenizer, texts: list[str], processes: int, rounds: int) -> Seconds:
+def measure(kind: str, tokenizer: Tokenizer, texts: list[str], threads: int, rounds: int) -> Seconds:
     """Seconds of each way on the clock and on all cores together, one way after the other in every round."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "data")
         ways: dict[str, Callable[[], None]] = {
             "library alone": lambda: [None for _ in ALONE[kind](tokenizer, texts)] and None,
-            "prepare, threads": lambda: prepared(texts, tokenizer, folder, threads=processes),
-            "prepare, processes": lambda: prepared(texts, tokenizer, folder, processes=processes),
+            "prepare": lambda: prepared(texts, tokenizer, folder, threads),
         }
-        for name in ("prepare, threads", "prepare, processes"):
-            ways[name]()
-            check(kind, tokenizer, texts, folder)
+        ways["prepare"]()
+        check(kind, tokenizer, texts, folder)
         return in_turn({name: partial(clocked, way) for name, way in ways.items()}, rounds, warming=0)
 
 
@@ -117,21 +115,21 @@ def main() -> None:
     parser.add_argument("--characters", type=int, default=100_000_000, help="how much of the installed Python to read")
     parser.add_argument("--vocab", type=int, default=4096, help="tokens of the BPE")
     parser.add_argument("--gpt2-files", type=Path, default=None, help="folder with vocab.bpe and encoder.json")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=ALONE, default=None)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    os.environ["RAYON_NUM_THREADS"] = str(args.processes)  # before the library starts its threads
+    os.environ["RAYON_NUM_THREADS"] = str(args.threads)  # before the library starts its threads
     texts = list(Corpus("python", packages=True, limit_characters=args.characters).documents())
     megabytes = sum(len(text.encode("utf-8", "replace")) for text in texts) / 1e6
     chosen = {
         kind: made for kind, made in tokenizers(texts, args.vocab, args.gpt2_files).items() if args.only in (None, kind)
     }
-    results = {kind: measure(kind, made, texts, args.processes, args.rounds) for kind, made in chosen.items()}
-    print(f"{len(texts):,} documents, {megabytes:.1f} MB, {args.processes} cores; shards equal the library's tokens")
+    results = {kind: measure(kind, made, texts, args.threads, args.rounds) for kind, made in chosen.items()}
+    print(f"{len(texts):,} documents, {megabytes:.1f} MB, {args.threads} cores; shards equal the library's tokens")
     print(table(results, megabytes))
-    where = environment(chosen_device("cpu"), ("tokenizers", "tiktoken", "numpy")) | {"processes": args.processes}
+    where = environment(chosen_device("cpu"), ("tokenizers", "tiktoken", "numpy")) | {"threads": args.threads}
     save({"environment": where, "megabytes": megabytes, "seconds": results}, args.json)
 
 

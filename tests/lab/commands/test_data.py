@@ -12,7 +12,6 @@ import tyro
 from rich.console import Console
 
 from muonsw.lab.commands.data import DATA_COMMANDS, PREPARING, Data, Tally
-from muonsw.lab.data.corpus import Extent
 from muonsw.lab.data.prepare import Group, prepare_default, read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.progress import showing
@@ -150,7 +149,7 @@ def test_info_counts_what_there_is(folder, capsys):
         (["prepare", "{folder}/new", "--source", "synthetic"], "has no end"),
         (["prepare", "{folder}/new", "--source", "text", "--files", "{folder}/*.txt"], "no file matches"),
         (["prepare", "{folder}/new", "--vocab", "5"], "--vocab above 256"),
-        (["prepare", "{folder}/new", "--processes", "0"], "at least 1"),
+        (["prepare", "{folder}/new", "--threads", "0"], "at least 1"),
         (["prepare", "{folder}/data.json/new", *SMALL], "cannot write to the folder"),
         (["prepare", "{folder}/new", "--tokenizer", "gpt2", "--gpt2-files", "{folder}"], "no GPT-2 vocabulary"),
         (["verify", "{folder}/none"], "holds no prepared data"),
@@ -177,11 +176,11 @@ def test_help_names_every_action(capsys):
     assert all(name in printed for name in DATA_COMMANDS)
 
 
-def shown(*, terminal, extent):
+def shown(*, terminal, size):
     """What is drawn while two groups are finished."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
     with showing(console, {PREPARING: None}) as view:
-        watch = Tally(view, extent)
+        watch = Tally(view, size)
         watch.begun("tokenizer")
         watch.begun("documents")
         watch.finished(Group("a", 3, {}, {}, bytes=2_000_000))
@@ -190,13 +189,13 @@ def shown(*, terminal, extent):
 
 def test_progress_counts_documents_and_bytes(monkeypatch):
     monkeypatch.setattr("muonsw.lab.progress.SECONDS_BETWEEN_LINES", -1.0)
-    for extent in (Extent(documents=12), Extent()):
-        lines = shown(terminal=False, extent=extent).splitlines()
+    for size in (12_000_000, None):
+        lines = shown(terminal=False, size=size).splitlines()
         assert lines[:2] == ["making the tokenizer", "encoding"]
         assert lines[2].startswith("preparing: documents 3, MB 2.0, MB/s ")
 
 
 def test_progress_is_a_bar_in_a_terminal():
-    drawn = shown(terminal=True, extent=Extent(bytes=4_000_000))
+    drawn = shown(terminal=True, size=4_000_000)
     assert "documents 3  MB 2.0" in drawn
     assert "making the tokenizer" in drawn

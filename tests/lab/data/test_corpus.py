@@ -3,10 +3,11 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from muonsw.lab.data.corpus import Corpus, Extent, fineweb_documents, python_roots, source_files
+from muonsw.lab.data.corpus import Corpus, fineweb_documents, python_roots, source_files
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.errors import UsageError
 from tests.lab.data.test_formats import write_parquet
@@ -48,7 +49,7 @@ def test_fineweb_is_streamed_in_order(fineweb):
     corpus = Corpus("fineweb", dataset=str(fineweb))
     assert list(corpus.documents()) == expected == list(corpus.documents())
     assert list(Corpus("fineweb", dataset=str(fineweb), limit_documents=60).documents()) == expected[:60]
-    assert corpus.extent() == Extent()
+    assert corpus.size() is None
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda _: b"", lambda data: data[:50] + bytes(2000)])
@@ -85,7 +86,7 @@ def test_the_standard_library_is_the_default_and_its_size_is_known():
     documents = list(Corpus().documents())
     assert documents == list(source_files(python_roots()))
     size = sum(len(text.encode("utf-8", "surrogatepass")) for text in documents)
-    assert size <= Corpus().extent().bytes < 1.2 * size
+    assert size <= Corpus().size() < 1.2 * size
 
 
 def test_text_files_are_recorded_by_their_place(tmp_path, monkeypatch):
@@ -93,11 +94,11 @@ def test_text_files_are_recorded_by_their_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     corpus = Corpus("text", files=("*.txt",))
     assert list(corpus.documents()) == ["abc"]
-    assert corpus.recorded()["files"] == [os.path.join(tmp_path, "*.txt")]
-    assert corpus.extent() == Extent(bytes=3)
-    assert json.loads(json.dumps(corpus.recorded())) == corpus.recorded()
+    assert corpus.recipe()["corpus"]["files"] == [os.path.join(tmp_path, "*.txt")]
+    assert corpus.size() == 3
+    assert json.loads(json.dumps(corpus.recipe())) == corpus.recipe()
     (tmp_path / "b.jsonl").write_text('{"text": "x"}', encoding="utf-8")
-    assert Corpus("text", files=("*.*",)).extent() == Extent()
+    assert Corpus("text", files=("*.*",)).size() is None
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,12 @@ def test_text_files_are_recorded_by_their_place(tmp_path, monkeypatch):
         ({"limit_documents": 0}, "--limit-documents must be at least 1, got 0"),
         ({"limit_characters": -1}, "--limit-characters must be at least 1, got -1"),
         ({"source": "synthetic", "seed": -1, "limit_documents": 1}, "--seed must be at least 0"),
+        ({"vocab": 256}, "--vocab above 256"),
+        ({"tokenizer": "bpe2"}, "no tokenizer 'bpe2': give bytes, bpe, gpt2"),
+        ({"tokenizer": "bytes", "gpt2_files": Path("x")}, "--gpt2-files go with"),
+        ({"validation_fraction": 1.0}, "at least 0 and below 1, not 1.0"),
+        ({"validation_fraction": float("nan")}, "at least 0 and below 1, not nan"),
+        ({"group_characters": 0}, "--group-characters must be at least 1, got 0"),
     ],
 )
 def test_settings_without_sense_are_refused(settings, match):

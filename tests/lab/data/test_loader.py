@@ -134,8 +134,6 @@ def test_an_error_while_prefetching_is_raised_in_its_place():
     with pytest.raises(OSError, match="the disk is gone"):
         next(items)
     assert not prefetching()
-    with pytest.raises(ValueError, match="at least 1 item ahead"):
-        prefetch(read, ahead=0)
 
 
 def test_epochs_are_reported_before_the_run(shards):

@@ -1,21 +1,16 @@
 """Data from settings alone: made once, found again, and never mixed with other settings."""
 
 import json
-import multiprocessing
 import shutil
 import threading
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
-from muonsw import machine
 from muonsw.lab.data import prepare as module
 from muonsw.lab.data.corpus import Corpus
 from muonsw.lab.data.loader import TokenLoader, ValidationLoader
 from muonsw.lab.data.prepare import (
-    DataSettings,
-    TokenizerChoice,
     held_out_fraction,
     is_validation,
     locked,
@@ -100,9 +95,8 @@ def test_an_interrupted_run_goes_on_with_its_tokenizer(folder, tmp_path, trainin
     def stop(*_):
         raise KeyboardInterrupt
 
-    settings = DataSettings(Corpus("synthetic", limit_characters=100_000), TokenizerChoice(vocab=300))
     with pytest.raises(KeyboardInterrupt):
-        prepare_corpus(tmp_path / "again", settings, finished=stop)
+        prepare_corpus(tmp_path / "again", Corpus(**SMALL), finished=stop)
     prepare_default(tmp_path / "again", **SMALL)
     assert len(trainings) == 1
     assert data_in(tmp_path / "again") == data_in(folder)
@@ -129,21 +123,22 @@ def test_other_settings_are_refused_before_any_work(folder, trainings, change, m
 def test_text_that_changed_under_its_tokenizer_is_noticed(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("the first text " * 100, encoding="utf-8")
-    settings = DataSettings(Corpus("text", files=(str(text),)), TokenizerChoice(vocab=300), 0.0)
-    prepare_corpus(tmp_path / "data", settings)
+    corpus = Corpus("text", files=(str(text),), vocab=300, validation_fraction=0.0)
+    prepare_corpus(tmp_path / "data", corpus)
     text.write_text("another story " * 100, encoding="utf-8")
     with pytest.raises(UsageError, match="holds data with other settings: tokenizer"):
-        prepare_corpus(tmp_path / "data", settings)
+        prepare_corpus(tmp_path / "data", corpus)
 
 
 def test_the_tokenizer_is_trained_on_a_bounded_part_that_is_not_held_out(tmp_path, monkeypatch):
-    read, seen = [], Corpus("synthetic", limit_documents=400)
+    read, seen = [], Corpus("synthetic", limit_documents=400, vocab=300)
+    monkeypatch.setattr(module, "TRAINING_CHARACTERS", 20_000)
     monkeypatch.setattr(
         BPETokenizer, "train", classmethod(lambda cls, texts, _: read.extend(texts) or cls(trained._definition))
     )
     trained = BPETokenizer.__new__(BPETokenizer)
     trained._definition = small_definition()
-    prepare_corpus(tmp_path, DataSettings(seen, TokenizerChoice(vocab=300, training_characters=20_000)))
+    prepare_corpus(tmp_path, seen)
     allowed = [text for text in seen.documents() if not is_validation(text, 0.05)]
     assert read == allowed[: len(read)]
     assert sum(map(len, read)) >= 20_000 > sum(map(len, read[:-1]))
@@ -176,45 +171,17 @@ def test_who_asks_for_a_folder_at_work_waits(folder):
     assert data_in(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("cores", "corpus", "processes", "expected"),
-    [
-        (2, Corpus("synthetic", limit_documents=10), None, (1, 2)),
-        (16, Corpus("synthetic", limit_characters=10**6), None, (1, 16)),
-        (16, Corpus("synthetic", limit_characters=10**9), None, (16, 1)),
-        (16, Corpus("fineweb"), None, (16, 1)),
-        (16, Corpus("fineweb"), 1, (1, 1)),
-        (2, Corpus("synthetic", limit_documents=10), 3, (3, 1)),
-    ],
-)
-def test_every_core_is_used_once(monkeypatch, cores, corpus, processes, expected):
-    monkeypatch.setitem(machine.FORCED, "cores", cores)
-    assert module._workforce(corpus, processes) == expected
+def test_settings_without_sense_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="--threads must be at least 1, got 0"):
+        prepare_default(tmp_path, **SMALL, threads=0)
+    with pytest.raises(UsageError, match="no file matches"):
+        prepare_default(tmp_path / "no.txt", source="text", files=(f"{tmp_path}/no*",))
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda _: TokenizerChoice("bpe", vocab=256), "--vocab above 256"),
-        (lambda _: TokenizerChoice("bpe2"), "no tokenizer 'bpe2': give bytes, bpe, gpt2"),
-        (lambda _: TokenizerChoice("bytes", gpt2_files=Path("x")), "--gpt2-files go with"),
-        (lambda f: prepare_default(f, **SMALL, validation_fraction=1.0), "at least 0 and below 1, not 1.0"),
-        (lambda f: prepare_default(f, **SMALL, processes=0), "--processes must be at least 1, got 0"),
-        (lambda f: prepare_corpus(f, DataSettings(group_characters=0)), "--group-characters must be at least 1, got 0"),
-        (lambda f: prepare_default(f / "no.txt", source="text", files=(f"{f}/no*",)), "no file matches"),
-    ],
-)
-def test_settings_without_sense_are_refused(tmp_path, make, match):
-    with pytest.raises(UsageError, match=match):
-        make(tmp_path)
-
-
-def test_no_process_is_started_for_a_small_corpus(tmp_path):
-    others = set(multiprocessing.active_children())  # of tests that keep their ranks
-    prepare_default(tmp_path, **SMALL)
-    assert set(multiprocessing.active_children()) <= others
-    recipe = json.loads((tmp_path / "data.json").read_text(encoding="utf-8"))["recipe"]
+def test_the_record_says_where_documents_came_from(prepared):
+    recipe = json.loads((prepared / "data.json").read_text(encoding="utf-8"))["recipe"]
     assert recipe["corpus"] == {"source": "synthetic", "seed": 0, "limit_documents": None, "limit_characters": 100_000}
+    assert recipe["made_with"] == {"kind": "bpe", "vocab": 300, "training_characters": 4_194_304}
 
 
 def words(characters, seed=0):

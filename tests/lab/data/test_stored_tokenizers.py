@@ -1,7 +1,6 @@
 """A prepared folder carries its tokenizer, and notices when it is not the one that made the tokens."""
 
 import os
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,7 @@ def test_a_moved_folder_rebuilds_its_tokenizer(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2"])
-def test_batches_threads_and_other_processes_change_no_token(tmp_path, kind):
+def test_batches_and_threads_change_no_token(tmp_path, kind):
     tokenizer = make(kind, tmp_path / "origin")
     texts = [*CORPUS, "", "lone \ud800 surrogate", "zwö " * 100, "<|endoftext|>"] * 10
     expected = [tokenizer.encode(text).tolist() for text in texts]
@@ -54,9 +53,6 @@ def test_batches_threads_and_other_processes_change_no_token(tmp_path, kind):
         batch = tokenizer.encode_batch(texts, threads=threads)
         assert all(ids.dtype == np.uint32 for ids in batch)
         assert [ids.tolist() for ids in batch] == expected
-    copy = pickle.loads(pickle.dumps(tokenizer))
-    assert copy.identity == tokenizer.identity
-    assert copy.encode(CORPUS[0]).tolist() == expected[0]
 
 
 @pytest.mark.parametrize("before", [None, "true", "false"])

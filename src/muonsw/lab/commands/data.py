@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
 
-from muonsw.lab.data.corpus import FINEWEB, Corpus, Extent, Source
-from muonsw.lab.data.prepare import DEFAULT_VOCAB, DataSettings, Kind, TokenizerChoice, prepare_corpus
+from muonsw.lab.data.corpus import Corpus
+from muonsw.lab.data.prepare import prepare_corpus
 from muonsw.lab.data.shards import SPLITS, DataRecord, Group, read_record, verify_folder
 from muonsw.lab.progress import View, showing
 from muonsw.lab.terminal import say
@@ -27,7 +27,7 @@ class Tally:
     """Adds up what is prepared and shows it."""
 
     view: View
-    extent: Extent
+    size: int | None  # bytes that there are to read, where that is known
     documents: int = 0
     bytes: int = 0
     started: float = field(default_factory=time.perf_counter)
@@ -41,7 +41,7 @@ class Tally:
         """A group is done, now or earlier."""
         self.documents, self.bytes = self.documents + group.documents, self.bytes + group.bytes
         rate = self.bytes / 1e6 / max(time.perf_counter() - self.started, 1e-9)
-        fraction = self.extent.fraction(self.documents, self.bytes)
+        fraction = min(self.bytes / self.size, 1.0) if self.size else None
         numbers = {"documents": f"{self.documents:,}", "MB": f"{self.bytes / 1e6:,.1f}", "MB/s": f"{rate:.1f}"}
         self.view.update(PREPARING, fraction, numbers, total=None if fraction is None else 1.0)
 
@@ -56,65 +56,22 @@ class Prepare:
     out: Annotated[Path, Positional, arg(metavar="DIR")]
     """Folder for the shards, their record and the tokenizer."""
 
-    source: Source = "python"
-    """Standard library of this Python, files, FineWeb from the Hugging Face hub, or a Markov chain."""
+    corpus: OmitArgPrefixes[FlagCreatePairsOff[Corpus]] = field(default_factory=Corpus)
+    """Documents, and the tokens that they become."""
 
-    packages: FlagCreatePairsOff[bool] = False
-    """Add the installed packages to the source `python`."""
-
-    files: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
-    """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz, .zst) and .parquet."""
-
-    dataset: Annotated[str, arg(metavar="NAME")] = FINEWEB
-    """Name on the hub for the source `fineweb`, or a local folder of Parquet files with the same fields."""
-
-    sample: Annotated[str, arg(metavar="NAME")] = "sample-10BT"
-    """Part of the hub's dataset, such as `sample-100BT` or `CC-MAIN-2024-10`."""
-
-    seed: int = 0
-    """Seed of the source `synthetic`."""
-
-    tokenizer: Kind = "bpe"
-    """Bytes, a byte-level BPE trained on the first documents, or GPT-2's."""
-
-    vocab: Annotated[int, arg(metavar="N")] = DEFAULT_VOCAB
-    """Tokens of the BPE, the end of a document included."""
-
-    gpt2_files: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Folder with GPT-2's vocab.bpe and encoder.json; tiktoken downloads them unless given."""
-
-    validation_fraction: Annotated[float | None, arg(metavar="F")] = None
-    """Share of documents held out, chosen by their text; 0.05, of FineWeb 0.001 unless given. Of text files a twentieth
-    of the characters, of more than 16 million a hundredth."""
-
-    group_characters: Annotated[int | None, arg(metavar="N")] = None
-    """Characters in a shard; some millions, as suits the source, unless given."""
-
-    limit_documents: Annotated[int | None, arg(metavar="N")] = None
-    """Stop after N documents."""
-
-    limit_characters: Annotated[int | None, arg(metavar="N")] = None
-    """Stop with the document that reaches N characters in total."""
-
-    processes: Annotated[int | None, arg(metavar="N")] = None
-    """How many processes encode, on one thread each; all cores, by processes or threads, unless given."""
+    threads: Annotated[int | None, arg(metavar="N")] = None
+    """How many threads encode; one for each core unless given."""
 
     def run(self) -> int:
         """Prepare the folder and say what it holds."""
-        console, start, settings = Console(), time.perf_counter(), self.settings()
+        console, start = Console(), time.perf_counter()
         with showing(console, {PREPARING: None}) as view:
-            tally = Tally(view, settings.corpus.extent())
+            tally = Tally(view, self.corpus.size())
             record = prepare_corpus(
-                self.out, settings, processes=self.processes, finished=tally.finished, begun=tally.begun
+                self.out, self.corpus, threads=self.threads, finished=tally.finished, begun=tally.begun
             )
         say(console, f"{contents(record)}, in {time.perf_counter() - start:.1f} s; wrote {self.out}")
         return 0
-
-    def settings(self) -> DataSettings:
-        """What the options ask for."""
-        corpus = Corpus(**{one.name: getattr(self, one.name) for one in fields(Corpus)})
-        choice = TokenizerChoice(self.tokenizer, vocab=self.vocab, gpt2_files=self.gpt2_files)
-        return DataSettings(corpus, choice, self.validation_fraction, self.group_characters)
 
 
 @dataclass(frozen=True)

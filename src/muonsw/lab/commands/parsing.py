@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints
 
 import tyro
@@ -21,6 +22,7 @@ FORMER: Mapping[str, Mapping[str, str]] = {
     "advise": {"--peak-lr": "--lr"},
     "plan": {"--peak-lr": "--lr", "--shape": "--schedule"},
     "bench": {"--micro": "--micro-batch"},
+    "data": {"--processes": "--threads"},
 }
 TRAIN_PREFIX = "--optimizer."
 
@@ -104,7 +106,7 @@ def _shown(hint: Any, one: Field[Any]) -> dict[str, str]:
     if one.default in (None, "", ()) or one.default is False:
         shown["help_behavior_hint"] = ""
     parts = list(_parts(hint))
-    names = [part.__name__.upper() for part in parts if part in (int, float, str)]
+    names = [part.__name__.upper() for part in parts if part in (int, float, str, Path)]
     names += [f"{{{','.join(map(str, get_args(part)))}}}" for part in parts if get_origin(part) is Literal]
     if one.default is None and names and not any(getattr(part, "metavar", None) for part in parts):
         shown["metavar"] = names[0]

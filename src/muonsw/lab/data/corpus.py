@@ -1,4 +1,4 @@
-"""Which documents a corpus has: its settings, and the sources behind them.
+"""A corpus: its settings, and the sources of documents behind them.
 
 Each source is an iterator of texts in an order that does not change from one machine or day to the next.
 """
@@ -15,42 +15,29 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from muonsw.lab.data.formats import KINDS, check_kind, file_documents, is_readable
 from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.data.tokenizers import BYTES
 from muonsw.lab.errors import UsageError, needed
 
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
+Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
+DEFAULT_VOCAB = 1024
+# Of the documents that a BPE is trained on: merges learned from more hardly differ, and learning them takes a second.
+TRAINING_CHARACTERS = 1 << 22
 _PLAIN = {".txt", ".md"}
 FINEWEB = "HuggingFaceFW/fineweb"
 # folders of the standard library that hold tests, installed packages, or caches
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-class Extent(NamedTuple):
-    """How much a corpus has at most; None is unknown. Bytes are those of the texts in UTF-8, or nearly so."""
-
-    documents: int | None = None
-    bytes: int | None = None
-
-    def fraction(self, documents: int, size: int) -> float | None:
-        """How much of it is done, or None if it is not known.
-
-        Examples:
-            >>> Extent(documents=10).fraction(5, 100), Extent(10, 50).fraction(5, 100), Extent().fraction(5, 100)
-            (0.5, 1.0, None)
-        """
-        parts = [done / whole for done, whole in zip((documents, size), self, strict=True) if whole]
-        return min(max(parts), 1.0) if parts else None
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """A source of documents and how much of it.
+    """Which documents there are, which are held out, and which tokens they become.
 
-    `python` is the running interpreter's standard library, `text` are files, `fineweb` is streamed from the Hugging
-    Face hub, `synthetic` is an endless Markov chain.
+    The fields are the options of `muonsw data prepare`, and decide everything that a folder of prepared data holds.
 
     Examples:
         >>> corpus = Corpus("synthetic", seed=1, limit_documents=3)
@@ -62,13 +49,44 @@ class Corpus:
     """
 
     source: Source = "python"
-    packages: bool = False  # add the installed packages to `python`
-    files: tuple[str, ...] = ()  # files, folders or globs of `text`
-    dataset: str = FINEWEB  # the hub's name of `fineweb`, or a local folder of the same format
-    sample: str = "sample-10BT"  # which part of `fineweb`
-    seed: int = 0  # of `synthetic`
+    """Standard library of this Python, files, FineWeb from the Hugging Face hub, or a Markov chain."""
+
+    packages: bool = False
+    """Add the installed packages to the source `python`."""
+
+    files: tuple[str, ...] = ()
+    """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz, .zst) and .parquet."""
+
+    dataset: str = FINEWEB
+    """Name on the hub for the source `fineweb`, or a local folder of Parquet files with the same fields."""
+
+    sample: str = "sample-10BT"
+    """Part of the hub's dataset, such as `sample-100BT` or `CC-MAIN-2024-10`."""
+
+    seed: int = 0
+    """Seed of the source `synthetic`."""
+
     limit_documents: int | None = None
-    limit_characters: int | None = None  # stop with the document that reaches so many
+    """Stop after N documents."""
+
+    limit_characters: int | None = None
+    """Stop with the document that reaches N characters in total."""
+
+    tokenizer: Kind = "bpe"
+    """Bytes, a byte-level BPE trained on the first documents that are not held out, or GPT-2's."""
+
+    vocab: int = DEFAULT_VOCAB
+    """Tokens of the BPE, the end of a document included."""
+
+    gpt2_files: Path | None = None
+    """Folder with GPT-2's vocab.bpe and encoder.json; tiktoken downloads them unless given."""
+
+    validation_fraction: float | None = None
+    """Share of documents held out, chosen by their text; 0.05, of FineWeb 0.001 unless given. Of text files a twentieth
+    of the characters, of more than 16 million a hundredth."""
+
+    group_characters: int | None = None
+    """Characters in a shard; some millions, as suits the source, unless given."""
 
     def __post_init__(self) -> None:
         if self.source not in _DOCUMENTS:
@@ -76,13 +94,21 @@ class Corpus:
         if (self.source == "text") != bool(self.files):
             given = "--files (files, folders or quoted globs)"
             raise UsageError(f"--source text needs {given}, and no other source takes them")
-        for name, limit in (("documents", self.limit_documents), ("characters", self.limit_characters)):
-            if limit is not None and limit < 1:
-                raise UsageError(f"--limit-{name} must be at least 1, got {limit}")
+        for name in ("limit_documents", "limit_characters", "group_characters"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {number}")
         if self.source == "synthetic" and not self._limited:
             raise UsageError("the synthetic source has no end: give --limit-documents or --limit-characters")
         if self.seed < 0:
             raise UsageError(f"--seed must be at least 0, got {self.seed}")
+        if not 0.0 <= (self.validation_fraction or 0.0) < 1.0:
+            raise UsageError(f"--validation-fraction is at least 0 and below 1, not {self.validation_fraction}")
+        if self.tokenizer not in get_args(Kind):
+            raise UsageError(f"there is no tokenizer {self.tokenizer!r}: give {', '.join(get_args(Kind))}")
+        if self.tokenizer == "bpe" and not BYTES < self.vocab < 1 << 31:
+            raise UsageError(f"a bpe needs a --vocab above {BYTES} (below 2**31), got {self.vocab}")
+        if self.tokenizer != "gpt2" and self.gpt2_files is not None:
+            raise UsageError(f"--gpt2-files go with --tokenizer gpt2, not with {self.tokenizer}")
 
     @property
     def _limited(self) -> bool:
@@ -93,8 +119,8 @@ class Corpus:
         documents = islice(_DOCUMENTS[self.source](self), self.limit_documents)
         return documents if self.limit_characters is None else up_to(documents, self.limit_characters)
 
-    def recorded(self) -> dict[str, Any]:
-        """What decides the documents, without the settings of other sources."""
+    def recipe(self) -> dict[str, Any]:
+        """What decides documents and tokenizer, as it is recorded: without the settings of other sources."""
         own: dict[Source, dict[str, Any]] = {
             "python": {"packages": self.packages},
             "text": {"files": [os.path.abspath(name) for name in self.files]},
@@ -102,19 +128,23 @@ class Corpus:
             "synthetic": {"seed": self.seed},
         }
         limits = {"limit_documents": self.limit_documents, "limit_characters": self.limit_characters}
-        return {"source": self.source, **own[self.source], **limits}
+        trained = {"vocab": self.vocab, "training_characters": TRAINING_CHARACTERS} if self.tokenizer == "bpe" else {}
+        return {
+            "corpus": {"source": self.source, **own[self.source], **limits},
+            "made_with": {"kind": self.tokenizer, **trained},
+        }
 
-    def extent(self) -> Extent:
-        """How much there is to read, as far as that is known without reading it."""
+    def size(self) -> int | None:
+        """How many bytes there are to read, or nearly so; None where that is not known without reading them."""
         if self._limited:
-            return Extent(self.limit_documents, self.limit_characters)
+            return self.limit_characters
         if self.source == "python":
             files = [path for root in python_roots(packages=self.packages) for path in python_files(root)]
         else:
             files = matching_files(self.files)
             if not files or any(path.suffix not in _PLAIN for path in files):
-                return Extent()
-        return Extent(bytes=sum(path.stat().st_size for path in files))
+                return None
+        return sum(path.stat().st_size for path in files)
 
 
 def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:

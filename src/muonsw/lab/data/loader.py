@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muonsw.lab.data.bijection import Bijection, Indices
 from muonsw.lab.data.shards import Shard, check_tokens
+from muonsw.lab.data.shuffle import Indices, shuffled
 
 TokenBatch: TypeAlias = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class TokenLoader:
         size, parts = self.size, []
         for epoch in range(samples[0] // size, samples[-1] // size + 1):
             begin, end = max(samples.start - epoch * size, 0), min(samples.stop - epoch * size, size)
-            parts.append(Bijection(size, (self.seed, epoch))(np.arange(begin, end)))
+            parts.append(shuffled(np.arange(begin, end), size, (self.seed, epoch)))
         return np.concatenate(parts)
 
 
@@ -167,12 +167,7 @@ def prefetch(read: Callable[[int], T], start: int = 0, stop: int | None = None, 
         >>> list(prefetch(lambda step: step * step, 3, 6))
         [9, 16, 25]
     """
-    if ahead < 1:
-        raise ValueError(f"prefetching is at least 1 item ahead, not {ahead}")
-    return _prefetch(read, iter(count(start) if stop is None else range(start, stop)), ahead)
-
-
-def _prefetch(read: Callable[[int], T], steps: Iterator[int], ahead: int) -> Iterator[T]:
+    steps = iter(count(start) if stop is None else range(start, stop))
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     try:
         waiting: deque[Future[T]] = deque(worker.submit(read, step) for step in islice(steps, ahead))

@@ -153,9 +153,6 @@ class BPETokenizer(Tokenizer):
     def _decode_text(self, ids: list[int]) -> str:
         return str(self._bpe.decode(ids, skip_special_tokens=False))
 
-    def __reduce__(self) -> tuple[type[BPETokenizer], tuple[str]]:
-        return type(self), (self._definition,)
-
 
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-level BPE through tiktoken: 50,257 ids, padded to 50,304.
@@ -195,9 +192,6 @@ class GPT2Tokenizer(Tokenizer):
 
     def _decode_text(self, ids: list[int]) -> str:
         return str(self._bpe.decode(ids))
-
-    def __reduce__(self) -> tuple[type[GPT2Tokenizer], tuple[Path | None]]:
-        return type(self), (self.files,)
 
 
 def store(tokenizer: Tokenizer, folder: Path) -> dict[str, Any] | None:

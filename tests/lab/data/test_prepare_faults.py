@@ -1,4 +1,4 @@
-"""Several processes make the same shards as one, and a folder survives whatever happens to them."""
+"""Threads change nothing, and a folder survives whatever happens to the process that fills it."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from itertools import islice
 from pathlib import Path
 
@@ -25,41 +24,15 @@ DOCUMENTS = list(islice(MarkovSource(seed=5, mean_length=300.0), 300))
 SETTINGS = {"validation_fraction": 0.1, "group_characters": 5000}
 
 
-class Dying(ByteTokenizer):
-    """Ends its process at a document, as running out of memory does."""
-
-    def encode(self, text):
-        if text == DOCUMENTS[150]:
-            os._exit(9)
-        return super().encode(text)
-
-
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOCK}
 
 
-def test_the_number_of_processes_changes_no_byte(tmp_path):
+def test_the_number_of_threads_changes_no_byte(tmp_path):
     tokenizer = BPETokenizer.train(DOCUMENTS, 300)
-    heard = []
     alone = prepare(DOCUMENTS, tokenizer, tmp_path / "alone", **SETTINGS)
-    threads = prepare(DOCUMENTS, tokenizer, tmp_path / "threads", **SETTINGS, threads=3)
-    pair = prepare(DOCUMENTS, tokenizer, tmp_path / "pair", **SETTINGS, processes=2, finished=heard.append)
-    assert alone == threads == pair
-    assert contents(tmp_path / "alone") == contents(tmp_path / "threads") == contents(tmp_path / "pair")
-    assert sorted(group.digest for group in heard) == sorted(group.digest for group in pair.groups)
-    assert len(heard) > 10
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_is_said_and_what_it_finished_is_kept(tmp_path):
-    with pytest.raises(UsageError, match=r"shard 000\d\d: its process was ended from outside \(exit code 9\)"):
-        prepare(DOCUMENTS, Dying(), tmp_path / "data", **SETTINGS, processes=2)
-    kept = sum(group.documents for group in read_record(tmp_path / "data").groups)
-    counting = Counting()
-    prepare(DOCUMENTS, counting, tmp_path / "data", **SETTINGS)
-    assert counting.encoded == len(DOCUMENTS) - kept
-    prepare(DOCUMENTS, ByteTokenizer(), tmp_path / "whole", **SETTINGS)
-    assert contents(tmp_path / "data") == contents(tmp_path / "whole")
+    assert alone == prepare(DOCUMENTS, tokenizer, tmp_path / "threads", **SETTINGS, threads=3)
+    assert contents(tmp_path / "alone") == contents(tmp_path / "threads")
 
 
 KILLED = """
@@ -67,7 +40,7 @@ import sys
 from pathlib import Path
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizers import ByteTokenizer
-from tests.lab.data.test_prepare_processes import DOCUMENTS, SETTINGS
+from tests.lab.data.test_prepare_faults import DOCUMENTS, SETTINGS
 
 def documents():
     yield from DOCUMENTS[:200]
@@ -75,28 +48,21 @@ def documents():
     sys.stdin.read()
 
 if __name__ == "__main__":
-    prepare(documents(), ByteTokenizer(), Path(sys.argv[1]), **SETTINGS, processes=2)
+    prepare(documents(), ByteTokenizer(), Path(sys.argv[1]), **SETTINGS)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are found in /proc")
-def test_a_killed_run_leaves_no_process_behind_and_goes_on(tmp_path):
+def test_a_killed_run_goes_on(tmp_path):
     script, folder = tmp_path / "killed.py", tmp_path / "data"
     script.write_text(KILLED, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, script, folder], env=environment, text=True, **pipes) as run:
         assert run.stdout.readline() == "waiting\n"
-        while sum(bool(group.digest) for group in read_record(folder).groups) < 5:
-            time.sleep(0.01)
-        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text(encoding="utf-8").split()
         with pytest.raises(UsageError, match="is being prepared by another process"):
             prepare(DOCUMENTS, ByteTokenizer(), folder, **SETTINGS)
         run.send_signal(signal.SIGKILL)
-    assert len(children) >= 2
-    while any(is_running(child) for child in children):
-        time.sleep(0.01)
     assert not read_record(folder).complete
     kept, counting = sum(group.documents for group in read_record(folder).groups), Counting()
     prepare(DOCUMENTS, counting, folder, **SETTINGS)
@@ -105,15 +71,8 @@ def test_a_killed_run_leaves_no_process_behind_and_goes_on(tmp_path):
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-def is_running(process):
-    try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_a_hole_in_the_record_is_all_that_is_encoded_again(tmp_path):
-    """Of two processes, the one with the later group may finish first."""
+    """Earlier versions encoded in several processes, of which the one with the later group could finish first."""
     record, before = prepare(DOCUMENTS, ByteTokenizer(), tmp_path, **SETTINGS), contents(tmp_path)
     fields = json.loads((tmp_path / RECORD).read_text(encoding="utf-8"))
     fields["groups"][3] = {"digest": "", "documents": 0, "tokens": {}, "checksums": {}}
