@@ -152,11 +152,3 @@ def test_the_entropy_of_what_is_drawn_matches_the_rate(seed):
     assert abs(empirical + bias - rate) < 5.0 * deviation + bias
     assert 5.0 * deviation + bias < 0.02 * rate, "the test can fail"
     assert np.mean(lengths) - 1 == pytest.approx(50.0, abs=5.0 * 50.0 / documents**0.5)
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"seed": -1}, {"alphabet": ""}, {"alphabet": "aa"}, {"sharpness": -1.0}, {"mean_length": 0.5}]
-)
-def test_a_source_without_sense_is_refused(arguments):
-    with pytest.raises(ValueError, match="a source needs"):
-        MarkovSource(**{"seed": 0, **arguments})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from string import ascii_lowercase
 from typing import Any, TypeAlias
@@ -34,15 +35,6 @@ class MarkovSource:
     alphabet: str = ascii_lowercase[:16]  # different characters
     sharpness: float = 2.0  # 0 makes all transitions equally likely, larger values the next one more predictable
     mean_length: float = 512.0  # characters in a document, on average; lengths are geometric
-    transitions: Matrix = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.seed < 0 or not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
-            raise ValueError(f"a source needs a seed >= 0 and different characters, not {self.seed}, {self.alphabet!r}")
-        if self.sharpness < 0.0 or self.mean_length < 1.0:
-            given = f"{self.sharpness} and {self.mean_length}"
-            raise ValueError(f"a source needs a sharpness >= 0 and a mean length >= 1, not {given}")
-        object.__setattr__(self, "transitions", self._chain())
 
     def __iter__(self) -> Iterator[str]:
         """All documents, without end."""
@@ -62,7 +54,8 @@ class MarkovSource:
         """Nats for each token, a character or the end of a document."""
         return float(_stationary(self.transitions) @ _entropy(self.transitions))
 
-    def _chain(self) -> Matrix:
+    @cached_property
+    def transitions(self) -> Matrix:
         """Transition probabilities, rows from and columns to; the last state is the end of a document.
 
         A document starts from the distribution that the characters keep, so every character has the same marginal.

@@ -111,8 +111,6 @@ class BPETokenizer(Tokenizer):
     @classmethod
     def train(cls, documents: Iterable[str], vocab_size: int) -> BPETokenizer:
         """Learn merges from documents, which are read once; a small corpus may give fewer tokens than asked for."""
-        if vocab_size <= BYTES:
-            raise ValueError(f"a byte-level BPE needs {BYTES} bytes and an end of document, not {vocab_size} tokens")
         library = _library("tokenizers")
         bpe = library.Tokenizer(library.models.BPE())
         bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
