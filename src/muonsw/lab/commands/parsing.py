@@ -20,9 +20,9 @@ from tyro.conf import arg
 # How options were spelled before every command had the same name for the same thing; still understood.
 FORMER: Mapping[str, Mapping[str, str]] = {
     "advise": {"--peak-lr": "--lr"},
+    "data": {"--processes": "--threads"},
     "plan": {"--peak-lr": "--lr", "--shape": "--schedule"},
     "bench": {"--micro": "--micro-batch"},
-    "data": {"--processes": "--threads"},
 }
 TRAIN_PREFIX = "--optimizer."
 
