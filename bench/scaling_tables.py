@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from muonsw.lab.commands.plan import Plan, update_rows
-from muonsw.lab.cost import H200, ON_PAPER, RunPlan, Setup, Update, parts_of, plan_update
+from muonsw.lab.commands.plan import link_rows
+from muonsw.lab.cost import H200, ON_PAPER, Setup, Update, parts_of, plan_update
 from muonsw.lab.model import ModelConfig, preset
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -189,11 +189,9 @@ def rates() -> str:
 
 
 def several() -> str:
-    """What the command beside it prints."""
+    """What the command beside it prints of links."""
     setup = Setup(64, "fsdp", tflops=TFLOPS, micro_batch=4)
-    result = Plan(preset="w1024", tokens="197B", setup=setup).planned()
-    assert isinstance(result, RunPlan)
-    return table(("", "", ""), update_rows(result.update))
+    return table(("", "", ""), link_rows(plan_update(W1024, setup, SMALL_BATCH)))
 
 
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
