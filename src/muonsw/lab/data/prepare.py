@@ -39,8 +39,9 @@ from muonsw.lab.data.shards import (
 from muonsw.lab.data.tokenizers import BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer, store
 from muonsw.lab.errors import UsageError
 
-# What is encoded at a time, for each thread: the libraries need some hundred bytes for a token while they work.
-BATCH_CHARACTERS = 1 << 20
+# What is encoded at a time, for each of so many threads at most: the libraries need some hundred bytes for a token while
+# they work, which keeps them below a gigabyte.
+BATCH_CHARACTERS, BATCH_THREADS = 1 << 20, 8
 # Small corpora get several shards, so that a killed run loses little; large ones not too many to be open at once.
 _SHARD_CHARACTERS: dict[Source, int] = {"python": 1 << 22, "synthetic": 1 << 22, "text": 1 << 24, "fineweb": 1 << 26}
 _HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "fineweb": 0.001}
@@ -228,7 +229,7 @@ def _encode(
 def encoded(texts: Iterable[str], tokenizer: Tokenizer, threads: int = 1) -> Iterator[Tokens]:
     """The tokens of documents, each followed by an end of document, in pieces of many documents."""
     end = np.array([tokenizer.end_of_document], dtype=np.uint32)
-    for batch in grouped(texts, BATCH_CHARACTERS * threads):
+    for batch in grouped(texts, BATCH_CHARACTERS * min(threads, BATCH_THREADS)):
         ids = tokenizer.encode_batch(batch, threads=threads)
         yield np.concatenate([part for document in ids for part in (document, end)])
 
