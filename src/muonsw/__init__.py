@@ -14,14 +14,17 @@ __version__ = "0.1.0"
 _HOMES = {
     "ALGORITHMS": "algorithms",
     "DECAY_RULES": "decay",
+    "NORMALIZERS": "normalize",
     "NORM_RULES": "norms",
     "ORTHOGONALIZERS": "orthogonalize",
+    "PRECONDITIONERS": "precondition",
     "SGDSW": "variants",
     "SHAPE_SCALES": "matrices",
     "AdamWSW": "variants",
     "GroupOptions": "options",
     "JsonlSink": "telemetry",
     "MlflowSink": "telemetry",
+    "MuonOptions": "options",
     "MuonSW": "variants",
     "NonFiniteGradientError": "nonfinite",
     "NonFiniteGradientWarning": "nonfinite",
@@ -49,12 +52,15 @@ if TYPE_CHECKING:
     from muonsw.matrices import SHAPE_SCALES as SHAPE_SCALES
     from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
     from muonsw.nonfinite import NonFiniteGradientWarning as NonFiniteGradientWarning
+    from muonsw.normalize import NORMALIZERS as NORMALIZERS
     from muonsw.norms import NORM_RULES as NORM_RULES
     from muonsw.optimizer import ScaledDecayOptimizer as ScaledDecayOptimizer
     from muonsw.options import GroupOptions as GroupOptions
+    from muonsw.options import MuonOptions as MuonOptions
     from muonsw.orthogonalize import ORTHOGONALIZERS as ORTHOGONALIZERS
     from muonsw.peak import PeakLRError as PeakLRError
     from muonsw.peak import PeakLRWarning as PeakLRWarning
+    from muonsw.precondition import PRECONDITIONERS as PRECONDITIONERS
     from muonsw.telemetry import JsonlSink as JsonlSink
     from muonsw.telemetry import MlflowSink as MlflowSink
     from muonsw.telemetry import Telemetry as Telemetry

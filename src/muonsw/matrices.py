@@ -185,6 +185,16 @@ class MatrixView(NamedTuple):
         stack = math.prod(shape[: self.stack_axes(len(shape))])
         return stack * sum(cell.rows * cell.columns > 0 for cell in self.cells(shape))
 
+    def cell_keys(self, key: str) -> tuple[str, ...]:
+        """The keys of a tensor of state that each cell of a parameter has: one, or one numbered for each cell."""
+        cells = self.heads or (1 if self.split_sizes is None else len(self.split_sizes))
+        return (key,) if cells == 1 else tuple(f"{key}.{number}" for number in range(cells))
+
+    def cell_number(self, shape: Sequence[int], cuts: Sequence[Cut]) -> int:
+        """The number of the cell in which a region of a parameter lies, given by its cuts."""
+        cells = enumerate(self.cells(shape))
+        return next(number for number, cell in cells if set(cell.region.cuts) <= set(cuts))
+
     def out_in(self, rows: int, columns: int) -> tuple[int, int]:
         """(out, in) of matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
         return (columns, rows) if self.transposed else (rows, columns)
@@ -256,6 +266,21 @@ def _chunks(found: list[tuple[int, StackRun]], most: int) -> Iterator[list[tuple
         chunk.append((index, WHOLE if whole else Region((*run.cell.region.cuts, *run.stack))))
         room -= run.matrices
     yield chunk
+
+
+def empty_batch(tensors: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for all matrices of these tensors."""
+    count = sum(t.numel() for t in tensors) // (rows * columns)
+    return tensors[0].new_empty(count, rows, columns, dtype=dtype)
+
+
+def scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a batch (count, rows, columns) in the shapes of tensors that hold as many matrices together."""
+    if all(t.dim() == 2 for t in like):
+        return list(batch.unbind())
+    area = batch.shape[-2] * batch.shape[-1]
+    pieces = batch.split_with_sizes([t.numel() // area for t in like])
+    return [piece.reshape(t.shape) for piece, t in zip(pieces, like, strict=True)]
 
 
 # A shape scale: by how much an orthogonal direction of (rows, columns) = (out, in) is stretched.

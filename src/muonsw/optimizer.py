@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -33,7 +34,7 @@ from muonsw.options import (
 )
 from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
-from muonsw.state import ensure_state
+from muonsw.state import ensure_state, zeros
 from muonsw.step import OptionCheck, collect, take_step
 from muonsw.summary import LastStep, Summary, summarize
 from muonsw.work import Group, names_of
@@ -278,7 +279,8 @@ class ScaledDecayOptimizer(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if self._ranks.has_owner(param):
-                    self._ranks.fetch(group, param, self.state[param])
+                    fresh = partial(zeros, group=group, param=param, parameter=param)
+                    self._ranks.fetch(group, param, self.state[param], fresh)
 
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`.

@@ -18,10 +18,13 @@ from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES
 from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
 from muonsw.nonfinite import POLICIES
+from muonsw.normalize import NORMALIZERS
+from muonsw.normalize.normuon import LONGER, ROWS
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, LOW_PRECISION, dtype_name
+from muonsw.precondition import PRECONDITIONERS
 from muonsw.registry import unknown
 from muonsw.text import users_line
 
@@ -68,6 +71,20 @@ class GroupOptions(TypedDict, total=False):
     role: str | None
 
 
+class MuonOptions(GroupOptions, total=False):
+    """Options of the members of Muon's slots; None is the member's default.
+
+    Attributes:
+        normalize_beta2: decay rate of the averages of squared directions.
+        normalize_eps: added to their root.
+        normalize_axis: what has an average of its own: "rows" (outputs), or "longer" (places along the longer axis).
+    """
+
+    normalize_beta2: float | None
+    normalize_eps: float | None
+    normalize_axis: str | None
+
+
 COMMON: Group = {
     "lr": 1e-3,
     "weight_decay": 0.1,
@@ -98,6 +115,7 @@ BOOKKEEPING: Group = {
     "constructor_lr": None,
     "highest_lr": None,
     "step_count": 0,
+    "update_count": 0,
     "gradient_average": None,
 }
 
@@ -348,6 +366,10 @@ def _target_norm(value: Any) -> float | None:
     return None if value is None else float(_number(0.0)(value))
 
 
+def _optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
 def _heads(value: Any) -> int | None:
     return None if value is None else int(_whole(1)(value))
 
@@ -387,6 +409,11 @@ CHECKS: dict[str, Check] = {
     "ns_steps": _whole(1),
     "ns_dtype": _dtype,
     "scale": _known(SHAPE_SCALES),
+    "precondition": _optional(_known(PRECONDITIONERS)),
+    "normalize": _optional(_known(NORMALIZERS)),
+    "normalize_beta2": _optional(_number(0.0, 1.0, open_end=True)),
+    "normalize_eps": _optional(_number(0.0)),
+    "normalize_axis": _one_of(None, ROWS, LONGER),
     "matrix": _one_of(None, STACK, FLATTEN),
     "split_sizes": _split_sizes,
     "split_dim": _one_of(0, 1),  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from muonsw import norms, peak
+from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Rates
 from muonsw.decay import DECAY_RULES, decay_factor, decays
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local
@@ -84,6 +85,8 @@ def _check_lr(group: Group, label: str) -> None:
 def _check_tensor(number: int, group: Group, label: str, counters: Counters) -> None:
     """The peak of a learning rate in a tensor: resolved once, raised by schedulers, frozen in a captured graph."""
     if _capturing(group["lr"]):
+        if counts_steps(group):
+            raise RuntimeError(f"{label} does something else every few steps, which a CUDA graph would freeze")
         if group["resolved_peak_lr"] is None and needs_peak(group):
             peak.resolve_before_capture(group, label)
         return
@@ -199,18 +202,26 @@ def loaded_position(value: Any, own: Any) -> Any:
 
 
 def count_steps(groups: Iterable[Group]) -> None:
-    """Count a step in every group whose rule follows it."""
+    """Count a step in every group whose decay rule or algorithm follows it."""
     for group in groups:
         if DECAY_RULES[group["decay"]].uses_step:
             if isinstance(group["step_count"], Tensor):
                 group["step_count"].add_(1)
             else:
-                _count_on_host(group)
+                _count_on_host(group, "step_count")
+        if counts_steps(group):
+            _count_on_host(group, "update_count")
+
+
+def counts_steps(group: Group) -> bool:
+    """Whether the group's algorithm follows the number of the step, on the host."""
+    asks = ALGORITHMS[group["algorithm"]].counts_steps
+    return asks is not None and asks(group)
 
 
 @_disable_dynamo  # a number that differs in every step would compile every step anew
-def _count_on_host(group: Group) -> None:
-    group["step_count"] = int(group["step_count"]) + 1
+def _count_on_host(group: Group, key: str) -> None:
+    group[key] = int(group[key]) + 1
 
 
 def _step_of(group: Group, device: torch.device) -> float | Tensor:

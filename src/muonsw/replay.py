@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw import rates
 from muonsw.algorithms.base import Rates
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.graphs import recorded
@@ -234,6 +235,8 @@ def obstacle(work: Sequence[Batch], nonfinite: str) -> str:
     for group in [batch.group for batch in work]:
         if group.get("orthogonalizer") == "exact":
             return "orthogonalizer='exact' waits for the device"
+        if rates.counts_steps(group):
+            return f"algorithm={group['algorithm']!r} does something else every few steps"
         if isinstance(group["lr"], Tensor) or isinstance(group["weight_decay"], Tensor):
             return "a learning rate or a weight decay is a tensor, which the host does not know"
         if DECAY_RULES[group["decay"]].uses_gradient and decays(group):

@@ -1,7 +1,8 @@
 """The state of a parameter: which tensors it has, in which dtype, and how they begin.
 
 Keys are torch's own (`momentum_buffer`, `exp_avg`, `exp_avg_sq`, `step`), so that states of torch's optimizers load.
-Honest rounding adds `compensation`, a norm rule `radius`.
+Honest rounding adds `compensation`, a norm rule `radius`. Rules of whole matrices declare theirs (`muonsw.slots`): a
+tensor with a shape of its own has the axes of the parameter that count matrices, then two of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from torch import Tensor
 
 from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
+from muonsw.distributed.shards import is_dtensor, put_state_like, zeros_like_state
+from muonsw.matrices import MatrixView
 from muonsw.precision import LOW_PRECISION, state_dtype
+from muonsw.slots import wide_dtype
 from muonsw.work import Group, Item
 
 # What honest rounding of a low-precision weight remembers.
@@ -32,9 +36,21 @@ def dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
     """The dtype in which a tensor of the state is kept."""
     if key == "step":
         return torch.float32
-    if key == "radius":
-        return norms.wide_dtype(param)
+    if key == "radius" or own_shape(key, group, param) is not None:
+        return wide_dtype(param.dtype)
     return param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
+
+
+def own_shape(key: str, group: Group, param: Tensor) -> torch.Size | None:
+    """The shape of a tensor of state that is not laid out like its parameter; None of all others."""
+    matrices = ALGORITHMS[group["algorithm"]].matrices
+    base, _, number = key.partition(".")
+    spec = None if matrices is None else matrices.state(group).get(base)
+    if spec is None or spec.shape is None:
+        return None
+    view = MatrixView.of(group)
+    _, rows, columns = list(view.cells(param.shape))[int(number or 0)]
+    return torch.Size((*param.shape[: view.stack_axes(param.dim())], *spec.shape(*view.out_in(rows, columns))))
 
 
 def ensure_state(group: Group, items: Sequence[Item], leave_out: tuple[str, ...] = ()) -> None:
@@ -52,16 +68,35 @@ def as_state(key: str, value: Any, group: Group, param: Tensor) -> Tensor:
     dtype = dtype_of(key, group, param)
     if not isinstance(value, Tensor):  # older states count steps in plain numbers
         return torch.tensor(value, dtype=dtype, device=param.device)
-    if key in ("step", "radius") or value.shape != param.shape or value.stride() == param.stride():
+    alike = key not in ("step", "radius") and own_shape(key, group, param) is None and value.shape == param.shape
+    if not alike or value.stride() == param.stride():
         return value.to(param.device, dtype, copy=True)
     return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
 
 
+def placed(key: str, value: Tensor, group: Group, param: Tensor) -> Tensor:
+    """A saved tensor as this key of a parameter's state lies over ranks."""
+    return put_state_like(param, value, _own_axis(key, group, param))
+
+
+def _own_axis(key: str, group: Group, param: Tensor) -> int | None:
+    """The first axis of a tensor of state that its parameter has not; None where it has all."""
+    return None if own_shape(key, group, param) is None else MatrixView.of(group).stack_axes(param.dim())
+
+
 def _fresh(key: str, group: Group, item: Item) -> Tensor:
-    param = item.param
     if key == "radius":
-        return norms.initial_radius(group, item.name, param)
-    dtype = dtype_of(key, group, param)
+        return norms.initial_radius(group, item.name, item.param)
+    return zeros(key, group, item.param, item.parameter)
+
+
+def zeros(key: str, group: Group, param: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor of state as it begins, for what this rank holds of a parameter."""
+    dtype, shape = dtype_of(key, group, param), own_shape(key, group, parameter)
     if key == "step":
         return torch.zeros((), dtype=dtype, device=param.device)
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    if shape is None:
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    if is_dtensor(parameter):
+        return zeros_like_state(parameter, shape, MatrixView.of(group).stack_axes(parameter.dim()), dtype)
+    return torch.zeros(shape, dtype=dtype, device=param.device)

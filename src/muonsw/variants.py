@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muonsw.optimizer import Params, ScaledDecayOptimizer
-from muonsw.options import GroupOptions
+from muonsw.options import GroupOptions, MuonOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,6 +41,9 @@ class MuonSW(ScaledDecayOptimizer):
         ns_steps: iterations of the orthogonalizer.
         ns_dtype: dtype of its products; "auto" is bfloat16 where the hardware multiplies it, else float32.
         scale: shape scale: "match_rms_adamw" (0.2 sqrt(max(m, n))), "original", "spectral" or "none".
+        precondition: what is done to the momentum before it is orthogonalized, a name of `PRECONDITIONERS`.
+        normalize: what is done to the direction after that: "normuon" (rows of equal size), or another name of
+            `NORMALIZERS`.
         matrix: how parameters with more than two axes are seen: "stack" (the last two are (out, in), the others
             count matrices) or "flatten" (the first is out, the others are in).
         split_sizes: sizes of the matrices that a fused projection holds side by side.
@@ -57,7 +60,7 @@ class MuonSW(ScaledDecayOptimizer):
             orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
         momentum_on_owner: keep the momentum of such a parameter on the rank that orthogonalizes it alone; call
             `gather_state` on every rank before `state_dict`.
-        **options: see `GroupOptions`.
+        **options: see `MuonOptions`.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8), torch.nn.Linear(8, 8))
@@ -88,6 +91,8 @@ class MuonSW(ScaledDecayOptimizer):
         ns_steps: int = 5,
         ns_dtype: torch.dtype | str = "auto",
         scale: str = "match_rms_adamw",
+        precondition: str | None = None,
+        normalize: str | None = None,
         matrix: str | None = None,
         split_sizes: tuple[int, ...] | None = None,
         split_dim: int = 0,
@@ -98,7 +103,7 @@ class MuonSW(ScaledDecayOptimizer):
         replay: bool = False,
         process_group: ProcessGroup | None = None,
         momentum_on_owner: bool = False,
-        **options: Unpack[GroupOptions],
+        **options: Unpack[MuonOptions],
     ) -> None:
         own = {
             "lr": lr,
@@ -113,6 +118,8 @@ class MuonSW(ScaledDecayOptimizer):
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
             "scale": scale,
+            "precondition": precondition,
+            "normalize": normalize,
             "matrix": matrix,
             "split_sizes": split_sizes,
             "split_dim": split_dim,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import ALGORITHMS, DECAY_RULES, MuonSW
+from muonsw import ALGORITHMS, DECAY_RULES, NORMALIZERS, PRECONDITIONERS, MuonSW
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from tests.common import toy
 from tests.common.problems import RULE_OPTIONS, assert_same, clones, cosine, matrices, mean_square, phi_of, run
@@ -20,6 +20,14 @@ COMBINATIONS = [
     for orthogonalizer in (ORTHOGONALIZERS if algorithm == "muon" else ["newton_schulz"])
     for cautious in (False, True)
     if orthogonalizer == "newton_schulz" or decay in ("constant", "scaled")
+]
+# A member of a slot stands in the place of the orthogonalizer: `slot=member`.
+COMBINATIONS += [
+    ("muon", decay, f"{slot}={member}", cautious)
+    for slot, members in (("precondition", PRECONDITIONERS), ("normalize", NORMALIZERS))
+    for member in members
+    for decay in ("constant", "scaled")
+    for cautious in (False, True)
 ]
 # Decay that does not vanish with the learning rate, or grows as gradients vanish, pulls away from a minimum.
 PULLING = ("fixed", "gradient_norm")
@@ -44,7 +52,9 @@ def _toy():
 
 
 def build(params, algorithm, decay, orthogonalizer, cautious, lr=0.05):
-    group = {"params": params, "algorithm": algorithm, "orthogonalizer": orthogonalizer, "momentum": 0.9}
+    slot, _, member = orthogonalizer.partition("=")
+    chosen = {slot: member} if member else {"orthogonalizer": orthogonalizer}
+    group = {"params": params, "algorithm": algorithm, "momentum": 0.9, **chosen}
     return MuonSW(
         [group],
         lr=lr,

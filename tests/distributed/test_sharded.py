@@ -209,7 +209,7 @@ def test_a_group_may_mix_plain_sharded_and_replicated_parameters(pool):
         assert (matrices, moved) == (4, {"muon": 120})
 
 
-def interleaved():
+def interleaved(options=None):
     """Shards that are no boxes: rows 0 and 2 here, 1 and 3 there."""
     mesh = mesh_of(2, 2)
     value = torch.randn(8, 5, dtype=torch.float64)
@@ -219,8 +219,9 @@ def interleaved():
         mine = whole.chunk(2)[mesh.get_coordinate()[0]][mesh.get_coordinate()[1] :: 2]
         return DTensor.from_local(mine.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=(5, 1))
 
-    alone = MuonSW([nn.Parameter(value.clone())], lr=PEAK, weight_decay=0.5, split_sizes=(3, 5))
-    together = MuonSW([("odd", nn.Parameter(shard(value)))], lr=PEAK, weight_decay=0.5, split_sizes=(3, 5))
+    options = {"lr": PEAK, "weight_decay": 0.5, "split_sizes": (3, 5), **(options or {})}
+    alone = MuonSW([nn.Parameter(value.clone())], **options)
+    together = MuonSW([("odd", nn.Parameter(shard(value)))], **options)
     said = []
     for step in range(2):
         take_step(alone, step, give_plain)
@@ -230,6 +231,10 @@ def interleaved():
         said += [str(w.message) for w in caught]
     mine = shard(parameters(alone)[0].detach()).to_local()
     return (parameters(together)[0].to_local() - mine).abs().max().item(), said
+
+
+def interleaved_difference(options):
+    return interleaved(options)[0]
 
 
 @pytest.mark.skipif(

@@ -18,6 +18,7 @@ from muonsw import kernels
 from muonsw.matrices import WHOLE, MatrixView, Part, Region, views
 from muonsw.nonfinite import Flag
 from muonsw.precision import LOW_PRECISION
+from muonsw.slots import Specs, State, no_state
 from muonsw.work import Group, Item, all_contiguous, dtypes_of, elements, rows_of
 
 if TYPE_CHECKING:
@@ -111,15 +112,19 @@ class MatrixRule(NamedTuple):
         sent_dtype: the dtype of what is to be orthogonalized.
         result_dtype: the dtype of directions.
         advance: moves the state of parts one step on, and writes what is to be orthogonalized to targets, if any.
-        directions: the directions for matrices (count, rows, columns), in a dtype.
+        directions: the directions for matrices (count, rows, columns) and their state, in a dtype; and the new state.
         scale: how far matrices of a shape move.
+        state: what `directions` keeps of each matrix, by key; it travels with the matrix.
+        sends_gradient: whether `directions` also wants the gradient, as `state["grad"]`.
     """
 
     sent_dtype: Callable[[Group, torch.dtype], torch.dtype]
     result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype]
     advance: Callable[[Group, list[Part], list[Tensor] | None, Tensor | None], None]
-    directions: Callable[[Group, Tensor, torch.dtype], Tensor]
+    directions: Callable[[Group, Tensor, State, torch.dtype], tuple[Tensor, State]]
     scale: Callable[[Group, int, int], float]
+    state: Callable[[Group], Specs] = no_state
+    sends_gradient: Callable[[Group], bool] = lambda _: False
 
 
 class Algorithm(NamedTuple):
@@ -127,6 +132,11 @@ class Algorithm(NamedTuple):
 
     A rule without `matrices` treats every element on its own: on many ranks it is given shards. `scale_free` says that
     the size of a gradient does not reach the update, so that clipping it has no point.
+
+    A rule that does something else every few steps has `counts_steps`. Where that says so of a group, its
+    `update_count` is the number of the step that is being taken, from 1: a plain int that is saved with the group and
+    the same on all ranks. Steps that are skipped count, since only the device may know of them. Whether a matrix has
+    had a gradient before is a question to its state, on the device. No graph is captured of such a step.
     """
 
     defaults: dict[str, Any]
@@ -135,6 +145,7 @@ class Algorithm(NamedTuple):
     validate: Callable[[Group, str, Tensor], None]
     matrices: MatrixRule | None = None
     scale_free: bool = False
+    counts_steps: Callable[[Group], bool] | None = None
 
     def view(self, group: Group) -> MatrixView | None:
         """How this rule sees a group's parameters as matrices; None where every element is on its own."""

@@ -1,12 +1,13 @@
 """Muon: momentum, orthogonalized matrix by matrix and scaled by the shape.
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). Unlike the author's code, the caller's
-gradient is never changed, and equal matrices of all parameters are one batch.
+gradient is never changed, and equal matrices of all parameters are one batch. Two slots, before the orthogonalization
+and after it, turn Muon into its relatives (`muonsw.precondition`, `muonsw.normalize`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -22,17 +23,35 @@ from muonsw.algorithms.base import (
     clean,
     look_ahead,
 )
+from muonsw.algorithms.whole import VIEW_OPTIONS, apply_slot, validate_matrices
+from muonsw.algorithms.whole import state_keys as keys_of
 from muonsw.machine import product_dtype
-from muonsw.matrices import SHAPE_SCALES, Bucket, MatrixView, Part, chunks, remembered_chunks, views
+from muonsw.matrices import (
+    SHAPE_SCALES,
+    Bucket,
+    MatrixView,
+    Part,
+    chunks,
+    empty_batch,
+    remembered_chunks,
+    scatter,
+    views,
+)
 from muonsw.nonfinite import Flag
+from muonsw.normalize import NORMALIZE
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
 from muonsw.precision import LOW_PRECISION, state_dtype
+from muonsw.precondition import PRECONDITION
+from muonsw.slots import Specs, State
 from muonsw.work import Group, Item
 
 
-def state_keys(group: Group) -> tuple[str, ...]:  # noqa: ARG001
-    """One buffer for each parameter, under torch's name."""
-    return ("momentum_buffer",)
+def state_keys(group: Group) -> tuple[str, ...]:
+    """One buffer for each parameter, under torch's name, and what the slots keep."""
+    if group["precondition"] is None and group["normalize"] is None:
+        return ("momentum_buffer",)
+    specs = {**PRECONDITION.specs(group), **NORMALIZE.specs(group)}
+    return ("momentum_buffer", *keys_of(MatrixView.of(group), specs))
 
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]:
@@ -49,15 +68,19 @@ def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget)
     """Orthogonalized momentum of parts with equal matrices, each in the shape of its part."""
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    flag = budget.flag
-    matrices = None if group["fused"] is False else _by_kernel(group, bucket, grads, momenta, flag)
+    flag, first = budget.flag, group["precondition"]
+    matrices = None if group["fused"] is False or first else _by_kernel(group, bucket, grads, momenta, flag)
     if matrices is None:
-        ahead = _empty_batch(momenta, bucket)
-        _advance(group, grads, momenta, _scatter(ahead, momenta), None if flag is None else flag.ok)
+        ahead = empty_batch(momenta, bucket.rows, bucket.columns)
+        _advance(group, grads, momenta, scatter(ahead, momenta), budget.ok)
+        if first is not None:
+            ahead = apply_slot(PRECONDITION, group, bucket, parts, ahead, budget.ok)
         matrices = _orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
         if flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
             matrices = matrices.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
-    return _scatter(matrices, grads)
+    if group["normalize"] is not None:
+        matrices = apply_slot(NORMALIZE, group, bucket, parts, matrices, budget.ok)
+    return scatter(matrices, grads)
 
 
 def _by_kernel(
@@ -120,52 +143,63 @@ def _as_matrices(tensors: list[Tensor], bucket: Bucket) -> list[Tensor]:
     ]
 
 
-def _empty_batch(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """Room for all matrices of these tensors."""
-    count = sum(t.numel() for t in tensors) // (bucket.rows * bucket.columns)
-    return tensors[0].new_empty(count, bucket.rows, bucket.columns)
+def _advance_parts(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
+    momenta = [part.state("momentum_buffer") for part in parts]
+    grads = [part.grad for part in parts]
+    _advance(group, grads, momenta, targets, ok)
+    if _runs_on_shards(group):
+        _precondition_shards(group, parts, targets, ok)
 
 
-def _scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a batch (count, rows, columns) in the shapes of tensors that hold as many matrices together."""
-    if all(t.dim() == 2 for t in like):
-        return list(batch.unbind())
-    area = batch.shape[-2] * batch.shape[-1]
-    pieces = batch.split_with_sizes([t.numel() // area for t in like])
-    return [piece.reshape(t.shape) for piece, t in zip(pieces, like, strict=True)]
+def _runs_on_shards(group: Group) -> bool:
+    member = PRECONDITION.member(group)
+    return member is not None and member.elementwise
+
+
+def _precondition_shards(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
+    """Run an elementwise preconditioner where the shards are: its state advances on every rank that keeps it."""
+    for number, part in enumerate(parts):
+        before = {key: part.state(key) for key in PRECONDITION.specs(group)}
+        X = part.state("momentum_buffer") if targets is None else targets[number]
+        grad = clean([part.grad], [X], group["maximize"], ok)[0]
+        result, after = PRECONDITION.apply({**group, "transposed": False}, X, {**before, "grad": grad})
+        for key, tensor in before.items():
+            tensor.copy_(after[key] if ok is None else torch.where(ok, after[key], tensor))
+        if targets is not None:
+            X.copy_(result)
+
+
+def _whole(group: Group, X: Tensor, state: State, dtype: torch.dtype) -> tuple[Tensor, State]:
+    """What follows momentum, for whole matrices with the state that the slots keep of them."""
+    new: State = {}
+    if group["precondition"] is not None and not _runs_on_shards(group):
+        X, new = PRECONDITION.apply(group, X, state)
+    X = _orthogonalize(group, X, dtype)
+    if group["normalize"] is not None:
+        X, more = NORMALIZE.apply(group, X, state)
+        X, new = X.to(dtype), {**new, **more}
+    return X, new
+
+
+def _travelling_state(group: Group) -> Specs:
+    first = {} if _runs_on_shards(group) else PRECONDITION.specs(group)
+    return {**first, **NORMALIZE.specs(group)}
+
+
+def _sends_gradient(group: Group) -> bool:
+    member = PRECONDITION.member(group)
+    return member is not None and member.uses_gradient and not member.elementwise
+
+
+def _counts_steps(group: Group) -> bool:
+    return group["precondition"] is not None and PRECONDITION.members[group["precondition"]].counts_steps
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """A parameter must be seen as matrices in exactly one way."""
-    shape = tuple(param.shape)
-    if param.dim() < 2:
-        raise ValueError(
-            f"Muon needs matrices, but {name} has shape {shape}; give it a group with algorithm='adamw', "
-            f"or let MuonSW.for_model route the whole model"
-        )
-    if param.dim() > 2 and group["matrix"] is None:
-        raise ValueError(
-            f"{name} has shape {shape}, which can be seen as matrices in two ways; say matrix='stack' where the last "
-            f"two axes are (out, in) and the others count matrices (experts), or matrix='flatten' where the first "
-            f"axis is out and the others are in (convolutions)"
-        )
-    _validate_splits(group, name, param)
-
-
-def _validate_splits(group: Group, name: str, param: Tensor) -> None:
-    heads, sizes, axis = group["heads"], group["split_sizes"], MatrixView.of(group).split_axis(param.shape)
-    found = f"{name} of shape {tuple(param.shape)} has {param.shape[axis]} along axis {axis}"
-    if heads is not None and sizes is not None:
-        raise ValueError(f"heads={heads} and split_sizes={tuple(sizes)} both say how to split {name}; give one of them")
-    if heads is not None and param.shape[axis] % heads:
-        raise ValueError(f"heads={heads} asks for equal blocks, but {found}")
-    if sizes is not None and sum(sizes) != param.shape[axis]:
-        raise ValueError(f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {found}")
-
-
-def _advance_parts(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
-    momenta = [part.state("momentum_buffer") for part in parts]
-    _advance(group, [part.grad for part in parts], momenta, targets, ok)
+    """A parameter must be seen as matrices in exactly one way, and the options of slots must be their members'."""
+    for slot in (PRECONDITION, NORMALIZE):
+        slot.refuse_options_of_others(group)
+    validate_matrices(group, name, param)
 
 
 # The rule of `updates` in two halves, for sharded matrices.
@@ -173,8 +207,10 @@ MATRIX_RULE = MatrixRule(
     sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
     result_dtype=lambda group, dtype, device: product_dtype(group["ns_dtype"], dtype, device),
     advance=_advance_parts,
-    directions=_orthogonalize,
+    directions=_whole,
     scale=_scale,
+    state=_travelling_state,
+    sends_gradient=_sends_gradient,
 )
 
 
@@ -187,15 +223,15 @@ MUON = Algorithm(
         "ns_steps": 5,
         "ns_dtype": "auto",
         "scale": "match_rms_adamw",
-        "matrix": None,
-        "transposed": False,
-        "split_sizes": None,
-        "split_dim": 0,
-        "heads": None,
+        "precondition": None,
+        "normalize": None,
+        **dict.fromkeys((*PRECONDITION.option_names(), *NORMALIZE.option_names())),
+        **VIEW_OPTIONS,
     },
     state_keys=state_keys,
     updates=updates,
     validate=validate,
     matrices=MATRIX_RULE,
     scale_free=True,
+    counts_steps=_counts_steps,
 )

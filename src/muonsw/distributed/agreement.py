@@ -38,6 +38,7 @@ _SETTINGS = (
     "decay",
     "total_steps",
     "step_count",
+    "update_count",
     "norm",
     "target_norm",
     "cautious",

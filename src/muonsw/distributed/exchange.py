@@ -1,5 +1,7 @@
 """The exchange: pieces of matrices travel to the owner of each matrix, directions travel back.
 
+What a rule keeps of whole matrices travels with them: a second collective there and back, in the dtype of the state.
+
 Each round is one packed collective there and one back. While a round is multiplied, the next one is on its way, and the
 results of the one before it return.
 """
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,11 +20,22 @@ from torch import Tensor
 
 from muonsw.algorithms.base import LARGE, Update
 from muonsw.distributed.layout import COPIES, SHARDS
-from muonsw.distributed.rounds import ExchangeBatch, Round, Shape, Unit
-from muonsw.distributed.shards import as_dtensor, shard_like
+from muonsw.distributed.rounds import GRADIENT, ExchangeBatch, Round, Shape, Sizes, Unit
+from muonsw.distributed.shards import LocalState, as_dtensor, shard_like
 from muonsw.matrices import WHOLE, Part, Region
+from muonsw.slots import ELEMENTWISE, State
+from muonsw.work import Item
 
 Blocks = dict[Shape, Tensor]
+States = dict[Shape, State]
+
+
+class Block(NamedTuple):
+    """Equal tensors of the matrices that this rank owns: how many, the shape of one, and each rank's piece of it."""
+
+    matrices: int
+    shape: tuple[int, ...]
+    pieces: tuple[Region, ...]
 
 
 class Transfer(NamedTuple):
@@ -43,33 +58,137 @@ class Exchange(Protocol):
     def gather(self, batches: Sequence[ExchangeBatch], one: Round) -> Transfer:
         """Advance the momenta of a round and send what is to be orthogonalized."""
 
-    def matrices(self, one: Round, arrived: Tensor) -> Blocks:
-        """The whole matrices that this rank owns, (count, *cell) for each shape."""
+    def gather_beside(self, batches: Sequence[ExchangeBatch], one: Round, sizes: Sizes) -> Transfer:
+        """Send what travels with the matrices."""
 
-    def scatter(self, one: Round, results: Blocks) -> Transfer:
-        """Send the results of the owned matrices to the ranks that hold pieces of them."""
+    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+        """What this rank owns, put together from what has arrived: (count, *shape) for each block."""
+
+    def scatter(self, one: Round, send: Tensor, sizes: Sizes) -> Transfer:
+        """Send what this rank owns to the ranks that hold pieces of it."""
+
+    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[Block]) -> list[Tensor]:
+        """What this rank owns in the pieces that `scatter` sends."""
+
+
+class Gathering(NamedTuple):
+    """The matrices of a round on their way to their owners, and what travels with them."""
+
+    matrices: Transfer
+    beside: Transfer | None = None
 
 
 def exchanged_updates(batches: Sequence[ExchangeBatch], rounds: Sequence[Round]) -> Iterator[tuple[int, Update]]:
     """Updates of all parameters that need an exchange, each with the number of its batch."""
-    gathering = _gather(batches, rounds, 0)
-    returning: Transfer | None = None
+    gathering = _gather(batches, rounds[0]) if rounds else None
+    returning: tuple[Round, Gathering] | None = None
     for number, one in enumerate(rounds):
-        arrived = gathering.wait()
-        gathering = _gather(batches, rounds, number + 1)
-        exchange = EXCHANGES[one.wire.kind]
-        results = _orthogonalize(batches, one, exchange.matrices(one, arrived))
-        before, returning = returning, exchange.scatter(one, results)
+        assert gathering is not None
+        matrices, states = _arrived(one, gathering)
+        gathering = _gather(batches, rounds[number + 1]) if number + 1 < len(rounds) else None
+        before, returning = returning, (one, _scatter(one, *_directions(batches, one, matrices, states)))
         if before is not None:
-            yield from _updates(batches, rounds[number - 1], before.wait())
+            yield from _returned(batches, *before)
     if returning is not None:
-        yield from _updates(batches, rounds[-1], returning.wait())
+        yield from _returned(batches, *returning)
 
 
-def _gather(batches: Sequence[ExchangeBatch], rounds: Sequence[Round], number: int) -> Transfer:
-    if number == len(rounds):
-        return Transfer(torch.empty(0, dtype=torch.float32, device="cpu"), [])
-    return EXCHANGES[rounds[number].wire.kind].gather(batches, rounds[number])
+def _gather(batches: Sequence[ExchangeBatch], one: Round) -> Gathering:
+    exchange = EXCHANGES[one.wire.kind]
+    matrices = exchange.gather(batches, one)
+    return Gathering(matrices, None if one.beside is None else exchange.gather_beside(batches, one, one.beside[0]))
+
+
+def _arrived(one: Round, gathering: Gathering) -> tuple[Blocks, States]:
+    """The whole matrices that this rank owns, (count, *cell) for each shape, and what has come with them."""
+    exchange = EXCHANGES[one.wire.kind]
+    matrices = dict(zip(one.counts, exchange.assemble(one, gathering.matrices.wait(), _owned(one)), strict=True))
+    if gathering.beside is None:
+        return matrices, {}
+    tensors = iter(exchange.assemble(one, gathering.beside.wait(), _beside(one)))
+    return matrices, {shape: {kept.key: next(tensors) for kept in shape.companions} for shape in one.counts}
+
+
+def _owned(one: Round) -> list[Block]:
+    """The matrices that this rank owns."""
+    return [Block(count, shape.cell, shape.pieces) for shape, count in one.counts.items()]
+
+
+def _beside(one: Round, *, returning: bool = False) -> list[Block]:
+    """What travels with the matrices that this rank owns."""
+    return [
+        Block(count, kept.shape, kept.pieces)
+        for shape, count in one.counts.items()
+        for kept in shape.companions
+        if kept.returns or not returning
+    ]
+
+
+def _directions(
+    batches: Sequence[ExchangeBatch], one: Round, matrices: Blocks, states: States
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The directions of the matrices that this rank owns, and their new state, in the order in which they return."""
+    results, kept = [], []
+    for shape, whole in matrices.items():
+        batch = batches[shape.batch]
+        X, state = whole.reshape(-1, shape.rows, shape.columns), _as_matrices(shape, states.get(shape, {}))
+        directions, new = batch.rule.directions(batch.group, X, state, one.wire.back)
+        results.append(directions.reshape(whole.shape))
+        kept += [new[beside.key].reshape(-1, *beside.shape) for beside in shape.companions if beside.returns]
+    return results, kept
+
+
+def _as_matrices(shape: Shape, state: State) -> State:
+    """State with an element for each of the matrix has the shape of its cell, which may have more axes."""
+    return {
+        key: tensor.reshape(-1, shape.rows, shape.columns) if tensor.shape[1:] == shape.cell else tensor
+        for key, tensor in state.items()
+    }
+
+
+def _scatter(one: Round, results: list[Tensor], kept: list[Tensor]) -> Gathering:
+    exchange = EXCHANGES[one.wire.kind]
+    send = _packed(exchange.cut(one, results, _owned(one)), one.wire.back, one)
+    returning = exchange.scatter(one, send, Sizes(one.held, one.pieces))
+    if one.beside is None:
+        return Gathering(returning)
+    send = _packed(exchange.cut(one, kept, _beside(one, returning=True)), one.wire.beside, one)
+    return Gathering(
+        returning, Transfer(send, []) if one.wire.owner_keeps else exchange.scatter(one, send, one.beside[1])
+    )
+
+
+def _returned(batches: Sequence[ExchangeBatch], one: Round, returning: Gathering) -> Iterator[tuple[int, Update]]:
+    """Keep the state that has come back, and hand on the directions."""
+    if returning.beside is not None:
+        arrived = returning.beside.wait()
+        units = one.owned[one.wire.me] if one.wire.owner_keeps else one.units
+        mine = _held_beside(batches, units, returning=True)
+        pieces = arrived.split_with_sizes([tensor.numel() for tensor in mine]) if mine else []
+        for tensor, piece in zip(mine, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+    yield from _updates(batches, one, returning.matrices.wait())
+
+
+def _held_beside(batches: Sequence[ExchangeBatch], units: Iterable[Unit], *, returning: bool = False) -> list[Tensor]:
+    """What this rank holds of the tensors that travel with units, by shape and key: the order in which they travel."""
+    found: list[Tensor] = []
+    for shape, same in groupby(units, key=attrgetter("owner", "shape")):
+        alike = list(same)
+        for place, kept in enumerate(shape[1].companions):
+            if kept.returns or not returning:
+                found += [_companion(batches, unit, place) for unit in alike]
+    return found
+
+
+def _companion(batches: Sequence[ExchangeBatch], unit: Unit, place: int) -> Tensor:
+    key, region = unit.companions[place]
+    batch = batches[unit.shape.batch]
+    item = batch.items[unit.place]
+    if key != GRADIENT:
+        return region.of(item.state[key])
+    grad = region.of(item.grad)
+    return -grad if batch.group["maximize"] else grad
 
 
 def redistributed_updates(batch: ExchangeBatch) -> Iterator[Update]:
@@ -84,14 +203,74 @@ def redistributed_updates(batch: ExchangeBatch) -> Iterator[Update]:
         whole = as_dtensor(shard_like(item.whole, ahead)).full_tensor()
         direction = torch.zeros_like(whole, dtype=item.param.dtype)
         scales = []
-        for region, rows, columns in batch.view.cells(like.shape):
+        state = RedistributedState(batch, item)
+        for number, (region, rows, columns) in enumerate(batch.view.cells(like.shape)):
             cell, target = region.of(whole), region.of(direction)
             scales.append(batch.rule.scale(batch.group, rows, columns))
-            result = batch.rule.directions(batch.group, cell.reshape(-1, rows, columns), item.param.dtype)
+            X = cell.reshape(-1, rows, columns)
+            result, new = batch.rule.directions(
+                batch.group, X, state.of(number, region, rows, columns), item.param.dtype
+            )
+            state.keep(new, number, region)
             target.copy_(result.reshape(cell.shape) * (scales[-1] / scales[0]))
+        state.write()
         everywhere = DTensor.from_local(direction, like.device_mesh, [Replicate()] * like.device_mesh.ndim)
         mine = everywhere.redistribute(like.device_mesh, like.placements).to_local()
         yield Update([Part(item, WHOLE)], [mine], scales[0])
+
+
+class RedistributedState:
+    """What a rule keeps of the matrices of one parameter, whole on every rank; each keeps its part of what is new."""
+
+    def __init__(self, batch: ExchangeBatch, item: Item) -> None:
+        self._item, self._view = item, batch.view
+        self._specs = batch.rule.state(batch.group)
+        keys = [
+            key
+            for base, spec in self._specs.items()
+            for key in ([base] if spec.shape is None else batch.view.cell_keys(base))
+        ]
+        self._whole = {key: as_dtensor(self._kept(key)).full_tensor() for key in keys}
+        if batch.rule.sends_gradient(batch.group):
+            grad = -item.grad if batch.group["maximize"] else item.grad
+            assert item.whole is not None
+            self._whole[GRADIENT] = as_dtensor(shard_like(item.whole, grad)).full_tensor()
+
+    def _kept(self, key: str) -> Tensor:
+        assert isinstance(self._item.state, LocalState)
+        return self._item.state.kept(key)
+
+    def _place(self, key: str, number: int, region: Region) -> Tensor:
+        spec = self._specs.get(key, ELEMENTWISE)
+        return region.of(self._whole[key]) if spec.shape is None else self._whole[self._view.cell_keys(key)[number]]
+
+    def of(self, number: int, region: Region, rows: int, columns: int) -> State:
+        """The state of the matrices of one cell, (count, r, c) by key."""
+        extra = [GRADIENT] if GRADIENT in self._whole else []
+        found = {key: self._place(key, number, region) for key in (*self._specs, *extra)}
+        return {
+            key: tensor.reshape(-1, rows, columns)
+            if self._specs.get(key, ELEMENTWISE).shape is None
+            else tensor.reshape(-1, *tensor.shape[-2:])
+            for key, tensor in found.items()
+        }
+
+    def keep(self, new: State, number: int, region: Region) -> None:
+        """Put the new state of a cell in its place."""
+        for key in self._specs:
+            place = self._place(key, number, region)
+            place.copy_(new[key].reshape(place.shape))
+
+    def write(self) -> None:
+        """Keep this rank's part."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        for key, tensor in self._whole.items():
+            if key != GRADIENT:
+                like = as_dtensor(self._kept(key))
+                mesh = like.device_mesh
+                everywhere = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
+                self._item.state[key].copy_(everywhere.redistribute(mesh, like.placements).to_local())
 
 
 class Shards:
@@ -103,21 +282,30 @@ class Shards:
         _advance(batches, one.units, send, one.wire.me)
         return _all_to_all(one, send, one.held, one.pieces)
 
-    def matrices(self, one: Round, arrived: Tensor) -> Blocks:
+    def gather_beside(self, batches: Sequence[ExchangeBatch], one: Round, sizes: Sizes) -> Transfer:
+        """Send what this rank holds to the owners."""
+        send = _packed(_held_beside(batches, one.units), one.wire.beside, one)
+        return _all_to_all(one, send, sizes.held, sizes.pieces)
+
+    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
         """Put the pieces of all ranks together."""
-        found = {shape: arrived.new_empty(count, *shape.cell) for shape, count in one.counts.items()}
+        found = [arrived.new_empty(block.matrices, *block.shape) for block in blocks]
         start = 0
         for rank in range(one.wire.ranks):
-            for shape, whole in found.items():
-                piece = _cut(whole, shape, rank)
+            for whole, block in zip(found, blocks, strict=True):
+                piece = _cut(whole, block, rank)
                 piece.copy_(arrived[start : start + piece.numel()].view(piece.shape))
                 start += piece.numel()
         return found
 
-    def scatter(self, one: Round, results: Blocks) -> Transfer:
-        """Cut the results into the pieces of all ranks."""
-        pieces = [_cut(whole, shape, rank) for rank in range(one.wire.ranks) for shape, whole in results.items()]
-        return _all_to_all(one, _packed(pieces, one), one.pieces, one.held)
+    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[Block]) -> list[Tensor]:
+        """The pieces of all ranks."""
+        pairs = list(zip(results, blocks, strict=True))
+        return [_cut(whole, block, rank) for rank in range(one.wire.ranks) for whole, block in pairs]
+
+    def scatter(self, one: Round, send: Tensor, sizes: Sizes) -> Transfer:
+        """Give each rank its pieces."""
+        return _all_to_all(one, send, sizes.pieces, sizes.held)
 
 
 class Copies:
@@ -131,20 +319,29 @@ class Copies:
         _advance(batches, (unit for unit in one.units if unit.owner != me), None, me)
         return Transfer(buffer, [])
 
-    def matrices(self, one: Round, arrived: Tensor) -> Blocks:
-        """The owned matrices, which lie there already."""
-        sizes = [count * math.prod(shape.cell) for shape, count in one.counts.items()]
-        pieces = arrived.split_with_sizes(sizes) if sizes else ()
-        return {shape: piece.view(-1, *shape.cell) for shape, piece in zip(one.counts, pieces, strict=True)}
+    def gather_beside(self, batches: Sequence[ExchangeBatch], one: Round, sizes: Sizes) -> Transfer:  # noqa: ARG002
+        """Lay what belongs to the owned matrices side by side."""
+        return Transfer(_packed(_held_beside(batches, one.owned[one.wire.me]), one.wire.beside, one), [])
 
-    def scatter(self, one: Round, results: Blocks) -> Transfer:
+    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[Block]) -> list[Tensor]:  # noqa: ARG002
+        """What is owned lies there already."""
+        pieces = (
+            arrived.split_with_sizes([block.matrices * math.prod(block.shape) for block in blocks]) if blocks else ()
+        )
+        return [piece.view(-1, *block.shape) for block, piece in zip(blocks, pieces, strict=True)]
+
+    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[Block]) -> list[Tensor]:  # noqa: ARG002
+        """All of it, since every rank gets it whole."""
+        return list(results)
+
+    def scatter(self, one: Round, send: Tensor, sizes: Sizes) -> Transfer:
         """Give the results to all: one gathering where the shares are equal, else one broadcast for each owner."""
-        mine, group = _packed(list(results.values()), one), one.wire.group
-        receive = mine.new_empty(sum(one.held))
-        if len(set(one.held)) == 1:
-            return Transfer(receive, [_all_gather(receive, mine, group=group, async_op=True)], mine)
-        shares = receive.split_with_sizes(one.held)
-        shares[one.wire.me].copy_(mine)
+        group, held = one.wire.group, sizes.held
+        receive = send.new_empty(sum(held))
+        if len(set(held)) == 1:
+            return Transfer(receive, [_all_gather(receive, send, group=group, async_op=True)], send)
+        shares = receive.split_with_sizes(held)
+        shares[one.wire.me].copy_(send)
         handles = [
             dist.broadcast(share, group=group, group_src=rank, async_op=True)
             for rank, share in enumerate(shares)
@@ -165,15 +362,6 @@ def _all_to_all(one: Round, send: Tensor, sizes: list[int], expected: list[int])
     receive = send.new_empty(sum(expected))
     handle = dist.all_to_all_single(receive, send, expected, sizes, group=one.wire.group, async_op=True)
     return Transfer(receive, [handle], send)
-
-
-def _orthogonalize(batches: Sequence[ExchangeBatch], one: Round, blocks: Blocks) -> Blocks:
-    results = {}
-    for shape, whole in blocks.items():
-        batch = batches[shape.batch]
-        matrices = whole.reshape(-1, shape.rows, shape.columns)
-        results[shape] = batch.rule.directions(batch.group, matrices, one.wire.back).reshape(whole.shape)
-    return results
 
 
 def _updates(batches: Sequence[ExchangeBatch], one: Round, arrived: Tensor) -> Iterator[tuple[int, Update]]:
@@ -218,12 +406,12 @@ def _part(batches: Sequence[ExchangeBatch], unit: Unit) -> Part:
     return Part(batches[unit.shape.batch].items[unit.place], unit.region)
 
 
-def _cut(whole: Tensor, shape: Shape, rank: int) -> Tensor:
-    """The piece of a rank within whole matrices (count, *cell)."""
-    return Region(tuple((axis + 1, start, length) for axis, start, length in shape.pieces[rank].cuts)).of(whole)
+def _cut(whole: Tensor, block: Block, rank: int) -> Tensor:
+    """The piece of a rank within whole tensors (count, *shape)."""
+    return Region(tuple((axis + 1, start, length) for axis, start, length in block.pieces[rank].cuts)).of(whole)
 
 
-def _packed(pieces: list[Tensor], one: Round) -> Tensor:
+def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, one: Round) -> Tensor:
     if not pieces:
-        return torch.empty(0, dtype=one.wire.back, device=one.wire.device)
-    return torch.cat([piece.reshape(-1) for piece in pieces])
+        return torch.empty(0, dtype=dtype, device=one.wire.device)
+    return torch.cat([piece.reshape(-1).to(dtype) for piece in pieces])

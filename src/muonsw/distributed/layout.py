@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonsw.distributed.shards import as_dtensor, box_at, cutting_order, is_dtensor
+from muonsw.distributed.shards import as_dtensor, box_at, cutting_order, is_dtensor, state_placements
 from muonsw.matrices import Region, box
 
 if TYPE_CHECKING:
@@ -62,6 +62,13 @@ class Layouts:
         if key not in self._known:
             self._known[key] = self._spread(like.shape, like.device_mesh, like.placements, first_matrix_axis)
         return self._known[key]
+
+    def of_state(self, param: Tensor, shape: torch.Size, first_matrix_axis: int) -> Layout:
+        """The layout of a tensor of state of this shape, which has axes of its own in the place of the matrix axes."""
+        if not is_dtensor(param):
+            return self._plain(shape)
+        like, placements = as_dtensor(param), state_placements(param, first_matrix_axis)
+        return self._spread(shape, like.device_mesh, placements, first_matrix_axis)
 
     def sharding_group(self, param: Tensor) -> ProcessGroup | None:
         """The ranks that hold other parts of a parameter than this one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from muonsw.distributed.agreement import Agreement, Member, StepAgreement
 from muonsw.distributed.layout import COPIES, HERE, OTHER, Layout, Layouts
 from muonsw.distributed.rounds import ExchangeBatch, Round, make_rounds, share_by_cost
 from muonsw.distributed.shards import as_dtensor, is_dtensor
-from muonsw.precision import state_dtype
 from muonsw.text import users_line
 from muonsw.work import Group, Item
 
@@ -108,7 +107,7 @@ class Ranks:
             owners = self._settled_owners(met) if self.momentum_on_owner else None
             if len(self._rounds) == _REMEMBERED:
                 self._rounds.clear()
-            self._rounds[key] = make_rounds(met, chunk_bytes, owners)
+            self._rounds[key] = make_rounds(met, chunk_bytes, self._layouts.of_state, owners)
         return self._rounds[key]
 
     def settle_owners(self, groups: Sequence[Group]) -> None:
@@ -149,15 +148,18 @@ class Ranks:
         """Whether one rank alone keeps the momentum of a parameter."""
         return param in self._owners
 
-    def fetch(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
-        """Bring the state of a parameter from its owner, if there is any yet; a collective."""
+    def fetch(self, group: Group, param: Tensor, state: dict[str, Any], fresh: Callable[[str], Tensor]) -> None:
+        """Bring the state of a parameter from its owner, if there is any yet; a collective.
+
+        `fresh` makes room for a key.
+        """
         owner, me = self._owners[param], dist.get_rank(self.process_group)
         for key in ALGORITHMS[group["algorithm"]].state_keys(group):
             has = torch.tensor(int(key in state), dtype=torch.int64, device=param.device)
             dist.broadcast(has, group=self.process_group, group_src=owner)
             if has:
                 if owner != me:
-                    state[key] = torch.empty_like(param, dtype=state_dtype(group["state_dtype"], param.dtype))
+                    state[key] = fresh(key)
                 dist.broadcast(state[key], group=self.process_group, group_src=owner)
         self.elsewhere.pop(param, None)
 

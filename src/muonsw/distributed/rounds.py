@@ -6,15 +6,17 @@ A plan follows from global shapes, placements and settings, which are the same o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from muonsw.algorithms.base import MatrixRule
 from muonsw.distributed.layout import Layout
-from muonsw.matrices import MatrixCell, MatrixView, Region, runs
+from muonsw.matrices import MatrixCell, MatrixView, Region, StackRun, runs
+from muonsw.slots import wide_dtype
 from muonsw.work import Group, Item
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 # the next is on its way.
 ROUNDS = 4
 SMALLEST_ROUND = 2**22
+
+# The key of the gradient among what travels with a matrix.
+GRADIENT = "grad"
 
 
 class ExchangeBatch(NamedTuple):
@@ -37,6 +42,19 @@ class ExchangeBatch(NamedTuple):
     layouts: list[Layout]
 
 
+class Companion(NamedTuple):
+    """A tensor that travels with each matrix: its shape, and each rank's piece of it; state also travels back."""
+
+    key: str
+    shape: tuple[int, ...]
+    pieces: tuple[Region, ...]
+    returns: bool = True
+
+    def held(self, rank: int) -> int:
+        """Elements that a rank holds."""
+        return math.prod(self.pieces[rank].lengths)
+
+
 class Shape(NamedTuple):
     """What matrices must share to travel as one block: the batch, the cell they fill, and each rank's piece of it."""
 
@@ -45,12 +63,14 @@ class Shape(NamedTuple):
     rows: int
     columns: int
     pieces: tuple[Region, ...]
+    companions: tuple[Companion, ...] = ()
 
 
 class Unit(NamedTuple):
     """Matrices of one parameter that have one owner: a matrix, or a run of a stack.
 
-    `region` is this rank's piece within its shard.
+    `region` is this rank's piece within its shard; `companions` are the keys of the tensors that travel with it, each
+    with the region that does.
     """
 
     shape: Shape
@@ -58,6 +78,7 @@ class Unit(NamedTuple):
     region: Region
     matrices: int
     owner: int
+    companions: tuple[tuple[str, Region], ...] = ()
 
     @property
     def cost(self) -> int:
@@ -67,16 +88,24 @@ class Unit(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Entries of its whole matrices."""
-        return self.matrices * self.shape.rows * self.shape.columns
+        """Entries of its whole matrices, and of what travels with them."""
+        beside = sum(math.prod(one.shape) for one in self.shape.companions)
+        return self.matrices * (self.shape.rows * self.shape.columns + beside)
 
     def held(self, rank: int) -> int:
         """Entries that a rank holds."""
         return self.matrices * math.prod(self.shape.pieces[rank].lengths)
 
+    def held_beside(self, rank: int, *, returning: bool) -> int:
+        """Elements that a rank holds of what travels with it, there or back."""
+        return self.matrices * sum(one.held(rank) for one in self.shape.companions if one.returns or not returning)
+
 
 class Wire(NamedTuple):
-    """What units must share to travel together: ranks, kind of exchange, and dtypes at home, there and back."""
+    """What units must share to travel together: ranks, kind of exchange, and dtypes at home, there and back.
+
+    `owner_keeps` says that the owner alone has the state.
+    """
 
     group: ProcessGroup
     kind: str
@@ -84,6 +113,12 @@ class Wire(NamedTuple):
     home: torch.dtype
     there: torch.dtype
     back: torch.dtype
+    owner_keeps: bool = False
+
+    @property
+    def beside(self) -> torch.dtype:
+        """The dtype of what travels with matrices."""
+        return wide_dtype(self.home)
 
     @property
     def ranks(self) -> int:
@@ -96,6 +131,13 @@ class Wire(NamedTuple):
         return dist.get_rank(self.group)
 
 
+class Sizes(NamedTuple):
+    """Elements of each owner's units that this rank holds, and of this rank's own units that each rank holds."""
+
+    held: list[int]
+    pieces: list[int]
+
+
 class Round(NamedTuple):
     """Units that travel together, by owner and then by shape: the order in which they lie in buffers.
 
@@ -105,6 +147,7 @@ class Round(NamedTuple):
         counts: how many matrices of each shape this rank owns.
         held: entries of each owner's units that this rank holds.
         pieces: entries of this rank's own units that each rank holds.
+        beside: the same two of what travels with them, there, then back; None where nothing does.
     """
 
     wire: Wire
@@ -112,6 +155,7 @@ class Round(NamedTuple):
     counts: dict[Shape, int]
     held: list[int]
     pieces: list[int]
+    beside: tuple[Sizes, Sizes] | None = None
 
     @property
     def units(self) -> Iterator[Unit]:
@@ -122,20 +166,28 @@ class Round(NamedTuple):
 Owners = Mapping[tuple[int, int], int]
 
 
-def make_rounds(batches: Sequence[ExchangeBatch], chunk_bytes: int, owners: Owners | None = None) -> list[Round]:
+# The layout of a tensor of state of a parameter, by its shape and its first axis that the parameter has not.
+StateLayout = Callable[[Tensor, torch.Size, int], Layout]
+
+
+def make_rounds(
+    batches: Sequence[ExchangeBatch], chunk_bytes: int, state_layout: StateLayout, owners: Owners | None = None
+) -> list[Round]:
     """All units in rounds.
 
     Args:
         batches: what has to be exchanged.
         chunk_bytes: how much of whole matrices one rank may own in a round.
+        state_layout: how state with a shape of its own lies over the ranks.
         owners: the rank that owns a parameter, by batch and place in it, where that is settled already; other units
             go to the rank with the least to do, most expensive first.
     """
     wires: dict[Wire, list[Unit]] = {}
     for number, batch in enumerate(batches):
         for place, (item, layout) in enumerate(zip(batch.items, batch.layouts, strict=True)):
-            wire = _wire(batch, item, layout)
-            wires.setdefault(wire, []).extend(_units(number, place, batch, layout, chunk_bytes))
+            wire = _wire(batch, item, layout)._replace(owner_keeps=(number, place) in (owners or {}))
+            units = _units(number, place, batch, layout, chunk_bytes, state_layout)
+            wires.setdefault(wire, []).extend(units)
     return [
         one for wire, units in wires.items() for one in _rounds(wire, _with_owners(wire, units, owners), chunk_bytes)
     ]
@@ -163,7 +215,9 @@ def _wire(batch: ExchangeBatch, item: Item, layout: Layout) -> Wire:
     return Wire(layout.group, layout.kind, item.param.device, item.param.dtype, there, back)
 
 
-def _units(number: int, place: int, batch: ExchangeBatch, layout: Layout, chunk_bytes: int) -> Iterator[Unit]:
+def _units(
+    number: int, place: int, batch: ExchangeBatch, layout: Layout, chunk_bytes: int, state_layout: StateLayout
+) -> Iterator[Unit]:
     """The matrices of a parameter, stacks cut into runs: at least one for each rank, none above `chunk_bytes`."""
     assert layout.group is not None
     first = batch.view.stack_axes(len(layout.shape))
@@ -172,7 +226,33 @@ def _units(number: int, place: int, batch: ExchangeBatch, layout: Layout, chunk_
         cell = run.cell.region
         pieces = tuple(_matrix_axes(shard.within(cell), first) for shard in layout.boxes)
         shape = Shape(number, tuple(cell.shape_in(layout.shape)[first:]), run.cell.rows, run.cell.columns, pieces)
-        yield Unit(shape, place, Region((*_mine(run.cell, here), *run.stack)), run.matrices, 0)
+        unit = Unit(shape, place, Region((*_mine(run.cell, here), *run.stack)), run.matrices, 0)
+        yield _with_companions(unit, batch, layout, run, state_layout)
+
+
+def _with_companions(
+    unit: Unit, batch: ExchangeBatch, layout: Layout, run: StackRun, state_layout: StateLayout
+) -> Unit:
+    """A unit with the state that its rule keeps of whole matrices, and the gradient if the rule asks for it."""
+    companions, regions = [], []
+    for key, spec in batch.rule.state(batch.group).items():
+        if spec.shape is None:
+            companions.append(Companion(key, unit.shape.cell, unit.shape.pieces))
+            regions.append((key, unit.region))
+        else:
+            first, number = (
+                batch.view.stack_axes(len(layout.shape)),
+                batch.view.cell_number(layout.shape, run.cell.region.cuts),
+            )
+            own = spec.shape(*batch.view.out_in(run.cell.rows, run.cell.columns))
+            param = batch.items[unit.place].parameter
+            boxes = state_layout(param, torch.Size((*param.shape[:first], *own)), first).boxes
+            companions.append(Companion(key, own, tuple(_matrix_axes(box, first) for box in boxes)))
+            regions.append((batch.view.cell_keys(key)[number], Region(run.stack)))
+    if batch.rule.sends_gradient(batch.group):
+        companions.append(Companion(GRADIENT, unit.shape.cell, unit.shape.pieces, returns=False))
+        regions.append((GRADIENT, unit.region))
+    return unit._replace(shape=unit.shape._replace(companions=tuple(companions)), companions=tuple(regions))
 
 
 def _matrix_axes(piece: Region, first: int) -> Region:
@@ -222,4 +302,15 @@ def _round(wire: Wire, units: list[Unit]) -> Round:
     for unit in mine:
         counts[unit.shape] = counts.get(unit.shape, 0) + unit.matrices
     held = [sum(unit.held(wire.me) for unit in theirs) for theirs in owned]
-    return Round(wire, owned, counts, held, [sum(unit.held(rank) for unit in mine) for rank in range(wire.ranks)])
+    pieces = [sum(unit.held(rank) for unit in mine) for rank in range(wire.ranks)]
+    beside = (_beside(wire, owned, returning=False), _beside(wire, owned, returning=True))
+    has_companions = any(unit.companions for units in owned for unit in units)
+    return Round(wire, owned, counts, held, pieces, beside if has_companions else None)
+
+
+def _beside(wire: Wire, owned: tuple[tuple[Unit, ...], ...], *, returning: bool) -> Sizes:
+    held = [sum(unit.held_beside(wire.me, returning=returning) for unit in theirs) for theirs in owned]
+    mine = owned[wire.me]
+    return Sizes(
+        held, [sum(unit.held_beside(rank, returning=returning) for unit in mine) for rank in range(wire.ranks)]
+    )

@@ -62,22 +62,58 @@ def shard_like(param: Tensor, shard: Tensor) -> Tensor:
     )
 
 
-def put_like(param: Tensor, value: Tensor) -> Tensor:
-    """A saved tensor, whole or sharded, in the form of a parameter: placed like it, or whole.
+def state_placements(param: Tensor, axis: int) -> tuple[Any, ...]:
+    """How a tensor of state lies over ranks that has a parameter's axes before `axis`, then axes of its own.
 
-    A whole tensor is cut where it is, without asking other ranks, which have loaded the same.
+    Where the parameter is cut along one of those that it has not, it is cut along the first of its own.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    like = as_dtensor(param)
+    places = [one if one.is_replicate() or _axis_of(one) < axis else Shard(axis) for one in like.placements]
+    if cutting_order(places, like.device_mesh.shape) is None:
+        return (Replicate(),) * len(places)
+    return tuple(places)
+
+
+def _axis_of(placement: Any) -> int:
+    return int(placement.dim)
+
+
+def zeros_like_state(param: Tensor, shape: torch.Size, axis: int, dtype: torch.dtype) -> Tensor:
+    """Zeros of a global shape as `state_placements` says, on the device of this rank's shard."""
+    from torch.distributed.tensor import DTensor
+
+    like, places = as_dtensor(param), state_placements(param, axis)
+    mesh, order = like.device_mesh, cutting_order(places, like.device_mesh.shape)
+    mine = mesh.get_coordinate()
+    assert mine is not None
+    assert order is not None
+    held = box_at(mine, shape, places, mesh.shape, order).lengths
+    local_zeros = torch.zeros(held, dtype=dtype, device=like.to_local().device)
+    stride = torch.empty(shape, dtype=dtype, device="meta").stride()
+    made = DTensor.from_local(local_zeros, mesh, places, run_check=False, shape=shape, stride=stride)
+    return cast("Tensor", made)
+
+
+def put_state_like(param: Tensor, value: Tensor, axis: int | None = None) -> Tensor:
+    """A saved tensor of state, whole or sharded, in the form of its parameter: placed like it, or whole.
+
+    One with axes of its own, from `axis` on, is placed as `state_placements` says. A whole tensor is cut where it is,
+    without asking other ranks, which have loaded the same.
     """
     if not is_dtensor(param):
         return whole(value)
     from torch.distributed.tensor import distribute_tensor
 
     like = as_dtensor(param)
+    places = like.placements if axis is None else state_placements(param, axis)
     if is_dtensor(value):
-        if (as_dtensor(value).device_mesh, as_dtensor(value).placements) == (like.device_mesh, like.placements):
+        if (as_dtensor(value).device_mesh, as_dtensor(value).placements) == (like.device_mesh, places):
             return value
         value = whole(value)
     moved = value.to(like.to_local().device)
-    return cast("Tensor", distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None))
+    return cast("Tensor", distribute_tensor(moved, like.device_mesh, places, src_data_rank=None))
 
 
 def cutting_order(placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[int] | None:
@@ -153,7 +189,7 @@ def local_item(position: int, name: str, param: Tensor, grad: Tensor | None, sta
 
 
 class LocalState(dict[str, Tensor]):
-    """The state of a DTensor parameter as this rank's shards; what is put in is kept as a DTensor placed like it.
+    """The state of a DTensor parameter as this rank's shards; one that is put in is kept as a DTensor placed like it.
 
     So distributed checkpoint saves it as it is, and can load it on another number of ranks.
     """
@@ -163,6 +199,10 @@ class LocalState(dict[str, Tensor]):
         self._state = state
         self._param = param
 
+    def kept(self, key: str) -> Tensor:
+        """The DTensor of which this rank holds a shard."""
+        return cast("Tensor", self._state[key])
+
     def __setitem__(self, key: str, value: Tensor) -> None:
-        super().__setitem__(key, value)
-        self._state[key] = value if key == "step" else shard_like(self._param, value)
+        super().__setitem__(key, local(value))
+        self._state[key] = value if key == "step" or is_dtensor(value) else shard_like(self._param, value)

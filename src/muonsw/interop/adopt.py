@@ -19,6 +19,7 @@ from muonsw.interop.load import translate as translate_torch
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import differing_options, validate_option
 from muonsw.peak import expected_peak, give_where_unrecorded, inherited, scheduler_record
+from muonsw.slots import EMPTY_SLOTS
 from muonsw.state import as_state
 from muonsw.work import Group, names_of
 
@@ -227,7 +228,7 @@ def _group(own: Group, options: Group) -> Group:
 
 def _checked(name: str, param: Tensor, group: Group, state: State) -> State:
     """The state in our dtypes, copied; every key that the algorithm needs must be there, or none."""
-    needed = ALGORITHMS[group["algorithm"]].state_keys(group)
+    needed = ALGORITHMS[group["algorithm"]].state_keys({**group, **EMPTY_SLOTS})  # what slots keep begins anew
     if not state:
         return {}
     missing = [key for key in needed if key not in state]

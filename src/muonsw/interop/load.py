@@ -12,12 +12,12 @@ from torch import Tensor
 
 from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.shards import put_like
 from muonsw.options import CHECKS, differing_options, refuse_running_max, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakBeforeLoad, PeakLRWarning
 from muonsw.routing.names import WRAPPER_WORDS
-from muonsw.state import as_state
+from muonsw.slots import EMPTY_SLOTS
+from muonsw.state import as_state, own_shape, placed
 from muonsw.text import users_line
 from muonsw.work import Group, label_of
 
@@ -219,7 +219,7 @@ def _checked(group: Group) -> Group:
 def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
     """Every saved state must fit the parameter it is for, before anything is replaced."""
     names = own.get("param_names") or [f"parameter {place}" for place in range(len(own["params"]))]
-    needed = ALGORITHMS[saved["algorithm"]].state_keys(saved)
+    needed = ALGORITHMS[saved["algorithm"]].state_keys({**saved, **EMPTY_SLOTS})  # what slots keep may begin anew
     for name, number, param in zip(names, saved["params"], own["params"], strict=True):
         state = states.get(number) or {}
         missing = [key for key in needed if key not in state]
@@ -229,11 +229,15 @@ def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
                 f"needs {', '.join(missing)}; it was saved by another algorithm"
             )
         for key, value in state.items():
-            if isinstance(value, Tensor) and key != "radius" and value.dim() and value.shape != param.shape:
-                raise ValueError(
-                    f"the saved {key} of {name} has shape {tuple(value.shape)}, but the parameter has "
-                    f"{tuple(param.shape)}"
-                )
+            if isinstance(value, Tensor) and key != "radius" and value.dim():
+                _check_shape(key, value, name, saved, param)
+
+
+def _check_shape(key: str, value: Tensor, name: str, group: Group, param: Tensor) -> None:
+    own = own_shape(key, group, param)
+    if value.shape != (param.shape if own is None else own):
+        wanted = f"the parameter has {tuple(param.shape)}" if own is None else f"{tuple(own)} is needed"
+        raise ValueError(f"the saved {key} of {name} has shape {tuple(value.shape)}, but {wanted}")
 
 
 def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
@@ -245,7 +249,7 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
         for number, param in zip(old["params"], group["params"], strict=True):
             for key, value in (saved["state"].get(number) or {}).items():
                 if key == "step" or isinstance(value, Tensor):
-                    kept = value if key == "step" else put_like(param, value)
+                    kept = value if key == "step" else placed(key, value, group, param)
                     optimizer.state[param][key] = as_state(key, kept, group, param)
 
 

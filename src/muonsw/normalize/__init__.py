@@ -1,0 +1,14 @@
+"""What becomes of an orthogonalized direction: members of the `normalize` slot, by name."""
+
+from __future__ import annotations
+
+from muonsw.normalize.normuon import NORMUON
+from muonsw.registry import Registry
+from muonsw.slots import Slot, SlotMember
+
+NORMALIZERS: Registry[SlotMember] = Registry("normalize")
+NORMALIZERS.register("normuon", NORMUON)
+
+NORMALIZE = Slot("normalize", NORMALIZERS)
+
+__all__ = ["NORMALIZE", "NORMALIZERS"]

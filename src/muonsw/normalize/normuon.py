@@ -1,0 +1,59 @@
+"""NorMuon: rows of an orthogonalized direction divided by the root of their average square.
+
+Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), `zichongli5/NorMuon`. With U the direction of m
+outputs and n inputs (the paper's O), c its Frobenius norm:
+
+    V <- beta2 V + (1 - beta2) mean_j U_ij^2
+    U <- U / (sqrt(V) + eps)
+    U <- U c / (||U|| + eps)
+
+Norms after the division follow from the mean squares before it, so the matrix is read twice and written once. Unlike
+the authors' code, statistics are in float32 and a convolution's rows are its output channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muonsw.slots import MatrixState, Options, SlotMember, Specs, State
+
+ROWS, LONGER = "rows", "longer"
+
+
+def normuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
+    """Divide slices along an axis by the root of their average square; the Frobenius norm stays.
+
+    Args:
+        options: `beta2`, `eps`, and `axis`: "rows" (an average for each output), or "longer" (for each place along the
+            longer axis: each row of a tall matrix, each column of a wide one).
+        U: directions (count, m, n).
+        state: the average of mean squares, (count, m, 1) or (count, 1, n).
+    """
+    beta2, eps, key = options["beta2"], options["eps"], _key(options)
+    average = state[key]
+    along = -2 if average.shape[-1] != 1 else -1
+    length = U.shape[along]
+    mean_square = torch.linalg.vector_norm(U, dim=along, keepdim=True, dtype=average.dtype).square() / length
+    average = torch.lerp(average, mean_square, 1 - beta2)
+    divisor = average.sqrt() + eps
+    norm, divided = (_norm(squares * length) for squares in (mean_square, mean_square / divisor.square()))
+    factor = norm / (divided + eps) / divisor
+    return torch.mul(U, factor, out=torch.empty_like(U)), {key: average}  # computed in float32, stored as U is
+
+
+def _norm(squares: Tensor) -> Tensor:
+    return squares.sum(dim=(-2, -1), keepdim=True).sqrt()
+
+
+def _key(options: Options) -> str:
+    return "exp_avg_sq_row" if options["axis"] == ROWS else "exp_avg_sq_slice"
+
+
+def _state(options: Options) -> Specs:
+    if options["axis"] == ROWS:
+        return {_key(options): MatrixState(lambda m, n: (m, 1))}  # noqa: ARG005
+    return {_key(options): MatrixState(lambda m, n: (m, 1) if m >= n else (1, n))}
+
+
+NORMUON = SlotMember(normuon, {"beta2": 0.95, "eps": 1e-10, "axis": ROWS}, _state)

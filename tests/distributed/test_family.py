@@ -1,0 +1,60 @@
+"""Members of the family with state of whole matrices take the same steps on many ranks as on one."""
+
+import pytest
+
+from tests.distributed import test_checkpoint as checkpoints
+from tests.distributed.problems import compare, mesh_of
+from tests.distributed.test_replicated import divided
+from tests.distributed.test_sharded import along, interleaved_difference
+from tests.family.members import OPTIONS
+
+CLOSE = 1e-9
+MESHES = {
+    "2 ranks, rows": ([2], [0]),
+    "4 ranks, rows": ([4], [0]),
+    "4 ranks, columns": ([4], [1]),
+    "3 ranks, last axis": ([3], [2]),
+    "hybrid": ([2, 2], [None, 0]),
+    "rows and columns": ([2, 2], [0, 1]),
+    "rows twice": ([2, 2], [0, 0]),
+    "copies": ([4], [None]),
+}
+every_member = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def every_mesh(options):
+    """One case for each, in one go: starting a case on every rank costs more than its steps."""
+    found = {}
+    for name, (mesh_shape, axes) in MESHES.items():
+        mesh = mesh_of(*mesh_shape)
+        for chunk_bytes in (None, 256):
+            chosen = {**options, "chunk_bytes": chunk_bytes}
+            found[name, chunk_bytes] = 0.0 if mesh is None else compare(mesh, along(*axes), steps=3, **chosen)
+    return found
+
+
+@every_member
+def test_sharded_matrices_take_the_steps_of_one_process(pool, options):
+    for answers in pool.run(every_mesh, options):
+        assert {name: value for name, value in answers.items() if not value < CLOSE} == {}
+
+
+@every_member
+@pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_divided_work_gives_the_steps_of_one_process(pool, options, owner, ranks):
+    assert max(pool.run(divided, ranks, momentum_on_owner=owner, absent=(2, 8), **options)) < CLOSE
+
+
+@every_member
+def test_placements_without_a_fast_exchange_give_them_too(pool, options):
+    assert max(pool.run(interleaved_difference, options)) < CLOSE
+
+
+@every_member
+@pytest.mark.parametrize("kind", ["shards", "owners"])
+def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, options, kind):
+    folder = str(tmp_path / "checkpoint")
+    pool.run(checkpoints.save, folder, False, kind, **options)
+    for ranks in (4, 2, 1):
+        assert max(pool.run(checkpoints.resume, folder, False, kind, ranks, **options)) < CLOSE

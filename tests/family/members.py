@@ -1,0 +1,21 @@
+"""Every member of the family with the options that choose it, and its reference in float64."""
+
+from functools import partial
+
+from muonsw.reference import ns5
+from tests.family.references.normuon import NorMuon
+
+# Options of MuonSW, and a function from weight, orthogonalizer, decay and stretch to a reference.
+MEMBERS = {
+    "normuon": ({"normalize": "normuon"}, NorMuon),
+    "normuon, longer axis": (
+        {"normalize": "normuon", "normalize_axis": "longer", "normalize_beta2": 0.9},
+        partial(NorMuon, longer=True, beta2=0.9),
+    ),
+}
+OPTIONS = {name: options for name, (options, _) in MEMBERS.items()}
+
+
+def reference(name, weight, *, lam, peak, orthogonalize=ns5, stretch=lambda m, n: 0.2 * max(m, n) ** 0.5):
+    """The reference of a member, with scaled decay."""
+    return MEMBERS[name][1](weight, orthogonalize=orthogonalize, phi=lambda lr: lam * lr**2 / peak, stretch=stretch)

@@ -1,0 +1,118 @@
+"""What members of slots and matrix algorithms are given: state, step count, errors that help."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import ALGORITHMS, AdamWSW, MuonSW
+from muonsw.replay import obstacle
+from muonsw.step import collect
+from tests.common.problems import assert_same, clones, matrices, run, set_gradients
+from tests.family import toy
+
+
+@pytest.fixture
+def _toy():
+    ALGORITHMS.register("matrix_toy", toy.TOY)
+    yield
+    del ALGORITHMS["matrix_toy"]
+
+
+def build(params, **options):
+    group = {"params": params, "algorithm": "matrix_toy", **options}
+    return MuonSW([group], lr=0.05, weight_decay=0.3, decay="constant")
+
+
+@pytest.mark.usefixtures("_toy")
+class TestMatrixAlgorithm:
+    """A rule made of one pure function."""
+
+    def test_it_follows_its_reference(self):
+        params = matrices((6, 6), (4, 10), (10, 4), (6, 6), (1, 5), dtype=torch.float64)
+        references = [toy.Reference(param.detach()) for param in params]
+        optimizer = build(params)
+        for step in range(7):
+            set_gradients(params, step)
+            optimizer.step()
+            for param, reference in zip(params, references, strict=True):
+                reference.step(param.grad, 0.05, 0.3 * 0.05)
+                torch.testing.assert_close(param.detach(), reference.W, rtol=1e-12, atol=1e-13)
+        assert optimizer.param_groups[0]["update_count"] == 7
+
+    def test_its_state_is_kept_by_matrix(self):
+        param = nn.Parameter(torch.randn(3, 10, 4))
+        optimizer = build([param], matrix="stack", split_sizes=(4, 6))
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+        shapes = {key: tuple(value.shape) for key, value in optimizer.state[param].items()}
+        assert shapes == {
+            "toy_average": (3, 10, 4),
+            "toy_factor.0": (3, 4, 4),
+            "toy_factor.1": (3, 6, 6),
+            "toy_root.0": (3, 4, 1),
+            "toy_root.1": (3, 6, 1),
+        }
+
+    def test_it_resumes_between_two_of_its_steps(self):
+        params = matrices((4, 6), (6, 6))
+        optimizer = build(params)
+        run(optimizer, params, 4)
+        resumed = clones(params)
+        other = build(resumed)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        run(optimizer, params, 3, start=4)
+        run(other, resumed, 3, start=4)
+        assert_same(params, resumed)
+
+    def test_a_compiled_step_goes_on_counting(self):
+        eager, compiled = matrices((4, 6)), matrices((4, 6))
+        one, two = build(eager), build(compiled)
+        step = torch.compile(two.step, backend="eager")
+        for number in range(5):
+            set_gradients(eager, number)
+            set_gradients(compiled, number)
+            one.step()
+            step()
+        assert two.param_groups[0]["update_count"] == 5
+        torch.testing.assert_close(eager[0], compiled[0], rtol=1e-5, atol=1e-6)
+
+    def test_it_is_not_replayed(self):
+        params = matrices((4, 6))
+        optimizer = build(params)
+        set_gradients(params, 0)
+        batch = collect(optimizer)[0]._replace(device=torch.device("cuda"))
+        assert obstacle([batch], "skip") == "algorithm='matrix_toy' does something else every few steps"
+
+    def test_a_saved_state_of_another_shape_is_refused(self):
+        params = matrices((4, 6))
+        optimizer = build(params)
+        run(optimizer, params, 1)
+        saved = optimizer.state_dict()
+        saved["state"][0]["toy_factor"] = torch.zeros(6, 6)
+        with pytest.raises(ValueError, match=r"toy_factor of parameter 0 has shape \(6, 6\), but \(4, 4\) is needed"):
+            build(matrices((4, 6))).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalize": "normuom"}, "unknown normalize 'normuom' (did you mean 'normuon'?)"),
+        ({"normalize_beta2": 0.9}, "normalize_beta2=0.9 is an option of normalize='normuon'"),
+        ({"normalize": "normuon", "normalize_beta2": 1.0}, "normalize_beta2=1.0: must be in [0, 1)"),
+        ({"normalize": "normuon", "normalize_axis": "columns"}, "must be one of None, 'rows', 'longer'"),
+        ({"normalise": "normuon"}, "did you mean 'normalize'?"),
+        ({"normalize_beta": 0.9}, "did you mean 'normalize_beta2'?"),
+    ],
+    ids=str,
+)
+def test_a_wrong_name_or_option_is_told_from_the_right_one(options, message):
+    with pytest.raises(ValueError, match=r".") as caught:
+        MuonSW(matrices((4, 6)), lr=0.1, **options)
+    assert message in str(caught.value)
+
+
+def test_another_algorithm_has_no_slots():
+    with pytest.raises(ValueError, match="'normalize' is an option of muon, not of adamw"):
+        AdamWSW(matrices((4, 6)), lr=0.1, normalize="normuon")
