@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonsw import MuonSW
+from muonsw import ALGORITHMS, MuonSW
 from tests.common.problems import cosine
 
 PEAK, STEPS = 0.05, 4
@@ -48,6 +48,14 @@ def groups_of(chosen, make, dtype=torch.float64):
             number += 1
         found.append({"params": params, **options})
     return found
+
+
+def build(chosen, make, dtype, options, **shared):
+    """MuonSW on such groups; `algorithm` among the options, with its own, is for the groups of matrices."""
+    algorithm = ALGORITHMS[options["algorithm"]].defaults if "algorithm" in options else {}
+    own = {key: value for key, value in options.items() if key == "algorithm" or key in algorithm}
+    common = {key: value for key, value in options.items() if key not in own}
+    return MuonSW([{**own, **group} for group in groups_of(chosen, make, dtype)], **common, **shared)
 
 
 def parameters(optimizer):
@@ -126,7 +134,7 @@ def trained_alone(chosen, steps, absent, dtype, options):
     """What one process makes of the parameters, remembered for the next case."""
     key = repr((chosen, steps, absent, dtype, options))
     if key not in ONE_PROCESS:
-        alone = MuonSW(groups_of(chosen, plain, dtype), **options)
+        alone = build(chosen, plain, dtype, options)
         for step in range(steps):
             take_step(alone, step, give_plain, absent)
         ONE_PROCESS[key] = whole(alone)
@@ -136,7 +144,7 @@ def trained_alone(chosen, steps, absent, dtype, options):
 def compare(mesh, placements, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64, **options):
     """Train the same parameters on one rank and sharded over a mesh; the largest difference at the end."""
     options = {"lr": PEAK, "weight_decay": 0.5, **options}
-    together = MuonSW(groups_of(chosen, sharded_over(mesh, placements), dtype), **options)
+    together = build(chosen, sharded_over(mesh, placements), dtype, options)
     for step in range(steps):
         take_step(together, step, give_sharded, absent)
     return worst(together, trained_alone(chosen, steps, absent, dtype, options))

@@ -2,13 +2,16 @@
 
 import pytest
 
+from muonsw import ALGORITHMS
 from tests.distributed import test_checkpoint as checkpoints
 from tests.distributed.problems import compare, mesh_of
 from tests.distributed.test_replicated import divided
 from tests.distributed.test_sharded import along, interleaved_difference
+from tests.family import toy
 from tests.family.members import OPTIONS
 
 CLOSE = 1e-9
+TOY = {"algorithm": "matrix_toy"}
 MESHES = {
     "2 ranks, rows": ([2], [0]),
     "4 ranks, rows": ([4], [0]),
@@ -19,11 +22,12 @@ MESHES = {
     "rows twice": ([2, 2], [0, 0]),
     "copies": ([4], [None]),
 }
-every_member = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+every_member = pytest.mark.parametrize("options", [*OPTIONS.values(), TOY], ids=[*OPTIONS, "toy"])
 
 
 def every_mesh(options):
     """One case for each, in one go: starting a case on every rank costs more than its steps."""
+    ALGORITHMS.register("matrix_toy", toy.TOY, replace=True)
     found = {}
     for name, (mesh_shape, axes) in MESHES.items():
         mesh = mesh_of(*mesh_shape)
@@ -39,19 +43,24 @@ def test_sharded_matrices_take_the_steps_of_one_process(pool, options):
         assert {name: value for name, value in answers.items() if not value < CLOSE} == {}
 
 
+def divided_work(ranks, **options):
+    ALGORITHMS.register("matrix_toy", toy.TOY, replace=True)
+    return divided(ranks, **options)
+
+
 @every_member
 @pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_divided_work_gives_the_steps_of_one_process(pool, options, owner, ranks):
-    assert max(pool.run(divided, ranks, momentum_on_owner=owner, absent=(2, 8), **options)) < CLOSE
+    assert max(pool.run(divided_work, ranks, momentum_on_owner=owner, absent=(2, 8), **options)) < CLOSE
 
 
-@every_member
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_placements_without_a_fast_exchange_give_them_too(pool, options):
     assert max(pool.run(interleaved_difference, options)) < CLOSE
 
 
-@every_member
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", ["shards", "owners"])
 def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, options, kind):
     folder = str(tmp_path / "checkpoint")

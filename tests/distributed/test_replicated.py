@@ -14,6 +14,7 @@ from tests.distributed.problems import (
     GROUPS,
     PEAK,
     STEPS,
+    build,
     give_plain,
     gradient,
     group_of,
@@ -34,7 +35,7 @@ def divided(ranks, steps=STEPS, absent=(), **options):
         return 0.0
     own = {key: options.pop(key) for key in ("momentum_on_owner",) if key in options}
     options = {"lr": PEAK, "weight_decay": 0.5, **options}
-    together = MuonSW(groups_of(GROUPS, plain), process_group=group, **own, **options)
+    together = build(GROUPS, plain, torch.float64, options, process_group=group, **own)
     for step in range(steps):
         take_step(together, step, give_plain, absent)
     return worst(together, trained_alone(tuple(GROUPS), steps, absent, torch.float64, options))
