@@ -123,7 +123,7 @@ def test_weights_of_several_dtypes_in_one_group_are_each_treated_as_their_own(al
 def test_float64_keeps_its_digits_under_the_device_flag(algorithm, large, monkeypatch):
     from muonsw import nonfinite
 
-    def on_device(work, _):
+    def on_device(work, *_):
         return Flag.from_ok(nonfinite.all_finite([grad for batch in work for grad in batch.grads]))
 
     def trained():

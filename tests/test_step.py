@@ -79,7 +79,7 @@ def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, 
     from muonsw import step as module
     from muonsw.nonfinite import Flag
 
-    def on_device(work, _):
+    def on_device(work, *_):
         return Flag.from_ok(nonfinite.all_finite([grad for batch in work for grad in batch.grads]))
 
     monkeypatch.setattr(module, "finite_flag", on_device)

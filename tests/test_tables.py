@@ -8,7 +8,7 @@ import torch
 
 from muonsw import kernels
 from muonsw.kernels import tables
-from muonsw.kernels.tables import TensorCache, block_map, held_by, table
+from muonsw.kernels.tables import GraphTables, TensorCache, TooManyEntriesError, block_map, in_graph, table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -67,14 +67,21 @@ def test_maps_made_under_a_capture_are_copied_by_the_graph(device, monkeypatch):
 
 
 def test_who_captures_holds_what_the_graph_reads(device):
-    kept, holder = TensorCache(), []
+    kept, graph = TensorCache(), GraphTables([], CPU, 0)
     found = kept.get("a", CUDA, make)
     device.stream, device.capturing = 2, True
-    with held_by(holder):
+    with in_graph(graph):
         assert kept.get("a", CUDA, make) is found
-    assert holder == [found]
+    assert graph.held == [found]
     kept.get("a", CUDA, make)
     assert tables._for_ever.pop() is found
+
+
+def test_tables_that_do_not_fit_are_refused():
+    with in_graph(GraphTables([], CPU, 64)):
+        table(((1, 2), (3, 4)), CPU)
+        with pytest.raises(TooManyEntriesError):
+            table(((5,), (6,)), CPU)
 
 
 def test_whether_kernels_run_is_not_asked_under_a_capture(device, monkeypatch):

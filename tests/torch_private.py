@@ -39,6 +39,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._C._cuda_endAllocateToPool": "the end of a capture that was invalidated, which torch leaves open",
         "torch._C._cuda_releasePool": "the same",
         "torch._compile._disable_dynamo": "as torch.compiler.disable, but the compiler is imported only when it runs",
+        "torch.utils._python_dispatch.TorchDispatchMode": "sees each operation of a capture; no public module has it",
         "torch.nn.modules.batchnorm._NormBase": "the one parent of all batch and instance norms",
         "torch.nn.modules.conv._ConvNd": "the one parent of all convolutions, transposed ones included",
         "torch.nn.modules.conv._ConvTransposeNd": "the one parent of transposed convolutions: (in, out)",

@@ -121,10 +121,11 @@ def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
     return torch.stack(flags).all() if len(flags) > 1 else flags[0]
 
 
-def finite_flag(work: Sequence[Batch], flags: Flags | None = None) -> Flag | bool:
+def finite_flag(work: Sequence[Batch], flags: Flags | None = None, captured: bool = False) -> Flag | bool:
     """Whether this step may be taken: a bool where the host can know at no cost, else a flag on the device.
 
-    It is one of `flags` if they are given and lie on the only device.
+    It is one of `flags` if they are given and lie on the only device. A step that is to be captured finds its gradients
+    through tables, so it takes our kernel whatever their size.
     """
     if all(batch.device.type == "cpu" for batch in work) and not torch.compiler.is_compiling():
         return _finite_on_host([grad for batch in work for grad in batch.grads])
@@ -132,9 +133,9 @@ def finite_flag(work: Sequence[Batch], flags: Flags | None = None) -> Flag | boo
     for batch in work:
         by_device.setdefault(batch.device, []).extend(batch.grads)
     if flags is not None and by_device.keys() == {flags.device}:
-        return Flag(_raised(flags.next(), by_device[flags.device]), counted=True)
+        return Flag(_raised(flags.next(), by_device[flags.device], captured=captured), counted=True)
     zeros = {device: torch.zeros((), dtype=torch.float32, device=device) for device in by_device}
-    found = [_raised(zeros[device], grads) for device, grads in by_device.items()]
+    found = [_raised(zeros[device], grads, captured=captured) for device, grads in by_device.items()]
     home = found[0].device
     return Flag(found[0] if len(found) == 1 else torch.stack([bad.to(home, non_blocking=True) for bad in found]).amax())
 
@@ -170,10 +171,10 @@ def _product_of_halves(grad: Tensor) -> Tensor:
     return torch.dot(flat[:half], flat[-half:])
 
 
-def _raised(bad: Tensor, grads: Sequence[Tensor]) -> Tensor:
+def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool = False) -> Tensor:
     """A zero on the device of these gradients, set to one if an entry is not finite."""
     if bad.device.type == "cuda" and not torch.compiler.is_compiling():
-        if elements(grads) < kernels.TORCH_BELOW and all_contiguous(grads):
+        if not captured and elements(grads) < kernels.TORCH_BELOW and all_contiguous(grads):
             by_dtype = _by_dtype(grads)
             if all(same[0].dtype in _AMP_DTYPES for same in by_dtype):
                 return _raised_by_amp(bad, by_dtype)

@@ -1,19 +1,21 @@
-"""A step as a CUDA graph: captured once its tensors come to lie where they lay before, then replayed in one launch.
+"""A step as a CUDA graph: captured once it repeats itself, then replayed in one launch.
 
-A small step is over before the host has launched its kernels. With `replay=True` the host still decides every learning
-rate and every decay, with all its checks, and hands them over as numbers on the device; whatever comes after that (the
-finite check, state, directions, weights) is captured. Steps that are not replayed take the same numbers from the same
-place, so that both ways give the same weights.
+A small step is over before the host has launched its kernels. Where it is replayed the host still decides every
+learning rate and every decay, with all its checks, and hands them over as numbers on the device; whatever comes after
+that (the finite check, state, directions, weights) is captured. Steps that are not replayed take the same numbers from
+the same place, so that both ways give the same weights.
 
 A graph reads and writes fixed addresses. Before each replay everything that it is bound to is compared with what is
 there now. Gradients and state are known by address and layout alone: to hold on to them would keep their memory from
-the next backward pass, and from a user who moves state elsewhere. A loop that frees its gradients often finds them in
-two places in turn, so there is a graph for each.
+the next backward pass, and from a user who moves state elsewhere. Our kernels find gradients through tables, which a
+replay computes anew (`kernels.tables.GraphTables`), so gradients may lie elsewhere at each step. Where an operation of
+torch reads one, the graph is bound to its address too, and there may be a graph for each of a few places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -21,19 +23,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw import rates
+from muonsw import kernels, rates
 from muonsw.algorithms.base import Rates
 from muonsw.decay import DECAY_RULES, decays
-from muonsw.kernels.graphs import recorded
-from muonsw.kernels.tables import held_by
+from muonsw.kernels.graphs import Watch, recorded
+from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph
 from muonsw.options import algorithm_defaults
-from muonsw.work import Batch, Group
+from muonsw.work import Batch, Group, elements, items_of
+
+# Elements of all parameters below which steps are replayed unless the user says no: with more of them the device is
+# what takes long, and the memory that a graph keeps for itself would be missed.
+AUTOMATIC_BELOW = 2**27
 
 # Steps that must have found the same tensors in the same places before one is captured.
 SETTLED = 3
 
 # Bindings that are remembered, each with its graph.
 _REMEMBERED = 8
+
+# Entries of all tables of a step, as far as they are tried.
+_ROOMS = (2**13, 2**16, 2**20)
 
 # A capture waits for the device, so after the first few there is one for so many steps.
 _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
@@ -46,17 +55,25 @@ StepTaker = Callable[[list[Batch], list[Rates]], None]
 
 
 class Binding(NamedTuple):
-    """All that a captured step depends on beside learning rates and decay."""
+    """All that a captured step depends on beside learning rates and decay; on `places`, of gradients, only some do."""
 
+    places: tuple[int, ...]
     gradients: tuple[Any, ...]
     parameters: tuple[Any, ...]
     state: tuple[Any, ...]
     options: tuple[Any, ...]
 
+    def anywhere(self) -> Binding:
+        """The same, wherever the gradients lie."""
+        return self._replace(places=())
+
     def difference(self, other: Binding) -> str:
         """What is not the same, in words."""
         pairs = zip(self._fields, self, other, strict=True)
-        return " and ".join(name for name, mine, theirs in pairs if mine != theirs)
+        return " and ".join({_WORDS.get(name, name): None for name, mine, theirs in pairs if mine != theirs})
+
+
+_WORDS = {"places": "gradients"}
 
 
 def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any = None) -> Binding | None:
@@ -77,7 +94,8 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
     if 0 in places or 0 in own:  # the shell of a tensor that keeps its numbers elsewhere
         return None
     return Binding(
-        (places, forms, missing),
+        places,
+        (forms, missing, aligned(places)),
         (own, *map(id, params)),
         (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
         (settings, *(_options(group) for group in groups)),
@@ -105,12 +123,23 @@ def _frozen_options(algorithm: str) -> Callable[[Group], tuple[Any, ...]]:
 
 
 class _Captured(NamedTuple):
-    """A graph, what it is bound to, its batches without their items, and the address tables that it reads."""
+    """A graph, what it is bound to, its batches without their items, and its address tables."""
 
     graph: torch.cuda.CUDAGraph
     bound_to: Binding
     batches: list[Batch]
-    tables: list[Any]
+    tables: GraphTables
+
+    def fits(self, now: Binding | None) -> bool:
+        """Whether a replay would be the step of what is there now."""
+        if now is None or self.bound_to[1:] != now[1:]:
+            return False
+        return self.bound_to.places in ((), now.places)
+
+    def replay(self, now: Binding) -> None:
+        """Replay it on the gradients that are there now."""
+        self.tables.move(now.places)
+        self.graph.replay()
 
 
 class Replay:
@@ -122,18 +151,33 @@ class Replay:
         self._scalars: list[Tensor] = []
         self._now: Binding | None = None
         self._seen: list[tuple[Binding, int]] = []
+        self._is_bound_to_places = False
         self._captures = self._replays = self._steps_taken = self._steps_without = 0
         self._failure = self._moving = ""
+        self._counted: tuple[int, ...] = ()
+        self._is_small = False
+
+    def pays(self, groups: Sequence[Group]) -> bool:
+        """Whether steps of these parameters, the first of which is on a GPU, are quicker replayed, and could be."""
+        if any(isinstance(group["lr"], Tensor) for group in groups):
+            return False
+        counts = tuple([len(group["params"]) for group in groups])
+        if counts != self._counted:
+            self._counted = counts
+            self._is_small = elements([param for group in groups for param in group["params"]]) < AUTOMATIC_BELOW
+        return self._is_small and kernels.available(groups[0]["params"][0].device)
 
     def ready(
         self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any
     ) -> list[Batch] | None:
         """The batches of a step that can be replayed, without their gradients; None where none was captured."""
+        if self._failure and not self._graphs:
+            return None
         now, before = binding(groups, state, settings), self._now
         self._now = now
         if now is not None:  # a graph of other parameters would keep them alive
             self._graphs = [one for one in self._graphs if one.bound_to.parameters == now.parameters]
-        self._chosen = next((one for one in self._graphs if one.bound_to == now), None)
+        self._chosen = next((one for one in self._graphs if one.fits(now)), None)
         if self._chosen is not None:
             return self._chosen.batches
         if now is not None and before is not None and now != before:
@@ -143,14 +187,23 @@ class Replay:
     def again(self, rates: list[Rates]) -> None:
         """Replay the step that is ready, with the rates of each batch in turn."""
         assert self._chosen is not None
+        assert self._now is not None
         self._replays += 1
         self._steps_without = 0
         self._steps_taken += 1
         torch._foreach_add_(self._scalars, _flattened(rates))
-        self._chosen.graph.replay()
+        self._chosen.replay(self._now)
 
-    def take(self, work: list[Batch], rates: list[Rates], step: StepTaker, *, measured: bool) -> None:
-        """A step that is not ready: eagerly, or by capturing it first."""
+    def take(self, work: list[Batch], rates: list[Rates], step: StepTaker, *, asked: bool, measured: bool) -> None:
+        """A step that is not ready: eagerly, or by capturing it first.
+
+        Args:
+            work: its batches.
+            rates: the rates of each.
+            step: takes it.
+            asked: whether the user wants replays, also by graphs that are bound to the places of gradients.
+            measured: whether it is observed, and so must be eager.
+        """
         self._place_scalars(work)
         self._steps_without += not measured
         self._steps_taken += 1
@@ -162,11 +215,12 @@ class Replay:
 
         torch._foreach_add_(self._scalars, _flattened(rates))
         try:
-            captured = None if measured or not self._settled() else self._capture(program, work)
+            captured = None if measured or not self._settled() else self._capture(program, work, asked=asked)
             if captured is None:
                 program()
             else:
-                captured.graph.replay()
+                assert self._now is not None
+                captured.replay(self._now)
         except BaseException:
             torch._foreach_zero_(self._scalars)  # or the next step would be too long
             raise
@@ -188,6 +242,7 @@ class Replay:
         now = self._now
         if now is None or self._failure:
             return False
+        now = now if self._is_bound_to_places else now.anywhere()
         times = next((count for seen, count in self._seen if seen == now), 0)
         others = [entry for entry in self._seen if entry[0] != now]
         self._seen = [(now, times + 1), *others][:_REMEMBERED]
@@ -201,23 +256,47 @@ class Replay:
             self._graphs.clear()
             self._scalars = [torch.zeros((), device=device, dtype=dtype) for device, dtype in wanted]
 
-    def _capture(self, program: Callable[[], None], work: list[Batch]) -> _Captured | None:
+    def _capture(self, program: Callable[[], None], work: list[Batch], *, asked: bool) -> _Captured | None:
         """A graph of the program; None, and the reason kept, if there can be none.
 
         Nothing in a graph's memory outlives its replay, so all graphs share it.
         """
         assert self._now is not None
         self._captures += 1
-        tables: list[Any] = []
+        grads = [item.grad for item in sorted(items_of(work), key=itemgetter(0))]  # in the order of the parameters
+        watch = Watch(grads)
         try:
-            with held_by(tables):
-                graph = recorded(program, work[0].device, self._graphs[0].graph.pool() if self._graphs else None)
+            graph, tables = self._recorded(program, work[0].device, grads, watch)
         except Exception as error:  # the step is taken eagerly now, and raises what the capture did not cause
             self._failure = (str(error) or type(error).__name__).splitlines()[0]
             return None
-        captured = _Captured(graph, self._now, [batch._replace(items=[]) for batch in work], tables)
+        if watch.seen and not asked:
+            self._failure = "gradients are read where they lie"
+            return None
+        self._is_bound_to_places |= watch.seen
+        bound_to = self._now if watch.seen else self._now.anywhere()
+        captured = _Captured(graph, bound_to, [batch._replace(items=[]) for batch in work], tables)
         self._graphs = [captured, *self._graphs][:_REMEMBERED]
         return captured
+
+    def _recorded(
+        self, program: Callable[[], None], device: torch.device, grads: list[Tensor], watch: Watch
+    ) -> tuple[torch.cuda.CUDAGraph, GraphTables]:
+        """The program as a graph, with room for its tables."""
+        pool = self._graphs[0].graph.pool() if self._graphs else None
+        for room in _ROOMS:
+            tables = GraphTables(grads, device, room)
+
+            def begun(tables: GraphTables = tables) -> None:
+                tables.compute()
+                with in_graph(tables), watch:
+                    program()
+
+            with suppress(TooManyEntriesError):
+                graph = recorded(begun, device, pool)
+                tables.finish()
+                return graph, tables
+        raise TooManyEntriesError(f"its tables have more than {_ROOMS[-1]} entries")
 
 
 def _flattened(rates: Sequence[Rates]) -> list[float]:

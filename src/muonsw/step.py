@@ -46,6 +46,7 @@ States = dict[Tensor, dict[str, Any]]
 
 CPU_CHUNK_BYTES = 4 * 2**20
 ACCELERATOR_CHUNK_BYTES = 9 * 2**26
+REPLAYED_CHUNK_BYTES = 2**27
 
 
 def take_step(optimizer: ScaledDecayOptimizer) -> None:
@@ -72,12 +73,22 @@ _peak_of = itemgetter(*peak.KEPT)
 
 def _walk(optimizer: ScaledDecayOptimizer) -> None:
     """Replay the step from a graph that is ready, or else walk the phases."""
-    if optimizer.replay and _replayed(optimizer):
+    if _replays(optimizer) and _replayed(optimizer):
         return
     if is_shared(optimizer):
         sharded_step(optimizer)
     else:
         local_step(optimizer)
+
+
+def _replays(optimizer: ScaledDecayOptimizer) -> bool:
+    """Whether steps are replayed if they can be: as the user says, else where the host would be what takes long."""
+    if optimizer.replay is not None or torch.compiler.is_compiling():
+        return bool(optimizer.replay)
+    first = optimizer.param_groups[0]["params"][:1]
+    if not first or not first[0].is_cuda or optimizer.nonfinite == "raise":
+        return False
+    return optimizer._replay.pays(optimizer.param_groups)
 
 
 def is_shared(optimizer: ScaledDecayOptimizer) -> bool:
@@ -100,7 +111,7 @@ def local_step(optimizer: ScaledDecayOptimizer) -> None:
 
 
 def _take_local(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
-    if optimizer.replay and _can_be_captured(optimizer, work):
+    if _replays(optimizer) and _can_be_captured(optimizer, work):
         captured_step(optimizer, work)
         return
     ok = decide(optimizer, work, finite(optimizer, work, counted=True))
@@ -141,13 +152,14 @@ def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     """A step whose rates the host hands over as scalars on the device, so that the rest can be a graph."""
 
     def program(work: list[Batch], on_device: list[Rates]) -> None:
-        ok = decide(optimizer, work, finite(optimizer, work, counted=True))
+        ok = decide(optimizer, work, finite(optimizer, work, counted=True, captured=True))
         flag = ok if isinstance(ok, Flag) else None
         for batch, batch_rates in zip(work, on_device, strict=True):
             update(optimizer, batch.group, batch.items, batch_rates._replace(flag=flag))
 
     on_host = final_rates(optimizer, work, None)
-    optimizer._replay.take(work, on_host, program, measured=optimizer._observer is not None)
+    asked, measured = bool(optimizer.replay), optimizer._observer is not None
+    optimizer._replay.take(work, on_host, program, asked=asked, measured=measured)
 
 
 def _replayed(optimizer: ScaledDecayOptimizer) -> bool:
@@ -164,11 +176,11 @@ def _replayed(optimizer: ScaledDecayOptimizer) -> bool:
 
 
 def _can_be_captured(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> bool:
-    """Whether a step like this can be captured, now or later; warns if not, or if it never comes to it."""
+    """Whether a step like this can be captured, now or later; warns who has asked for it if not, or if it never is."""
     if not work or torch.compiler.is_compiling():
         return False
     reason = replay.obstacle(work, optimizer.nonfinite)
-    if reason or optimizer._replay.complaint:
+    if optimizer.replay and (reason or optimizer._replay.complaint):
         optimizer._counters.not_replayed(reason or optimizer._replay.complaint)
     return not reason
 
@@ -373,13 +385,15 @@ def _warn_of_unfrozen(optimizer: ScaledDecayOptimizer) -> None:
 # agree
 
 
-def finite(optimizer: ScaledDecayOptimizer, work: list[Batch], *, counted: bool = False) -> Flag | bool:
+def finite(
+    optimizer: ScaledDecayOptimizer, work: list[Batch], *, counted: bool = False, captured: bool = False
+) -> Flag | bool:
     """Whether all gradients are finite; a flag counts its step as skipped, unless other ranks have a say in it."""
     if optimizer.nonfinite == "propagate" or not work:
         return True
     counted = counted and optimizer.nonfinite == "skip" and work[0].device.type == "cuda"
     flags = optimizer._counters.flags(work[0].device) if counted else None
-    return finite_flag(work, flags)
+    return finite_flag(work, flags, captured)
 
 
 def agree(optimizer: ScaledDecayOptimizer, asked: list[Group], ok: Flag | bool) -> StepAgreement:
@@ -501,6 +515,8 @@ def _apply(optimizer: ScaledDecayOptimizer, group: Group, one: Update | FusedUpd
 def _budget(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> Budget:
     """How an algorithm may work; where a norm rule acts it cuts no weight and leaves the last word to the rule."""
     most, plain, fused = chunk_bytes(optimizer, items[0].param.device), batch_rates.norm is not None, group["fused"]
+    if optimizer.replay is None and optimizer.chunk_bytes is None and _replays(optimizer):
+        most = REPLAYED_CHUNK_BYTES  # which a graph keeps, and the user has not asked for one
     if plain and ALGORITHMS[group["algorithm"]].matrices is None:
         most = max(most, *(item.param.numel() * item.param.element_size() for item in items))
     return Budget(most, batch_rates.flag, batch_rates.on_host, plain or fused is False, optimizer._observer is not None)

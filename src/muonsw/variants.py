@@ -100,7 +100,7 @@ class MuonSW(ScaledDecayOptimizer):
         transposed: bool = False,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
-        replay: bool = False,
+        replay: bool | None = False,
         process_group: ProcessGroup | None = None,
         momentum_on_owner: bool = False,
         **options: Unpack[MuonOptions],
@@ -181,7 +181,7 @@ class AdamWSW(ScaledDecayOptimizer):
         eps: float = 1e-8,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
-        replay: bool = False,
+        replay: bool | None = False,
         **options: Unpack[GroupOptions],
     ) -> None:
         own = {
@@ -241,7 +241,7 @@ class SGDSW(ScaledDecayOptimizer):
         momentum_form: str = "heavy_ball",
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
-        replay: bool = False,
+        replay: bool | None = False,
         **options: Unpack[GroupOptions],
     ) -> None:
         own = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,11 +75,17 @@ def _failure(device: torch.device) -> str:
     return ""
 
 
+# Who looks at what kernels are given, while a graph is captured.
+watches: list[Callable[[Sequence[Any]], None]] = []
+
+
 def launch_on(device: torch.device, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel on a device, in the stream that is current there.
 
     Triton launches on the current device, whatever the device of its arguments; every launch goes through here.
     """
+    for look in watches:
+        look(arguments)
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*arguments, **options)
         return

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from itertools import chain
+from typing import Any, Self
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from muonsw.kernels import watches
 
 
 def recorded(
@@ -37,6 +42,39 @@ def recorded(
             _abandon(graph, device, pool)
             raise
     return graph
+
+
+class Watch(TorchDispatchMode):
+    """Finds out whether anything reads or writes some tensors directly, and not through a table of addresses.
+
+    Attributes:
+        seen: whether an operation of torch, other than a view, or a kernel was given one.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.seen = False
+
+    def __enter__(self) -> Self:
+        watches.append(self._look)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        watches.remove(self._look)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and look at what it is given."""
+        if not operation.is_view:
+            self._look([*args, *(kwargs or {}).values()])
+        return operation(*args, **(kwargs or {}))
+
+    def _look(self, given: Sequence[Any]) -> None:
+        flat = chain.from_iterable(one if isinstance(one, list | tuple) else [one] for one in given)
+        found = [getattr(one, "base", one) for one in flat]  # Triton's descriptors have a tensor of that name
+        self.seen |= any(one.untyped_storage().data_ptr() in self._memory for one in found if isinstance(one, Tensor))
 
 
 # Graphs whose capture was invalidated: torch's allocators go on asking them which streams they capture.

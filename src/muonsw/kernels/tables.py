@@ -6,6 +6,7 @@ small and change rarely (parameters and state stay where they are, gradients mos
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,20 +28,85 @@ Copy = Callable[[Sequence[int], torch.device], Tensor]
 
 _KEPT = 1024
 
-# What graphs read at every replay: held by the code that captures (`held_by`), else for ever, because no callback
+
+class GraphTables:
+    """The tables of one captured step, whose gradients may lie elsewhere at each replay.
+
+    A graph reads fixed addresses, so it begins by computing its tables: each entry is the address of a gradient plus an
+    offset, or plain `0 + offset`. The host copies the gradients' addresses in before a replay, and nothing else.
+    """
+
+    def __init__(self, grads: Sequence[Tensor], device: torch.device, room: int) -> None:
+        self.held: list[Any] = []  # whatever else the graph reads
+        self._spans = sorted((grad.data_ptr(), _extent(grad), number) for number, grad in enumerate(grads))
+        self._places = torch.zeros(len(grads) + 1, dtype=torch.int64, device=device)
+        self._owners, self._offsets, self._entries = (
+            torch.zeros(room, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self._numbers: list[int] = []
+        self._placed: tuple[int, ...] = ()
+
+    def compute(self) -> None:
+        """Compute the tables; the first operations of the graph."""
+        torch.index_select(self._places, 0, self._owners, out=self._entries)
+        self._entries.add_(self._offsets)
+
+    def take(self, numbers: Sequence[int]) -> Tensor:
+        """A table of these numbers, aligned like a tensor of its own: kernels are compiled for that."""
+        begin = len(self._numbers)
+        self._numbers += [*numbers, *[0] * (-len(numbers) % _ENTRIES_APART)]
+        if len(self._numbers) > len(self._entries):
+            raise TooManyEntriesError
+        return self._entries[begin : begin + len(numbers)]
+
+    def finish(self) -> None:
+        """Fill in what the tables are computed from, once the capture has shown all of them."""
+        starts = [begin for begin, _, _ in self._spans]
+        pairs = [self._owner(number, starts) for number in self._numbers]
+        for target, values in zip((self._owners, self._offsets), zip(*pairs, strict=True), strict=False):
+            target[: len(values)].copy_(_on_host(values, target.device), non_blocking=True)
+
+    def _owner(self, number: int, starts: list[int]) -> tuple[int, int]:
+        """The number of the gradient that an entry points into, and how far; else that of the zero, and all of it."""
+        found = bisect_right(starts, number) - 1
+        if found >= 0 and number < starts[found] + self._spans[found][1]:
+            return self._spans[found][2], number - starts[found]
+        return len(self._spans), number
+
+    def move(self, places: tuple[int, ...]) -> None:
+        """Let the next replay find the gradients at these addresses."""
+        if places != self._placed:
+            self._placed = places
+            self._places.copy_(_on_host((*places, 0), self._places.device), non_blocking=True)
+
+
+class TooManyEntriesError(RuntimeError):
+    """The tables of a step do not fit into the room that was made for them."""
+
+
+_ENTRIES_APART = 64
+
+
+def _extent(tensor: Tensor) -> int:
+    """From its first entry on, the bytes that a tensor lies in."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
+
+
+# The tables of the step that is being captured. What a graph of the user reads is held for ever, because no callback
 # tells when a graph is destroyed.
 _for_ever: list[Any] = []
-_holder: ContextVar[list[Any]] = ContextVar("holder", default=_for_ever)
+_captured: ContextVar[GraphTables | None] = ContextVar("captured", default=None)
 
 
 @contextmanager
-def held_by(holder: list[Any]) -> Iterator[None]:
-    """Let a list hold the tables that a graph captured meanwhile reads; it must live as long as the graph."""
-    token = _holder.set(holder)
+def in_graph(tables: GraphTables) -> Iterator[None]:
+    """Let kernels that are captured meanwhile read these tables, which must live as long as the graph."""
+    token = _captured.set(tables)
     try:
         yield
     finally:
-        _holder.reset(token)
+        _captured.reset(token)
 
 
 class TensorCache(Generic[T]):
@@ -55,7 +121,8 @@ class TensorCache(Generic[T]):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if found is None:
                 return make(_in_graph)  # not kept: it is filled when the graph is replayed
-            _holder.get().append(found[1])  # a capture waits for the device first, so it is filled
+            graph = _captured.get()
+            (_for_ever if graph is None else graph.held).append(found[1])  # a capture waits first, so it is filled
             return found[1]
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         if found is None or found[0] != stream:
@@ -89,6 +156,9 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -
     if len(set(lengths_of_rows)) != 1:  # a kernel would read the numbers of one row as those of another
         raise ValueError(f"rows of an address table must have one length, not {lengths_of_rows}")
     numbers = tuple(chain.from_iterable(rows))
+    graph = _captured.get()
+    if graph is not None:
+        return AddressTable(graph.take(numbers).view(len(rows), -1), aligned(rows[0], *rows[1 + loose :]))
 
     def make(copy: Copy) -> AddressTable:
         return AddressTable(copy(numbers, device).view(len(rows), -1), aligned(rows[0], *rows[1 + loose :]))
@@ -98,11 +168,14 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copy without waiting."""
-    if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         _reserve()
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
+    return _on_host(numbers, device).to(device, non_blocking=True)
+
+
+def _on_host(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers from where a device copies them without waiting."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
 
 
 # Numbers that graphs copy to the device at each replay, in pinned memory that nothing else writes to. Such memory

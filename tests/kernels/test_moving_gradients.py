@@ -1,0 +1,151 @@
+"""Graphs whose gradients lie elsewhere at each replay. Where there is no GPU, a recorder stands for CUDA's graphs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from muonsw import MuonSW, machine, replay
+from muonsw.kernels import elementwise, finite, momentum, move, symmetric
+from muonsw.kernels.graphs import Watch
+from muonsw.kernels.tables import GraphTables, in_graph, table
+from muonsw.replay import SETTLED
+from tests.common.problems import cosine, matrices, set_gradients
+
+SHAPES = [(32, 32), (16, 48), (2, 48, 32), (48, 16)]
+
+
+class Recorder(TorchDispatchMode):
+    """A CUDA graph as far as it matters here: records a program without running it, then runs it on the same memory."""
+
+    def __init__(self, program, device, pool):
+        super().__init__()
+        del device, pool
+        self.calls = []
+        with self, pytest.MonkeyPatch.context() as patch:
+            for module in (elementwise, finite, momentum, move, symmetric):
+                patch.setattr(module, "launch_on", self.launch)
+            program()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        assert "local_scalar" not in str(operation), "a graph waits for nothing"
+        if operation._schema.is_mutable:
+            result = (kwargs or {}).get("out", args[0])
+        else:
+            result = operation(*args, **(kwargs or {}))
+        self.calls.append((operation, args, kwargs or {}, result))
+        return None if operation._schema.is_mutable and not operation._schema.returns else result
+
+    def launch(self, _device, kernel, grid, *arguments, **options):
+        self.calls.append((kernel[grid], arguments, options, None))
+
+    def pool(self):
+        return self
+
+    def replay(self):
+        for call, args, options, before in self.calls:
+            after = call(*args, **options)
+            if before is not None and not call._schema.is_mutable and not call.is_view:
+                for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+                    old.copy_(new)
+
+
+@pytest.fixture
+def graphs(monkeypatch, kernels_on):
+    kernels_on(True)
+    if not machine.gpus():
+        monkeypatch.setattr(replay, "recorded", Recorder)
+        monkeypatch.setattr(replay, "obstacle", lambda _work, _nonfinite: "")
+
+
+def trained(algorithm, device, *, captured, steps=12, **options):
+    params = [nn.Parameter(p.detach().to(device)) for p in matrices(*SHAPES)]
+    groups = [{"params": params[:2]}, {"params": params[2:], "matrix": "stack", "weight_decay": 0.0}]
+    settings = {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.9, "nonfinite": "propagate", "replay": True, **options}
+    optimizer = MuonSW([{**group, "algorithm": algorithm} for group in groups], **settings)
+    kept = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = cosine(0.05, steps)(step)
+        kept.append([p.grad for p in params])  # so that the next ones lie elsewhere
+        for param in params:
+            param.grad = None
+        twins = [nn.Parameter(torch.empty(p.shape)) for p in params]
+        set_gradients(twins, step)
+        for param, twin in zip(params, twins, strict=True):
+            param.grad = twin.grad.to(device)
+        if not captured:
+            optimizer._replay._seen.clear()
+        optimizer.step()
+    assert optimizer._replay._captures == captured
+    return optimizer, params
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("options", [{}, {"cautious": True}, {"chunk_bytes": 4096}], ids=str)
+@pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd"])
+def test_one_graph_serves_gradients_wherever_they_lie(algorithm, options, device):
+    optimizer, params = trained(algorithm, device, captured=True, **options)
+    assert optimizer._replay._replays == 12 - (SETTLED + 2)
+    eager, twins = trained(algorithm, device, captured=False, **options)
+    for param, twin in zip(params, twins, strict=True):
+        assert torch.equal(param, twin)
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(value, eager.state[twin][key])
+
+
+def test_tables_follow_the_gradients_that_their_entries_point_into(device):
+    first, second = torch.zeros(2, 6, 4, device=device), torch.zeros(5, device=device)
+    weight = torch.zeros(2, 6, 4, device=device)
+    tables = GraphTables([first, second], device, 256)
+    rows = [[first[0].data_ptr(), first[1, 2].data_ptr(), second.data_ptr()], [weight.data_ptr(), 24, 0]]
+    with in_graph(tables):
+        found = table(rows, device).numbers
+        another = table([[second[4:].data_ptr()]], device).numbers
+    tables.finish()
+    for places in ((first.data_ptr(), second.data_ptr()), (2**40, 2**41)):
+        tables.move(places)
+        tables.compute()
+        a, b = places
+        assert found.tolist() == [[a, a + 4 * (24 + 8), b], rows[1]]
+        assert another.tolist() == [[b + 16]]
+
+
+def test_operations_and_kernels_that_are_given_a_gradient_are_seen(device):
+    grad, other = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
+
+    def seen(work):
+        with Watch([grad]) as watch:
+            work()
+        return watch.seen
+
+    assert not seen(lambda: (grad.view(-1)[3:].data_ptr(), other + 1))
+    assert not seen(lambda: finite.find_bad([grad], torch.zeros((), device=device)))
+    assert seen(lambda: torch._foreach_add([other, other], [other, grad.mT]))
+    weights = elementwise.Weights([other])
+    assert seen(lambda: move.move(weights, [grad], elementwise.Motion(0.1, 0.0, None, 1.0, False)))
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_graph_that_reads_gradients_where_they_lie_is_bound_to_them(device):
+    """A norm rule takes AdamW's directions from operations of torch."""
+    optimizer, params = trained("adamw", device, captured=True, norm="hyperball")
+    assert optimizer._replay._replays == 0
+    assert_equal(params, trained("adamw", device, captured=False, norm="hyperball")[1])
+
+
+@pytest.mark.usefixtures("graphs")
+def test_steps_are_replayed_unasked_where_gradients_may_move_and_else_given_up(device, monkeypatch):
+    monkeypatch.setattr("muonsw.step._replays", lambda _: True)
+    optimizer, params = trained("muon", device, captured=True, replay=None)
+    assert optimizer._replay._replays
+    assert_equal(params, trained("muon", device, captured=False, replay=None)[1])
+    optimizer, _ = trained("adamw", device, captured=True, replay=None, norm="hyperball")
+    assert not optimizer._replay._graphs
+
+
+def assert_equal(params, twins):
+    assert all(torch.equal(param, twin) for param, twin in zip(params, twins, strict=True))
