@@ -5,7 +5,7 @@
 
 Gradients are clipped, and freed after every step. Peers take part where they are installed (dion, pytorch-optimizer).
 All begin at the same weights and see the same batches; a contender whose loss is not close to that of its twin in
-torch is not timed.
+torch is not timed. Those that are take turns, some updates each, on one compiled model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import math
 import pstats
 import statistics
 import time
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from muonsw import AdamWSW, MuonSW
-from muonsw.lab.bench.timing import chosen_device, environment, milliseconds, save, synchronize
+from muonsw.lab.bench.timing import chosen_device, environment, in_turn, milliseconds, save, synchronize
 from muonsw.routing import route
 
-LENGTH, BATCHES = 1024, (16, 4)
+BATCHES = (16, 4)
 LR, LAMBDA, BETAS = 1e-3, 0.1, (0.9, 0.95)
 CHECKED, BLOCKS, UPDATES = 12, 7, 10
 
@@ -45,22 +45,20 @@ Build = Callable[[nn.Module], list[Optimizer]]
 def main() -> None:
     args = arguments()
     device = chosen_device(args.device)
-    warnings.filterwarnings("ignore", message="replay=True")  # the table shows it
     print(json.dumps(environment(device, ("transformers", "dion", "pytorch-optimizer"))), flush=True)
     chosen = {name: build for name, build in contenders().items() if not args.only or name in args.only}
     if args.host:
         for name, build in chosen.items():
             profile_host(name, build, GPT2LMHeadModel(config(args)).to(device), device, args.top)
         return
-    record = {"environment": environment(device), "ms": {}}
+    record = {"environment": environment(device), "results": {}}
     for rows in args.batches:
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(config(args)).to(device)
-        loop = Loop(model, rows, min(LENGTH, config(args).n_positions), device)
-        for name, build in chosen.items():
-            record["ms"][f"{name}, {rows}"] = line = loop.measure(name, build)
-            print(f"{rows:3} x {LENGTH}  {name:24} {json.dumps(line)}", flush=True)
-            save(record, args.json)
+        loop = Loop(GPT2LMHeadModel(config(args)).to(device), rows, device)
+        record["results"][rows] = loop.measure(chosen)
+        for name, result in record["results"][rows].items():
+            print(f"{rows:3} x {loop.length}  {name:22} {json.dumps(result)}", flush=True)
+        save(record, args.json)
 
 
 def arguments() -> argparse.Namespace:
@@ -87,12 +85,10 @@ def contenders() -> dict[str, Build]:
     found: dict[str, Build] = {
         "torch AdamW": lambda model: [torch.optim.AdamW(model.parameters(), **settings, betas=BETAS, fused=True)],
         "AdamWSW": lambda model: [AdamWSW.for_model(model, **settings)],
-        "AdamWSW replay=True": lambda model: [AdamWSW.for_model(model, **settings, replay=True)],
-        "AdamWSW replay=False": lambda model: [AdamWSW.for_model(model, **settings, replay=False)],
+        "AdamWSW eager": lambda model: [AdamWSW.for_model(model, **settings, replay=False)],
         "torch Muon + AdamW": torch_muon,
         "MuonSW": lambda model: [MuonSW.for_model(model, **settings)],
-        "MuonSW replay=True": lambda model: [MuonSW.for_model(model, **settings, replay=True)],
-        "MuonSW replay=False": lambda model: [MuonSW.for_model(model, **settings, replay=False)],
+        "MuonSW eager": lambda model: [MuonSW.for_model(model, **settings, replay=False)],
     }
     for name, package, build in (("pytorch-optimizer", "pytorch_optimizer", peer_po), ("dion", "dion", peer_dion)):
         try:
@@ -140,29 +136,42 @@ def peer_dion(model: nn.Module) -> list[Optimizer]:
 class Loop:
     """One compiled model that every contender trains from the same weights."""
 
-    def __init__(self, model: nn.Module, rows: int, length: int, device: torch.device) -> None:
-        self.model, self.device = model, device
+    def __init__(self, model: nn.Module, rows: int, device: torch.device) -> None:
+        self.model, self.device, self.length = model, device, model.config.n_positions
         self.compiled = torch.compile(model, dynamic=False) if device.type == "cuda" else model
         self.start = [param.detach().clone() for param in model.parameters()]
         generator = torch.Generator().manual_seed(1)
-        words = model.config.vocab_size * torch.rand(8, rows, length, generator=generator) ** 3  # some are frequent
+        words = (
+            model.config.vocab_size * torch.rand(8, rows, self.length, generator=generator) ** 3
+        )  # some are frequent
         self.batches = words.long().to(device)
         self.losses: dict[str, float] = {}
 
-    def measure(self, name: str, build: Build) -> dict[str, float | str]:
-        """Milliseconds of an update, after the check of the loss."""
-        try:
-            optimizers = self.begin(build)
-            for number in range(CHECKED):
-                loss = self.update(optimizers, number)
-            self.losses[name] = float(loss.detach())
-            self.check(name)
-            times = [self.block(optimizers) for _ in range(BLOCKS)]
-        except Exception as error:  # whatever a peer may raise
-            return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        replay = getattr(optimizers[0], "_replay", None)
-        share = {} if replay is None else {"replayed": replay._replays}
-        return {"ms": round(statistics.median(times), 2), "loss": round(self.losses[name], 3), **share}
+    def measure(self, chosen: dict[str, Build]) -> dict[str, dict[str, float | str]]:
+        """Milliseconds of an update with each optimizer whose loss is right."""
+        results: dict[str, dict[str, float | str]] = {}
+        trained: dict[str, list[Optimizer]] = {}
+        for name, build in chosen.items():
+            try:
+                trained[name] = self.checked(name, build)
+            except Exception as error:  # whatever a peer may raise
+                results[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        times = in_turn({name: partial(self.block, optimizers) for name, optimizers in trained.items()}, BLOCKS, 1)
+        for name, optimizers in trained.items():
+            replay = getattr(optimizers[0], "_replay", None)
+            share = {} if replay is None else {"replayed": replay._replays}
+            spread = {"ms": round(statistics.median(times[name]), 2), "least": round(min(times[name]), 2)}
+            results[name] = {**spread, "loss": round(self.losses[name], 3), **share}
+        return results
+
+    def checked(self, name: str, build: Build) -> list[Optimizer]:
+        """Optimizers that have taken some steps, and reached the loss that was expected."""
+        optimizers = self.begin(build)
+        for number in range(CHECKED):
+            loss = self.update(optimizers, number)
+        self.losses[name] = float(loss.detach())
+        self.check(name)
+        return optimizers
 
     def begin(self, build: Build) -> list[Optimizer]:
         """Optimizers on the model as it was at the start."""

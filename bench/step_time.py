@@ -23,7 +23,7 @@ MUONS = (
     "muonsw plain",
     "muonsw unchecked",
     "muonsw captured",
-    "muonsw replayed",
+    "muonsw eager",
     "muonsw gram",
     "torch.optim.Muon",
 )

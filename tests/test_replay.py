@@ -3,6 +3,7 @@
 import copy
 import pickle
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels
 from muonsw.kernels import tables
 from muonsw.kernels.graphs import Watch
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
-from muonsw.replay import PATIENCE, SETTLED, binding
-from muonsw.step import collect
+from muonsw.replay import PATIENCE, SETTLED, Replay, binding
+from muonsw.step import _replays, collect
 from tests.common.cuda import no_waiting
 from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
 
@@ -145,6 +146,21 @@ def test_copies_go_on_replaying():
     optimizer = AdamWSW(matrices((4, 4)), lr=0.1, replay=True)
     assert copy.deepcopy(optimizer).replay
     assert pickle.loads(pickle.dumps(optimizer)).replay
+
+
+def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monkeypatch):
+    monkeypatch.setattr(kernels, "available", lambda _: True)
+
+    def pays(*shapes, **options):
+        params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+        return Replay().pays(MuonSW(params, **{"lr": 0.1, **options}).param_groups)
+
+    assert pays((1024, 1024), (2**13, 2**13))
+    assert not pays((2**14, 2**13))
+    assert not pays((8, 8), lr=torch.tensor(0.1))
+    optimizer = AdamWSW(matrices((4, 4)), lr=0.1)
+    assert optimizer.replay is None
+    assert not _replays(optimizer)
 
 
 def test_many_ranks_and_replays_are_refused_together():
@@ -502,6 +518,30 @@ def test_a_training_loop_that_frees_its_gradients_is_replayed():
             optimizer.zero_grad()
         assert optimizer._replay._replays > 25 or not captured
         return [param.detach() for param in model.parameters()]
+
+    assert_same(run(True), run(False))
+
+
+@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_one_graph_serves_gradients_wherever_they_lie(algorithm, dtype):
+    """Unasked; none of the earlier gradients is freed, so that each lies elsewhere."""
+
+    def run(captured):
+        optimizer, params = optimizer_on("cuda", algorithm, dtype=dtype)
+        kept = []
+        for number in range(20):
+            feed(params, number, in_place=False)
+            kept.append([param.grad for param in params])
+            if not captured:
+                optimizer._replay._seen.clear()
+            with no_waiting() if optimizer._replay._graphs else nullcontext():
+                optimizer.step()
+        assert optimizer._replay._captures == captured
+        assert optimizer._replay._replays == (20 - SETTLED - 2) * captured
+        return tensors_of(optimizer, params)
 
     assert_same(run(True), run(False))
 

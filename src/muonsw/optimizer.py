@@ -52,7 +52,7 @@ class ScaledDecayOptimizer(Optimizer):
     """
 
     algorithm: ClassVar[str]
-    replay: bool | None = False
+    replay: bool | None = None
     _counters: Counters
     _observer: Observer | None
     _option_check: OptionCheck
@@ -70,7 +70,7 @@ class ScaledDecayOptimizer(Optimizer):
         *,
         nonfinite: str,
         chunk_bytes: int | None,
-        replay: bool | None = False,
+        replay: bool | None = None,
         process_group: ProcessGroup | None = None,
         momentum_on_owner: bool = False,
     ) -> None:

@@ -54,8 +54,9 @@ class MuonSW(ScaledDecayOptimizer):
         nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
             the device), or "propagate".
         chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 576 MiB elsewhere.
-        replay: capture the step as a CUDA graph once its tensors stay where they are, and replay it: for small models,
-            whose steps wait for the host. The graph keeps the step's temporary memory.
+        replay: capture the step as a CUDA graph and replay it, since steps of small models wait for the host. None
+            does so for up to 134 million parameters on one GPU, where nothing is in the way; True whatever the size,
+            and warns where it cannot; False never. The graph keeps the step's temporary memory.
         process_group: ranks that hold the same plain parameters, as under DistributedDataParallel: each then
             orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
         momentum_on_owner: keep the momentum of such a parameter on the rank that orthogonalizes it alone; call
@@ -100,7 +101,7 @@ class MuonSW(ScaledDecayOptimizer):
         transposed: bool = False,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
-        replay: bool | None = False,
+        replay: bool | None = None,
         process_group: ProcessGroup | None = None,
         momentum_on_owner: bool = False,
         **options: Unpack[MuonOptions],
@@ -154,7 +155,7 @@ class AdamWSW(ScaledDecayOptimizer):
         eps: added to the root of the average squared gradient.
         nonfinite: "skip", "raise" or "propagate", as for `MuonSW`.
         chunk_bytes: temporary memory that a batch may take.
-        replay: replay the step from a CUDA graph, as for `MuonSW`.
+        replay: whether to replay the step from a CUDA graph, as for `MuonSW`.
         **options: see `GroupOptions`.
 
     Examples:
@@ -181,7 +182,7 @@ class AdamWSW(ScaledDecayOptimizer):
         eps: float = 1e-8,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
-        replay: bool | None = False,
+        replay: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
         own = {
@@ -213,7 +214,7 @@ class SGDSW(ScaledDecayOptimizer):
         momentum_form: "heavy_ball" (`M <- beta M + G`) or "ema" (`M <- beta M + (1-beta) G`).
         nonfinite: "skip", "raise" or "propagate", as for `MuonSW`.
         chunk_bytes: temporary memory that a batch may take.
-        replay: replay the step from a CUDA graph, as for `MuonSW`.
+        replay: whether to replay the step from a CUDA graph, as for `MuonSW`.
         **options: see `GroupOptions`.
 
     Examples:
@@ -241,7 +242,7 @@ class SGDSW(ScaledDecayOptimizer):
         momentum_form: str = "heavy_ball",
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
-        replay: bool | None = False,
+        replay: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
         own = {

@@ -79,7 +79,7 @@ def test_peers_that_are_missing_are_named(monkeypatch):
     found, missing = steps.contenders()
     assert missing == ["absent"]
     assert set(found) == {*steps.USUAL, "present"}
-    assert set(steps.contenders(graphs=True)[0]) == {*found, *steps.USUAL_GRAPHS}
+    assert set(steps.contenders(eager=True)[0]) == {*found, *steps.USUAL_EAGER}
     with pytest.raises(UsageError, match="there is no optimizer 'muonws' to time; choose from muonsw"):
         steps.contenders(["muonws"])
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muonsw import SGDSW, AdamWSW, MuonSW
-from muonsw.lab.bench.timing import in_turn, milliseconds, peak_extra_bytes
+from muonsw.lab.bench.timing import WARMING_ROUNDS, in_turn, milliseconds, peak_extra_bytes
 from muonsw.lab.errors import UsageError
 from muonsw.replay import SETTLED
 
@@ -129,20 +129,6 @@ def captured(contender: Contender) -> Contender:
     return make
 
 
-def replayed(contender: Contender) -> Contender:
-    """The same step, which captures itself; on CUDA devices only."""
-
-    def make(matrices: Matrices, tensors: MatrixSource) -> Built:
-        if tensors.device.type != "cuda":
-            raise ValueError("graphs are captured on CUDA devices")
-        optimizer, params = contender(matrices, tensors)
-        for _ in range(SETTLED + 2):
-            optimizer.step()
-        return optimizer, params
-
-    return make
-
-
 def theirs(build: Callable[[list[nn.Parameter]], Any], *, stacked: bool = False) -> Contender:
     """An optimizer that takes a list of parameters."""
 
@@ -196,7 +182,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "muonsw plain": ours("newton_schulz"),
         "muonsw unchecked": ours(nonfinite="propagate"),
         "muonsw captured": captured(ours(capturable=True)),
-        "muonsw replayed": replayed(ours(replay=True)),
+        "muonsw eager": ours(replay=False),
         "muonsw gram": ours("gram_newton_schulz"),
         "torch.optim.Muon": theirs(
             lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
@@ -205,9 +191,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "AdamWSW unchecked": theirs(
             lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, nonfinite="propagate"), stacked=True
         ),
-        "AdamWSW replayed": replayed(
-            theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, replay=True), stacked=True)
-        ),
+        "AdamWSW eager": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, replay=False), stacked=True),
         "torch AdamW fused": theirs(
             lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True), stacked=True
         ),
@@ -215,9 +199,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "SGDSW unchecked": theirs(
             lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, nonfinite="propagate"), stacked=True
         ),
-        "SGDSW replayed": replayed(
-            theirs(lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, replay=True), stacked=True)
-        ),
+        "SGDSW eager": theirs(lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, replay=False), stacked=True),
         "torch SGD fused": theirs(
             lambda p: torch.optim.SGD(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, fused=True), stacked=True
         ),
@@ -225,20 +207,20 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
 )
 # What is timed by default, beside the peers that are installed; and what else on a CUDA device.
 USUAL = ("muonsw", "torch.optim.Muon", "AdamWSW", "torch AdamW fused", "SGDSW", "torch SGD fused")
-USUAL_GRAPHS = ("muonsw replayed", "AdamWSW replayed", "SGDSW replayed")
+USUAL_EAGER = ("muonsw eager", "AdamWSW eager", "SGDSW eager")
 
 
-def contenders(only: Sequence[str] | None = None, *, graphs: bool = False) -> tuple[dict[str, Contender], list[str]]:
+def contenders(only: Sequence[str] | None = None, *, eager: bool = False) -> tuple[dict[str, Contender], list[str]]:
     """Who is timed, and the names of peers that are not installed.
 
     Args:
         only: their names; the usual ones and all peers if None.
-        graphs: whether the usual ones include steps that are replayed.
+        eager: whether the usual ones include ours without replays, which make a difference on GPUs.
 
     Raises:
         UsageError: If a name is not known.
     """
-    known, usual = (*OURS_AND_TORCHS, *PEERS), (*USUAL, *(USUAL_GRAPHS if graphs else ()))
+    known, usual = (*OURS_AND_TORCHS, *PEERS), (*USUAL, *(USUAL_EAGER if eager else ()))
     wrong = [name for name in only or () if name not in known]
     if wrong:
         raise UsageError(f"there is no optimizer {wrong[0]!r} to time; choose from {', '.join(known)}")
@@ -317,7 +299,8 @@ def measure(
         except Exception as error:  # whatever a peer may raise
             running.pop(name, None)
             results[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    for name, taken_by_one in in_turn(running, rounds).items():
+    warming = SETTLED + 1 if tensors.device.type == "cuda" else WARMING_ROUNDS  # until steps are replayed
+    for name, taken_by_one in in_turn(running, rounds, warming).items():
         optimizer, params = optimizers[name]
         results[name] |= {
             "ms": statistics.median(taken_by_one),

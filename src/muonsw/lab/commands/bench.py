@@ -40,7 +40,7 @@ class Bench:
     """Sets of matrices to step on: small, square512, wide, and w256, w512, w768, w1024 of the paper's models."""
 
     only: Annotated[tuple[str, ...], arg(metavar="NAME...")] = ()
-    """Time these alone, such as muonsw, torch.optim.Muon, "muonsw replayed", AdamWSW, dion."""
+    """Time these alone, such as muonsw, torch.optim.Muon, "muonsw eager", AdamWSW, dion."""
 
     preset: str = ""
     """Model whose training is timed; demo on a CPU and mini on a GPU unless given, none for no training."""
@@ -57,7 +57,7 @@ class Bench:
     def run(self) -> int:
         """Check, time, print."""
         device, sets, trained = self._choices()
-        chosen, missing = contenders(self.only or None, graphs=device.type == "cuda")
+        chosen, missing = contenders(self.only or None, eager=device.type == "cuda")
         console = Console(stderr=self.json)
         try:
             record: dict[str, Any] = {"environment": environment(device, PACKAGES), "check": check(device)}
