@@ -155,8 +155,8 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
         params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
         return Replay().pays(MuonSW(params, **{"lr": 0.1, **options}).param_groups)
 
-    assert pays((1024, 1024), (2**13, 2**13))
-    assert not pays((2**14, 2**13))
+    assert pays((1024, 1024), (2**14, 2**14))
+    assert not pays((2**15, 2**14))
     assert not pays((8, 8), lr=torch.tensor(0.1))
     optimizer = AdamWSW(matrices((4, 4)), lr=0.1)
     assert optimizer.replay is None

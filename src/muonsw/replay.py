@@ -33,7 +33,7 @@ from muonsw.work import Batch, Group, elements, items_of
 
 # Elements of all parameters below which steps are replayed unless the user says no: with more of them the device is
 # what takes long, and the memory that a graph keeps for itself would be missed.
-AUTOMATIC_BELOW = 2**27
+AUTOMATIC_BELOW = 2**29
 
 # Steps that must have found the same tensors in the same places before one is captured.
 SETTLED = 3
@@ -270,11 +270,12 @@ class Replay:
         except Exception as error:  # the step is taken eagerly now, and raises what the capture did not cause
             self._failure = (str(error) or type(error).__name__).splitlines()[0]
             return None
-        if watch.seen and not asked:
+        fixed = watch.seen or tables.overlap
+        if fixed and not asked:
             self._failure = "gradients are read where they lie"
             return None
-        self._is_bound_to_places |= watch.seen
-        bound_to = self._now if watch.seen else self._now.anywhere()
+        self._is_bound_to_places |= fixed
+        bound_to = self._now if fixed else self._now.anywhere()
         captured = _Captured(graph, bound_to, [batch._replace(items=[]) for batch in work], tables)
         self._graphs = [captured, *self._graphs][:_REMEMBERED]
         return captured

@@ -73,11 +73,9 @@ _peak_of = itemgetter(*peak.KEPT)
 
 def _walk(optimizer: ScaledDecayOptimizer) -> None:
     """Replay the step from a graph that is ready, or else walk the phases."""
-    if _replays(optimizer) and _replayed(optimizer):
-        return
     if is_shared(optimizer):
         sharded_step(optimizer)
-    else:
+    elif not _replays(optimizer) or not _replayed(optimizer):
         local_step(optimizer)
 
 

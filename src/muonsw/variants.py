@@ -55,7 +55,7 @@ class MuonSW(ScaledDecayOptimizer):
             the device), or "propagate".
         chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 576 MiB elsewhere.
         replay: capture the step as a CUDA graph and replay it, since steps of small models wait for the host. None
-            does so for up to 134 million parameters on one GPU, where nothing is in the way; True whatever the size,
+            does so for up to 537 million parameters on one GPU, where nothing is in the way; True whatever the size,
             and warns where it cannot; False never. The graph keeps the step's temporary memory.
         process_group: ranks that hold the same plain parameters, as under DistributedDataParallel: each then
             orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.

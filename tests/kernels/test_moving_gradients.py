@@ -114,6 +114,13 @@ def test_tables_follow_the_gradients_that_their_entries_point_into(device):
         assert another.tolist() == [[b + 16]]
 
 
+def test_gradients_that_share_memory_are_known_as_such(device):
+    both = torch.zeros(8, 6, device=device)
+    assert not GraphTables([both[:4], both[4:]], device, 0).overlap
+    assert GraphTables([both[:, :3], both[:, 3:]], device, 0).overlap
+    assert GraphTables([both, both], device, 0).overlap
+
+
 def test_operations_and_kernels_that_are_given_a_gradient_are_seen(device):
     grad, other = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
 

@@ -34,11 +34,17 @@ class GraphTables:
 
     A graph reads fixed addresses, so it begins by computing its tables: each entry is the address of a gradient plus an
     offset, or plain `0 + offset`. The host copies the gradients' addresses in before a replay, and nothing else.
+
+    Attributes:
+        overlap: whether gradients share memory, so that an entry does not say into which of them it points.
+        held: what else the graph reads.
     """
 
     def __init__(self, grads: Sequence[Tensor], device: torch.device, room: int) -> None:
-        self.held: list[Any] = []  # whatever else the graph reads
+        self.held: list[Any] = []
         self._spans = sorted((grad.data_ptr(), _extent(grad), number) for number, grad in enumerate(grads))
+        ends = [begin + size for begin, size, _ in self._spans]
+        self.overlap = any(end > later[0] for end, later in zip(ends, self._spans[1:], strict=False))
         self._places = torch.zeros(len(grads) + 1, dtype=torch.int64, device=device)
         self._owners, self._offsets, self._entries = (
             torch.zeros(room, dtype=torch.int64, device=device) for _ in range(3)
