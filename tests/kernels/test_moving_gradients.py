@@ -131,6 +131,9 @@ def test_operations_and_kernels_that_are_given_a_gradient_are_seen(device):
 
     assert not seen(lambda: (grad.view(-1)[3:].data_ptr(), other + 1))
     assert not seen(lambda: finite.find_bad([grad], torch.zeros((), device=device)))
+    assert seen(lambda: grad.to(torch.float64))
+    with torch.inference_mode():
+        assert seen(lambda: grad.to(torch.float64))
     assert seen(lambda: torch._foreach_add([other, other], [other, grad.mT]))
     weights = elementwise.Weights([other])
     assert seen(lambda: move.move(weights, [grad], elementwise.Motion(0.1, 0.0, None, 1.0, False)))

@@ -66,15 +66,20 @@ class Watch(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and look at what it is given."""
-        if not operation.is_view:
+        """Run an operation, and look at what it is given unless its result is a view of that."""
+        result = operation(*args, **(kwargs or {}))
+        if not (operation.is_view and self._holds([result])):
             self._look([*args, *(kwargs or {}).values()])
-        return operation(*args, **(kwargs or {}))
+        return result
 
     def _look(self, given: Sequence[Any]) -> None:
+        self.seen |= self._holds(given)
+
+    def _holds(self, given: Sequence[Any]) -> bool:
+        """Whether one of these, or of the lists among these, lies in the memory of the tensors."""
         flat = chain.from_iterable(one if isinstance(one, list | tuple) else [one] for one in given)
         found = [getattr(one, "base", one) for one in flat]  # Triton's descriptors have a tensor of that name
-        self.seen |= any(one.untyped_storage().data_ptr() in self._memory for one in found if isinstance(one, Tensor))
+        return any(one.untyped_storage().data_ptr() in self._memory for one in found if isinstance(one, Tensor))
 
 
 # Graphs whose capture was invalidated: torch's allocators go on asking them which streams they capture.
