@@ -39,7 +39,7 @@ from muonsw.lab.data.shards import (
 from muonsw.lab.data.tokenizers import BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer, store
 from muonsw.lab.errors import UsageError
 
-# What is encoded at a time, for each of so many threads at most: the libraries need some hundred bytes for a token while
+# What is encoded at a time, for each of so many threads at most: libraries need some hundred bytes for a token while
 # they work, which keeps them below a gigabyte.
 BATCH_CHARACTERS, BATCH_THREADS = 1 << 20, 8
 # Small corpora get several shards, so that a killed run loses little; large ones not too many to be open at once.
