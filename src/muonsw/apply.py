@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -116,15 +116,19 @@ def _apply_rounded(
 
 @_disable_dynamo  # for the same reason
 def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], rates: Rates, rule: norms.NormRule) -> None:
-    """Move weights whose norm is not free; each part holds whole ones."""
+    """Move weights whose norm is not free: `W <- W - (1 - a) W - b U`, with the rule's a and b for each weight."""
     if isinstance(rates.eta, float) and rates.eta == 0:
         return  # whatever the rule, up to rounding
+    assert update.norms is not None
     eta, phi = rates.applied(weights[0].dtype)
-    move = eta * update.scale
-    for part, weight, direction in zip(update.parts, weights, update.directions, strict=True):
+    lengths: Sequence[float | Tensor] = update.lengths or [update.scale] * len(weights)
+    columns = zip(update.parts, weights, update.directions, update.norms, lengths, strict=True)
+    for part, weight, direction, known, length in columns:
         low = weight.dtype in LOW_PRECISION
         wide = _wide(group, [part], [weight]).view(weight.shape) if low else weight
-        moved = rule.moved(wide, move * direction.to(wide.dtype), phi, norms.ball_of(group, part))
+        a, b = rule.coefficients(known, eta * length, phi, group)
+        taken, moved_by = ((one * torch.ones_like(known.W)).to(wide.dtype) for one in (1 - a, b))
+        moved = torch.addcmul(wide, wide, taken, value=-1).addcmul_(direction.to(wide.dtype), moved_by, value=-1)
         _store(group, [part], [weight], moved.reshape(-1), rates.ok)
 
 

@@ -131,7 +131,7 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
         work = collect(optimizer)
         check(optimizer, work)
         for batch in work:
-            norms.refuse_sharded(batch.group, batch.items)
+            norms.refuse_interleaved(batch.group, batch.items)
         ok = finite(optimizer, work)
     except Exception:
         agree(optimizer, asked, False)  # the other ranks skip this step instead of waiting for ever
@@ -143,7 +143,9 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
     if decide(optimizer, work, agreement.ok) is False:
         skip(optimizer, work)
         return
-    update_sharded(optimizer, work, final_rates(optimizer, work, None))
+    sharded = norms.ShardedNorms(work, optimizer._ranks.layouts)
+    radii = agreed_radii(optimizer, asked, work, sharded)
+    update_sharded(optimizer, work, final_rates(optimizer, work, None, radii), sharded)
 
 
 def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
@@ -397,9 +399,28 @@ def finite(
 def agree(optimizer: ScaledDecayOptimizer, asked: list[Group], ok: Flag | bool) -> StepAgreement:
     """Agree with the other ranks on what was asked for, and whether the step is taken."""
     settings = {"nonfinite": optimizer.nonfinite, "chunk_bytes": optimizer.chunk_bytes}
+    settings["without radius"] = norms.without_radius(optimizer.param_groups, optimizer.state)
     known = ok.ok if isinstance(ok, Flag) else ok
     measured = optimizer._observer is not None
     return optimizer._ranks.agree(optimizer.param_groups, known, asked=asked, settings=settings, measured=measured)
+
+
+def agreed_radii(
+    optimizer: ScaledDecayOptimizer, asked: list[Group], work: list[Batch], sharded: norms.ShardedNorms
+) -> norms.Radii:
+    """The radii that are missing; a weight of norm zero on one rank is an error on all."""
+    if not norms.without_radius(optimizer.param_groups, optimizer.state):
+        return []
+    try:
+        radii = norms.missing_radii(work, sharded)
+    except ValueError:
+        agree(optimizer, asked, False)
+        raise
+    if not agree(optimizer, asked, True).ok:
+        raise ValueError(
+            "another rank holds a weight of norm zero, which the norm rule would keep there; see its error"
+        )
+    return radii
 
 
 def decide(optimizer: ScaledDecayOptimizer, work: list[Batch], ok: Flag | bool) -> Flag | bool:
@@ -425,10 +446,13 @@ def skip(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
 # rates
 
 
-def final_rates(optimizer: ScaledDecayOptimizer, work: list[Batch], flag: Flag | None) -> list[Rates]:
+def final_rates(
+    optimizer: ScaledDecayOptimizer, work: list[Batch], flag: Flag | None, radii: norms.Radii | None = None
+) -> list[Rates]:
     """Learning rate and decay of each batch; from here on the step is taken."""
-    ruled = [batch for batch in work if batch.group["norm"] != norms.FREE]
-    radii = norms.missing_radii(ruled) if ruled else []
+    if radii is None:
+        ruled = [batch for batch in work if batch.group["norm"] != norms.FREE]
+        radii = norms.missing_radii(ruled) if ruled else []
     found = rates.rates_of(work, optimizer.param_groups, flag, optimizer._counters)
     if flag is not None and not torch.compiler.is_compiling():
         optimizer._last_skipped = flag
@@ -442,15 +466,38 @@ def final_rates(optimizer: ScaledDecayOptimizer, work: list[Batch], flag: Flag |
 
 def update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
     """Update parameters whose matrices are whole on this rank."""
-    _begin(group, items, batch_rates.flag)
-    algorithm = ALGORITHMS[group["algorithm"]]
-    for one in algorithm.updates(group, items, _budget(optimizer, group, items, batch_rates)):
+    for one in updates_here(optimizer, group, items, batch_rates):
         _apply(optimizer, group, one, batch_rates)
         del one  # its directions need not outlive it
 
 
-def update_sharded(optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[Rates]) -> None:
-    """Update parameters that ranks share: those whose matrices are whole here first, then those that are exchanged."""
+def updates_here(
+    optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates
+) -> Iterator[Update | FusedUpdate]:
+    """Updates of parameters whose matrices are whole on this rank."""
+    _begin(group, items, batch_rates.flag)
+    yield from ALGORITHMS[group["algorithm"]].updates(group, items, _budget(optimizer, group, items, batch_rates))
+
+
+def update_sharded(
+    optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[Rates], sharded: norms.ShardedNorms
+) -> None:
+    """Update parameters that ranks share; weights whose norm is a sum over ranks are moved last, all together."""
+    waiting: list[norms.Waiting] = []
+    for group, one, batch_rates in sharded_updates(optimizer, work, all_rates):
+        if isinstance(one, Update) and sharded.concern(one):
+            waiting.append((group, one, batch_rates))
+        else:
+            _apply(optimizer, group, one, batch_rates)
+    if sharded.weights:  # also where this rank holds nothing of them
+        for group, one, batch_rates in sharded.prepared(waiting):
+            _apply_prepared(optimizer, group, one, batch_rates)
+
+
+def sharded_updates(
+    optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[Rates]
+) -> Iterator[tuple[Group, Update | FusedUpdate, Rates]]:
+    """Updates of parameters that ranks share: those whose matrices are whole here, then those that are exchanged."""
     ranks = optimizer._ranks
     ranks.settle_owners(optimizer.param_groups)
     exchanged: list[tuple[ExchangeBatch, Rates]] = []
@@ -458,17 +505,18 @@ def update_sharded(optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates
         group = batch.group
         sorted_items = ranks.sort(group, batch.items)
         if sorted_items.here:
-            update(optimizer, group, sorted_items.here, batch_rates)
+            for here in updates_here(optimizer, group, sorted_items.here, batch_rates):
+                yield group, here, batch_rates
         if sorted_items.redistributed is not None:
             _begin(group, sorted_items.redistributed.items, batch_rates.flag)
             for one in redistributed_updates(sorted_items.redistributed):
-                _apply(optimizer, group, one, batch_rates)
+                yield group, one, batch_rates
         if sorted_items.exchanged is not None:
             away = ranks.release(group, sorted_items.exchanged.items)
             _begin(group, sorted_items.exchanged.items, batch_rates.flag, away)
             exchanged.append((sorted_items.exchanged, batch_rates))
     for number, one in _exchange(optimizer, exchanged):
-        _apply(optimizer, exchanged[number][0].group, one, exchanged[number][1])
+        yield exchanged[number][0].group, one, exchanged[number][1]
 
 
 def _exchange(
@@ -502,8 +550,14 @@ def _count(counters: list[Tensor], flag: Flag | None) -> None:
 
 
 def _apply(optimizer: ScaledDecayOptimizer, group: Group, one: Update | FusedUpdate, batch_rates: Rates) -> None:
-    if batch_rates.norm is not None:
-        one = norms.prepared(group, one, batch_rates.norm)
+    _apply_prepared(
+        optimizer, group, one if batch_rates.norm is None else norms.prepared(group, one, batch_rates), batch_rates
+    )
+
+
+def _apply_prepared(
+    optimizer: ScaledDecayOptimizer, group: Group, one: Update | FusedUpdate, batch_rates: Rates
+) -> None:
     if optimizer._observer is None:
         apply_update(group, one, batch_rates)
     else:

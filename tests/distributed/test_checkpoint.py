@@ -131,6 +131,16 @@ def test_what_rules_know_of_the_run_is_of_one_kind_before_and_after_the_first_st
     assert max(pool.run(resume, folder, flatten, kind, 4, **options)) < CLOSE
 
 
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("kind", ["shards", "owners"])
+def test_norms_that_weights_are_to_keep_are_saved_and_cut_anew(pool, tmp_path, flatten, kind):
+    folder = str(tmp_path / "checkpoint")
+    options = {"norm": "hyperball", "patterns": {"up.weight": {"split_sizes": (3, 4)}}}
+    pool.run(save, folder, flatten, kind, **options)
+    for ranks in (4, 2, 1):
+        assert max(pool.run(resume, folder, flatten, kind, ranks, **options)) < CLOSE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
 def test_a_checkpoint_of_four_ranks_goes_on_with_eight(pool, tmp_path, flatten):
@@ -143,15 +153,15 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_eight(pool, tmp_path, flatten):
         eight.close()
 
 
-def from_a_single_process():
+def from_a_single_process(**options):
     """A plain state, as torch.load gives it on every rank, in a sharded optimizer; and back."""
-    alone = build()
+    alone = build(**options)
     train(alone, 0, BEFORE)
     saved = copy.deepcopy([part.state_dict() for part in alone])
-    parts = build()
+    parts = build(**options)
     parts[0].load_state_dict(saved[0])
     fully_shard(parts[0], mesh=mesh_of(4))
-    optimizer = MuonSW.for_model(parts[0], lr=0.05, weight_decay=0.5)
+    optimizer = MuonSW.for_model(parts[0], lr=0.05, weight_decay=0.5, **options)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     optimizer.load_state_dict(saved[1])
     scheduler.load_state_dict(saved[2])
@@ -159,7 +169,7 @@ def from_a_single_process():
     train(sharded, BEFORE, 1)
     train(alone, BEFORE, 1)
 
-    back = build()
+    back = build(**options)
     for mine, whole in zip(back[0].parameters(), weights(parts[0]), strict=True):
         mine.data.copy_(whole)
     back[1].load_state_dict(optimizer.state_dict())
@@ -169,8 +179,9 @@ def from_a_single_process():
     return distance(parts[0], alone[0]), distance(back[0], alone[0])
 
 
-def test_states_of_one_process_load_into_shards_and_back(pool):
-    for into, back in pool.run(from_a_single_process):
+@pytest.mark.parametrize("options", [{}, {"norm": "target"}], ids=str)
+def test_states_of_one_process_load_into_shards_and_back(pool, options):
+    for into, back in pool.run(from_a_single_process, **options):
         assert into < CLOSE
         assert back < CLOSE
 

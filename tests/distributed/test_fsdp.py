@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from muonsw import MuonSW, clip_optimizer_grads_
+from muonsw import NORM_RULES, MuonSW, clip_optimizer_grads_
 from tests.distributed.problems import PEAK, STEPS, mesh_of, parameters, worst
 from tests.distributed.test_replicated import Model, batch, loss_of
 
@@ -57,7 +57,7 @@ def models():
     return alone, copy.deepcopy(alone)
 
 
-def fsdp(*mesh_shape):
+def fsdp(*mesh_shape, **options):
     mesh = mesh_of(*mesh_shape, names=("replicas", "shards")[-len(mesh_shape) :])
     if mesh is None:
         return 0.0, True
@@ -65,8 +65,16 @@ def fsdp(*mesh_shape):
     for block in blocks(together):
         fully_shard(block, mesh=mesh)
     if 4 % mesh.size():
-        return train(alone, together)  # every rank sees the whole batch
-    return train(alone, together, shares=mesh.size(), share=dist.get_rank())
+        return train(alone, together, **options)  # every rank sees the whole batch
+    return train(alone, together, shares=mesh.size(), share=dist.get_rank(), **options)
+
+
+@pytest.mark.parametrize("norm", [name for name in NORM_RULES if name != "free"])
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
+def test_fsdp_keeps_to_norm_rules_as_one_process_does(pool, mesh_shape, norm):
+    for difference, same_summary in pool.run(fsdp, *mesh_shape, norm=norm):
+        assert difference < CLOSE
+        assert same_summary
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)

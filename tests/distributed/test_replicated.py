@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muonsw import MuonSW
+from muonsw import NORM_RULES, MuonSW
 from tests.distributed.problems import (
     GROUPS,
     PEAK,
@@ -51,6 +51,19 @@ def test_divided_work_gives_the_steps_of_one_process(pool, ranks, owner):
 @pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
 def test_options_mean_the_same_where_work_is_divided(pool, options, owner):
     assert max(pool.run(divided, 3, steps=2, momentum_on_owner=owner, absent=(2, 8), **options)) < CLOSE
+
+
+def every_norm(owner):
+    rules = [{"norm": norm} for norm in NORM_RULES]
+    return [
+        divided(3, steps=3, momentum_on_owner=owner, **rule)
+        for rule in (*rules, {"norm": "target", "target_norm": 0.1})
+    ]
+
+
+@pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
+def test_norm_rules_act_on_copies(pool, owner):
+    assert all(max(answers) < CLOSE for answers in pool.run(every_norm, owner))
 
 
 def owned_state():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonsw import DECAY_RULES, MuonSW, rates
+from muonsw import DECAY_RULES, NORM_RULES, MuonSW, rates
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.problems import (
     GROUPS,
@@ -90,20 +90,73 @@ def test_every_option_means_the_same_everywhere(pool, options, axis, ranks):
     assert max(pool.run(sharded, [ranks], [axis], **options)) < CLOSE
 
 
-def with_a_norm_rule():
-    mesh = mesh_of(3)
-    if mesh is None:
-        return "refused"
-    optimizer = MuonSW(groups_of(GROUPS, sharded_over(mesh, shard0)), lr=PEAK, norm="hyperball")
+NORMS = {
+    **{f"norm={rule}": {"norm": rule} for rule in NORM_RULES},
+    "given target": {"norm": "target", "target_norm": 0.2},
+    "given radius": {"norm": "hyperball", "target_norm": 0.2, "decay": "constant"},
+    "norm, tensor rate": {"norm": "hyperball", "lr": torch.tensor(PEAK, dtype=torch.float64)},
+}
+
+
+def every_norm(mesh_shape, axes):
+    return {name: sharded(mesh_shape, axes, steps=3, **options) for name, options in NORMS.items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes"),
+    [([2], (0,)), ([4], (0,)), ([4], (1,)), ([3], (2,)), ([2, 2], (None, 0)), ([2, 2], (0, 1)), ([2, 2], (0, 0))],
+    ids=str,
+)
+def test_norm_rules_see_whole_weights(pool, mesh, axes):
+    """Norms are sums over ranks, also of splits that no shard ends at, of stacks, and of ranks that hold nothing."""
+    for answers in pool.run(every_norm, mesh, axes):
+        assert {name: value for name, value in answers.items() if not value < CLOSE} == {}
+
+
+def with_a_weight_of_norm_zero(axis):
+    """An expert of zeros, of which one rank alone knows where whole experts lie on ranks."""
+    mesh = mesh_of(2, 2)
+    value = torch.randn(4, 6, 5, dtype=torch.float64)
+    value[3] = 0
+    places = [Shard(0), Shard(axis)]
+    params = [nn.Parameter(distribute_tensor(one, mesh, places)) for one in (value, torch.ones_like(value))]
+    optimizer = MuonSW(params, lr=PEAK, norm="hyperball", matrix="stack")
+    before = [param.detach().full_tensor() for param in params]
+    said = []
+    for step in range(2):
+        try:
+            take_step(optimizer, step, give_sharded)
+        except ValueError as error:
+            said.append(
+                "here" if "parameter 0 of group 0 holds a weight of norm zero" in str(error) else str(error)[:12]
+            )
+    now = [param.detach().full_tensor() for param in params]
+    return said, all(torch.equal(a, b) for a, b in zip(before, now, strict=True)), len(optimizer.state)
+
+
+@pytest.mark.parametrize(("axis", "finders"), [(0, 1), (1, 2)])
+def test_a_weight_of_norm_zero_leaves_no_rank_waiting(pool, axis, finders):
+    answers = pool.run(with_a_weight_of_norm_zero, axis)
+    found = sorted(said for said, _, _ in answers)
+    assert found == [["another rank"] * 2] * (4 - finders) + [["here"] * 2] * finders
+    assert all((same, states) == (True, 0) for _, same, states in answers)
+
+
+def with_radii_on_one_rank_alone():
+    mesh = mesh_of(4)
+    optimizer = MuonSW(groups_of(["matrices"], sharded_over(mesh, shard0)), lr=PEAK, norm="hyperball")
+    take_step(optimizer, 0, give_sharded)
+    if dist.get_rank() == 2:
+        del optimizer.state[parameters(optimizer)[0]]["radius"]
     try:
-        take_step(optimizer, 0, give_sharded)
-    except ValueError as error:
-        return "refused" if "needs whole weights on every rank" in str(error) else str(error)
+        take_step(optimizer, 1, give_sharded)
+    except RuntimeError as error:
+        return "without radius=1" in str(error)
     return "taken"
 
 
-def test_a_norm_rule_is_refused_on_every_rank(pool):
-    assert set(pool.run(with_a_norm_rule)) == {"refused"}
+def test_ranks_of_which_one_has_lost_a_radius_take_no_step(pool):
+    assert pool.run(with_radii_on_one_rank_alone) == [True] * 4
 
 
 def test_parameters_without_gradients_stay_where_they_are(pool):
@@ -247,11 +300,30 @@ def test_other_placements_take_the_slow_way_and_say_so_once(pool):
         assert "odd lie over ranks in a way that has no fast exchange" in said[0]
 
 
-def low_precision(rounding):
+def interleaved_with_a_norm_rule():
+    mesh = mesh_of(2, 2)
+    placements = [Shard(0), _StridedShard(0, split_factor=3)]
+    mine = torch.ones(2, 5, dtype=torch.float64)
+    odd = DTensor.from_local(mine, mesh, placements, run_check=False, shape=torch.Size((8, 5)), stride=(5, 1))
+    optimizer = MuonSW([("odd", nn.Parameter(odd))], lr=PEAK, norm="hyperball")
+    parameters(optimizer)[0].grad = odd.clone()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return "needs contiguous shards, but odd has placements" in str(error)
+    return "taken"
+
+
+def test_a_norm_rule_refuses_shards_that_are_no_boxes(pool):
+    assert pool.run(interleaved_with_a_norm_rule) == [True] * 4
+
+
+def low_precision(rounding, norm):
     """Replicas of a hybrid mesh must round alike; shards of one tensor need noise of their own."""
     mesh = mesh_of(2, 2)
     make = sharded_over(mesh, [Replicate(), Shard(0)])
-    optimizer = MuonSW(groups_of(["matrices", "vectors"], make, torch.bfloat16), lr=PEAK, rounding=rounding)
+    groups = groups_of(["matrices", "vectors"], make, torch.bfloat16)
+    optimizer = MuonSW(groups, lr=PEAK, rounding=rounding, norm=norm)
     for step in range(3):
         take_step(optimizer, step, give_sharded)
     gathered = [None] * 4
@@ -259,9 +331,10 @@ def low_precision(rounding):
     return gathered[0] == gathered[2] and gathered[1] == gathered[3]
 
 
+@pytest.mark.parametrize("norm", ["free", "hyperball"])
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-def test_replicas_round_alike(pool, rounding):
-    assert all(pool.run(low_precision, rounding))
+def test_replicas_round_alike(pool, rounding, norm):
+    assert all(pool.run(low_precision, rounding, norm))
 
 
 def noise_of_shards():

@@ -72,9 +72,10 @@ def both(kind, **options):
 KINDS = ["rows", "columns", "hybrid", "both", "copies", "owners"]
 
 
-OPTIONS = {"plain": {}, "cautious": {"cautious": True}, "skipped": {"skip": True}}
+OPTIONS = {"plain": {}, "cautious": {"cautious": True}, "skipped": {"skip": True}, "ball": {"norm": "hyperball"}}
 # Each kind and each option once in the quick tests, all of them together in the slow ones.
 QUICK = {("rows", "plain"), ("both", "cautious"), ("hybrid", "skipped"), ("owners", "cautious"), ("copies", "plain")}
+QUICK |= {("columns", "ball")}
 CASES = [
     pytest.param(kind, options, id=f"{kind}-{name}", marks=() if (kind, name) in QUICK else pytest.mark.slow)
     for kind in KINDS

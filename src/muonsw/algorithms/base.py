@@ -23,7 +23,7 @@ from muonsw.work import Group, Item, all_contiguous, dtypes_of, elements, rows_o
 
 if TYPE_CHECKING:
     from muonsw.kernels.elementwise import Weights
-    from muonsw.norms import NormRule
+    from muonsw.norms import NormRule, Norms
 
 # Entries from which a tensor is large: on an accelerator such tensors are quicker with a kernel each and fewer
 # passes over memory, smaller ones with kernels that take many at once.
@@ -31,11 +31,24 @@ LARGE = 4 * 2**20
 
 
 class Update(NamedTuple):
-    """Directions for some parts: each part moves by `-lr * scale * direction`."""
+    """Directions for some parts: each part moves by `-lr * scale * direction`.
+
+    Where a norm rule acts, `norms` is what it knows of each part's weights, and `lengths` what it multiplies each
+    direction by.
+    """
 
     parts: list[Part]
     directions: list[Tensor]
     scale: float = 1.0
+    norms: list[Norms] | None = None
+    lengths: list[Tensor] | None = None
+
+    @property
+    def stretched(self) -> list[Tensor]:
+        """The directions in the lengths that a norm rule gives them."""
+        if self.lengths is None:
+            return self.directions
+        return [U.to(length.dtype) * length for U, length in zip(self.directions, self.lengths, strict=True)]
 
 
 class Rates(NamedTuple):

@@ -55,6 +55,11 @@ class Ranks:
         self._owners: dict[Tensor, int] = {}
         self._warned = False
 
+    @property
+    def layouts(self) -> Layouts:
+        """How parameters lie over ranks."""
+        return self._layouts
+
     def agree(
         self,
         groups: Sequence[Group],

@@ -62,6 +62,25 @@ def shard_like(param: Tensor, shard: Tensor) -> Tensor:
     )
 
 
+def placements_like(param: Tensor, shape: Sequence[int]) -> tuple[Any, ...]:
+    """Placements of a tensor with the axes of a parameter: the same, but copies where an axis has length one."""
+    from torch.distributed.tensor import Replicate
+
+    like = as_dtensor(param)
+    if tuple(shape) == tuple(like.shape):
+        return tuple(like.placements)
+    return tuple(Replicate() if one.is_replicate() or shape[_axis_of(one)] == 1 else one for one in like.placements)
+
+
+def placed_like(param: Tensor, shard: Tensor, shape: torch.Size) -> Tensor:
+    """A DTensor of `shape` beside a parameter, cut like it along axes longer than one; this rank holds `shard`."""
+    from torch.distributed.tensor import DTensor
+
+    strides = torch.empty(shape, dtype=shard.dtype, device="meta").stride()
+    placements, mesh = placements_like(param, shape), as_dtensor(param).device_mesh
+    return cast("Tensor", DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=strides))
+
+
 def state_placements(param: Tensor, axis: int) -> tuple[Any, ...]:
     """How a tensor of state lies over ranks that has a parameter's axes before `axis`, then axes of its own.
 
@@ -107,7 +126,7 @@ def put_state_like(param: Tensor, value: Tensor, axis: int | None = None) -> Ten
     from torch.distributed.tensor import distribute_tensor
 
     like = as_dtensor(param)
-    places = like.placements if axis is None else state_placements(param, axis)
+    places = placements_like(param, value.shape) if axis is None else state_placements(param, axis)
     if is_dtensor(value):
         if (as_dtensor(value).device_mesh, as_dtensor(value).placements) == (like.device_mesh, places):
             return value

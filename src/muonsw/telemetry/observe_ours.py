@@ -157,7 +157,7 @@ class OurOptimizerObserver:
         side, with_momentum = 0, _momentum_key(bundle.parts[0]) is not None
         rule = norms.acting(group)
         view = ALGORITHMS[group["algorithm"]].view(group)
-        if view is not None and (rule is None or rule.update is None):
+        if view is not None and (rule is None or rule.length is None):
             side = min(_matrix(view, bundle.parts[0])[1:])
         follows = change_follows(group, bundle.parts[0].item.param)
         eta, phi = rates.applied(bundle.parts[0].item.param.dtype)
@@ -174,7 +174,7 @@ class OurOptimizerObserver:
         on_cpu = update.parts[0].item.param.device.type == "cpu"
         small, capacity = CPU_BUNDLE if on_cpu else ACCELERATOR_BUNDLE
         sizes: Counter[int] = Counter()
-        for number, (part, direction) in enumerate(zip(update.parts, update.directions, strict=True)):
+        for number, (part, direction) in enumerate(zip(update.parts, update.stretched, strict=True)):
             for block in self._blocks(group, part):
                 size = block.rows * block.area
                 together = (block.area, sizes[block.area] // capacity)
