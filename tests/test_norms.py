@@ -1,4 +1,4 @@
-"""Norm rules: target norm and Hyperball against the float64 reference, and what they promise about norms."""
+"""Norm rules against the float64 reference, and what they promise about norms."""
 
 import copy
 
@@ -13,6 +13,7 @@ from tests.common.problems import assert_same, clones, cosine, matrices, run, se
 PEAK, STEPS = 0.05, 60
 SCHEDULE = cosine(PEAK, STEPS)
 ACTING = [name for name in NORM_RULES if name != "free"]
+WITH_RADIUS = [name for name in ACTING if NORM_RULES[name].uses_radius]
 norm_rules = pytest.mark.parametrize("norm", ACTING)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 CLASSES = {
@@ -50,7 +51,7 @@ def test_it_is_the_reference(algorithm, norm, dtype, rule, chunk_bytes):
         assert float((param.detach().double() - one.W).norm() / one.W.norm()) < TOLERANCE[dtype]
 
 
-@norm_rules
+@pytest.mark.parametrize("norm", WITH_RADIUS)
 def test_a_given_target_is_the_root_mean_square_of_the_entries(norm):
     params = matrices((6, 6), (4, 10), dtype=torch.float64)
     references = [
@@ -148,7 +149,8 @@ def test_it_resumes_bit_for_bit_with_the_first_norm(algorithm, norm):
     resumed = clones(params)
     other = build(resumed, **options)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert torch.equal(other.state[resumed[0]]["radius"], optimizer.state[params[0]]["radius"])
+    if norm in WITH_RADIUS:
+        assert torch.equal(other.state[resumed[0]]["radius"], optimizer.state[params[0]]["radius"])
     run(optimizer, params, 4, start=6)
     run(other, resumed, 4, start=6)
     assert_same(params, resumed)
@@ -162,7 +164,7 @@ def test_groups_without_decay_are_left_alone(norm):
     optimizer.step()
     for group in optimizer.param_groups:
         for param in group["params"]:
-            assert ("radius" in optimizer.state[param]) == (group["weight_decay"] != 0)
+            assert ("radius" in optimizer.state[param]) == (norm in WITH_RADIUS and group["weight_decay"] != 0)
 
 
 @norm_rules
@@ -207,8 +209,46 @@ def test_telemetry_measures_and_changes_nothing(algorithm, norm):
     record = telemetry.last["all"]
     assert record["applied_rms"] == pytest.approx(float(change), rel=1e-5)
     assert record["decay"] is None  # it is another share of every weight
-    if norm == "hyperball":
-        assert record["relative_update"] == pytest.approx(0.05, rel=1e-5)
+    if norm in ("hyperball", "relative"):  # the second is relative to the decayed weight
+        decayed = 1.0 if norm == "hyperball" else 1 - 0.3 * 0.05
+        assert record["relative_update"] == pytest.approx(0.05 * decayed, rel=1e-5)
+
+
+def moved(start, update, norm, lr=0.1, phi=0.0, **options):
+    """Where one step of plain SGD leads, with the update for its gradient."""
+    param = nn.Parameter(start.clone())
+    param.grad = update.clone()
+    options = {"lr": lr, "weight_decay": phi / lr or 1.0, "decay": "constant" if phi else "none", **options}
+    SGDSW([param], norm=norm, **options).step()
+    return param.detach()
+
+
+def test_a_short_update_is_lengthened_to_the_floor_and_a_long_one_is_left():
+    W, U = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([[0.0, 0.1], [0.0, 4.0]])
+    size = {norm: (W - moved(W, U, norm, update_floor=0.5)) / 0.1 for norm in ("floor", "row_floor")}
+    torch.testing.assert_close(size["floor"], U)  # 4 is more than half of 5.4
+    torch.testing.assert_close(size["row_floor"], torch.tensor([[0.0, 2.5], [0.0, 4.0]]))
+    assert float(((W - moved(W, 0.01 * U, "floor", update_floor=0.5)) / 0.1).norm()) == pytest.approx(W.norm() / 2)
+
+
+@pytest.mark.parametrize(("sign", "share"), [(-1.0, 0.25), (1.0, 0.75)])
+def test_the_brake_keeps_its_part_of_a_change_of_norm_and_none_of_the_decay(sign, share):
+    W = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    after = moved(W, sign * W, "brake", lr=0.1, phi=0.2, radial_brake=(0.25, 0.75))
+    assert float(after.norm()) == pytest.approx(5 * (0.8 - sign * share * 0.1), rel=1e-12)
+
+
+def test_a_relative_update_is_as_long_as_the_weight():
+    W, U = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([0.0, 1e-3], dtype=torch.float64)
+    torch.testing.assert_close(moved(W, U, "relative"), torch.tensor([3.0, 3.5], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("norm", ["relative", "floor", "row_floor", "brake"])
+def test_a_weight_of_zeros_leaves_zero_and_a_zero_update_leaves_the_weight(norm):
+    U = torch.tensor([[0.0, 2.0], [1.0, 1.0]])
+    outward = 0.5 if norm == "brake" else 1.0
+    torch.testing.assert_close(moved(torch.zeros(2, 2), U, norm), -0.1 * outward * U)
+    torch.testing.assert_close(moved(U, torch.zeros(2, 2), norm), U)
 
 
 def test_the_summary_says_what_acts():
@@ -231,6 +271,14 @@ def test_bad_options_are_named():
         MuonSW(params, norm="hyperbal")
     with pytest.raises(ValueError, match=r"target_norm=0: a norm of zero is what decay aims at"):
         MuonSW(params, norm="target", target_norm=0)
+    with pytest.raises(ValueError, match=r"radial_brake=0\.5: must be two numbers"):
+        MuonSW(params, norm="brake", radial_brake=0.5)
+    with pytest.raises(ValueError, match=r"radial_brake=\(0.5, 2.0\): must be in \[0, 1\]"):
+        MuonSW(params, norm="brake", radial_brake=(0.5, 2.0))
+    with pytest.raises(ValueError, match="update_floor=-1: must be a finite number of at least 0"):
+        MuonSW(params, norm="floor", update_floor=-1)
+    with pytest.raises(ValueError, match="norm='row_floor' of param group 0 takes rows for outputs"):
+        MuonSW(params, norm="row_floor", transposed=True)
     zero = nn.Parameter(torch.zeros(3, 3))
     zero.grad = torch.ones_like(zero)
     with pytest.raises(ValueError, match="parameter 0 of group 0 holds a weight of norm zero"):

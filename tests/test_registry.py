@@ -47,7 +47,7 @@ def test_a_users_decay_rule_is_used():
 
 
 def test_a_users_norm_rule_is_used():
-    NORM_RULES.register("halve", NormRule(lambda W, update, phi, ball: W / 2 - 0 * (update + phi + ball.R)))
+    NORM_RULES.register("halve", NormRule(lambda norms, move, phi, group: (0.5, 0 * (move + phi + norms.W))))
     assert torch.allclose(stepped(norm="halve"), torch.full((4, 4), 0.5))
 
 

@@ -38,10 +38,13 @@ class GroupOptions(TypedDict, total=False):
     Attributes:
         total_steps: updates of the whole run, for rules that end with it.
         norm: what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its
-            target instead of zero) or "hyperball" (it stays, nothing decays, and `lr` is the size of an update over
-            that of the weight).
+            target instead of zero), "hyperball" (it stays, nothing decays, and `lr` is the size of an update over
+            that of the weight), "relative" (the same `lr`, but the norm is free), "floor" and "row_floor" (an update is
+            at least `update_floor` of its weight or row), "brake" (only a part of each change of norm is kept).
         target_norm: the root mean square of the entries that a norm rule aims at; None is what each weight has at the
             first step.
+        update_floor: how large an update is at least, over its weight and before the learning rate.
+        radial_brake: which part of a change of norm is kept where the norm grows, and where it shrinks.
         cautious: decay only the entries that the update does not move outward.
         lr_multiplier: by how much this group's learning rate was multiplied, as under muP. A group that sets it and
             no `lr` gets `lr * lr_multiplier`.
@@ -60,6 +63,8 @@ class GroupOptions(TypedDict, total=False):
     total_steps: int | None
     norm: str
     target_norm: float | None
+    update_floor: float
+    radial_brake: tuple[float, float]
     cautious: bool
     lr_multiplier: float
     state_dtype: torch.dtype | str
@@ -92,6 +97,8 @@ COMMON: Group = {
     "total_steps": None,
     "norm": FREE,
     "target_norm": None,
+    "update_floor": 0.35,  # modded-nanogpt, Skylight-001
+    "radial_brake": (0.5, 1.0),  # modded-nanogpt and Emerging-Optimizers
     "cautious": False,
     "peak_lr": None,
     "peak": "group",
@@ -370,6 +377,12 @@ def _optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
+def _radial_brake(value: Any) -> tuple[float, float]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError("must be two numbers: what is kept where a norm grows, and where it shrinks")
+    return _number(0.0, 1.0)(value[0]), _number(0.0, 1.0)(value[1])
+
+
 def _heads(value: Any) -> int | None:
     return None if value is None else int(_whole(1)(value))
 
@@ -388,6 +401,8 @@ CHECKS: dict[str, Check] = {
     "total_steps": _total_steps,
     "norm": _known(NORM_RULES),
     "target_norm": _target_norm,
+    "update_floor": _number(0.0),
+    "radial_brake": _radial_brake,
     "cautious": _flag,
     "peak_lr": _peak_lr,
     "peak": _one_of("group", "base"),

@@ -39,6 +39,8 @@ class Decay:
     T: int = 1  # updates of the whole run
     norm: str = "free"
     R: float | None = None  # the norm that a norm rule keeps or aims at, by default the first
+    tau: float = 0.35  # the least ratio of an update to its weight, for norm="floor" and "row_floor"
+    brake: tuple[float, float] = (0.5, 1.0)  # of what a norm grows and shrinks, for norm="brake"
     beta2: float = 0.95
     t: int = field(default=0, init=False)
     v: float = field(default=0.0, init=False)
@@ -67,8 +69,23 @@ class Decay:
         if self.norm == "hyperball":
             V = W - eta * R * U / math.sqrt((U**2).sum())
             return R * V / math.sqrt((V**2).sum())
+        if self.norm in ("relative", "floor", "row_floor", "brake"):
+            return self.move_decayed((1 - self.phi(eta)) * W, U, eta, eta_hat)
         mask = (W * U >= 0).double() if cautious else torch.ones_like(W)  # spares elements that move outward
         return W - self.phi(eta) * mask * W - eta_hat * U
+
+    def move_decayed(self, D: Tensor, U: Tensor, eta: float, eta_hat: float) -> Tensor:
+        """The next weight from the decayed one, by the rules that measure an update beside it."""
+        if self.norm == "relative":
+            return D - eta * math.sqrt((D**2).sum() / (U**2).sum()) * U
+        if self.norm == "brake":
+            V = D - eta_hat * U
+            d, v = math.sqrt((D**2).sum()), math.sqrt((V**2).sum())
+            return V * (d + self.brake[0 if v > d else 1] * (v - d)) / v
+        rows = zip(D, U, strict=True) if self.norm == "row_floor" else [(D, U)]
+        least = [self.tau * math.sqrt((d**2).sum() / (u**2).sum()) for d, u in rows]
+        factors = torch.tensor(least, dtype=D.dtype, device=D.device).mul(eta).clamp(min=eta_hat)
+        return D - factors.view(-1, *[1] * (D.dim() - 1)) * U
 
 
 @dataclass

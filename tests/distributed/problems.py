@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonsw import ALGORITHMS, MuonSW
+from muonsw import ALGORITHMS, NORM_RULES, MuonSW
 from tests.common.problems import cosine
 
 PEAK, STEPS = 0.05, 4
@@ -25,6 +25,12 @@ GROUPS = {
     "vectors": ([(7,), (2, 3)], {"algorithm": "adamw", "weight_decay": 0.2}),
     "sgd": ([(9,)], {"algorithm": "sgd", "momentum": 0.9}),
 }
+
+
+def untransposed(options):
+    """The groups that a rule for rows takes."""
+    by_row = NORM_RULES[options["norm"]].by_row
+    return {"chosen": tuple(name for name in GROUPS if not (by_row and name == "transposed"))}
 
 
 def initial(shape, seed, dtype=torch.float64):

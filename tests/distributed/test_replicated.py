@@ -23,22 +23,23 @@ from tests.distributed.problems import (
     plain,
     take_step,
     trained_alone,
+    untransposed,
     worst,
 )
 
 CLOSE = 1e-9
 
 
-def divided(ranks, steps=STEPS, absent=(), **options):
+def divided(ranks, steps=STEPS, absent=(), chosen=tuple(GROUPS), **options):
     group = group_of(ranks)
     if group is None:
         return 0.0
     own = {key: options.pop(key) for key in ("momentum_on_owner",) if key in options}
     options = {"lr": PEAK, "weight_decay": 0.5, **options}
-    together = build(GROUPS, plain, torch.float64, options, process_group=group, **own)
+    together = build(chosen, plain, torch.float64, options, process_group=group, **own)
     for step in range(steps):
         take_step(together, step, give_plain, absent)
-    return worst(together, trained_alone(tuple(GROUPS), steps, absent, torch.float64, options))
+    return worst(together, trained_alone(chosen, steps, absent, torch.float64, options))
 
 
 @pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
@@ -54,7 +55,7 @@ def test_options_mean_the_same_where_work_is_divided(pool, options, owner):
 
 
 def every_norm(owner):
-    rules = [{"norm": norm} for norm in NORM_RULES]
+    rules = [{"norm": norm, **untransposed({"norm": norm})} for norm in NORM_RULES]
     return [
         divided(3, steps=3, momentum_on_owner=owner, **rule)
         for rule in (*rules, {"norm": "target", "target_norm": 0.1})

@@ -25,6 +25,7 @@ from tests.distributed.problems import (
     shard0,
     sharded_over,
     take_step,
+    untransposed,
     worst,
 )
 
@@ -99,7 +100,9 @@ NORMS = {
 
 
 def every_norm(mesh_shape, axes):
-    return {name: sharded(mesh_shape, axes, steps=3, **options) for name, options in NORMS.items()}
+    return {
+        name: sharded(mesh_shape, axes, steps=3, **untransposed(options), **options) for name, options in NORMS.items()
+    }
 
 
 @pytest.mark.parametrize(
