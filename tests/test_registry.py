@@ -47,7 +47,9 @@ def test_a_users_decay_rule_is_used():
 
 
 def test_a_users_norm_rule_is_used():
-    NORM_RULES.register("halve", NormRule(lambda norms, move, phi, group: (0.5, 0 * (move + phi + norms.W))))
+    NORM_RULES.register(
+        "halve", NormRule(lambda norms, move, phi, group: (0.5, group["lr"] * 0 * (move + phi + norms.W)))
+    )
     assert torch.allclose(stepped(norm="halve"), torch.full((4, 4), 0.5))
 
 

@@ -22,6 +22,7 @@ _HOMES = {
     "SHAPE_SCALES": "matrices",
     "AdamWSW": "variants",
     "GroupOptions": "options",
+    "HeadRows": "qk_clip",
     "JsonlSink": "telemetry",
     "MlflowSink": "telemetry",
     "MuonOptions": "options",
@@ -30,6 +31,7 @@ _HOMES = {
     "NonFiniteGradientWarning": "nonfinite",
     "PeakLRError": "peak",
     "PeakLRWarning": "peak",
+    "QKClip": "qk_clip",
     "ScaledDecayOptimizer": "optimizer",
     "Telemetry": "telemetry",
     "TensorBoardSink": "telemetry",
@@ -38,6 +40,7 @@ _HOMES = {
     "convert_weight_decay": "decay",
     "decay_factor": "decay",
     "drive_weight_decay": "interop.drive",
+    "max_attention_logits": "qk_clip",
 }
 __all__ = list(_HOMES)
 __all__ += ["__version__"]
@@ -61,6 +64,9 @@ if TYPE_CHECKING:
     from muonsw.peak import PeakLRError as PeakLRError
     from muonsw.peak import PeakLRWarning as PeakLRWarning
     from muonsw.precondition import PRECONDITIONERS as PRECONDITIONERS
+    from muonsw.qk_clip import HeadRows as HeadRows
+    from muonsw.qk_clip import QKClip as QKClip
+    from muonsw.qk_clip import max_attention_logits as max_attention_logits
     from muonsw.telemetry import JsonlSink as JsonlSink
     from muonsw.telemetry import MlflowSink as MlflowSink
     from muonsw.telemetry import Telemetry as Telemetry

@@ -1,0 +1,246 @@
+"""QK-clip: heads of attention whose logits grow too large get smaller query and key weights after a step.
+
+Kimi Team, "Kimi K2: Open Agentic Intelligence" (arXiv 2507.20534), where Muon with it is called MuonClip. With S_max
+the largest logit of a head in the forward passes of a step and tau a threshold, gamma = min(1, tau / S_max) and
+
+    W_q <- gamma^alpha W_q,   W_k <- gamma^(1 - alpha) W_k,   alpha = 1/2
+
+so that the same inputs would give logits of tau at most. Under latent attention (MLA) all heads share the rotary keys,
+which stay as they are; the rotary queries of a head are multiplied by gamma itself. Where query heads share keys
+(grouped-query attention), a group is clipped by its largest logit, as Megatron-LM does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, local, offset
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class HeadRows(NamedTuple):
+    """The part of a weight or bias that makes the queries or the keys of heads.
+
+    Head h has the `size` rows from `start + h * stride` on, along axis `dim`.
+
+    Attributes:
+        param: a weight, or a bias.
+        size: rows of a head that are meant; None where the heads divide the whole axis, as `heads=` does in a group.
+        start: the first row of the first head.
+        stride: rows from one head to the next, `size` by default.
+        dim: the axis of outputs: 1 for weights that are stored as (in, out).
+    """
+
+    param: Tensor
+    size: int | None = None
+    start: int = 0
+    stride: int | None = None
+    dim: int = 0
+
+    def complete(self, heads: int) -> HeadRows:
+        """The same with every number, which must fit the parameter."""
+        rows = self.param.shape[self.dim]
+        size = self.size or rows // heads
+        stride = self.stride or size
+        last = self.start + (heads - 1) * stride + size
+        if last > rows or (self.size is None and rows % heads):
+            raise ValueError(
+                f"{heads} heads of {size} rows from row {self.start} on, {stride} apart, do not fit axis {self.dim} of "
+                f"a parameter of shape {tuple(self.param.shape)}; say size, start and stride in HeadRows"
+            )
+        if is_dtensor(self.param) and _order(self.param) is None:
+            raise ValueError(
+                f"QK-clip needs contiguous shards, but a parameter has placements {as_dtensor(self.param).placements}"
+            )
+        return self._replace(size=size, stride=stride)
+
+    def scale_(self, factors: Tensor) -> None:
+        """Multiply the rows of each head by its factor; of a sharded parameter, those that this rank holds."""
+        assert self.size is not None
+        assert self.stride is not None
+        shard = local(self.param.detach())
+        rows = torch.arange(len(factors), dtype=torch.int64, device=shard.device) * self.stride + self.start
+        rows = (rows[:, None] + torch.arange(self.size, dtype=torch.int64, device=shard.device)).view(-1)
+        wide = torch.ones(self.param.shape[self.dim], dtype=factors.dtype, device=shard.device)
+        wide[rows] = factors.to(shard.device).repeat_interleave(self.size, output_size=len(rows))
+        mine = wide.narrow(0, offset(self.param)[self.dim], shard.shape[self.dim])
+        shape = [-1 if axis == self.dim else 1 for axis in range(shard.dim())]
+        shard.copy_(shard * mine.view(shape))
+
+
+def _order(param: Tensor) -> list[int] | None:
+    return cutting_order(as_dtensor(param).placements, as_dtensor(param).device_mesh.shape)
+
+
+Rows = Tensor | HeadRows | Sequence[Tensor | HeadRows]
+
+
+class AttentionLogits:
+    """The largest logit of each head of one attention since the last step; what its forward passes report to."""
+
+    def __init__(self, heads: int, groups: int, parts: list[tuple[HeadRows, int, float]]) -> None:
+        self.heads = heads
+        self.groups = groups
+        self.parts = parts
+        self.maximum: Tensor | None = None
+
+    def observe(self, max_logits: Tensor, first_head: int = 0) -> None:
+        """Report the largest logits of a forward pass, of shape (..., heads).
+
+        Args:
+            max_logits: of every head, scaled as softmax sees them; a rank that computes some heads alone has those.
+            first_head: the number of the first head among them.
+        """
+        found = max_logits.detach().reshape(-1, max_logits.shape[-1]).amax(0).float()
+        if first_head < 0 or first_head + len(found) > self.heads:
+            raise ValueError(
+                f"logits of {len(found)} heads from head {first_head} on do not fit an attention of {self.heads} heads"
+            )
+        if self.maximum is None:
+            self.maximum = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=found.device)
+        mine = self.maximum.narrow(0, first_head, len(found))
+        torch.maximum(mine, found.nan_to_num(-torch.inf, -torch.inf), out=mine)
+
+    def clip_(self, maximum: Tensor, threshold: float) -> None:
+        """Scale the rows of heads whose largest logit is above the threshold."""
+        shared = maximum.view(self.groups, -1).amax(1)
+        gamma = torch.where(shared > threshold, threshold / shared, 1.0)
+        for rows, heads, power in self.parts:
+            rows.scale_(gamma.pow(power).repeat_interleave(heads // self.groups, output_size=heads))
+
+
+class QKClip:
+    """Clips the attention logits of a model by its query and key weights, after each step of any torch optimizer.
+
+    Call `step` after `optimizer.step()`, or register it as a hook. Nothing waits for the device. Logits that are not
+    finite are passed over: no weight could be scaled by them.
+
+    Args:
+        threshold: tau, the logit that heads may reach; 100 in Kimi K2.
+        alpha: how gamma is divided between queries and keys.
+        process_group: ranks whose largest logits count together, each with the same attentions; None is all ranks of
+            the default group. Pipeline stages hold other layers, so give each stage its own.
+
+    Examples:
+        >>> from torch import nn
+        >>> q, k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        >>> clip = QKClip(threshold=50.0)
+        >>> attention = clip.add(query=q.weight, key=k.weight, heads=2)
+        >>> attention.observe(torch.tensor([200.0, 10.0]))  # in the forward pass
+        >>> before = q.weight.detach().clone()
+        >>> clip.step().tolist()  # after optimizer.step()
+        [200.0, 10.0]
+        >>> (q.weight / before)[[0, 4], 0].tolist()  # a row of each head
+        [0.5, 1.0]
+    """
+
+    def __init__(
+        self, threshold: float = 100.0, *, alpha: float = 0.5, process_group: ProcessGroup | None = None
+    ) -> None:
+        if not threshold > 0:
+            raise ValueError(f"threshold={threshold!r}: must be a number above 0")
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha={alpha!r}: must be in [0, 1]")
+        self.threshold = threshold
+        self.alpha = alpha
+        self.process_group = process_group
+        self.attentions: list[AttentionLogits] = []
+
+    def add(
+        self, query: Rows, key: Rows, *, heads: int, key_heads: int | None = None, rotary_query: Rows = ()
+    ) -> AttentionLogits:
+        """Clip one attention, whose forward passes must call `observe` on what is returned.
+
+        Args:
+            query: the weight that makes the queries, or its rows (`HeadRows`), with a bias a list of both.
+            key: likewise for the keys; not those that all heads share, as rotary keys of latent attention.
+            heads: how many heads have queries.
+            key_heads: how many have keys, where heads share them: neighbouring heads, `heads / key_heads` of them.
+            rotary_query: rows of queries that meet keys which all heads share; they are multiplied by gamma itself.
+        """
+        groups = key_heads or heads
+        if heads < 1 or heads % groups:
+            raise ValueError(f"heads={heads} must be a multiple of key_heads={groups}")
+        asked = ((query, heads, self.alpha), (key, groups, 1 - self.alpha), (rotary_query, heads, 1.0))
+        parts = [(one.complete(count), count, power) for given, count, power in asked for one in _all_rows(given)]
+        self.attentions.append(AttentionLogits(heads, groups, parts))
+        return self.attentions[-1]
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Clip what the forward passes since the last step ask for; a collective where there are several ranks.
+
+        Returns:
+            The largest logit of each head over all ranks, those of all attentions one after another; -inf where none
+            was reported.
+        """
+        if not self.attentions:
+            raise RuntimeError("this QKClip has no attention to clip; call add for each of them first")
+        maxima = self._maxima()
+        each = maxima.split_with_sizes([attention.heads for attention in self.attentions])
+        for attention, maximum in zip(self.attentions, each, strict=True):
+            attention.clip_(maximum, self.threshold)
+            attention.maximum = None
+        return maxima
+
+    def __call__(self, *_: Any) -> None:
+        """Do it as a hook of `optimizer.register_step_post_hook`."""
+        self.step()
+
+    def _maxima(self) -> Tensor:
+        device = local(self.attentions[0].parts[0][0].param).device
+        none = torch.full((), -torch.inf, dtype=torch.float32, device=device)
+        found = [none.expand(a.heads) if a.maximum is None else a.maximum.to(device) for a in self.attentions]
+        maxima = torch.cat(found)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.process_group)
+        return maxima
+
+
+def _all_rows(given: Rows) -> list[HeadRows]:
+    if isinstance(given, HeadRows):
+        return [given]
+    if isinstance(given, Tensor):
+        return [HeadRows(given)]
+    return [one if isinstance(one, HeadRows) else HeadRows(one) for one in given]
+
+
+@torch.no_grad()
+def max_attention_logits(
+    query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False, block: int = 1024
+) -> Tensor:
+    """The largest logit of each head, without a whole matrix of logits; for attention that does not give it itself.
+
+    Args:
+        query: (..., heads, length, size), as `torch.nn.functional.scaled_dot_product_attention` takes it.
+        key: (..., key heads, length, size); query heads share them in order where there are fewer.
+        scale: what multiplies the products, `1/sqrt(size)` by default.
+        is_causal: whether each query sees only the keys up to its own place.
+        block: queries that are multiplied at a time.
+
+    Returns:
+        The maxima over batch and places, (heads,), in float32.
+
+    Examples:
+        >>> q, k = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16)
+        >>> max_attention_logits(q, k).tolist()
+        [4.0, 4.0, 4.0, 4.0]
+    """
+    heads, length = query.shape[-3], query.shape[-2]
+    keys = key.repeat_interleave(heads // key.shape[-3], -3) if key.shape[-3] != heads else key
+    found = []
+    for begin in range(0, length, block):
+        logits = (query[..., begin : begin + block, :] @ keys.mT).float()
+        if is_causal:
+            unseen = torch.ones_like(logits, dtype=torch.bool).triu(begin + 1)
+            logits = logits.masked_fill(unseen, -torch.inf)
+        found.append(logits.amax((-2, -1)).view(-1, heads).amax(0))
+    largest: Tensor = torch.stack(found).amax(0)
+    return largest * (query.shape[-1] ** -0.5 if scale is None else scale)
