@@ -33,6 +33,7 @@ _HOMES = {
     "PeakLRWarning": "peak",
     "QKClip": "qk_clip",
     "ScaledDecayOptimizer": "optimizer",
+    "ScheduleFree": "schedule_free",
     "Telemetry": "telemetry",
     "TensorBoardSink": "telemetry",
     "WandbSink": "telemetry",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from muonsw.qk_clip import HeadRows as HeadRows
     from muonsw.qk_clip import QKClip as QKClip
     from muonsw.qk_clip import max_attention_logits as max_attention_logits
+    from muonsw.schedule_free import ScheduleFree as ScheduleFree
     from muonsw.telemetry import JsonlSink as JsonlSink
     from muonsw.telemetry import MlflowSink as MlflowSink
     from muonsw.telemetry import Telemetry as Telemetry

@@ -35,7 +35,7 @@ from muonsw.options import (
 from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import ensure_state, zeros
-from muonsw.step import OptionCheck, collect, take_step
+from muonsw.step import BeforeUpdate, OptionCheck, collect, take_step
 from muonsw.summary import LastStep, Summary, summarize
 from muonsw.work import Group, names_of
 
@@ -62,6 +62,7 @@ class ScaledDecayOptimizer(Optimizer):
     _reasons: dict[str, str]
     _ranks: Ranks
     _replay: Replay
+    _before_update: BeforeUpdate | None
 
     def __init__(
         self,
@@ -355,3 +356,4 @@ class ScaledDecayOptimizer(Optimizer):
         self._left_out, self._reasons = [], {}
         self._ranks = Ranks()
         self._replay = Replay()
+        self._before_update = None

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 States = dict[Tensor, dict[str, Any]]
 
+# Called once nothing can be wrong any more, before anything changes.
+BeforeUpdate = Callable[[list[Batch], list[Rates]], None]
+
 CPU_CHUNK_BYTES = 4 * 2**20
 ACCELERATOR_CHUNK_BYTES = 9 * 2**26
 REPLAYED_CHUNK_BYTES = 2**27
@@ -458,6 +461,8 @@ def final_rates(
         optimizer._last_skipped = flag
     if radii:
         norms.keep(radii)
+    if optimizer._before_update is not None:
+        optimizer._before_update(work, found)
     return found
 
 

@@ -1,0 +1,284 @@
+"""Schedule-Free learning around an optimizer: averaging takes the place of a falling learning rate.
+
+Defazio et al., "The Road Less Scheduled" (arXiv 2405.15682); around NorMuon, arXiv 2605.23061. There are three
+sequences: the optimizer moves z, gradients are taken at y, and x is evaluated. With eta_k the learning rate of step k,
+from 1, and b = beta:
+
+    z <- the optimizer's step on z, with the gradient at y
+    x <- (1 - c) x + c z,   c = w_k / (w_1 + ... + w_k),   w_k = k^r max(eta_1..eta_k)^p
+    y <- b x + (1 - b) z
+
+Parameters hold y while training and x while evaluating; z is kept in the state, and x = (y - (1 - b) z) / b. The
+authors' code is schedule_free 70785b5. Unlike there, decay is taken at z unless asked otherwise: for long runs the
+authors of Schedule-Free NorMuon found that it must be. A step that raises changes nothing, and one that is skipped
+averages nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from muonsw.algorithms.base import Rates
+from muonsw.decay import decays
+from muonsw.distributed.shards import local
+from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.precision import LOW_PRECISION, state_dtype
+from muonsw.step import BeforeUpdate
+from muonsw.text import users_line
+from muonsw.work import Batch, Group
+
+# What each group counts, saved with it.
+_COUNTERS: Group = {"averaged_steps": 0, "averaging_weight": 0.0, "averaging_lr": 0.0}
+
+
+class ScheduleFree(Optimizer):
+    """Schedule-Free learning around one of our optimizers.
+
+    Call `train` before training and `eval` before evaluating or saving, as with a model. The learning rate stays where
+    it is after `warmup_steps`; a scheduler may change it all the same. With AdamW, `betas=(0.0, 0.999)` is the authors'
+    setting: averaging is the momentum.
+
+    Args:
+        optimizer: `AdamWSW`, `MuonSW` or `SGDSW` on float32 or float64 parameters; this one steps it from now on.
+        beta: how near y, where gradients are taken, is to the average; long runs may want 0.95 or 0.98.
+        warmup_steps: steps over which the learning rate rises from zero.
+        r: power of the step in the weights of the average.
+        weight_lr_power: power p of the highest learning rate so far in them.
+        decay_at: "z" or "y", the weights of which decay takes its fraction.
+        model: a model whose forward passes are to fail where its mode is not that of this optimizer.
+
+    Examples:
+        >>> from muonsw import AdamWSW
+        >>> weight = nn.Parameter(torch.zeros(4))
+        >>> optimizer = ScheduleFree(AdamWSW([weight], lr=0.1, decay="constant", betas=(0.0, 0.999)), warmup_steps=10)
+        >>> optimizer.train()
+        >>> for _ in range(200):
+        ...     optimizer.zero_grad()
+        ...     (weight - 1).square().sum().backward()
+        ...     optimizer.step()
+        >>> optimizer.eval()
+        >>> bool((weight - 1).abs().max() < 0.1)
+        True
+    """
+
+    def __init__(
+        self,
+        optimizer: ScaledDecayOptimizer,
+        *,
+        beta: float = 0.9,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        decay_at: str = "z",
+        model: nn.Module | None = None,
+    ) -> None:
+        if not isinstance(optimizer, ScaledDecayOptimizer):
+            raise TypeError(f"ScheduleFree goes around AdamWSW, MuonSW or SGDSW, not a {type(optimizer).__name__}")
+        if not 0 < beta < 1:
+            raise ValueError(f"beta={beta!r}: must be between 0 and 1")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps!r}: must be at least 0")
+        if decay_at not in ("z", "y"):
+            raise ValueError(f"decay_at={decay_at!r}: must be 'z' or 'y'")
+        self.optimizer = optimizer
+        self.beta, self.warmup_steps, self.r, self.weight_lr_power = beta, warmup_steps, r, weight_lr_power
+        self.decay_at = decay_at
+        self.training = False
+        self._pending: list[tuple[Batch, Rates]] = []
+        self.__setstate__({})  # torch's hooks
+        for group in self.param_groups:
+            self._join(group)
+        if any(group["decay"] == "scaled" and decays(group) for group in self.param_groups):
+            _warn_of_scaled_decay()
+        if model is not None:
+            model.register_forward_pre_hook(self._check_mode)
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        """The groups of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Its state, in which z is kept too."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> Group:  # type: ignore[override]
+        """Its defaults."""
+        return dict(self.optimizer.defaults)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group to the optimizer inside; its average begins with its first step."""
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._join(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> None:
+        """Put y into the parameters, or x with `mode=False`; nothing where they hold it already."""
+        if mode != self.training:
+            for param, z in self._averaged():
+                local(param).lerp_(local(z), 1 - self.beta if mode else 1 - 1 / self.beta)
+        self.training = mode
+
+    def eval(self) -> None:
+        """Put x into the parameters, to evaluate or to save them."""
+        self.train(False)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step at y; nothing is changed when it raises an error.
+
+        A step at learning rates of zero, by which frameworks make state before they load it, is taken in both modes.
+        """
+        idle = not any(group["lr"] for group in self.param_groups)
+        if not self.training and not idle:
+            raise RuntimeError("this optimizer is in evaluation mode; call optimizer.train() before training goes on")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        shares = self._shares()
+        self._take(self._make_z if idle else self._go_to_z)
+        for (c, counters), group in zip(shares, self.param_groups, strict=True):
+            if not idle:
+                self._go_to_y(group, c)
+                group.update(counters)
+        self._pending = []
+        return loss
+
+    def _take(self, before_update: BeforeUpdate) -> None:
+        """Take the step of the optimizer inside, at the learning rates of the warmup."""
+        rates, self._pending = [group["lr"] for group in self.param_groups], []
+        self.optimizer._before_update = before_update
+        try:
+            for group in self.param_groups:
+                group["lr"] *= self._warmup(group)
+            self.optimizer.step()
+        except Exception:  # nearly always before the weights have left y
+            for group in self.param_groups:
+                self._go_to_y(group, 0.0)
+            raise
+        finally:
+            self.optimizer._before_update = None
+            for group, lr in zip(self.param_groups, rates, strict=True):
+                group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer inside, with z and the weights of the average, in evaluation mode.
+
+        Raises:
+            RuntimeError: in training mode, in which the model would be saved at y.
+        """
+        if self.training and any(True for _ in self._averaged()):
+            raise RuntimeError(
+                "this optimizer is in training mode, in which parameters are not the average that is to be saved and "
+                "evaluated; call optimizer.eval() before saving model and optimizer, and optimizer.train() after it"
+            )
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, beside the model of the same checkpoint; this optimizer is in evaluation mode then."""
+        self.optimizer.load_state_dict(state_dict)
+        self.training = False
+
+    def _join(self, group: Group) -> None:
+        """Refuse what cannot be averaged, and begin to count."""
+        number = self.param_groups.index(group)
+        if isinstance(group["lr"], Tensor):
+            raise ValueError(f"param group {number}: Schedule-Free weighs steps by learning rates that the host knows")
+        if self.decay_at == "y" and (group["norm"] != "free" or group["cautious"]):
+            raise ValueError(f"param group {number}: norm rules and cautious decay act on z; leave decay_at='z'")
+        for param in group["params"]:
+            kept = state_dtype(group["state_dtype"], param.dtype)
+            if param.dtype in LOW_PRECISION or kept.itemsize < param.dtype.itemsize:
+                raise ValueError(
+                    f"param group {number}: a late step changes the average by less than {param.dtype} weights with "
+                    f"{kept} state can hold; keep both in float32"
+                )
+        for key, value in _COUNTERS.items():
+            group.setdefault(key, value)
+
+    def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parameters that have left their start, each with its z."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "z" in self.state.get(param, ()):
+                    yield param, self.state[param]["z"]
+
+    def _warmup(self, group: Group) -> float:
+        return min(1.0, (group["averaged_steps"] + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+
+    def _shares(self) -> list[tuple[float, Group]]:
+        """The share c of this step in the average of each group, and what the group has counted after it."""
+        found = []
+        for group in self.param_groups:
+            step = group["averaged_steps"] + 1
+            highest = max(group["averaging_lr"], group["lr"] * self._warmup(group))
+            weight = step**self.r * highest**self.weight_lr_power
+            total = group["averaging_weight"] + weight
+            after = {"averaged_steps": step, "averaging_weight": total, "averaging_lr": highest}
+            found.append((weight / total if total else 0.0, after))
+        return found
+
+    def _make_z(self, work: list[Batch], _: list[Rates]) -> None:
+        for batch in work:
+            for item in [item for item in batch.items if "z" not in item.state]:
+                item.state["z"] = item.param.detach().clone()
+
+    def _go_to_z(self, work: list[Batch], rates: list[Rates]) -> None:
+        """Put z into the parameters that the optimizer is about to move, and b x where z was kept."""
+        self._make_z(work, rates)
+        self._pending = list(zip(work, rates, strict=True))
+        for batch, batch_rates in self._pending:
+            for item in batch.items:
+                y, z = item.param.detach(), item.state["z"]
+                start = z if self.decay_at == "z" else _decayed_at_y(y, z, batch_rates)
+                bx = y - (1 - self.beta) * z
+                y.copy_(start)
+                z.copy_(bx)
+
+    def _go_to_y(self, group: Group, c: float) -> None:
+        """Put the new y into the parameters of a group that were moved, and the new z where b x was kept."""
+        for batch, rates in self._pending:
+            share = c if rates.flag is None else c * rates.flag.factor(batch.dtype)
+            for item in batch.items if batch.group is group else ():
+                z, kept = item.param.detach(), item.state["z"]
+                y = (1 - share) * kept + (1 - self.beta * (1 - share)) * z
+                kept.copy_(z)
+                z.copy_(y)
+
+    def _check_mode(self, model: nn.Module, _: Any) -> None:
+        """Refuse to evaluate at y, and to take gradients at x; statistics of norms may be taken there."""
+        if self.training and not model.training:
+            raise RuntimeError("the model evaluates while its optimizer is in training mode; call optimizer.eval()")
+        if model.training and not self.training and torch.is_grad_enabled():
+            raise RuntimeError("the model trains while its optimizer is in evaluation mode; call optimizer.train()")
+
+
+def _decayed_at_y(y: Tensor, z: Tensor, rates: Rates) -> Tensor:
+    """What becomes z - phi y where an optimizer takes the fraction phi of it away."""
+    phi = rates.applied(z.dtype)[1]
+    return z + (z - y) * (phi / (1 - phi))
+
+
+def _warn_of_scaled_decay() -> None:
+    warnings.warn(
+        "under Schedule-Free the learning rate stays at its peak after warmup, where decay='scaled' is "
+        "decay='constant'; write that for what is done, or filter this warning if a scheduler lowers the rate",
+        stacklevel=users_line(),
+    )

@@ -1,0 +1,103 @@
+"""Schedule-Free over shards, and its checkpoints on other numbers of ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from muonsw import MuonSW, ScheduleFree
+from tests.distributed.problems import group_of, mesh_of
+from tests.distributed.test_checkpoint import Net, distance
+
+CLOSE = 1e-9
+BEFORE, AFTER = 3, 3
+OPTIONS = [{}, {"decay_at": "y"}, {"norm": "target"}]
+
+
+def build(mesh=None, decay_at="z", **options):
+    torch.manual_seed(3)
+    model = Net().double()
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    inner = MuonSW.for_model(model, lr=0.05, weight_decay=0.5, decay="constant", **options)
+    return model, ScheduleFree(inner, warmup_steps=2, decay_at=decay_at, model=model)
+
+
+def train(parts, first, steps):
+    model, optimizer = parts
+    optimizer.train()
+    for step in range(first, first + steps):
+        tokens = torch.randint(9, (4,), generator=torch.Generator().manual_seed(step))
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.eval()
+
+
+def uninterrupted(**options):
+    parts = build(**options)
+    train(parts, 0, BEFORE)
+    train(parts, BEFORE, AFTER)
+    return parts[0]
+
+
+def sharded(ranks, **options):
+    mesh = mesh_of(*ranks, names=("replicas", "shards")[-len(ranks) :])
+    if mesh is None:
+        return 0.0
+    parts = build(mesh, **options)
+    train(parts, 0, BEFORE)
+    train(parts, BEFORE, AFTER)
+    assert all(isinstance(state["z"], DTensor) for state in parts[1].state.values())
+    return distance(parts[0], uninterrupted(**options))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("ranks", [(2,), (4,), (2, 2)], ids=str)
+def test_shards_are_averaged_as_one_process_does(pool, ranks, options):
+    assert max(pool.run(sharded, ranks, **options)) < CLOSE
+
+
+def template(parts, flatten):
+    layout = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    return {
+        "model": get_model_state_dict(parts[0]),
+        "optimizer": get_optimizer_state_dict(*parts, options=layout),
+    }
+
+
+def save(folder, flatten):
+    parts = build(mesh_of(dist.get_world_size()))
+    train(parts, 0, BEFORE)
+    dcp.save(template(parts, flatten), checkpoint_id=folder)
+
+
+def resume(folder, flatten, ranks):
+    mesh, group = mesh_of(ranks), group_of(ranks)
+    if mesh is None:
+        return 0.0
+    parts = build(mesh)
+    found = template(parts, flatten)
+    dcp.load(found, checkpoint_id=folder, process_group=group)
+    set_model_state_dict(parts[0], found["model"])
+    layout = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    set_optimizer_state_dict(*parts, found["optimizer"], options=layout)
+    train(parts, BEFORE, AFTER)
+    return distance(parts[0], uninterrupted())
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, flatten):
+    folder = str(tmp_path / "checkpoint")
+    pool.run(save, folder, flatten)
+    for ranks in (4, 2, 1):
+        assert max(pool.run(resume, folder, flatten, ranks)) < CLOSE

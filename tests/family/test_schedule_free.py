@@ -1,0 +1,256 @@
+"""Schedule-Free: the authors' numbers, a reference with all three sequences, and the two modes."""
+
+import copy
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, PeakLRError, ScheduleFree, Telemetry
+from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from tests.common.problems import assert_same, clones, matrices, set_gradients
+from tests.family.record.schedule_free import SHAPES, STEPS, gradient, start
+from tests.family.references.schedule_free import ReferenceScheduleFree
+
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "schedule_free.json").read_text())["runs"]
+CLASSES = {
+    "muon": (MuonSW, lambda W, decay: ReferenceMuonSW(W, decay, nesterov=True, heavy_ball=False, orthogonalize=ns5)),
+    "adamw": (AdamWSW, ReferenceAdamWSW),
+    "sgd": (SGDSW, ReferenceSGDSW),
+}
+CONSTANT = {"lr": 0.05, "decay": "constant"}
+
+
+def as_ours(options):
+    """The authors' options in our words."""
+    beta, beta2 = options.get("betas", (0.9, 0.999))
+    own = {key: options[key] for key in ("r", "weight_lr_power", "warmup_steps") if key in options}
+    inner = {"betas": (options.get("inner_momentum", 0.0), beta2), "eps": options.get("eps", 1e-8)}
+    decay = {"weight_decay": options.get("weight_decay", 0.0), "decay": "constant"}
+    at = "z" if options.get("decay_at_z") else "y"
+    return {"lr": options["lr"], **inner, **decay}, {"beta": beta, "decay_at": at, **own}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_adamw_is_the_authors(name):
+    known = RECORDED[name]
+    inner, outer = as_ours(known["options"])
+    params = [nn.Parameter(start(shape)) for shape in SHAPES]
+    optimizer = ScheduleFree(AdamWSW(params, **inner), **outer)
+    optimizer.train()
+    for step in range(STEPS):
+        for param in params:
+            param.grad = gradient(param.detach(), step)
+        optimizer.step()
+    for sequence in ("y", "x"):
+        for param, values in zip(params, known[sequence], strict=True):
+            torch.testing.assert_close(param.detach(), param.new_tensor(values).detach(), rtol=1e-11, atol=1e-13)
+        optimizer.eval()
+
+
+@pytest.mark.parametrize("algorithm", CLASSES)
+@pytest.mark.parametrize("rule", ["constant", "scaled"])
+def test_it_is_the_reference(algorithm, rule):
+    """Missing gradients count as steps of their group and leave a parameter where it is."""
+    build, reference = CLASSES[algorithm]
+    params = matrices((6, 4), (3, 5), dtype=torch.float64)
+    own = {"muon": {"ns_dtype": torch.float64}, "adamw": {"betas": (0.9, 0.999)}}.get(algorithm, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = ScheduleFree(
+            build(params, lr=0.05, weight_decay=0.5, decay=rule, **own), beta=0.95, warmup_steps=4, r=0.5
+        )
+    expected = [
+        ReferenceScheduleFree(reference(p.detach(), Decay(rule, 0.5, 0.05)), beta=0.95, warmup=4, r=0.5) for p in params
+    ]
+    optimizer.train()
+    for step in range(25):
+        set_gradients(params, step)
+        if step % 7 == 3:
+            params[1].grad = None
+        for param, one in zip(params, expected, strict=True):
+            torch.testing.assert_close(param.detach(), one.y, rtol=1e-9, atol=1e-11)
+            one.step(param.grad, 0.05)
+        optimizer.step()
+    optimizer.eval()
+    for param, one in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach(), one.x, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(optimizer.state[param]["z"], one.base.W, rtol=1e-9, atol=1e-11)
+
+
+def trained(optimizer, params, begin, end):
+    optimizer.train()
+    for step in range(begin, end):
+        set_gradients(params, step)
+        optimizer.step()
+    optimizer.eval()
+
+
+@pytest.mark.parametrize("algorithm", CLASSES)
+def test_it_resumes_bit_for_bit(algorithm):
+    def build(params):
+        return ScheduleFree(CLASSES[algorithm][0](params, **CONSTANT), warmup_steps=5)
+
+    params = matrices((4, 6), (6, 6))
+    optimizer = build(params)
+    trained(optimizer, params, 0, 8)
+    resumed, saved = clones(params), copy.deepcopy(optimizer.state_dict())
+    other = build(resumed)
+    other.load_state_dict(saved)
+    assert not other.training
+    trained(optimizer, params, 8, 12)
+    trained(other, resumed, 8, 12)
+    assert_same(params, resumed)
+    assert [group["averaged_steps"] for group in other.param_groups] == [12]
+
+
+def test_evaluation_in_between_is_forgotten_up_to_rounding():
+    (left,), (right,) = matrices((5, 5), dtype=torch.float64), matrices((5, 5), dtype=torch.float64)
+    one, other = (ScheduleFree(AdamWSW([param], **CONSTANT)) for param in (left, right))
+    for step in range(30):
+        trained(one, [left], step, step + 1)
+    trained(other, [right], 0, 30)
+    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-13)
+
+
+def test_the_wrong_mode_is_an_error():
+    model = nn.Linear(4, 4)
+    optimizer = ScheduleFree(AdamWSW(model.parameters(), **CONSTANT), model=model)
+    with pytest.raises(RuntimeError, match=r"the model trains while its optimizer is in evaluation mode; call .*train"):
+        model(torch.ones(4))
+    optimizer.train()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"call optimizer.eval\(\) before saving"):
+        optimizer.state_dict()
+    model.eval()
+    with pytest.raises(RuntimeError, match=r"the model evaluates while its optimizer is in training mode; call .*eval"):
+        model(torch.ones(4))
+    optimizer.eval()
+    model(torch.ones(4))
+    with torch.no_grad():
+        model.train()(torch.ones(4))  # batch norms take their statistics at x
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match=r"in evaluation mode; call optimizer.train\(\)"):
+        optimizer.step()
+    assert str(optimizer.state_dict()) == str(before)
+
+
+def everything(optimizer, params):
+    tensors = [value for param in params for value in (param, *optimizer.state.get(param, {}).values())]
+    return [tensor.detach().clone() for tensor in tensors], [
+        group["averaged_steps"] for group in optimizer.param_groups
+    ]
+
+
+def test_a_step_that_raises_changes_nothing():
+    params = matrices((4, 6), (6, 6))
+    optimizer = ScheduleFree(MuonSW(params, lr=0.05, decay="independent", weight_decay=1e-3))
+    optimizer.train()
+    for step, rate in ((0, 0.05), (1, 0.05), (2, 0.2)):
+        set_gradients(params, step)
+        before = everything(optimizer, params)
+        optimizer.param_groups[0]["lr"] = rate
+        if rate == 0.2:
+            with pytest.raises(PeakLRError):
+                optimizer.step()
+        else:
+            optimizer.step()
+    after = everything(optimizer, params)
+    assert_same(before[0], after[0])
+    assert before[1] == after[1] == [2]
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_a_step_that_is_skipped_moves_nothing():
+    params = matrices((4, 6))
+    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
+    optimizer.train()
+    set_gradients(params, 0)
+    optimizer.step()
+    (before, _), params[0].grad[0, 0] = everything(optimizer, params), torch.nan
+    with pytest.warns(NonFiniteGradientWarning, match="skipped"):
+        optimizer.step()
+    assert_same(before, everything(optimizer, params)[0])
+
+
+def test_a_first_step_at_zero_makes_state_in_both_modes_and_moves_nothing():
+    params = matrices((4, 6))
+    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
+    before = params[0].detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    params[0].grad = torch.zeros_like(params[0])
+    optimizer.step()
+    assert torch.equal(params[0], before)
+    assert {"z", "exp_avg", "exp_avg_sq", "step"} == optimizer.state[params[0]].keys()
+    assert optimizer.param_groups[0]["averaged_steps"] == 0
+
+
+def test_norm_rules_act_on_z():
+    params = matrices((4, 6), dtype=torch.float64)
+    norm = params[0].detach().norm()
+    optimizer = ScheduleFree(MuonSW(params, norm="hyperball", **CONSTANT))
+    trained(optimizer, params, 0, 5)
+    torch.testing.assert_close(optimizer.state[params[0]]["z"].norm(), norm, rtol=1e-12, atol=0)
+    assert params[0].detach().norm() < norm  # an average of points on a ball
+
+
+def test_schedulers_closures_and_telemetry_take_it_for_an_optimizer():
+    params = matrices((4, 6), dtype=torch.float64)
+    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    telemetry = Telemetry(optimizer, every=1)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(params[0].detach().clone()))
+    optimizer.train()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (params[0] - 1).square().sum()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(3):
+        losses.append(optimizer.step(closure).item())
+        scheduler.step()
+    assert losses[0] > losses[-1]
+    assert torch.equal(seen[-1], params[0].detach())  # y, not z
+    assert len(telemetry.records) == 3
+    assert optimizer.param_groups[0]["lr"] == 0.0125
+
+
+def test_scaled_decay_is_named_what_it_is():
+    with pytest.warns(UserWarning, match="where decay='scaled' is decay='constant'"):
+        ScheduleFree(AdamWSW(matrices((4, 6)), lr=0.05))
+    ScheduleFree(AdamWSW(matrices((4, 6)), lr=0.05, weight_decay=0.0))
+
+
+def test_mistakes_are_named():
+    def build(**options):
+        return AdamWSW(matrices((4, 6), dtype=options.pop("dtype", torch.float32)), **CONSTANT | options)
+
+    with pytest.raises(TypeError, match="goes around AdamWSW, MuonSW or SGDSW, not a AdamW"):
+        ScheduleFree(torch.optim.AdamW(matrices((4, 6))))
+    for options, message in (
+        ({"beta": 1.0}, "beta=1.0: must be between 0 and 1"),
+        ({"warmup_steps": -1}, "warmup_steps=-1: must be at least 0"),
+        ({"decay_at": "x"}, "decay_at='x': must be 'z' or 'y'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ScheduleFree(build(), **options)
+    with pytest.raises(ValueError, match="param group 0: Schedule-Free weighs steps by learning rates"):
+        ScheduleFree(build(lr=torch.tensor(0.05)))
+    with pytest.raises(ValueError, match=r"less than torch\.bfloat16 weights with torch\.float32 state can hold"):
+        ScheduleFree(build(dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"less than torch\.float32 weights with torch\.bfloat16 state can hold"):
+        ScheduleFree(build(state_dtype="bfloat16"))
+    with pytest.raises(ValueError, match="param group 0: norm rules and cautious decay act on z"):
+        ScheduleFree(build(cautious=True), decay_at="y")
+    optimizer = ScheduleFree(build())
+    with pytest.raises(ValueError, match="param group 1: Schedule-Free weighs"):
+        optimizer.add_param_group({"params": matrices((2, 2)), "lr": torch.tensor(0.1)})
+    assert len(optimizer.param_groups) == 1
