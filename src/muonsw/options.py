@@ -77,14 +77,20 @@ class GroupOptions(TypedDict, total=False):
 
 
 class MuonOptions(GroupOptions, total=False):
-    """Options of the members of Muon's slots; None is the member's default.
+    """Options of the members of Muon's slots, and of its orthogonalizer; None is the member's default.
 
     Attributes:
+        aurora_iterations: calls of the orthogonalizer inside Aurora.
+        aurora_beta: how far each of them corrects the lengths of rows.
+        aurora_polar: the orthogonalizer inside.
         normalize_beta2: decay rate of the averages of squared directions.
         normalize_eps: added to their root.
         normalize_axis: what has an average of its own: "rows" (outputs), or "longer" (places along the longer axis).
     """
 
+    aurora_iterations: int | None
+    aurora_beta: float | None
+    aurora_polar: str | None
     normalize_beta2: float | None
     normalize_eps: float | None
     normalize_axis: str | None
@@ -308,6 +314,10 @@ def _whole(low: int) -> Check:
     return check
 
 
+def _optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be True or False")
@@ -329,6 +339,12 @@ def _known(table: Any) -> Check:
         return name
 
     return check
+
+
+def _polar(name: Any) -> Any:
+    if name == "aurora":
+        raise ValueError("is the orthogonalizer inside Aurora; leave it out for that of its authors, 'simple_quintic'")
+    return _known(ORTHOGONALIZERS)(name)
 
 
 def _dtype(value: Any) -> str:
@@ -363,28 +379,16 @@ def _split_sizes(value: Any) -> tuple[int, ...] | None:
     return tuple(_whole(1)(size) for size in value)
 
 
-def _total_steps(value: Any) -> int | None:
-    return None if value is None else int(_whole(1)(value))
-
-
 def _target_norm(value: Any) -> float | None:
     if value == 0:
         raise ValueError("a norm of zero is what decay aims at; leave norm='free'")
     return None if value is None else float(_number(0.0)(value))
 
 
-def _optional(check: Check) -> Check:
-    return lambda value: None if value is None else check(value)
-
-
 def _radial_brake(value: Any) -> tuple[float, float]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError("must be two numbers: what is kept where a norm grows, and where it shrinks")
     return _number(0.0, 1.0)(value[0]), _number(0.0, 1.0)(value[1])
-
-
-def _heads(value: Any) -> int | None:
-    return None if value is None else int(_whole(1)(value))
 
 
 def _role(value: Any) -> Any:
@@ -398,7 +402,7 @@ CHECKS: dict[str, Check] = {
     "lr": _number_or_tensor,
     "weight_decay": _number_or_tensor,
     "decay": _known(DECAY_RULES),
-    "total_steps": _total_steps,
+    "total_steps": _optional(_whole(1)),
     "norm": _known(NORM_RULES),
     "target_norm": _target_norm,
     "update_floor": _number(0.0),
@@ -421,8 +425,11 @@ CHECKS: dict[str, Check] = {
     "betas": _betas,
     "eps": _number(0.0),
     "orthogonalizer": _known(ORTHOGONALIZERS),
-    "ns_steps": _whole(1),
+    "ns_steps": _optional(_whole(1)),
     "ns_dtype": _dtype,
+    "aurora_iterations": _optional(_whole(1)),
+    "aurora_beta": _optional(_number(0.0)),
+    "aurora_polar": _optional(_polar),
     "scale": _known(SHAPE_SCALES),
     "precondition": _optional(_known(PRECONDITIONERS)),
     "normalize": _optional(_known(NORMALIZERS)),
@@ -433,5 +440,5 @@ CHECKS: dict[str, Check] = {
     "split_sizes": _split_sizes,
     "split_dim": _one_of(0, 1),  # type: ignore[arg-type]
     "transposed": _flag,
-    "heads": _heads,
+    "heads": _optional(_whole(1)),
 }

@@ -313,7 +313,7 @@ def obstacle(work: Sequence[Batch], nonfinite: str) -> str:
     if nonfinite == "raise":
         return "nonfinite='raise' waits for the device"
     for group in [batch.group for batch in work]:
-        if group.get("orthogonalizer") == "exact":
+        if "exact" in (group.get("orthogonalizer"), group.get("aurora_polar")):
             return "orthogonalizer='exact' waits for the device"
         if rates.counts_steps(group):
             return f"algorithm={group['algorithm']!r} does something else every few steps"

@@ -37,8 +37,10 @@ class MuonSW(ScaledDecayOptimizer):
         nesterov: look ahead along the momentum.
         momentum_form: "ema" (`M <- beta M + (1-beta) G`) or "heavy_ball" (`M <- beta M + G`).
         orthogonalizer: "auto" (Newton-Schulz, the fastest way for each shape), "newton_schulz", "gram_newton_schulz",
-            "polar_express", "exact", or a registered name.
-        ns_steps: iterations of the orthogonalizer.
+            "polar_express", "exact", another set of coefficients ("newton_schulz_you", "polar_express_5",
+            "polar_express_nanochat", "simple_quintic"), "aurora" (with `aurora_iterations`, `aurora_beta`,
+            `aurora_polar`), or a registered name.
+        ns_steps: iterations of the orthogonalizer; None is the number of its authors: 5, or 12 of "simple_quintic".
         ns_dtype: dtype of its products; "auto" is bfloat16 where the hardware multiplies it, else float32.
         scale: shape scale: "match_rms_adamw" (0.2 sqrt(max(m, n))), "original", "spectral" or "none".
         precondition: what is done to the momentum before it is orthogonalized, a name of `PRECONDITIONERS`.
@@ -89,7 +91,7 @@ class MuonSW(ScaledDecayOptimizer):
         nesterov: bool = True,
         momentum_form: str = "ema",
         orthogonalizer: str = "auto",
-        ns_steps: int = 5,
+        ns_steps: int | None = None,
         ns_dtype: torch.dtype | str = "auto",
         scale: str = "match_rms_adamw",
         precondition: str | None = None,

@@ -65,6 +65,8 @@ OPTIONS = {
     "heavy ball": {"momentum_form": "heavy_ball"},
     "polar express": {"orthogonalizer": "polar_express", "ns_steps": 7},
     "exact": {"orthogonalizer": "exact"},
+    "simple quintic": {"orthogonalizer": "simple_quintic"},
+    "aurora": {"orthogonalizer": "aurora", "aurora_iterations": 3},
     "maximize": {"maximize": True},
     "scale": {"scale": "spectral"},
     "many rounds": {"chunk_bytes": 256},

@@ -39,11 +39,14 @@ from muonsw.matrices import (
 )
 from muonsw.nonfinite import Flag
 from muonsw.normalize import NORMALIZE
-from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
+from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS, aurora
 from muonsw.precision import LOW_PRECISION, state_dtype
 from muonsw.precondition import PRECONDITION
 from muonsw.slots import Specs, State
 from muonsw.work import Group, Item
+
+# The options of orthogonalizer="aurora", by default its authors' choice; a group holds None for these.
+AURORA: Group = {"aurora_iterations": 2, "aurora_beta": 0.5, "aurora_polar": "simple_quintic"}
 
 
 def state_keys(group: Group) -> tuple[str, ...]:
@@ -75,7 +78,7 @@ def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget)
         _advance(group, grads, momenta, scatter(ahead, momenta), budget.ok)
         if first is not None:
             ahead = apply_slot(PRECONDITION, group, bucket, parts, ahead, budget.ok)
-        matrices = _orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
+        matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
         if flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
             matrices = matrices.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
     if group["normalize"] is not None:
@@ -107,9 +110,8 @@ def _by_kernel(
         flag=flag,
         dtype=dtype,
     )
-    if bucket.rows > bucket.columns:
-        return iteration.run(X.mT, group["ns_steps"]).mT
-    return iteration.run(X, group["ns_steps"])
+    steps = group["ns_steps"] or iteration.steps
+    return iteration.run(X.mT, steps).mT if bucket.rows > bucket.columns else iteration.run(X, steps)
 
 
 def _advance(
@@ -125,8 +127,26 @@ def _advance(
         torch._foreach_copy_(targets, momenta)
 
 
-def _orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    return ORTHOGONALIZERS[group["orthogonalizer"]](matrices, steps=group["ns_steps"], dtype=dtype)
+def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices (count, rows, columns) through the group's orthogonalizer, in a dtype."""
+    name = group["orthogonalizer"]
+    if name != "aurora":
+        return ORTHOGONALIZERS[name](matrices, steps=_steps(group, name), dtype=dtype)
+    chosen = {key: AURORA[key] if group.get(key) is None else group[key] for key in AURORA}
+    return aurora(
+        matrices,
+        steps=_steps(group, chosen["aurora_polar"]),
+        dtype=dtype,
+        iterations=chosen["aurora_iterations"],
+        beta=chosen["aurora_beta"],
+        polar=ORTHOGONALIZERS[chosen["aurora_polar"]],
+    )
+
+
+def _steps(group: Group, orthogonalizer: str) -> int:
+    """`ns_steps`, or as many as the authors of the orthogonalizer take."""
+    iteration = ITERATIONS.get(ORTHOGONALIZERS[orthogonalizer])
+    return group["ns_steps"] or (5 if iteration is None else iteration.steps)
 
 
 def _scale(group: Group, rows: int, columns: int) -> float:
@@ -174,7 +194,7 @@ def _whole(group: Group, X: Tensor, state: State, dtype: torch.dtype) -> tuple[T
     new: State = {}
     if group["precondition"] is not None and not _runs_on_shards(group):
         X, new = PRECONDITION.apply(group, X, state)
-    X = _orthogonalize(group, X, dtype)
+    X = orthogonalize(group, X, dtype)
     if group["normalize"] is not None:
         X, more = NORMALIZE.apply(group, X, state)
         X, new = X.to(dtype), {**new, **more}
@@ -196,7 +216,11 @@ def _counts_steps(group: Group) -> bool:
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """A parameter must be seen as matrices in exactly one way, and the options of slots must be their members'."""
+    """A parameter must be seen as matrices in exactly one way, and options must belong to what was chosen."""
+    for key in AURORA:
+        if group[key] is not None and group["orthogonalizer"] != "aurora":
+            found = f"this group has orthogonalizer={group['orthogonalizer']!r}"
+            raise ValueError(f"{key}={group[key]!r} is an option of orthogonalizer='aurora', but {found}")
     for slot in (PRECONDITION, NORMALIZE):
         slot.refuse_options_of_others(group)
     validate_matrices(group, name, param)
@@ -220,8 +244,9 @@ MUON = Algorithm(
         "momentum_form": "ema",
         "nesterov": True,
         "orthogonalizer": "auto",
-        "ns_steps": 5,
+        "ns_steps": None,
         "ns_dtype": "auto",
+        **dict.fromkeys(AURORA),
         "scale": "match_rms_adamw",
         "precondition": None,
         "normalize": None,

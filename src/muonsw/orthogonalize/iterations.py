@@ -60,9 +60,80 @@ POLAR_EXPRESS: Schedule = (
 # singular value pushed past the end of its interval by rounding is not thrown away to infinity.
 POLAR_EXPRESS_SAFETY = 1.01
 
+# @YouJiacheng, for five steps: `zeropower_via_newtonschulz5` of microsoft/dion, `quintic` of timm, the preset `dion` of
+# optax.
+YOU: Schedule = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+# Polar Express computed for exactly five steps with a safety factor of 1.02 and a cushion, all of it in the numbers:
+# modded-nanogpt, microsoft/dion (which divide by 1.02 times the norm), nanochat (by 1.01).
+POLAR_EXPRESS_5: Schedule = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+# Flat at one, where it converges; doubles what is small, so it needs many steps (modded-nanogpt's track 3, Aurora).
+SIMPLE_QUINTIC: Coefficients = (2.0, -1.5, 0.5)
+
 LONGEST_SEGMENT = 3
 # Below this many rows the errors of a product's entries no longer average out, and nothing is to be gained.
 FEWEST_ROWS = 16
+
+
+def rescaled(coefficients: Coefficients, scale: float) -> Coefficients:
+    """Give the polynomial `p(s / scale)` of a polynomial `p(s)`.
+
+    Examples:
+        >>> rescaled((8.0, 16.0, 32.0), 2.0)
+        (4.0, 2.0, 1.0)
+    """
+    a, b, c = coefficients
+    return a / scale, b / scale**3, c / scale**5
+
+
+class CoefficientSet(NamedTuple):
+    """The polynomials of successive steps, for matrices divided by `divisor` times their Frobenius norm.
+
+    The last polynomial repeats for ever. `steps` is how many steps the authors take.
+    """
+
+    polynomials: Schedule
+    steps: int = 5
+    divisor: float = 1.0
+
+    def schedule(self, steps: int) -> Schedule:
+        """The polynomials of this many steps for matrices of norm one: the first one divides by `divisor`.
+
+        Examples:
+            >>> CoefficientSet(((8.0, 16.0, 32.0), (2.0, -1.5, 0.5)), divisor=2.0).schedule(3)
+            ((4.0, 2.0, 1.0), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
+        """
+        first, *rest = self.polynomials
+        listed = (rescaled(first, self.divisor), *rest)
+        return (*listed, *(self.polynomials[-1] for _ in range(steps - len(listed))))[:steps]
+
+
+# What `orthogonalizer=` takes, with the normalization of the authors less their epsilon, which makes the update depend
+# on the size of the gradient where its norm is near 1e-7.
+COEFFICIENT_SETS: dict[str, CoefficientSet] = {
+    "newton_schulz": CoefficientSet((NS5,)),
+    "newton_schulz_you": CoefficientSet(YOU),
+    "polar_express": CoefficientSet(
+        (*(rescaled(each, POLAR_EXPRESS_SAFETY) for each in POLAR_EXPRESS[:-1]), POLAR_EXPRESS[-1]),
+        divisor=POLAR_EXPRESS_SAFETY,
+    ),
+    "polar_express_5": CoefficientSet(POLAR_EXPRESS_5, divisor=1.02),
+    "polar_express_nanochat": CoefficientSet(POLAR_EXPRESS_5, divisor=1.01),
+    "simple_quintic": CoefficientSet((SIMPLE_QUINTIC,), steps=12),
+}
 
 
 def newton_schulz_schedule(steps: int) -> Schedule:
@@ -72,7 +143,7 @@ def newton_schulz_schedule(steps: int) -> Schedule:
         >>> newton_schulz_schedule(2)
         ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))
     """
-    return (NS5,) * steps
+    return COEFFICIENT_SETS["newton_schulz"].schedule(steps)
 
 
 def polar_express_schedule(steps: int) -> Schedule:
@@ -85,21 +156,7 @@ def polar_express_schedule(steps: int) -> Schedule:
         >>> len(polar_express_schedule(10)), polar_express_schedule(10)[-1]
         (10, (1.875, -1.25, 0.375))
     """
-    *safe, limit = POLAR_EXPRESS
-    first, *rest = (rescaled(polynomial, POLAR_EXPRESS_SAFETY) for polynomial in safe)
-    schedule = (rescaled(first, POLAR_EXPRESS_SAFETY), *rest)
-    return (*schedule, *(limit for _ in range(steps - len(schedule))))[:steps]
-
-
-def rescaled(coefficients: Coefficients, scale: float) -> Coefficients:
-    """Give the polynomial `p(s / scale)` of a polynomial `p(s)`.
-
-    Examples:
-        >>> rescaled((8.0, 16.0, 32.0), 2.0)
-        (4.0, 2.0, 1.0)
-    """
-    a, b, c = coefficients
-    return a / scale, b / scale**3, c / scale**5
+    return COEFFICIENT_SETS["polar_express"].schedule(steps)
 
 
 _Sigma = TypeVar("_Sigma", float, Tensor)
@@ -162,11 +219,12 @@ class Iteration(NamedTuple):
     """An orthogonalizer that works on normalised matrices.
 
     `run` takes wide matrices of Frobenius norm one and the number of steps; `inner` says in which dtype, where the
-    caller asks for one.
+    caller asks for one; `steps` is how many steps it takes by default.
     """
 
     run: Callable[[Tensor, int], Tensor]
     inner: Callable[[torch.dtype, torch.device], torch.dtype]
+    steps: int = 5
 
 
 def _as_asked(dtype: torch.dtype, device: torch.device) -> torch.dtype:  # noqa: ARG001
@@ -208,8 +266,11 @@ def _fastest_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype if device.type == "cpu" else _no_bfloat16(dtype, device)
 
 
-NEWTON_SCHULZ = Iteration(partial(_plain, schedule=newton_schulz_schedule), _as_asked)
-POLAR = Iteration(partial(_plain, schedule=polar_express_schedule), _as_asked)
+# One for each set of coefficients.
+PLAIN: dict[str, Iteration] = {
+    name: Iteration(partial(_plain, schedule=chosen.schedule), _as_asked, chosen.steps)
+    for name, chosen in COEFFICIENT_SETS.items()
+}
 GRAM = Iteration(_gram, _no_bfloat16)
 AUTO = Iteration(_fastest, _fastest_dtype)
 
@@ -259,7 +320,7 @@ def newton_schulz(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None
         >>> [round(value, 2) for value in result.diagonal().tolist()]
         [0.7, 0.68, 1.12]
     """
-    return _orthogonalize(NEWTON_SCHULZ, matrices, steps, dtype)
+    return orthogonalize(PLAIN["newton_schulz"], matrices, steps=steps, dtype=dtype)
 
 
 def polar_express(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
@@ -278,7 +339,7 @@ def polar_express(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None
         >>> [round(value, 4) for value in result.diagonal().tolist()]
         [1.0, 1.0, 1.0]
     """
-    return _orthogonalize(POLAR, matrices, steps, dtype)
+    return orthogonalize(PLAIN["polar_express"], matrices, steps=steps, dtype=dtype)
 
 
 def gram_newton_schulz(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
@@ -295,7 +356,7 @@ def gram_newton_schulz(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype |
         >>> torch.allclose(gram_newton_schulz(wide), newton_schulz(wide))
         True
     """
-    return _orthogonalize(GRAM, matrices, steps, dtype)
+    return orthogonalize(GRAM, matrices, steps=steps, dtype=dtype)
 
 
 def auto(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
@@ -311,10 +372,21 @@ def auto(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None = None) 
         >>> torch.allclose(auto(torch.eye(16, 64)), newton_schulz(torch.eye(16, 64)))
         True
     """
-    return _orthogonalize(AUTO, matrices, steps, dtype)
+    return orthogonalize(AUTO, matrices, steps=steps, dtype=dtype)
 
 
-def _orthogonalize(iteration: Iteration, matrices: Tensor, steps: int, dtype: torch.dtype | None) -> Tensor:
+def orthogonalize(
+    iteration: Iteration, matrices: Tensor, *, steps: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Normalise matrices and run an iteration on them, by default with its own number of steps.
+
+    Args, result and errors are those of `newton_schulz`.
+
+    Examples:
+        >>> [round(value, 4) for value in orthogonalize(PLAIN["simple_quintic"], torch.eye(2)).diagonal().tolist()]
+        [1.0, 1.0]
+    """
+    steps = iteration.steps if steps is None else steps
     dtype = check_matrices(matrices, dtype, steps=steps)
     inner = iteration.inner(dtype, matrices.device)
     return iterate_normalized(lambda X: iteration.run(X, steps), matrices, inner).to(dtype)

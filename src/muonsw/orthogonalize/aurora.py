@@ -1,0 +1,72 @@
+"""Aurora: the polar factor of a matrix whose rows were rescaled until all rows of the result are equally long.
+
+Tilde Research (2026), `tilde-research/aurora-release` at 3d79a5c. The rows of a tall orthogonal matrix have squared
+norms that add up to `n` and are as unequal as those of the momentum: a neuron with small gradients hardly moves. Aurora
+looks for the diagonal `D` that makes the rows of `polar(D M)` equal, by `K` rounds of
+`D_i <- D_i ((n/m) / ||U_i||^2)^beta`. In wide matrices it equalizes columns; square ones have nothing to equalize.
+
+Unlike the authors' code there is no epsilon under the norms of rows, so the size of the gradient does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from muonsw.orthogonalize.iterations import PLAIN, check_matrices, normalize, orthogonalize
+
+SIMPLE_QUINTIC = partial(orthogonalize, PLAIN["simple_quintic"])
+
+
+def aurora(
+    matrices: Tensor,
+    *,
+    steps: int | None = None,
+    dtype: torch.dtype | None = None,
+    iterations: int = 2,
+    beta: float = 0.5,
+    polar: Callable[..., Tensor] = SIMPLE_QUINTIC,
+) -> Tensor:
+    """Orthogonalize matrices so that their rows (of wide ones: their columns) are equally long.
+
+    Args:
+        matrices: `(..., m, n)`, left unmodified; each matrix is treated on its own.
+        steps: How many steps each call of `polar` takes; None is its own number.
+        dtype: The dtype of its products and of the result; norms of rows are always float32 or better.
+        iterations: `K`, the number of calls of `polar`.
+        beta: How far each round corrects the lengths of rows.
+        polar: The orthogonalizer inside.
+
+    Returns:
+        Matrices of the same shape. Zero matrices stay exactly zero, and so do zero rows.
+
+    Raises:
+        ValueError: If the input is not a real floating-point tensor of at least two axes.
+
+    Examples:
+        >>> tall = torch.tensor([[1.0, 2.0], [0.0, 0.1], [3.0, -1.0], [0.2, 0.1]])
+        >>> [round(value, 2) for value in aurora(tall, iterations=8).norm(dim=1).square().tolist()]
+        [0.5, 0.5, 0.5, 0.5]
+    """
+    dtype = check_matrices(matrices, dtype)
+    rows, columns = matrices.shape[-2:]
+    if rows == columns or matrices.numel() == 0:
+        return polar(matrices, steps=steps, dtype=dtype)
+    if rows < columns:
+        return aurora(matrices.mT, steps=steps, dtype=dtype, iterations=iterations, beta=beta, polar=polar).mT
+    X = normalize(matrices)
+    X = X / _or_one(torch.linalg.vector_norm(X, dim=-1, keepdim=True))
+    U = polar(X, steps=steps, dtype=dtype)
+    for _ in range(iterations - 1):
+        excess = U.to(X.dtype).square().sum(-1, keepdim=True) * (rows / columns)
+        X = X / _or_one(excess) ** beta
+        U = polar(X, steps=steps, dtype=dtype)
+    return U
+
+
+def _or_one(lengths: Tensor) -> Tensor:
+    """Lengths to divide by: rows of zeros stay as they are."""
+    return torch.where(lengths > 0, lengths, torch.ones_like(lengths))

@@ -1,0 +1,161 @@
+"""Aurora: equal to its authors' steps and to a reference, and rows of equal length."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from muonsw import MuonSW
+from muonsw.orthogonalize import aurora, exact, newton_schulz
+from muonsw.reference import Decay, ReferenceMuonSW
+from tests.common.problems import cosine, matrices, run, set_gradients
+from tests.family.references import aurora as reference
+
+RECORD = json.loads((Path(__file__).parent / "recorded/aurora.json").read_text())
+
+
+def wide(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("recorded", RECORD["runs"])
+def test_equal_to_the_authors_steps(recorded):
+    """Their floor of 1e-7 under norms does not show: rows here are longer, and the polynomial converges."""
+    first, *weights = map(wide, recorded["weights"])
+    param = nn.Parameter(first.clone())
+    options = {"orthogonalizer": "aurora", "scale": "original", "decay": "constant", "ns_dtype": "float64"}
+    optimizer = MuonSW([param], lr=0.05, weight_decay=0.025, **options)
+    for grad, expected in zip(recorded["grads"], weights, strict=True):
+        param.grad = wide(grad)
+        optimizer.step()
+        torch.testing.assert_close(param.detach(), expected, rtol=0, atol=1e-11)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 12),
+    columns=st.integers(1, 12),
+    iterations=st.integers(1, 4),
+    beta=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_equal_to_the_reference(rows, columns, iterations, beta, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch = torch.randn(2, rows, columns, generator=generator, dtype=torch.float64)
+    batch *= torch.randn(2, rows, 1, generator=generator, dtype=torch.float64).exp()
+    expected = torch.stack([reference.aurora(matrix, iterations, beta) for matrix in batch])
+    found = aurora(batch, iterations=iterations, beta=beta)
+    # 12 steps multiply rounding in directions that are not yet at one by up to 4096, once for each iteration
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_run_is_the_references_run():
+    params = matrices((7, 3), (3, 7), (5, 5), dtype=torch.float64)
+    references = [
+        ReferenceMuonSW(
+            p.detach(),
+            Decay("scaled", 0.3, 0.05),
+            nesterov=True,
+            heavy_ball=False,
+            orthogonalize=lambda M: reference.aurora(M, 3, 0.25),
+        )
+        for p in params
+    ]
+    options = {"orthogonalizer": "aurora", "aurora_iterations": 3, "aurora_beta": 0.25, "ns_dtype": "float64"}
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.3, **options)
+    schedule = cosine(0.05, 60)
+    for step in range(60):
+        optimizer.param_groups[0]["lr"] = schedule(step)
+        set_gradients(params, step)
+        for param, one in zip(params, references, strict=True):
+            one.step(param.grad, schedule(step))
+        optimizer.step()
+    for param, one in zip(params, references, strict=True):
+        assert (param.detach() - one.W).norm() < 1e-9 * one.W.norm()
+
+
+@pytest.mark.parametrize(("iterations", "beta", "spread"), [(1, 0.5, 0.06), (2, 0.5, 0.017), (3, 0.5, 0.006)])
+def test_rows_become_equally_long(iterations, beta, spread):
+    """The bounds are the values of 512 x 128 with log-normal rows, less than a fifth above what is measured."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(512, 128, generator=generator) * torch.randn(512, 1, generator=generator).exp()
+    excess = {
+        shape: (result.square().sum(axis) * 4).std()
+        for shape, result, axis in (
+            ("muon", exact(matrix), 1),
+            ("tall", aurora(matrix, iterations=iterations, beta=beta), 1),
+            ("wide", aurora(matrix.mT, iterations=iterations, beta=beta), 0),
+        )
+    }
+    assert excess["muon"] > 1
+    assert excess["tall"] < spread
+    assert excess["wide"] < spread
+
+
+@pytest.mark.parametrize("shape", [(9, 4), (4, 9), (5, 5), (2, 3, 6, 2), (0, 3), (1, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_shape_dtype_zero_rows_and_scale(shape, dtype):
+    matrix = torch.randn(shape).to(dtype)
+    result = aurora(matrix)
+    assert result.shape == shape
+    assert result.dtype == dtype
+    assert not aurora(torch.zeros(shape, dtype=dtype)).any()
+    assert torch.equal(aurora(matrix * 2.0**-40), result)
+    matrix = matrix.clone()
+    matrix[..., :1, :] = 0
+    found = aurora(matrix)
+    assert found.isfinite().all()
+    assert not found[..., :1, :].any()
+
+
+def test_square_matrices_are_the_polars():
+    square = torch.randn(3, 6, 6)
+    assert torch.equal(aurora(square, polar=newton_schulz, steps=5), newton_schulz(square))
+
+
+def test_an_undefined_entry_stays_in_its_matrix():
+    batch = torch.randn(3, 6, 4, dtype=torch.float64)
+    batch[1, 0, 0] = torch.nan
+    result = aurora(batch)
+    assert result[1].isnan().any()
+    torch.testing.assert_close(result[[0, 2]], aurora(batch[[0, 2]]), rtol=0, atol=1e-12)
+
+
+def test_it_compiles_to_one_graph():
+    torch.compiler.reset()
+    compiled = torch.compile(aurora, backend="eager", fullgraph=True)
+    matrix = torch.randn(2, 8, 3)
+    torch.testing.assert_close(compiled(matrix), aurora(matrix), rtol=0, atol=1e-5)
+
+
+def test_the_polar_inside_is_a_choice():
+    def trained(**options):
+        params = matrices((8, 3))
+        options = {"orthogonalizer": "aurora", "ns_dtype": "float32", **options}
+        run(MuonSW(params, lr=0.1, weight_decay=0.0, **options), params, 2)
+        return params[0].detach()
+
+    default = trained()
+    assert torch.equal(default, trained(aurora_polar="simple_quintic", ns_steps=12, aurora_iterations=2))
+    assert (default - trained(aurora_polar="exact")).abs().max() < 1e-5
+    assert (default - trained(aurora_polar="newton_schulz")).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aurora_iterations": 0}, "aurora_iterations=0: must be a whole number of at least 1"),
+        ({"aurora_beta": -1.0}, "aurora_beta=-1.0: must be a finite number of at least 0"),
+        ({"aurora_polar": "aurora"}, "aurora_polar='aurora': is the orthogonalizer inside Aurora"),
+        ({"aurora_polar": "simple"}, "did you mean 'simple_quintic'"),
+        ({"aurora_bata": 1.0}, "did you mean 'aurora_beta'"),
+        ({"orthogonalizer": "auto", "aurora_beta": 0.5}, "aurora_beta=0.5 is an option of orthogonalizer='aurora'"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        MuonSW([nn.Parameter(torch.ones(3, 2))], **{"orthogonalizer": "aurora", **options})
