@@ -3,10 +3,10 @@
 - SGD moves by the gradient, so an outlier is an outlying step: clip.
 - AdamW divides by the size that gradients had, so one outlier moves the weights little more than any other gradient,
   but it stays in the average square for `1 / (1 - beta2)` steps and makes all of them small: clip.
-- Muon moves every matrix by a fixed amount whatever the size of its gradient. All that clipping changes is how much one
-  batch counts in the momentum. A limit that always acts changes nothing; one that acts now and then makes some batches
-  count less; and under one norm for the whole model a spike in an embedding takes a batch out of the momentum of every
-  matrix. Nothing of that is what people clip for: leave it.
+- Muon moves every matrix by a fixed amount whatever the size of its gradient, Lion every element. All that clipping
+  changes is how much one batch counts in the momentum. A limit that always acts changes nothing; one that acts now and
+  then makes some batches count less; and under one norm for the whole model a spike in an embedding takes a batch out
+  of the momentum of every matrix. Nothing of that is what people clip for: leave it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
     Args:
         optimizer: one of ours; one that Accelerate has wrapped is unwrapped.
         max_norm: the largest norm, of all clipped gradients laid side by side.
-        algorithms: whose gradients are measured and clipped; by default those of all algorithms but Muon, whose step
-            does not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip the whole model by one
-            norm.
+        algorithms: whose gradients are measured and clipped; by default those of all algorithms but Muon and Lion,
+            whose steps do not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip the whole
+            model by one norm.
 
     Returns:
         The norm before clipping, of what is clipped: a plain tensor, the same on all ranks that hold shards. Gradients

@@ -7,7 +7,13 @@ from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
 
-OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
+
+def lion(params, **options):
+    """Lion, which has no class of its own."""
+    return MuonSW([{"params": params, "algorithm": "lion"}], **options)
+
+
+OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW, "lion": lion}
 
 
 # What some decay rules need besides lambda, for runs of at most a thousand steps.

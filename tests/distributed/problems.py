@@ -24,6 +24,7 @@ GROUPS = {
     "transposed": ([(6, 8), (3, 10)], {"transposed": True, "scale": "spectral", "split_sizes": None}),
     "vectors": ([(7,), (2, 3)], {"algorithm": "adamw", "weight_decay": 0.2}),
     "sgd": ([(9,)], {"algorithm": "sgd", "momentum": 0.9}),
+    "lion": ([(9,), (3, 4)], {"algorithm": "lion"}),
 }
 
 

@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import SGDSW, AdamWSW, MuonSW
 from muonsw.nonfinite import Flag
+from tests.common.problems import lion
 
 SHAPES = [(24, 24), (24, 24), (2, 80, 20), (2, 20, 36), (33, 7)]
 
@@ -84,11 +85,12 @@ def test_muon(options, dtype, device, kernels_on):
     "algorithm",
     [
         lambda p, **o: AdamWSW(p, lr=0.05, weight_decay=0.3, **o),
+        lambda p, **o: lion(p, lr=0.05, weight_decay=0.3, **o),
         lambda p, **o: SGDSW(p, lr=0.05, weight_decay=0.3, **o),
         lambda p, **o: SGDSW(p, lr=0.05, weight_decay=0.3, momentum=0.9, nesterov=True, **o),
         lambda p, **o: SGDSW(p, lr=0.05, weight_decay=0.3, momentum=0.9, momentum_form="ema", **o),
     ],
-    ids=["adamw", "sgd", "nesterov", "ema"],
+    ids=["adamw", "lion", "sgd", "nesterov", "ema"],
 )
 def test_elementwise_steps(algorithm, options, dtype, device, kernels_on):
     # float32 differs by the order of a few operations; low precision is rounded with the same noise, so that a few
@@ -97,7 +99,7 @@ def test_elementwise_steps(algorithm, options, dtype, device, kernels_on):
     assert largest_difference(lambda p: algorithm(p, **options), device, dtype, kernels_on) < bound
 
 
-@pytest.mark.parametrize("build", [muon, AdamWSW, SGDSW], ids=["muon", "adamw", "sgd"])
+@pytest.mark.parametrize("build", [muon, AdamWSW, SGDSW, lion], ids=["muon", "adamw", "sgd", "lion"])
 def test_a_compensation_that_lies_otherwise_than_its_weight(build, device, kernels_on):
     """With four tensors, a table without its row would be read as one with the sizes in the place of addresses."""
     kernels_on(True)
@@ -123,7 +125,7 @@ def test_a_compensation_that_lies_otherwise_than_its_weight(build, device, kerne
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
+@pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW, lion])
 def test_a_flag_on_the_device_skips_everything(cls, dtype, device, kernels_on, monkeypatch):
     """What a GPU step does with a bad gradient, driven by hand so that it runs on a CPU as well."""
     kernels_on(True)

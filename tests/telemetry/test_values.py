@@ -23,7 +23,8 @@ def test_values_of_our_optimizers(algorithm, decay, dtype):
         {"params": params[:2], "role": "hidden"},
         {"params": params[2:], "role": "experts", "matrix": "stack", "weight_decay": 0.0},
     ]
-    groups = [{**group, "algorithm": algorithm, "momentum": 0.9} for group in groups]
+    shared = {"algorithm": algorithm, "momentum": 0.9, "betas": (0.9, 0.95)}
+    groups = [{**group, **shared} for group in groups]
     options = RULE_OPTIONS.get(decay, {})
     optimizer = MuonSW(groups, lr=PEAK, weight_decay=lam, decay=decay, ns_dtype=dtype, **options)
     telemetry, squares = Telemetry(optimizer, every=2), []

@@ -6,6 +6,7 @@ from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.base import Algorithm as Algorithm
 from muonsw.algorithms.base import Budget as Budget
 from muonsw.algorithms.base import Update as Update
+from muonsw.algorithms.lion import LION
 from muonsw.algorithms.muon import MUON
 from muonsw.algorithms.sgd import SGD
 from muonsw.registry import Registry
@@ -14,5 +15,6 @@ ALGORITHMS: Registry[Algorithm] = Registry("algorithm")
 ALGORITHMS.register("muon", MUON)
 ALGORITHMS.register("adamw", ADAMW)
 ALGORITHMS.register("sgd", SGD)
+ALGORITHMS.register("lion", LION)
 
 __all__ = ["ALGORITHMS", "Algorithm", "Budget", "Update"]

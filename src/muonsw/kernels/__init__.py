@@ -5,7 +5,7 @@
 | `momentum` | momentum, Nesterov, sum of squares, cast; then division by the norm | `base.advance_momentum` |
 | `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
 | `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
-| `adamw`, `sgd` | the whole step, from gradient to weight | `algorithms.adamw`, `algorithms.sgd` and `apply` |
+| `adamw`, `lion`, `sgd` | the whole step, from gradient to weight | `algorithms` of these names and `apply` |
 | `finite` | whether a gradient is not finite | `nonfinite.all_finite` |
 
 The modules import Triton, so they are imported where `available` has said yes and nowhere else.

@@ -1,4 +1,4 @@
-"""What the one-pass steps of Muon, AdamW and SGD share: which entries, and how a weight is decayed, moved and rounded.
+"""What the one-pass steps share: which elements, and how a weight is decayed, moved and rounded.
 
 One launch works on a list of tensors. Their addresses are columns of a table with these rows: the weight; for
 stochastic rounding the step counter, the key of the noise and the position of the first entry, for Kahan rounding the

@@ -1,0 +1,111 @@
+"""Lion: the sign of an average gradient, so that every element moves equally far.
+
+Chen et al., "Symbolic discovery of optimization algorithms" (2023); equal to `lucidrains/lion-pytorch` at 6a74fdc. The
+direction weighs the new gradient by `1 - beta1`, what is remembered by `1 - beta2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsw import kernels
+from muonsw.algorithms.base import (
+    Algorithm,
+    Budget,
+    FusedUpdate,
+    Rates,
+    Update,
+    advance_momentum,
+    clean,
+    columns,
+    elementwise_parts,
+    kernel_weights,
+    uncut,
+    whole_parts,
+)
+from muonsw.matrices import Part
+from muonsw.nonfinite import Flag
+from muonsw.work import Group, Item
+
+KEYS = ("exp_avg",)
+
+
+def state_keys(group: Group) -> tuple[str, ...]:  # noqa: ARG001
+    """One average for each parameter, under AdamW's name."""
+    return KEYS
+
+
+class LionTensors(NamedTuple):
+    """What one chunk of Lion works on."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    averages: list[Tensor]
+
+
+def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
+    """Directions sign(beta1 M + (1 - beta1) G), or the whole step in one kernel where there is one."""
+    if uncut(items, budget):
+        whole = _fused_update(group, whole_parts(items), budget.flag)
+        if whole is not None:
+            yield whole
+            return
+    for parts in elementwise_parts(items, KEYS, budget.chunk_bytes):
+        fused = None if budget.plain else _fused_update(group, parts, budget.flag)
+        yield _plain_update(group, parts, budget.ok) if fused is None else fused
+
+
+def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
+    (beta1, beta2), (_, grads, averages) = group["betas"], columns(parts, KEYS)
+    grads = clean(grads, averages, group["maximize"], ok)
+    directions = list(torch._foreach_lerp(averages, grads, 1 - beta1))
+    torch._foreach_sign_(directions)
+    advance_momentum("ema", averages, grads, beta2, ok)
+    return Update(parts, directions)
+
+
+def _fused_update(group: Group, parts: list[Part], flag: Flag | None) -> FusedUpdate | None:
+    """The whole step by our kernel; None where it does not take these tensors."""
+    tensors = LionTensors(*columns(parts, KEYS))
+    if not kernels.available(tensors.weights[0].device) or not group["betas"][1]:
+        return None
+    from muonsw.kernels.elementwise import Motion, takes
+    from muonsw.kernels.lion import lion
+
+    weights = kernel_weights(group, parts, tensors.weights)
+    if not takes(weights.every, tensors.grads, tensors.averages):
+        return None
+
+    def take(rates: Rates) -> None:
+        motion = Motion(rates.eta, rates.phi, rates.flag, 1.0, group["cautious"])
+        lion(weights, tensors.grads, tensors.averages, group["betas"], group["maximize"], motion)
+
+    return FusedUpdate(parts, take, partial(_directions, group, tensors, flag))
+
+
+def _directions(group: Group, tensors: LionTensors, flag: Flag | None) -> list[Tensor]:
+    """Where the last step went, from the advanced average: `b1 M + (1-b1) G = (b1/b2) M' + (1 - b1/b2) G`."""
+    beta1, beta2 = group["betas"]
+    ok = None if flag is None else flag.ok
+    grads = clean(tensors.grads, tensors.averages, group["maximize"], ok)
+    directions = list(torch._foreach_lerp(grads, tensors.averages, beta1 / beta2))
+    torch._foreach_sign_(directions)
+    return directions
+
+
+def validate(group: Group, name: str, param: Tensor) -> None:
+    """Any shape will do."""
+
+
+LION = Algorithm(
+    defaults={"betas": (0.9, 0.99)},
+    state_keys=state_keys,
+    updates=updates,
+    validate=validate,
+    scale_free=True,
+)
