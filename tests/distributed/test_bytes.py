@@ -138,6 +138,20 @@ def test_experts_that_are_sharded_along_their_stack_send_nothing(pool):
         assert not any(calls.values()), calls
 
 
+def blocks(heads):
+    group, value = group_of(4), torch.randn(16, 8)
+    param = nn.Parameter(distribute_tensor(value, mesh_of(4), [Shard(0)]))
+    optimizer = MuonSW([param], lr=0.05, heads=heads)
+    with Counter(group) as counter:
+        take_step(optimizer, 0, give_sharded)
+    return counter.received
+
+
+@pytest.mark.parametrize(("heads", "sent"), [(4, False), (8, False), (2, True)])
+def test_blocks_that_one_rank_holds_stay_there(pool, heads, sent):
+    assert any(pool.run(blocks, heads)) == sent
+
+
 def balance():
     from muonsw.distributed.rounds import share_by_cost
 

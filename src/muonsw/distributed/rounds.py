@@ -180,7 +180,8 @@ def make_rounds(
         chunk_bytes: how much of whole matrices one rank may own in a round.
         state_layout: how state with a shape of its own lies over the ranks.
         owners: the rank that owns a parameter, by batch and place in it, where that is settled already; other units
-            go to the rank with the least to do, most expensive first.
+            stay with the rank that holds all of them, if there is one, or go to the rank with the least to do, most
+            expensive first.
     """
     wires: dict[Wire, list[Unit]] = {}
     for number, batch in enumerate(batches):
@@ -267,13 +268,22 @@ def _mine(cell: MatrixCell, here: Region) -> Iterator[tuple[int, int, int]]:
 
 
 def _with_owners(wire: Wire, units: list[Unit], owners: Owners | None) -> list[Unit]:
+    """Units with their owners: the settled one, else the one rank that holds all of it, else shared by cost."""
     settled = owners or {}
-    free = [unit for unit in units if (unit.shape.batch, unit.place) not in settled]
-    shared = iter(share_by_cost([unit.cost for unit in free], wire.ranks))
+    fixed = [settled.get((unit.shape.batch, unit.place), _holder(unit)) for unit in units]
+    loads = [sum(u.cost for u, owner in zip(units, fixed, strict=True) if owner == rank) for rank in range(wire.ranks)]
+    free = [unit.cost for unit, owner in zip(units, fixed, strict=True) if owner is None]
+    shared = iter(share_by_cost(free, wire.ranks, loads))
     return [
-        unit._replace(owner=settled[place] if (place := (unit.shape.batch, unit.place)) in settled else next(shared))
-        for unit in units
+        unit._replace(owner=next(shared) if owner is None else owner) for unit, owner in zip(units, fixed, strict=True)
     ]
+
+
+def _holder(unit: Unit) -> int | None:
+    """The rank that holds these matrices alone, such as the heads of its shard: they need not travel."""
+    whole = unit.matrices * unit.shape.rows * unit.shape.columns
+    holders = [rank for rank in range(len(unit.shape.pieces)) if unit.held(rank) == whole]
+    return holders[0] if len(holders) == 1 else None
 
 
 def _rounds(wire: Wire, units: list[Unit], chunk_bytes: int) -> Iterator[Round]:
