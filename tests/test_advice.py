@@ -18,6 +18,7 @@ from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.arms import hidden_multiplier
 from muonsw.lab.theory import next_norm, norms_with_memory
 from muonsw.lab.theory.schedule import warmup_cosine, warmup_steps_for_horizon
+from tests.common.problems import POINTS
 
 ROOT = Path(__file__).parents[1]
 RUNS = list(Records.read(ROOT / "evidence" / "enwiki-23M.jsonl").runs.values())
@@ -33,8 +34,8 @@ def rates(steps, lr):
 @pytest.mark.parametrize("rule", RULES)
 def test_what_decay_takes_is_the_sum_over_the_schedule(rule):
     lam = {"fixed": 0.001, "independent": 0.002}.get(rule, 0.1)
-    (found,) = advise(1_000, 0.02, lam, rules=(rule,)).rules
-    expected = decay_factors(rule, lam, rates(1_000, 0.02), 0.02)
+    (found,) = advise(1_000, 0.02, lam, rules=(rule,), decay_points=POINTS).rules
+    expected = decay_factors(rule, lam, rates(1_000, 0.02), 0.02, POINTS)
     assert found.total == pytest.approx(math.fsum(expected), rel=1e-9)
     assert found.phi_peak == pytest.approx(max(expected), rel=1e-9)
     assert found.left == pytest.approx(math.exp(-math.fsum(expected)))
@@ -50,9 +51,9 @@ def test_the_recursion_is_that_of_the_theory():
 
 
 def test_long_runs_are_summed_in_parts(monkeypatch):
-    whole = advise(30_000, 0.01, 0.1, rules=RULES)
+    whole = advise(30_000, 0.01, 0.1, rules=RULES, decay_points=POINTS)
     monkeypatch.setattr(advice, "MOST_STEPS", 40_000)
-    for a, b in zip(whole.rules, advise(30_000, 0.01, 0.1, rules=RULES).rules, strict=True):
+    for a, b in zip(whole.rules, advise(30_000, 0.01, 0.1, rules=RULES, decay_points=POINTS).rules, strict=True):
         assert a.total == pytest.approx(b.total, rel=1e-3)
         assert a.end_norm == pytest.approx(b.end_norm, rel=2e-3)
 
@@ -73,6 +74,7 @@ def about(run):
         "final_fraction": config.schedule.final_fraction,
         "base_peak_lr": chosen.lr if chosen.peak == "base" else None,
         "rules": (chosen.decay,),
+        "decay_points": chosen.decay_points,
     }
     return advise(config.steps, chosen.lr * hidden_multiplier(config, chosen), chosen.weight_decay, **options)
 
@@ -220,6 +222,7 @@ def test_bad_numbers_are_named():
         ({"schedule": "linear"}, "schedule='linear': must be one of cosine, wsd, constant"),
         ({"algorithm": "sgd"}, "algorithm='sgd': must be one of muon, adamw"),
         ({"rules": ("gradient_norm",)}, "'gradient_norm' follows the gradients"),
+        ({"rules": ("piecewise",)}, "'piecewise' goes through points: pass decay_points="),
         ({"rules": ("scale",)}, r"unknown decay rule 'scale' \(did you mean 'scaled'\?\)"),
         ({"rules": ()}, "name at least one"),
         ({"weight_decay": 100.0}, "would take 2 times the weight in one step"),

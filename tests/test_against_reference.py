@@ -8,12 +8,12 @@ from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5, polar
-from tests.common.problems import cosine, matrices, set_gradients
+from tests.common.problems import POINTS, cosine, matrices, set_gradients
 
-RULES = ["constant", "scaled", "squared", "independent", "fixed", "cosine", "log_time", "none"]
+RULES = ["constant", "scaled", "squared", "independent", "fixed", "cosine", "piecewise", "log_time", "none"]
 LAMBDA = {"squared": 2.0, "independent": 0.005, "fixed": 0.002}
 PEAK, STEPS = 0.05, 150
-LENGTH = {"total_steps": STEPS}
+OF_THE_RUN = {"total_steps": STEPS, "decay_points": POINTS}
 SCHEDULE = cosine(PEAK, STEPS)
 
 
@@ -43,10 +43,12 @@ def test_muon_listing_form(rule, dtype):
     params = matrices((6, 6), (4, 10), (10, 4), (6, 6), dtype=dtype)
     lam = LAMBDA.get(rule, 0.3)
     references = [
-        ReferenceMuonSW(p.detach(), Decay(rule, lam, PEAK, STEPS), nesterov=True, heavy_ball=False, orthogonalize=ns5)
+        ReferenceMuonSW(
+            p.detach(), Decay(rule, lam, PEAK, STEPS, POINTS), nesterov=True, heavy_ball=False, orthogonalize=ns5
+        )
         for p in params
     ]
-    optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype=dtype, **LENGTH)
+    optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype=dtype, **OF_THE_RUN)
     assert follow(optimizer, params, references) < TOLERANCE[dtype]
 
 
@@ -74,8 +76,10 @@ def test_muon_algorithm_one(form, nesterov, cautious):
 def test_adamw(rule, dtype, cautious):
     params = matrices((7,), (4, 5), (), dtype=dtype)
     lam = LAMBDA.get(rule, 0.3)
-    references = [ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK, STEPS), cautious=cautious) for p in params]
-    optimizer = AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, cautious=cautious, **LENGTH)
+    references = [
+        ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK, STEPS, POINTS), cautious=cautious) for p in params
+    ]
+    optimizer = AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, cautious=cautious, **OF_THE_RUN)
     assert follow(optimizer, params, references) < TOLERANCE[dtype]
 
 
@@ -85,7 +89,9 @@ def test_sgd(rule, dtype, momentum, form, nesterov):
     params = matrices((7,), (4, 5), dtype=dtype)
     lam = LAMBDA.get(rule, 0.3)
     references = [
-        ReferenceSGDSW(p.detach(), Decay(rule, lam, PEAK, STEPS), momentum, nesterov, heavy_ball=form == "heavy_ball")
+        ReferenceSGDSW(
+            p.detach(), Decay(rule, lam, PEAK, STEPS, POINTS), momentum, nesterov, heavy_ball=form == "heavy_ball"
+        )
         for p in params
     ]
     optimizer = SGDSW(
@@ -96,7 +102,7 @@ def test_sgd(rule, dtype, momentum, form, nesterov):
         momentum=momentum,
         momentum_form=form,
         nesterov=nesterov,
-        **LENGTH,
+        **OF_THE_RUN,
     )
     assert follow(optimizer, params, references) < TOLERANCE[dtype]
 
@@ -121,14 +127,14 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
     slices = param.detach().reshape(-1, *shape)
     references = [
         ReferenceMuonSW(
-            W, Decay(rule, lam, PEAK, STEPS), beta, nesterov, heavy_ball=form == "heavy_ball", orthogonalize=ns5,
-            cautious=cautious,
+            W, Decay(rule, lam, PEAK, STEPS, POINTS), beta, nesterov, heavy_ball=form == "heavy_ball",
+            orthogonalize=ns5, cautious=cautious,
         )
         for W in slices
     ]  # fmt: skip
     optimizer = MuonSW(
         [param], lr=PEAK, weight_decay=lam, decay=rule, momentum=beta, nesterov=nesterov, momentum_form=form,
-        cautious=cautious, matrix="stack" if experts else None, chunk_bytes=chunk_bytes, **LENGTH,
+        cautious=cautious, matrix="stack" if experts else None, chunk_bytes=chunk_bytes, **OF_THE_RUN,
     )  # fmt: skip
     for step in range(20):
         optimizer.param_groups[0]["lr"] = SCHEDULE(step * STEPS // 20)
@@ -142,7 +148,7 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
 
 def mutated(rule, lam, peak, mutation):
     """A reference whose decay is wrong in one way."""
-    decay = Decay(rule, lam, peak, STEPS)
+    decay = Decay(rule, lam, peak, STEPS, POINTS)
     match mutation:
         case "dropped":
             decay.lam = 0.0
@@ -159,10 +165,10 @@ def mutated(rule, lam, peak, mutation):
 
 MUTATIONS = [
     (rule, mutation)
-    for rule in ("constant", "scaled", "squared", "independent", "fixed", "cosine", "log_time")
+    for rule in ("constant", "scaled", "squared", "independent", "fixed", "cosine", "piecewise", "log_time")
     for mutation in ("dropped", "doubled", "another peak", "another length", "a step late")
     if mutation != "another peak" or rule in ("scaled", "independent", "log_time")
-    if mutation != "another length" or rule == "cosine"
+    if mutation != "another length" or rule in ("cosine", "piecewise")
     if mutation != "a step late" or rule == "log_time"
 ]
 
@@ -178,12 +184,15 @@ def test_wrong_decay_would_be_noticed(algorithm, rule, mutation):
     reference, optimizer = {
         "muon": lambda: (
             ReferenceMuonSW(start, decay, nesterov=True, heavy_ball=False, orthogonalize=ns5),
-            MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype="float32", **LENGTH),
+            MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype="float32", **OF_THE_RUN),
         ),
         "adamw": lambda: (
             ReferenceAdamWSW(start, decay),
-            AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, **LENGTH),
+            AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, **OF_THE_RUN),
         ),
-        "sgd": lambda: (ReferenceSGDSW(start, decay), SGDSW(params, lr=PEAK, weight_decay=lam, decay=rule, **LENGTH)),
+        "sgd": lambda: (
+            ReferenceSGDSW(start, decay),
+            SGDSW(params, lr=PEAK, weight_decay=lam, decay=rule, **OF_THE_RUN),
+        ),
     }[algorithm]()
     assert follow(optimizer, params, [reference], steps=100) > 20 * TOLERANCE[torch.float32]

@@ -9,7 +9,7 @@ from muonsw.kernels import tables
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from tests.common.cuda import no_waiting
-from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
+from tests.common.problems import OPTIMIZERS, POINTS, cosine, matrices, set_gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -308,6 +308,7 @@ def test_a_schedule_of_a_tensor_that_never_comes_near_its_peak_is_reported_at_th
 RULES = [
     {"decay": "fixed", "weight_decay": 0.01},
     {"decay": "cosine", "total_steps": 20},
+    {"decay": "piecewise", "total_steps": 20, "decay_points": POINTS},
     {"decay": "log_time"},
     {"decay": "gradient_norm"},
     {"norm": "target"},

@@ -16,7 +16,7 @@ from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
 from muonsw.replay import PATIENCE, SETTLED, Replay, binding
 from muonsw.step import _replays, collect
 from tests.common.cuda import no_waiting
-from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
+from tests.common.problems import OPTIMIZERS, POINTS, cosine, matrices, set_gradients
 
 SHAPES = [(64, 64), (32, 96), (4, 48, 32), (96, 32)]
 
@@ -387,6 +387,7 @@ RULES = [
     {},
     {"decay": "constant", "cautious": True},
     {"decay": "cosine", "total_steps": 40},
+    {"decay": "piecewise", "total_steps": 40, "decay_points": POINTS},
     {"decay": "log_time"},
     {"norm": "hyperball"},
     {"nonfinite": "propagate"},

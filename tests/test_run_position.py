@@ -11,9 +11,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, drive_weight_decay
 from muonsw.decay import decay_factors
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
-from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
+from tests.common.problems import POINTS, assert_same, clones, cosine, matrices, run, set_gradients
 
-OF_THE_RUN = {"cosine": {"total_steps": 30}, "log_time": {}, "gradient_norm": {}}
+OF_THE_RUN = {
+    "cosine": {"total_steps": 30},
+    "piecewise": {"total_steps": 30, "decay_points": POINTS},
+    "log_time": {},
+    "gradient_norm": {},
+}
 rules = pytest.mark.parametrize("rule", OF_THE_RUN)
 CLASSES = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
 every = pytest.mark.parametrize("algorithm", CLASSES)
@@ -29,7 +34,7 @@ def test_it_is_the_reference(algorithm, rule):
     }
     (param,) = matrices((5, 7), dtype=torch.float64)
     beta2 = 0.999 if algorithm == "adamw" else 0.95
-    reference = references[algorithm](param.detach(), Decay(rule, 0.3, 0.05, 30, beta2=beta2))
+    reference = references[algorithm](param.detach(), Decay(rule, 0.3, 0.05, 30, POINTS, beta2=beta2))
     optimizer = CLASSES[algorithm]([param], lr=0.05, weight_decay=0.3, decay=rule, **OF_THE_RUN[rule])
     schedule = cosine(0.05, 30)
     for step in range(30):
@@ -105,9 +110,10 @@ def test_a_learning_rate_in_a_tensor_counts_in_tensors(rule):
 
 
 @torch._dynamo.config.patch(recompile_limit=4)  # pytest's own patching would delete the setting when it undoes it
-def test_compiled_steps_count():
+@pytest.mark.parametrize("rule", ["cosine", "piecewise"])
+def test_compiled_steps_count(rule):
     params, others = matrices((4, 6)), matrices((4, 6))
-    options = {"weight_decay": 0.3, "decay": "cosine", "total_steps": 12}
+    options = {"weight_decay": 0.3, "decay": rule, **OF_THE_RUN[rule], "total_steps": 12}
     plain = AdamWSW(params, lr=torch.tensor(0.05), **options)
     compiled = AdamWSW(others, lr=torch.tensor(0.05), **options)
     step = torch.compile(compiled.step, backend="eager")
@@ -120,11 +126,11 @@ def test_compiled_steps_count():
     assert compiled.param_groups[0]["step_count"] == 6
 
 
-@pytest.mark.parametrize("rule", ["cosine", "log_time"])
+@pytest.mark.parametrize("rule", ["cosine", "piecewise", "log_time"])
 def test_skipped_steps_count_and_leave_the_average(rule):
     """A scheduler moves on after a skipped step, and so does the rule."""
     params = matrices((4, 6))
-    optimizer = MuonSW(params, lr=0.05, weight_decay=0.3, decay=rule, total_steps=30)
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.3, decay=rule, **OF_THE_RUN[rule])
     run(optimizer, params, 2)
     set_gradients(params, 2)
     params[0].grad[0, 0] = torch.inf
@@ -172,6 +178,29 @@ def test_the_length_must_be_known_where_a_rule_ends_with_the_run():
         MuonSW(params, decay="cosine", total_steps=0)
 
 
+def test_the_points_must_be_known_where_a_rule_goes_through_them():
+    params = matrices((4, 6))
+    with pytest.raises(ValueError, match="decay='piecewise' of param group 0 goes through points; pass decay_points="):
+        MuonSW(params, decay="piecewise", total_steps=30)
+    with pytest.raises(ValueError, match="ends with the run; pass total_steps="):
+        MuonSW(params, decay="piecewise", decay_points=POINTS)
+    MuonSW(params, decay="piecewise", weight_decay=0.0)
+    optimizer = MuonSW(params, decay="piecewise", total_steps=30, decay_points=[[0, 1], [1, 2]])
+    assert optimizer.param_groups[0]["decay_points"] == ((0.0, 1.0), (1.0, 2.0))
+    optimizer.param_groups[0]["decay_points"] = ((0.5, 1.0), (0.2, 1.0))
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match=r"decay_points=.*fractions rising"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "points", [(), 0.5, ((0.0,),), ((0, 1), (0, 2)), ((0, 1), (1.5, 2)), ((0, -1.0),), ((0, float("nan")),), "ab"]
+)
+def test_points_that_mean_nothing_are_refused(points):
+    with pytest.raises(ValueError, match=r"decay_points=.*must be pairs"):
+        MuonSW(matrices((4, 6)), decay="piecewise", total_steps=30, decay_points=points)
+
+
 def test_a_scheduler_and_the_step_go_together():
     """Over a run with warmup, decay alone takes what the factors of the schedule say."""
     params = [nn.Parameter(torch.ones(3, 3, dtype=torch.float64))]
@@ -196,21 +225,21 @@ def test_a_group_that_joins_counts_on():
     assert [group["step_count"] for group in optimizer.param_groups] == [8, 8]
 
 
-@pytest.mark.parametrize("rule", ["fixed", "cosine", "log_time"])
+@pytest.mark.parametrize("rule", ["fixed", "cosine", "piecewise", "log_time"])
 def test_torchs_adamw_can_be_driven_by_them(rule):
     ours, theirs = matrices((4, 6), dtype=torch.float64), matrices((4, 6), dtype=torch.float64)
     lam = {"fixed": 0.01}.get(rule, 0.5)
     options = {"lr": 0.05, "weight_decay": lam, "betas": (0.9, 0.95)}
-    own = AdamWSW(ours, decay=rule, total_steps=30, **options)
+    own = AdamWSW(ours, decay=rule, **OF_THE_RUN.get(rule, {}), **options)
     driven = torch.optim.AdamW(theirs, **options)
-    handle = drive_weight_decay(driven, rule, total_steps=30)
+    handle = drive_weight_decay(driven, rule, **OF_THE_RUN.get(rule, {}))
     schedule = cosine(0.05, 30)
     run(own, ours, 6, schedule=schedule)
     run(driven, theirs, 6, schedule=schedule)
     torch.testing.assert_close(ours[0].detach(), theirs[0].detach(), rtol=1e-10, atol=1e-12)
     resumed = clones(theirs)
     other = torch.optim.AdamW(resumed, **options)
-    drive_weight_decay(other, rule, total_steps=30)
+    drive_weight_decay(other, rule, **OF_THE_RUN.get(rule, {}))
     other.load_state_dict(copy.deepcopy(driven.state_dict()))
     run(driven, theirs, 3, start=6, schedule=schedule)
     run(other, resumed, 3, start=6, schedule=schedule)
@@ -225,6 +254,8 @@ def test_driving_refuses_what_it_cannot_know():
         drive_weight_decay(optimizer, "gradient_norm")
     with pytest.raises(ValueError, match="'cosine' ends with the run; pass total_steps="):
         drive_weight_decay(optimizer, "cosine")
+    with pytest.raises(ValueError, match="'piecewise' goes through points; pass decay_points="):
+        drive_weight_decay(optimizer, "piecewise", total_steps=30)
 
 
 def test_adamcs_own_form_is_a_matter_of_patterns():

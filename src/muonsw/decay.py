@@ -1,7 +1,7 @@
 """Decay rules: the fraction `phi` of a weight that one step takes away, `W <- (1 - phi) W - ...`.
 
 With lambda the weight decay, eta the learning rate of the step, eta_max its peak, t the step from 1, T the length of
-the run and g the root of the mean squared gradient, averaged over steps:
+the run, m(x) lines through given points and g the root of the mean squared gradient, averaged over steps:
 
 | rule            | phi                                     | who means it                                             |
 |-----------------|-----------------------------------------|----------------------------------------------------------|
@@ -11,6 +11,7 @@ the run and g the root of the mean squared gradient, averaged over steps:
 | `independent`   | lambda eta / eta_max                    | the schedule of the original decoupled-decay paper       |
 | `fixed`         | lambda                                  | what other libraries call independent                    |
 | `cosine`        | lambda eta (1 + cos(pi (t - 1)/T)) / 2  | nanochat                                                 |
+| `piecewise`     | lambda eta m((t - 1)/T)                 | runs over repeated text, with decay that rises late      |
 | `log_time`      | (lambda / t) eta / eta_max              | ADANA, with lambda near 4; wants a warmup                |
 | `gradient_norm` | lambda eta / g                          | Xie et al.'s scheduled weight decay (SWD)                |
 | `none`          | 0                                       | embeddings, norms, biases                                |
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +34,8 @@ from muonsw.peak import PEAK_TOLERANCE
 from muonsw.registry import Registry
 
 Number = float | Tensor
+# (fraction of the run, multiple of lambda), fractions rising from 0 to 1; linear between points, flat outside them.
+Points = tuple[tuple[float, float], ...]
 
 
 class RunPosition(NamedTuple):
@@ -42,6 +47,7 @@ class RunPosition(NamedTuple):
         step: t, the number of the step, from 1.
         steps: T, the length of the run.
         gradient: g, the root of the mean squared gradient.
+        points: (fraction of the run, multiple of lambda), of a piecewise decay.
     """
 
     eta: Number
@@ -49,6 +55,7 @@ class RunPosition(NamedTuple):
     step: Number = 1
     steps: int = 1
     gradient: Number = 1.0
+    points: Points = ()
 
 
 class DecayRule(NamedTuple):
@@ -59,6 +66,7 @@ class DecayRule(NamedTuple):
     uses_step: bool = False
     uses_length: bool = False
     uses_gradient: bool = False
+    uses_points: bool = False
 
     @property
     def follows_run(self) -> bool:
@@ -101,6 +109,17 @@ def cosine(lam: Number, at: RunPosition) -> Number:
     return lam * at.eta * ((1 + math.cos(math.pi * min((at.step - 1) / at.steps, 1.0))) / 2)
 
 
+def piecewise(lam: Number, at: RunPosition) -> Number:
+    """Phi = lambda eta m((t - 1)/T), where m goes through the points."""
+    done = (at.step - 1) / at.steps
+    multiple: Number = at.points[0][1]
+    for (x0, y0), (x1, y1) in pairwise(at.points):
+        share = (done - x0) / (x1 - x0)
+        share = share.clamp(0.0, 1.0) if isinstance(share, Tensor) else min(max(share, 0.0), 1.0)
+        multiple = multiple + (y1 - y0) * share
+    return lam * at.eta * multiple
+
+
 def log_time(lam: Number, at: RunPosition) -> Number:
     """Phi = (lambda / t) eta / eta_max: each doubling of t takes the same share of the weight."""
     return lam / at.step * (at.eta / at.eta_max)
@@ -125,15 +144,41 @@ DECAY_RULES.register("squared", DecayRule(squared))
 DECAY_RULES.register("independent", DecayRule(independent, uses_peak=True))
 DECAY_RULES.register("fixed", DecayRule(fixed))
 DECAY_RULES.register("cosine", DecayRule(cosine, uses_step=True, uses_length=True))
+DECAY_RULES.register("piecewise", DecayRule(piecewise, uses_step=True, uses_length=True, uses_points=True))
 DECAY_RULES.register("log_time", DecayRule(log_time, uses_peak=True, uses_step=True))
 DECAY_RULES.register("gradient_norm", DecayRule(gradient_norm, uses_gradient=True))
 DECAY_RULES.register("none", DecayRule(none))
+
+
+def validated_points(given: Any) -> Points:
+    """Points as a group holds them, or an error that says what they must be.
+
+    Examples:
+        >>> validated_points([[0, 0.6], [0.5, 0.1], [1, 1.25]])
+        ((0.0, 0.6), (0.5, 0.1), (1.0, 1.25))
+    """
+    pairs = given if isinstance(given, tuple | list) else ()
+    known = bool(pairs) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs)
+    if known and all(isinstance(value, Real) for pair in pairs for value in pair):
+        points = tuple((float(fraction), float(multiple)) for fraction, multiple in pairs)
+        rising = all(before < after for (before, _), (after, _) in pairwise(points))
+        if rising and all(0 <= fraction <= 1 and 0 <= multiple < math.inf for fraction, multiple in points):
+            return points
+    raise ValueError("must be pairs (fraction of the run, multiple of weight_decay), fractions rising from 0 to 1")
 
 
 def decays(group: dict[str, Any]) -> bool:
     """Whether a param group asks for decay; a lambda in a tensor may be anything."""
     lam = group["weight_decay"]
     return isinstance(lam, Tensor) or lam != 0
+
+
+def refuse_unknown_run(rule: str, label: str, total_steps: int | None, points: Points | None) -> None:
+    """Refuse a rule that needs a length or points which it is not given."""
+    if DECAY_RULES[rule].uses_length and total_steps is None:
+        raise ValueError(f"{label} ends with the run; pass total_steps=<updates of the whole run>")
+    if DECAY_RULES[rule].uses_points and points is None:
+        raise ValueError(f"{label} goes through points; pass decay_points=<(fraction of the run, multiple) pairs>")
 
 
 def decay_factor(
@@ -145,6 +190,7 @@ def decay_factor(
     step: Number | None = None,
     steps: int | None = None,
     gradient: Number | None = None,
+    points: Points | None = None,
 ) -> Number:
     """The fraction of a weight that a step at learning rate `eta` takes away.
 
@@ -159,6 +205,7 @@ def decay_factor(
         step: the number of the step, from 1, for rules that use it.
         steps: the length of the run, likewise.
         gradient: the root of the mean squared gradient, likewise.
+        points: (fraction of the run, multiple of lambda), likewise.
 
     Examples:
         >>> decay_factor("constant", 0.1, 0.01, 0.02)
@@ -167,6 +214,8 @@ def decay_factor(
         0.0005
         >>> decay_factor("cosine", 0.1, 0.01, 0.02, step=501, steps=1000)
         0.0005
+        >>> decay_factor("piecewise", 0.1, 0.01, 0.02, step=751, steps=1000, points=((0.5, 0.0), (1.0, 2.0)))
+        0.001
     """
     entry = DECAY_RULES[rule]
     if entry.uses_peak and not eta_max:
@@ -175,6 +224,7 @@ def decay_factor(
         (entry.uses_step, step, "step"),
         (entry.uses_length, steps, "steps"),
         (entry.uses_gradient, gradient, "gradient"),
+        (entry.uses_points, points, "points"),
     ):
         if asked and value is None:
             raise ValueError(f"decay rule {rule!r} depends on {word}; pass {word}=")
@@ -184,12 +234,15 @@ def decay_factor(
         1 if step is None else step,
         1 if steps is None else steps,
         1.0 if gradient is None else gradient,
+        points or (),
     )
     return entry.phi(lam, position)
 
 
-def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) -> list[float]:
-    """The factor of every step of a run, given the learning rate of each.
+def decay_factors(
+    rule: str, lam: float, etas: Iterable[float], eta_max: float, points: Points | None = None
+) -> list[float]:
+    """The factor of every step of a run, given the learning rate of each, and the points of a rule that has some.
 
     Examples:
         >>> decay_factors("scaled", 0.1, [0.02, 0.01], eta_max=0.02)
@@ -198,11 +251,13 @@ def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) 
     entry, rates = DECAY_RULES[rule], list(etas)
     if entry.uses_gradient:
         raise ValueError(f"decay rule {rule!r} depends on the gradients of the run, which no schedule knows")
+    if entry.uses_points and not points:
+        raise ValueError(f"decay rule {rule!r} depends on points; pass points=")
     if entry.uses_peak and not eta_max:
         return [0.0] * len(rates)
     # Not by `decay_factor`, whose checks would be made at each of perhaps a million steps.
-    phi, steps = entry.phi, len(rates)
-    return [float(phi(lam, RunPosition(eta, eta_max, t, steps))) for t, eta in enumerate(rates, start=1)]
+    phi, run = entry.phi, RunPosition(0.0, eta_max, steps=len(rates), points=points or ())
+    return [float(phi(lam, run._replace(eta=eta, step=t))) for t, eta in enumerate(rates, start=1)]
 
 
 def convert_weight_decay(
@@ -211,6 +266,7 @@ def convert_weight_decay(
     to_rule: str,
     peak_lr: float,
     schedule: Iterable[float] | None = None,
+    points: Points | None = None,
 ) -> float:
     """Translate a weight decay from one rule's convention into another's.
 
@@ -223,6 +279,7 @@ def convert_weight_decay(
         to_rule: the rule to express it in.
         peak_lr: the peak of the schedule, eta_max.
         schedule: learning rates, one for each step, none above `peak_lr`.
+        points: those of the rule that goes through some.
 
     Examples:
         The original decoupled decay of 1e-3 a step at the peak, as AdamW's lambda at a peak of 0.01:
@@ -246,13 +303,9 @@ def convert_weight_decay(
     for rule in (from_rule, to_rule):
         if schedule is None and DECAY_RULES[rule].uses_step:
             raise ValueError(f"decay rule {rule!r} follows the step; pass schedule=, the learning rate of every step")
-    given, wanted = _decay_per_lambda(from_rule, etas, peak_lr), _decay_per_lambda(to_rule, etas, peak_lr)
+    given, wanted = (sum(decay_factors(rule, 1.0, etas, peak_lr, points)) for rule in (from_rule, to_rule))
     if value * given == 0:
         return 0.0
     if wanted == 0:
         raise ValueError(f"decay rule {to_rule!r} takes nothing away over this schedule; no value can match")
     return value * given / wanted
-
-
-def _decay_per_lambda(rule: str, etas: list[float], eta_max: float) -> float:
-    return float(sum(decay_factors(rule, 1.0, etas, eta_max)))

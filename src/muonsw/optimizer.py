@@ -153,7 +153,7 @@ class ScaledDecayOptimizer(Optimizer):
         """
         group = completed(dict(param_group), self.defaults)
         label = f"param group {len(self.param_groups)}"
-        rates.require_length(group, label)
+        rates.require_run(group, label)
         norms.refuse(group, label)
         if "peak_lr" not in param_group:
             peak.inherit(group, self.param_groups)

@@ -15,7 +15,7 @@ from torch import Tensor
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import MOMENTUM_FORMS
 from muonsw.apply import ROUNDINGS
-from muonsw.decay import DECAY_RULES
+from muonsw.decay import DECAY_RULES, Points, validated_points
 from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
 from muonsw.nonfinite import POLICIES
 from muonsw.normalize import NORMALIZERS
@@ -37,6 +37,7 @@ class GroupOptions(TypedDict, total=False):
 
     Attributes:
         total_steps: updates of the whole run, for rules that end with it.
+        decay_points: (fraction of the run, multiple of weight_decay) for `decay="piecewise"`, linear between points.
         norm: what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its
             target instead of zero), "hyperball" (it stays, nothing decays, and `lr` is the size of an update over
             that of the weight), "relative" (the same `lr`, but the norm is free), "floor" and "row_floor" (an update is
@@ -61,6 +62,7 @@ class GroupOptions(TypedDict, total=False):
     """
 
     total_steps: int | None
+    decay_points: Points | None
     norm: str
     target_norm: float | None
     update_floor: float
@@ -101,6 +103,7 @@ COMMON: Group = {
     "weight_decay": 0.1,
     "decay": "scaled",
     "total_steps": None,
+    "decay_points": None,
     "norm": FREE,
     "target_norm": None,
     "update_floor": 0.35,  # modded-nanogpt, Skylight-001
@@ -403,6 +406,7 @@ CHECKS: dict[str, Check] = {
     "weight_decay": _number_or_tensor,
     "decay": _known(DECAY_RULES),
     "total_steps": _optional(_whole(1)),
+    "decay_points": _optional(validated_points),
     "norm": _known(NORM_RULES),
     "target_norm": _target_norm,
     "update_floor": _number(0.0),

@@ -2,7 +2,7 @@
 
 Some decay rules ask where the run is; what they need is kept in the param group and saved with it:
 
-- `total_steps` is the user's: the length of the run, for rules that end with it.
+- `total_steps` and `decay_points` are the user's: the length of the run, and what a piecewise decay goes through.
 - `step_count` counts calls of `step`, skipped ones included, as a scheduler does. Where the learning rate is a tensor
   it is one too, so that a captured graph counts.
 - `gradient_average` holds two scalars: the mean squared gradient of the group, averaged over steps with AdamW's second
@@ -26,7 +26,7 @@ from torch._compile import _disable_dynamo
 from muonsw import norms, peak
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Rates
-from muonsw.decay import DECAY_RULES, decay_factor, decays
+from muonsw.decay import DECAY_RULES, decay_factor, decays, refuse_unknown_run
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local
 from muonsw.nonfinite import Flag
 from muonsw.work import Batch, Group, Item, label_of
@@ -160,17 +160,18 @@ def _phi(
     rule, norm = DECAY_RULES[group["decay"]], _norm_rule(group)
     if (norm is not None and not norm.decays) or (rule.follows_run and not decays(group)):
         return 0.0
-    return decay_factor(group["decay"], lam, eta, top, step=step, steps=group["total_steps"], gradient=gradient)
+    steps, points = group["total_steps"], group["decay_points"]
+    return decay_factor(group["decay"], lam, eta, top, step=step, steps=steps, gradient=gradient, points=points)
 
 
 # the position in the run
 
 
-def require_length(group: Group, label: str) -> None:
-    """Refuse a rule that ends with the run where its length is not known."""
-    rule = group["decay"]
-    if DECAY_RULES[rule].uses_length and group["total_steps"] is None and decays(group):
-        raise ValueError(f"decay={rule!r} of {label} ends with the run; pass total_steps=<updates of the whole run>")
+def require_run(group: Group, label: str) -> None:
+    """Refuse a rule that needs the length of the run, or points, where the group has none."""
+    if decays(group):
+        rule = group["decay"]
+        refuse_unknown_run(rule, f"decay={rule!r} of {label}", group["total_steps"], group["decay_points"])
 
 
 def join_in_mid_run(group: Group, others: Iterable[Group]) -> None:

@@ -37,6 +37,7 @@ class Decay:
     lam: float = 0.1
     eta_max: float = 1.0
     T: int = 1  # updates of the whole run
+    points: tuple[tuple[float, float], ...] = ((0.0, 1.0),)  # of a piecewise decay
     norm: str = "free"
     R: float | None = None  # the norm that a norm rule keeps or aims at, by default the first
     tau: float = 0.35  # the least ratio of an update to its weight, for norm="floor" and "row_floor"
@@ -54,11 +55,19 @@ class Decay:
             "independent": lambda: eta / self.eta_max,
             "fixed": lambda: 1.0,
             "cosine": lambda: eta * (1 + math.cos(math.pi * (self.t - 1) / self.T)) / 2,
+            "piecewise": lambda: eta * self.multiple((self.t - 1) / self.T),
             "log_time": lambda: eta / self.eta_max / self.t,
             "gradient_norm": lambda: eta / math.sqrt(self.v / (1 - self.beta2**self.t)),
             "none": lambda: 0.0,
         }
         return self.lam * rules[self.rule]()
+
+    def multiple(self, x: float) -> float:
+        """What lambda is multiplied by at a fraction of the run: on the line between the points around it."""
+        for (x0, y0), (x1, y1) in zip(self.points, self.points[1:], strict=False):
+            if x0 < x <= x1:
+                return y0 * (x1 - x) / (x1 - x0) + y1 * (x - x0) / (x1 - x0)
+        return self.points[0][1] if x <= self.points[0][0] else self.points[-1][1]
 
     def move(self, W: Tensor, G: Tensor, U: Tensor, eta: float, eta_hat: float, cautious: bool) -> Tensor:
         """The next weight, from gradient and direction, at the learning rate before and after the shape scale."""

@@ -356,7 +356,7 @@ def _check_options(optimizer: ScaledDecayOptimizer, number: int, group: Group, l
     changed = optimizer._option_check.changed(number, group, label)
     if not changed:
         return
-    rates.require_length(group, label)
+    rates.require_run(group, label)
     norms.refuse(group, label)
     names, params = group.get("param_names") or (), group["params"]
     for place, param in enumerate(params if changed - _SCHEDULED else params[:1]):

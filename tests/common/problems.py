@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +18,8 @@ OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW, "lion": lion}
 
 
 # What some decay rules need besides lambda, for runs of at most a thousand steps.
-RULE_OPTIONS = {"cosine": {"total_steps": 1000}}
+POINTS = ((0.1, 0.6), (0.5, 0.1), (1.0, 1.25))
+RULE_OPTIONS = {"cosine": {"total_steps": 1000}, "piecewise": {"total_steps": 1000, "decay_points": POINTS}}
 
 
 def formulas(lam, lr, peak, *, step, steps, gradient):
@@ -29,6 +31,7 @@ def formulas(lam, lr, peak, *, step, steps, gradient):
         "independent": lam * lr / peak,
         "fixed": lam,
         "cosine": lam * lr * (1 + math.cos(math.pi * (step - 1) / steps)) / 2,
+        "piecewise": lam * lr * np.interp((step - 1) / steps, *zip(*POINTS, strict=True)),
         "log_time": lam / step * lr / peak,
         "gradient_norm": lam * lr / gradient,
         "none": 0.0,

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muonsw import AdamWSW, MuonSW
+from tests.common.problems import RULE_OPTIONS
 from tests.distributed.pool import Pool
 from tests.distributed.problems import group_of, mesh_of
 
@@ -124,9 +125,10 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, flatten, 
 
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("kind", ["shards", "owners"])
-def test_what_rules_know_of_the_run_is_of_one_kind_before_and_after_the_first_step(pool, tmp_path, flatten, kind):
+@pytest.mark.parametrize("rule", ["gradient_norm", "piecewise"])
+def test_what_rules_know_of_the_run_is_of_one_kind_before_and_after_the_first_step(pool, tmp_path, flatten, kind, rule):
     """A distributed checkpoint is read into what a fresh optimizer holds, tensor for tensor and number for number."""
-    folder, options = str(tmp_path / "checkpoint"), {"decay": "gradient_norm", "weight_decay": 0.01}
+    folder, options = str(tmp_path / "checkpoint"), {"decay": rule, "weight_decay": 0.01, **RULE_OPTIONS.get(rule, {})}
     pool.run(save, folder, flatten, kind, **options)
     assert max(pool.run(resume, folder, flatten, kind, 4, **options)) < CLOSE
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, drive_weight_decay
-from tests.common.problems import clones, matrices, run
+from tests.common.problems import POINTS, clones, matrices, run
 
 RULES = ["constant", "scaled", "squared", "independent", "none"]
 LAMBDA = {"squared": 0.5, "independent": 0.002}
@@ -248,14 +248,14 @@ def test_a_driver_joins_again_after_a_resume(schedule, joined, order):
     assert_decayed_to_the_end(other, other_scheduler, resumed, joined)
 
 
-@pytest.mark.parametrize("rule", ["cosine", "log_time"])
+@pytest.mark.parametrize("rule", ["cosine", "piecewise", "log_time"])
 def test_a_driver_that_joins_late_counts_on(rule):
     params, others = matrices((4, 4), (4, 4)), matrices((4, 4), (4, 4))
     early, late = (torch.optim.AdamW(p, lr=0.1, weight_decay=0.3) for p in (params[:1], others[:1]))
-    drive_weight_decay(early, rule, total_steps=20)
+    drive_weight_decay(early, rule, total_steps=20, decay_points=POINTS)
     run(early, params[:1], 5)
     run(late, others[:1], 5)
-    drive_weight_decay(late, rule, total_steps=20, peak_lr=0.1)
+    drive_weight_decay(late, rule, total_steps=20, decay_points=POINTS, peak_lr=0.1)
     for optimizer, own in ((early, params), (late, others)):
         optimizer.add_param_group({"params": [own[1]]})
         run(optimizer, own, 2, start=5)

@@ -196,6 +196,17 @@ def test_a_run_is_in_the_file_as_soon_as_it_has_ended(tmp_path):
     assert seen == [1, 2]
 
 
+@pytest.mark.usefixtures("tiny")
+def test_repeated_text_from_training_to_the_page(tmp_path):
+    assert evidence.gather("repeated-text", by_settings(tmp_path / "runs"), tmp_path / "enwiki-23M.jsonl") == 9
+    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    page = evidence.page(grown, "{repeated-text}")
+    assert "| repeated text | piecewise, lambda 16 | 16 |" in page
+    assert "rising decay minus constant decay, each at its best lambda, in nats" in page
+    points = {run.config.optimizer.decay_points for run in grown.records["repeated-text"].runs.values()}
+    assert points == {None, ((0.0, 0.8), (0.5, 0.1), (1.0, 1.25))}
+
+
 def test_training_needs_no_library_of_the_command_line_or_of_pages():
     block = (
         "import sys\n"

@@ -37,6 +37,7 @@ _SETTINGS = (
     "weight_decay",
     "decay",
     "total_steps",
+    "decay_points",
     "step_count",
     "update_count",
     "norm",

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from muonsw import peak
-from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw.decay import DECAY_RULES, Points, decay_factor, refuse_unknown_run
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import validate_option
 from muonsw.text import users_line
@@ -39,6 +39,7 @@ def drive_weight_decay(
     *,
     peak_lr: float | str | None = None,
     total_steps: int | None = None,
+    decay_points: Points | None = None,
 ) -> DecayDriver:
     """Make a decoupled optimizer of another library follow a decay rule.
 
@@ -56,6 +57,7 @@ def drive_weight_decay(
         peak_lr: the highest learning rate of the run, None to find it, or "running_max". A number is the peak of the
             group with the highest rate; the others get the same fraction of theirs.
         total_steps: the length of the run in updates, for rules that end with it.
+        decay_points: (fraction of the run, multiple of weight_decay) for a piecewise decay.
 
     Returns:
         A handle; its `remove()` stops driving and gives the groups their own `weight_decay` back.
@@ -71,9 +73,8 @@ def drive_weight_decay(
     """
     if DECAY_RULES[decay].uses_gradient:
         raise ValueError(f"decay={decay!r} follows the gradients, which {type(optimizer).__name__} keeps to itself")
-    length = validate_option("total_steps", total_steps)
-    if DECAY_RULES[decay].uses_length and length is None:
-        raise ValueError(f"decay={decay!r} ends with the run; pass total_steps=<updates of the whole run>")
+    length, points = validate_option("total_steps", total_steps), validate_option("decay_points", decay_points)
+    refuse_unknown_run(decay, f"decay={decay!r}", length, points)
     optimizer = unwrap_optimizer(optimizer)
     setting = validate_option("peak_lr", peak_lr)
     if hasattr(optimizer, _DRIVER):
@@ -86,19 +87,25 @@ def drive_weight_decay(
     for group in optimizer.param_groups:
         group.setdefault("step_count", _steps_taken(optimizer, group))
     _adopt_groups(optimizer.param_groups, decay, setting, under_way=bool(optimizer.state))
-    return DecayDriver(optimizer, decay, setting, length)
+    return DecayDriver(optimizer, decay, setting, length, points)
 
 
 class DecayDriver:
     """Sets the `weight_decay` of an optimizer's groups before each of its steps."""
 
     def __init__(
-        self, optimizer: Optimizer, decay: str, peak_lr: float | str | None, total_steps: int | None = None
+        self,
+        optimizer: Optimizer,
+        decay: str,
+        peak_lr: float | str | None,
+        total_steps: int | None = None,
+        decay_points: Points | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.decay = decay
         self.peak_lr = peak_lr
         self.total_steps = total_steps
+        self.decay_points = decay_points
         self._warned = False
         self._before_load: list[dict[str, Any]] = []
         setattr(optimizer, _DRIVER, self)
@@ -153,7 +160,8 @@ class DecayDriver:
             peak.check_lr(group, label)
             self._tell_if_never_reached(group, label)
         step, top = group["step_count"] + 1, group["resolved_peak_lr"]
-        phi = float(decay_factor(self.decay, lam, eta, top, step=step, steps=self.total_steps))
+        steps, points = self.total_steps, self.decay_points
+        phi = float(decay_factor(self.decay, lam, eta, top, step=step, steps=steps, points=points))
         if phi > 1:
             raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
         return phi / eta if eta else 0.0

@@ -164,7 +164,7 @@ def _by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
 
 def _refuse_unfit(group: Group, own: Group, label: str) -> None:
     """Refuse loaded options that could not have been given to this optimizer, before anything is replaced."""
-    rates.require_length(group, label)
+    rates.require_run(group, label)
     norms.refuse(group, label)
     refuse_running_max({**group, "lr": own["lr"]})
     names = own.get("param_names") or [f"parameter {place} of {label}" for place in range(len(own["params"]))]

@@ -18,7 +18,7 @@ from importlib import resources
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw.decay import DECAY_RULES, Points, decay_factor
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.theory import NormHistory, norms_with_memory, target_norms
 from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
@@ -151,6 +151,7 @@ def advise(
     initial_rms: float = 0.02,
     base_peak_lr: float | None = None,
     rules: Sequence[str] = ("constant", "scaled"),
+    decay_points: Points | None = None,
 ) -> Advice:
     """What decay will do in a run, and which lambda to try.
 
@@ -167,6 +168,7 @@ def advise(
         initial_rms: root mean square of the weights' entries at the start.
         base_peak_lr: the undivided peak, where muP divides the learning rate and decay divides by it (`peak="base"`).
         rules: the decay rules to compare, names from `muonsw.DECAY_RULES`; the first gives the verdict.
+        decay_points: (fraction of the run, multiple of lambda) of a piecewise decay.
 
     Raises:
         ValueError: if a number makes no sense, or a rule follows the gradients, which are not known beforehand.
@@ -180,12 +182,13 @@ def advise(
         >>> advise(100, 0.001, 0.1).verdict
         'idle'
     """
-    _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, base_peak_lr, rules)
+    _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, base_peak_lr, rules, decay_points)
     rates, stride = _rates(steps, peak_lr, schedule, warmup_steps, final_fraction, decay_fraction)
     beta = MOMENTUM[algorithm] if momentum is None else momentum
     memory = max(1.0, REMEMBERED * (1 + beta) / (1 - beta))
     updates = [UPDATE[algorithm] * rate for rate in rates]
-    course = _Course(steps, peak_lr, base_peak_lr or peak_lr, rates, stride, updates, memory, initial_rms)
+    peak = base_peak_lr or peak_lr
+    course = _Course(steps, peak_lr, peak, rates, stride, updates, memory, initial_rms, decay_points)
     found = [_of_rule(rule, weight_decay, course) for rule in rules]
     return _advice(found, weight_decay, course, algorithm, forgets=1 - beta)
 
@@ -202,6 +205,7 @@ class _Course(NamedTuple):
         updates: root mean square of the update at each of them.
         memory: by how much momentum makes successive updates add up.
         initial_rms: root mean square of the weights' entries at the start.
+        points: of a piecewise decay.
     """
 
     steps: int
@@ -212,6 +216,7 @@ class _Course(NamedTuple):
     updates: Sequence[float]
     memory: float
     initial_rms: float
+    points: Points | None = None
 
 
 def _advice(found: list[RuleAdvice], lam: float, course: _Course, algorithm: str, forgets: float) -> Advice:
@@ -290,7 +295,7 @@ def _phis(rule: str, course: _Course) -> list[float]:
     """The decay of every step for lambda 1."""
     steps = ((place + 0.5) * course.stride + 0.5 for place in range(len(course.rates)))
     return [
-        float(decay_factor(rule, 1.0, rate, course.decay_peak, step=step, steps=course.steps))
+        float(decay_factor(rule, 1.0, rate, course.decay_peak, step=step, steps=course.steps, points=course.points))
         for rate, step in zip(course.rates, steps, strict=True)
     ]
 
@@ -496,6 +501,7 @@ def _check(
     initial: float,
     base: float | None,
     rules: Sequence[str],
+    points: Points | None,
 ) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: must be a whole number of at least 1")
@@ -513,6 +519,8 @@ def _check(
     for rule in rules:
         if DECAY_RULES[rule].uses_gradient:
             raise ValueError(f"decay rule {rule!r} follows the gradients, which are not known before the run")
+        if DECAY_RULES[rule].uses_points and points is None:
+            raise ValueError(f"decay rule {rule!r} goes through points: pass decay_points= to muonsw.lab.advice.advise")
 
 
 def _rms(norm: float) -> str:

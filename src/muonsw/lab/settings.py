@@ -87,7 +87,7 @@ def _dotted(where: str, key: str) -> str:
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return as_data(value)
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:

@@ -16,6 +16,14 @@ def test_every_preset_survives_json(name):
     assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config
 
 
+def test_points_of_a_decay_survive_json_in_one_form():
+    optimizer = {"decay": "piecewise", "decay_points": [[0, 1], [1, 2]]}
+    config = small_run(optimizer=optimizer)
+    assert config.optimizer.decay_points == ((0.0, 1.0), (1.0, 2.0))
+    assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config
+    assert "decay_points" not in small_run().as_data()["optimizer"]
+
+
 def test_paper_presets_are_the_printed_rows():
     rows = {"w256": (35_000, 1.0e-2), "w512": (110_000, 7.0e-3), "w768": (223_000, 5.6e-3), "w1024": (376_000, 4.8e-3)}
     for name, (steps, lr) in rows.items():
@@ -36,6 +44,8 @@ def test_small_presets_keep_the_decay_of_a_step_under_its_cap():
         ({"stesp": 3}, "unknown setting stesp"),
         ({"optimizer": {"learning_rate": 1}}, "unknown setting optimizer.learning_rate"),
         ({"optimizer": {"decay": "scalled"}}, "optimizer.decay='scalled' must be one of"),
+        ({"optimizer": {"decay": "piecewise"}}, "optimizer.decay='piecewise' goes through points; pass decay_points="),
+        ({"optimizer": {"decay_points": [[0.5, 1.0], [0.2, 1.0]]}}, "decay_points=.*fractions rising"),
         ({"steps": "many"}, "steps='many' must be of type int"),
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"batch": 6, "accumulation": 4}, "does not split"),

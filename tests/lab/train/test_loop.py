@@ -23,6 +23,7 @@ from muonsw.lab.theory.schedule import lr_scheduler
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
+from tests.common.problems import POINTS
 from tests.faults.killing import in_child
 from tests.lab.train.small_runs import losses, small_run
 
@@ -514,6 +515,7 @@ def test_an_evaluation_without_a_number_goes_through_a_checkpoint(tmp_path):
 
 OTHER_RULES = {
     "cosine": {"decay": "cosine"},
+    "piecewise": {"decay": "piecewise", "decay_points": POINTS},
     "gradient_norm": {"decay": "gradient_norm", "weight_decay": 1e-4},
     "hyperball": {"norm": "hyperball"},
     "adamc": {"unnormalized": "constant", "algorithm": "adamw"},

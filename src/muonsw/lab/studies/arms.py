@@ -110,7 +110,8 @@ def parse_arm(text: str, base: OptimizerConfig) -> Arm:
 
 def _value(text: str, key: str, value: str) -> Any:
     known = {field.name: getattr(OptimizerConfig(), field.name) for field in fields(OptimizerConfig)}
-    known.pop("betas")  # a list, and commas separate the settings of an arm
+    for name in ("betas", "decay_points"):  # lists, and commas separate the settings of an arm
+        known.pop(name)
     if key not in known or not value:
         raise UsageError(f"arm {text!r}: after the rule come setting=value pairs, with settings {', '.join(known)}")
     if isinstance(known[key], bool):
@@ -145,7 +146,7 @@ def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
     group = optimizer.lr * hidden_multiplier(config, optimizer)
     peak = group if optimizer.peak == "group" else optimizer.lr
     rates = [group * multiple for multiple in _multiples(config)]
-    return decay.decay_factors(optimizer.decay, optimizer.weight_decay, rates, peak)
+    return decay.decay_factors(optimizer.decay, optimizer.weight_decay, rates, peak, optimizer.decay_points)
 
 
 @lru_cache(maxsize=2)

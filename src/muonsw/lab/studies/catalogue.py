@@ -152,6 +152,14 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         own_tables=cases.case_tables,
     ),
     TrainingStudy(
+        name="repeated-text",
+        title="constant, scaled and rising decay on text that is seen many times, each at its best of three lambdas",
+        reference=cases.SLOWRUN.reference,
+        comparisons=cases.repeated_text,
+        claims=cases.judge_repeated,
+        own_tables=cases.case_tables,
+    ),
+    TrainingStudy(
         name="adamw",
         title="AdamW with constant decay, with scaled decay, and with AdamC's own form",
         reference=BEYOND,

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from muonsw.decay import DECAY_RULES
+from muonsw.decay import DECAY_RULES, refuse_unknown_run
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.settings import as_data, from_data
 from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
 from muonsw.norms import FREE, NORM_RULES
+from muonsw.options import validate_option
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import AUTO, DTYPES
 
@@ -53,6 +54,7 @@ class OptimizerConfig:
         lr: Peak learning rate before muP multiplies it.
         weight_decay: Lambda of hidden and expert matrices; embedding and norms have none.
         decay: Decay rule.
+        decay_points: (fraction of the run, multiple of lambda) of a piecewise decay.
         unnormalized: Decay rule of the matrices whose output enters no normalization (queries, keys, values, gates and
             up projections); empty is the same as `decay`. With "constant" here, "scaled" is AdamC's own form.
         norm: Norm rule of what decays.
@@ -74,6 +76,7 @@ class OptimizerConfig:
     lr: float = 0.02
     weight_decay: float = 0.1
     decay: str = "scaled"
+    decay_points: tuple[tuple[float, float], ...] | None = None
     unnormalized: str = ""
     norm: str = FREE
     target_norm: float | None = None
@@ -93,6 +96,10 @@ class OptimizerConfig:
         _require_one_of("optimizer.algorithm", self.algorithm, ("muon", "adamw"))
         _require_one_of("optimizer.decay", self.decay, tuple(DECAY_RULES))
         _require_one_of("optimizer.unnormalized", self.unnormalized, ("", *DECAY_RULES))
+        for rule in filter(None, (self.decay, self.unnormalized)):
+            refuse_unknown_run(rule, f"optimizer.decay={rule!r}", 1, self.decay_points)
+        # In one form, as two forms would be two runs.
+        object.__setattr__(self, "decay_points", validate_option("decay_points", self.decay_points))
         _require_one_of("optimizer.norm", self.norm, tuple(NORM_RULES))
         _require_one_of("optimizer.orthogonalizer", self.orthogonalizer, tuple(ORTHOGONALIZERS))
         _require_one_of("optimizer.muon_lr", self.muon_lr, tuple(MUON_LR_POWERS))
@@ -274,6 +281,8 @@ class RunConfig:
             del data["parallel"]
         if self.checkpoint_seconds == CHECKPOINT_SECONDS:
             del data["checkpoint_seconds"]
+        if self.optimizer.decay_points is None:
+            del data["optimizer"]["decay_points"]
         return data
 
     @classmethod

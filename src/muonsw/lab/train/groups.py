@@ -38,7 +38,8 @@ def build_optimizer(
         [('embedding', 'adamw', 0.01), ('experts', 'muon', 0.02)]
     """
     shared: Options = {"decay": config.decay, "peak": config.peak, "capturable": _on_accelerator(model)}
-    shared |= {"norm": config.norm, "target_norm": config.target_norm, "total_steps": steps}
+    shared |= {"norm": config.norm, "target_norm": config.target_norm}
+    shared |= {"total_steps": steps, "decay_points": config.decay_points}
     patterns = {name: _options(model, name, config) for name, _ in model.named_parameters()}
     if config.algorithm == "adamw":
         return AdamWSW.for_model(

@@ -1,19 +1,29 @@
-"""Where decay should matter most: little text, a flat rate, bfloat16 weights; and the forms of AdamW's decay."""
+"""Where decay should matter most: little text, a flat rate, bfloat16 weights; and the forms of AdamW's decay.
+
+What is claimed of repeated text was written down before its runs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from muonsw.lab.claims.claim import Claim, Source, at_least, below
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, lambda_arm
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import rules_run
-from muonsw.lab.studies.training.regret import RULES
+from muonsw.lab.studies.training.regret import EXACT, RULES, best_against_best, losses_of
 from muonsw.lab.tables import Table
-from muonsw.lab.train.config import ScheduleConfig
+from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 LITTLE, STRONG = Key("little text"), Key("little text, four times the lambda")
 EPOCHS = 16
+# Reported to win over many epochs: decay that falls in the first half and then rises above where it began.
+RISING = ((0.0, 0.8), (0.5, 0.1), (1.0, 1.25))
+REPEATED, REPEATED_FACTORS = Key("repeated text"), (4.0, 8.0, 16.0)
+SLOWRUN = Source(
+    "slowrun, pull request 38; claims written down before the runs", "text seen 16 times, cosine to a tenth"
+)
 ADAMW_RATE, ADAMW_LAMBDAS = 1e-2, (0.1, 0.5)
 
 
@@ -21,7 +31,7 @@ def hard_cases(scale: Scale) -> list[Comparison]:
     """Both rules at constant decay's best lambda in each case; with little text at four times that, and without."""
     run = rules_run(scale)
     lam, base = run.optimizer.weight_decay, run.optimizer
-    little = replace(run, data=replace(run.data, train_windows=max(run.batch, run.steps * run.batch // EPOCHS)))
+    little = little_text(run)
     wsd = replace(run, schedule=ScheduleConfig(shape="wsd", decay_fraction=0.1, final_fraction=0.0))
     cases = {LITTLE: little, Key("wsd"): wsd, Key("bfloat16 weights"): replace(run, weights="bfloat16")}
     pair = tuple(lambda_arm(base, rule, lam) for rule in RULES)
@@ -31,6 +41,33 @@ def hard_cases(scale: Scale) -> list[Comparison]:
     return [
         *(Comparison(key, case, pair, every) for key, case in cases.items()),
         Comparison(STRONG, little, (*strong, none), (0,)),
+    ]
+
+
+def little_text(run: RunConfig) -> RunConfig:
+    """The run on so little text that it is seen `EPOCHS` times."""
+    return replace(run, data=replace(run.data, train_windows=max(run.batch, run.steps * run.batch // EPOCHS)))
+
+
+def repeated_text(scale: Scale) -> list[Comparison]:
+    """Constant, scaled and rising decay at three lambdas above the best one of fresh text."""
+    run = little_text(rules_run(scale))
+    base, lambdas = run.optimizer, [factor * run.optimizer.weight_decay for factor in REPEATED_FACTORS]
+    rising = replace(base, decay_points=RISING)
+    arms = [lambda_arm(base, rule, lam) for lam in lambdas for rule in RULES]
+    arms += [lambda_arm(rising, "piecewise", lam) for lam in lambdas]
+    return [Comparison(REPEATED, run, tuple(arms), tuple(range(scale.seeds)), paired=False)]
+
+
+def judge_repeated(results: Results, _scale: Scale) -> list[Claim]:
+    """Each at the best of its lambdas: rising decay ends below constant decay, scaled decay does not."""
+    losses = {rule: losses_of(results[REPEATED], rule) for rule in (*RULES, "piecewise")}
+    rising, scaled = (best_against_best(losses[rule], losses["constant"]) for rule in ("piecewise", "scaled"))
+    lower = "rising decay minus constant decay, each at its best lambda, in nats"
+    higher = "scaled decay minus constant decay, each at its best lambda, in nats"
+    return [
+        below("rising-is-better", lower, SLOWRUN, rising, 0.0, EXACT),
+        at_least("scaled-is-not", higher, SLOWRUN, scaled, 0.0, EXACT),
     ]
 
 
