@@ -19,7 +19,7 @@ from muonsw.lab.studies import evidence
 from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.program import main
-from muonsw.lab.studies.training import long, regret, rows, untuned
+from muonsw.lab.studies.training import long, regret, rows, schedules, untuned
 from muonsw.lab.studies.training.best_rules import best_at_an_end, candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import (
     Optimum,
@@ -34,6 +34,7 @@ from muonsw.lab.studies.training.regret import (
 )
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.train.folder import identity
+from muonsw.lab.train.state import schedule_multiple
 from tests.lab.studies.small_comparisons import by_settings, tiny_scale
 from tests.lab.train.small_runs import tokens
 
@@ -205,6 +206,45 @@ def test_repeated_text_from_training_to_the_page(tmp_path):
     assert "rising decay minus constant decay, each at its best lambda, in nats" in page
     points = {run.config.optimizer.decay_points for run in grown.records["repeated-text"].runs.values()}
     assert points == {None, ((0.0, 0.8), (0.5, 0.1), (1.0, 1.25))}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_schedules_from_training_to_the_page(tmp_path):
+    assert evidence.gather("schedules", by_settings(tmp_path / "runs"), tmp_path / "enwiki-23M.jsonl") == 6 * 6
+    page = evidence.page(evidence.EvidencePage(evidence.read_records(tmp_path)), "{schedules}")
+    assert "| linear to 0 | scaled |" in page
+    assert "the same under linear to 0, minus the same under wsd to 0, in nats" in page
+
+
+def test_a_straight_line_begins_where_warmup_ends():
+    runs = {str(one.key): one.base for one in schedules.schedules(evidence.MINI)}
+    line, steps = schedule_multiple(runs["linear to 0"]), runs["linear to 0"].steps
+    warmup = runs["linear to 0"].schedule.warmup(steps)
+    assert (line(warmup - 1), line(steps - 1)) == (1.0, 0.0)
+    falls = {round(line(step) - line(step + 1), 9) for step in range(warmup, steps - 1)}
+    assert falls == {round(1 / (steps - warmup), 9)}
+    flat = schedule_multiple(runs["wsd to 0"])
+    assert [flat(step) for step in (warmup, steps // 2)] == [1.0, 1.0]
+
+
+def test_claims_of_schedules_tell_where_the_rule_matters(monkeypatch):
+    """Scaled decay gains under a line to zero and nothing under WSD; or the other way round."""
+    keys = (schedules.COSINE, schedules.LINEAR, schedules.WSD)
+    floors = {"constant": (2.05, 2.0, 2.1), "scaled": (2.05, 1.97, 2.1)}
+    monkeypatch.setattr(schedules, "losses_of", lambda arms, rule: arms[rule])
+    for constant, scaled, holds in (("constant", "scaled", True), ("scaled", "constant", False)):
+        results = {
+            key: {
+                "constant": [parabola(0.1, 0.01, floors[constant][place])] * 2,
+                "scaled": [parabola(0.1, 0.01, floors[scaled][place])] * 2,
+            }
+            for place, key in enumerate(keys)
+        }
+        claims = {claim.id: claim for claim in schedules.judge_schedules(results, tiny_scale())}
+        assert claims["linear-to-0-best"].holds is holds
+        assert claims["more-than-under-wsd"].holds is holds
+        assert claims["constant-to-zero"].holds
+        assert claims["scaled-to-zero"].holds
 
 
 def test_training_needs_no_library_of_the_command_line_or_of_pages():

@@ -8,7 +8,18 @@ from muonsw.lab import paper
 from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup, theory
 from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
-from muonsw.lab.studies.training import best_rules, cases, dynamics, frontier_models, long, regret, rows, rules, sweeps
+from muonsw.lab.studies.training import (
+    best_rules,
+    cases,
+    dynamics,
+    frontier_models,
+    long,
+    regret,
+    rows,
+    rules,
+    schedules,
+    sweeps,
+)
 from muonsw.registry import Registry
 
 THEORY = ExperimentStudy(
@@ -158,6 +169,15 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=cases.repeated_text,
         claims=cases.judge_repeated,
         own_tables=cases.case_tables,
+    ),
+    TrainingStudy(
+        name="schedules",
+        title="cosine, linear and WSD, to zero and to a tenth: where does the rule matter most?",
+        reference=regret.BEYOND.reference,
+        comparisons=schedules.schedules,
+        claims=schedules.judge_schedules,
+        own_tables=schedules.schedule_tables,
+        notes={"cpu": "Decay hardly acts."},
     ),
     TrainingStudy(
         name="adamw",
