@@ -211,7 +211,7 @@ def refuse_model(params: Any, optimizer: str) -> None:
         )
 
 
-def refuse_settings(nonfinite: str, chunk_bytes: int | None, replay: bool, process_group: Any) -> None:
+def refuse_settings(nonfinite: str, chunk_bytes: int | None, replay: bool | None, process_group: Any) -> None:
     """Refuse settings of a whole optimizer that mean nothing."""
     if nonfinite not in POLICIES:
         raise ValueError(f"nonfinite={nonfinite!r}: must be one of {', '.join(map(repr, POLICIES))}")
