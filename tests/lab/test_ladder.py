@@ -22,6 +22,7 @@ LADDER = (
     "paper",
     "data",
     "model",
+    "tasks",
     "train",
     "cost",
     "bench",

@@ -20,7 +20,6 @@ import torch
 import torch.distributed.fsdp  # once, in the server of children
 
 from muonsw import machine
-from muonsw.lab.settings import as_data
 from muonsw.lab.studies.program import main
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 from tests.common.children import start_child
@@ -58,7 +57,7 @@ def free_port() -> int:
 
 def write_config(config: RunConfig) -> Path:
     path = Path(tempfile.mkdtemp()) / "config.json"
-    path.write_text(json.dumps({"version": 1, **as_data(config)}), encoding="utf-8")
+    path.write_text(json.dumps(config.as_data()), encoding="utf-8")
     return path
 
 

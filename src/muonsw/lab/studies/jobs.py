@@ -63,7 +63,7 @@ def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     prepare_folder(job.folder.parent)
-    model = hashlib.sha256(json.dumps(asdict(job.config.model)).encode()).hexdigest()[:10]
+    model = hashlib.sha256(json.dumps(asdict(job.config.task or job.config.model)).encode()).hexdigest()[:10]
     lock = FileLock(job.folder.parent / f".compiling-{model}")
     lock.acquire()
     try:

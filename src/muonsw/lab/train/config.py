@@ -11,6 +11,8 @@ from typing import Any
 from muonsw.decay import DECAY_RULES, refuse_unknown_run
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.settings import as_data, from_data
+from muonsw.lab.tasks.decoder import DataConfig
+from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.options import validate_option
@@ -20,29 +22,6 @@ from muonsw.precision import AUTO, DTYPES
 VERSION = 1
 LARGEST = 1 << 63
 CHECKPOINT_SECONDS = 180.0
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Which tokens are trained on and which are validated on.
-
-    Attributes:
-        path: A folder that `muonsw data prepare` filled.
-        fingerprint: A hash of all its tokens; None takes the folder's, and a run writes it down and insists on it.
-        eval_windows: Validation windows, the same for every run; None reads all.
-        train_windows: Train on so many windows alone, the first ones, as if there were no more text; None takes all.
-    """
-
-    path: str
-    fingerprint: str | None = None
-    eval_windows: int | None = 256
-    train_windows: int | None = None
-
-    def __post_init__(self) -> None:
-        _require(
-            self.train_windows is None or self.train_windows >= 1, "train_windows", self.train_windows, "at least 1"
-        )
-        _require(self.eval_windows is None or self.eval_windows >= 1, "eval_windows", self.eval_windows, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -187,12 +166,12 @@ class RunConfig:
     """One training run.
 
     Attributes:
-        model: Shape and constants of the decoder.
+        model: Shape and constants of the decoder; None, like `data`, where a task says what is trained.
         data: Tokens.
         optimizer: How weights move.
         schedule: Learning rate over the run.
         steps: Updates.
-        batch: Sequences in an update.
+        batch: Sequences in an update; of a task the rows of its batches.
         accumulation: Micro-batches an update is cut into.
         seed: Of the initial weights and of the data order.
         arm: What a comparison calls this run; runs that differ in the seed alone share it.
@@ -205,18 +184,20 @@ class RunConfig:
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
         weights: Dtype of the parameters: "float32", or "bfloat16" with stochastic rounding and no float32 copy.
-        compile: "on", "off", or "auto" for compiling on a GPU.
-        graphs: "on", "off", or "auto" for replaying small updates on a GPU as CUDA graphs.
+        compile: "on", "off", or "auto" for compiling the decoder on a GPU.
+        graphs: "on", "off", or "auto" for replaying small updates of the decoder on a GPU as CUDA graphs.
         threads: CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed.
         diverged: Stop when the training loss exceeds its best by so many nats.
         skipped: Stop when so many updates in a row are skipped because their gradients are not finite.
         tensorboard: Also write TensorBoard events into the run folder.
         wandb: Also log to this Weights & Biases project.
         parallel: How several ranks share the work.
+        task: What is trained instead of the decoder.
     """
 
-    model: ModelConfig
-    data: DataConfig
+    # Only code about decoders reads these two, and need not ask whether they are there.
+    model: ModelConfig = None  # type: ignore[assignment]
+    data: DataConfig = None  # type: ignore[assignment]
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     steps: int = 1000
@@ -241,8 +222,12 @@ class RunConfig:
     tensorboard: bool = False
     wandb: str = ""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    task: TaskConfig | None = None
 
     def __post_init__(self) -> None:
+        for name in ("model", "data"):
+            if (getattr(self, name) is None) != (self.task is not None):
+                raise ValueError(f"setting {name} is missing" if self.task is None else f"a task has no {name}")
         for name in (
             "steps",
             "batch",
@@ -271,7 +256,7 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in an update."""
+        """Tokens in an update of a decoder."""
         return self.batch * self.model.sequence
 
     def as_data(self) -> dict[str, Any]:
@@ -283,6 +268,8 @@ class RunConfig:
             del data["checkpoint_seconds"]
         if self.optimizer.decay_points is None:
             del data["optimizer"]["decay_points"]
+        for name in ("task",) if self.task is None else ("model", "data"):
+            del data[name]
         return data
 
     @classmethod

@@ -25,10 +25,10 @@ from muonsw.lab.train.config import ParallelConfig, RunConfig
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
 CHECKPOINTS = "checkpoints"
 
-# Settings that change what is kept or shown, and never a number of the run. Tokens may move: their hash is compared.
+# Settings that change what is kept or shown, and never a number of the run. Data may move: their hash is compared.
 # How ranks share the work, like their number, changes sums in their last digits alone.
 HARMLESS = (
-    *("keep", "checkpoint_every", "checkpoint_seconds", "tensorboard", "wandb", "data.path"),
+    *("keep", "checkpoint_every", "checkpoint_seconds", "tensorboard", "wandb", "data.path", "task.path"),
     *(f"parallel.{one.name}" for one in fields(ParallelConfig)),
 )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonsw.kernels.graphs import recorded
-from muonsw.lab.data.loader import TokenBatch
+from muonsw.lab.tasks.task import Batch, map_tensors, tensors_of
 
 # Eager calls before one is captured: kernels are compiled, and states made, on the way.
 WARM_CALLS = 3
@@ -30,15 +30,15 @@ class GraphedFunction(Generic[Result]):
         device: A CUDA device.
     """
 
-    def __init__(self, function: Callable[[list[TokenBatch]], Result], device: torch.device) -> None:
+    def __init__(self, function: Callable[[list[Batch]], Result], device: torch.device) -> None:
         self.function = function
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._batches: list[TokenBatch] = []
+        self._batches: list[Batch] = []
         self._result: Result | None = None
 
-    def __call__(self, batches: list[TokenBatch]) -> Result:
+    def __call__(self, batches: list[Batch]) -> Result:
         """The function of these batches; the first calls are eager."""
         self._calls += 1
         if self._calls <= WARM_CALLS or (self._graph is not None and not self._fits(batches)):
@@ -52,7 +52,7 @@ class GraphedFunction(Generic[Result]):
         self._graph.replay()
         return self._result
 
-    def eager(self, batches: list[TokenBatch]) -> Result:
+    def eager(self, batches: list[Batch]) -> Result:
         """An eager call, on the stream of the capture: autograd remembers on which stream it met the weights."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
@@ -61,12 +61,12 @@ class GraphedFunction(Generic[Result]):
         current.wait_stream(self._stream)
         return result
 
-    def _fits(self, batches: list[TokenBatch]) -> bool:
+    def _fits(self, batches: list[Batch]) -> bool:
         return [t.shape for t in _tensors(batches)] == [t.shape for t in _tensors(self._batches)]
 
-    def _capture(self, batches: list[TokenBatch]) -> None:
+    def _capture(self, batches: list[Batch]) -> None:
         """Record a call without making it; the thread that reads batches ahead goes on meanwhile."""
-        self._batches = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
+        self._batches = [map_tensors(Tensor.clone, batch) for batch in batches]
 
         def program() -> None:
             self._result = self.function(self._batches)
@@ -74,5 +74,5 @@ class GraphedFunction(Generic[Result]):
         self._graph = recorded(program, self._stream.device, stream=self._stream)
 
 
-def _tensors(batches: list[TokenBatch]) -> list[Tensor]:
-    return [tensor for batch in batches for tensor in batch]
+def _tensors(batches: list[Batch]) -> list[Tensor]:
+    return [tensor for batch in batches for tensor in tensors_of(batch)]

@@ -1,4 +1,4 @@
-"""The optimizer for a decoder: which parameter moves by which rule, at which multiple of the learning rate."""
+"""The optimizer of a run: which parameter moves by which rule, at which multiple of the learning rate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW, norms
+from muonsw.algorithms.adamw import ADAMW
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.lab.model import Decoder, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.train.config import OptimizerConfig
@@ -20,9 +21,9 @@ Options = dict[str, Any]
 
 
 def build_optimizer(
-    model: Decoder, config: OptimizerConfig, steps: int | None = None, process_group: ProcessGroup | None = None
+    model: nn.Module, config: OptimizerConfig, steps: int | None = None, process_group: ProcessGroup | None = None
 ) -> MuonSW | AdamWSW:
-    """One optimizer for the whole decoder, its learning rates multiplied as muP says.
+    """One optimizer for a whole model, routed by role; a decoder's learning rates are multiplied as muP says.
 
     Args:
         model: Already divided over ranks, if it is to be.
@@ -40,7 +41,8 @@ def build_optimizer(
     shared: Options = {"decay": config.decay, "peak": config.peak, "capturable": _on_accelerator(model)}
     shared |= {"norm": config.norm, "target_norm": config.target_norm}
     shared |= {"total_steps": steps, "decay_points": config.decay_points}
-    patterns = {name: _options(model, name, config) for name, _ in model.named_parameters()}
+    own = model if isinstance(model, Decoder) else None
+    patterns = {name: _options(own, name, config) for name, _ in own.named_parameters()} if own else {}
     if config.algorithm == "adamw":
         return AdamWSW.for_model(
             model, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, patterns=patterns, **shared
@@ -53,11 +55,17 @@ def build_optimizer(
         nesterov=config.nesterov,
         orthogonalizer=config.orthogonalizer,
         ns_dtype=config.ns_dtype,
-        adamw={"betas": config.betas},
+        adamw=_for_adamw(config),
         patterns=patterns,
         process_group=process_group,
         **shared,
     )
+
+
+def _for_adamw(config: OptimizerConfig) -> Options:
+    """What AdamW does not get anyway: a model of matrices alone would refuse it."""
+    betas = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
+    return betas if config.adam_lr is None else {**betas, "lr": config.adam_lr}
 
 
 def require_decay_below_one(optimizer: torch.optim.Optimizer) -> None:
@@ -91,7 +99,7 @@ def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
         return {"lr_multiplier": multiplier, **rule, **_split(model, name, config)}
     if role == "router" and config.router == "muon":
         return {"algorithm": "muon", "weight_decay": config.weight_decay}
-    return {} if config.adam_lr is None else {"lr": config.adam_lr}
+    return {}
 
 
 def _split(model: Decoder, name: str, config: OptimizerConfig) -> Options:

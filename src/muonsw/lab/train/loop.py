@@ -144,7 +144,7 @@ def _recording(training: Training, journal: Journal, folder: Path, watch: Watch)
 
 def _open_records(training: Training, journal: Journal, folder: Path, watch: Watch) -> MetricsFile:
     config, world = training.config, training.world
-    write_environment(folder, **({} if world.alone else {"ranks": world.size}))
+    write_environment(folder, trained=training.describe(), **({} if world.alone else {"ranks": world.size}))
     metrics = MetricsFile(
         folder, after=training.step, log_every=config.log_every, latest=training.latest, note=watch.note
     )
@@ -191,10 +191,10 @@ def _updates(
 
 
 def evaluate(training: Training, journal: Journal) -> None:
-    """Measure and record the validation loss."""
+    """Measure and record the validation loss, and what else the task measures."""
     journal.catch_up()
     step, loss = training.evaluate()
-    journal.write({"kind": "eval", "step": step, "loss": loss})
+    journal.write({"kind": "eval", "step": step, "loss": loss, **training.metrics})
     journal.restart_clock()
 
 
@@ -256,8 +256,8 @@ def _result(training: Training) -> dict[str, Any]:
         "final_loss": training.latest.loss,
         "best_loss": training.best.loss,
         "best_step": training.best.step,
-        "tokens": training.step * training.config.tokens_per_step,
-        "epochs": training.loader.epochs(training.step),
+        training.task.unit: training.step * training.task.per_step,
+        **({} if (epochs := training.task.epochs(training.step)) is None else {"epochs": epochs}),
         "seconds": training.seconds,
         "skipped": training.guard.skipped,
     }

@@ -16,8 +16,9 @@ from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
+from muonsw.lab.tasks.decoder import DataConfig
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
-from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
+from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
 # The settings that most likely made the paper's numbers: see docs/reproducing.md.
 PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 import torch
 from rich.console import Console
 
-from muonsw.lab.model import count
 from muonsw.lab.progress import View, showing
 from muonsw.lab.train.loop import Watch
 from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import Training
 
 NAME = "training"
-ORDER = ("update", "loss", "validation", "weight RMS", "tokens/s", "MFU")
+ORDER = ("update", "loss", "validation", "weight RMS")
 # Dense bfloat16 TFLOP/s by a part of the device's name, from the makers' data sheets.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0, "4090": 165.0}
 
@@ -51,25 +50,26 @@ def watching(console: Console) -> Iterator[Watch]:
 
 class _Display:
     def __init__(self, view: View) -> None:
-        self.view, self.steps, self.flops = view, 0, 0.0
+        self.view, self.steps, self.flops, self.unit = view, 0, 0.0, ""
 
     def started(self, training: Training) -> None:
         config = training.config
         self.steps, self.flops = config.steps, _share_of_peak(training)
-        epochs = training.loader.epochs(config.steps)
+        task, self.unit = training.task, training.task.unit
         parameters = sum(parameter.numel() for parameter in training.model.parameters())
         self.view.say(
-            f"{parameters:,} parameters, {config.steps:,} updates of {config.tokens_per_step:,} tokens, "
-            f"{epochs:.2f} epochs of {config.data.path}, on {training.device}"
+            f"{parameters:,} parameters, {config.steps:,} updates of {task.per_step:,} {task.unit}, "
+            f"{task.data(config.steps)}, on {training.device}"
         )
-        self.view.update(NAME, training.step, dict.fromkeys(ORDER, ""), total=config.steps)
+        order = (*ORDER, f"{self.unit}/s", "MFU")
+        self.view.update(NAME, training.step, dict.fromkeys(order, ""), total=config.steps)
 
     def record(self, record: Record) -> None:
         numbers = numbers_of(record, self.steps)
         if record["kind"] == "eval":
             self.view.log(f"update {record['step']:,} of {self.steps:,}: validation {numbers['validation']}")
-        if speed := record.get("tokens_per_second"):
-            numbers["tokens/s"] = f"{speed:,.0f}"
+        if speed := record.get(f"{self.unit}_per_second"):
+            numbers[f"{self.unit}/s"] = f"{speed:,.0f}"
             if self.flops:
                 numbers["MFU"] = f"{100 * self.flops * speed:.1f}%"
         self.view.update(NAME, record["step"] if record["kind"] == "train" else None, numbers)
@@ -77,9 +77,9 @@ class _Display:
 
 def _share_of_peak(training: Training) -> float:
     """What one token a second is of the peak of all ranks' devices; zero where that is not known."""
-    if training.device.type != "cuda":
+    if training.device.type != "cuda" or not training.task.flops:
         return 0.0
     name = torch.cuda.get_device_name(training.device)
     peak = next((value for part, value in PEAK_TFLOPS.items() if part in name), None)
     ranks = training.world.size
-    return 0.0 if peak is None else count(training.config.model).flops_per_token / (ranks * peak * 1e12)
+    return 0.0 if peak is None else training.task.flops / (ranks * peak * 1e12)

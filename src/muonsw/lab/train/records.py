@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from muonsw.lab.errors import UsageError, install_line
-from muonsw.lab.model import Losses
 from muonsw.lab.storage import numbered, parse_json, plain, replacing, reported, write_atomically
+from muonsw.lab.tasks.task import LossParts
 from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Evaluation, Training
 from muonsw.telemetry import TensorBoardSink, WandbSink
@@ -44,6 +43,7 @@ class Journal:
     _started: float = field(default_factory=time.perf_counter)
     _since: float = field(default_factory=time.perf_counter)
     _written: int = field(init=False)
+    _names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._written = self.training.step
@@ -53,10 +53,11 @@ class Journal:
         for sink in self.sinks:
             sink(record)
 
-    def note_update(self, lr: float, losses: Losses, norm: Tensor) -> None:
+    def note_update(self, lr: float, losses: LossParts, norm: Tensor) -> None:
         """Remember an update; its numbers are read back together with others'."""
-        *single, load = losses
-        numbers = torch.cat([torch.stack([*single, norm]).double(), load.double().flatten()])
+        self._names = [name for name, part in losses._asdict().items() if not part.dim()]
+        single, others = losses[: len(self._names)], losses[len(self._names) :]
+        numbers = torch.cat([torch.stack([*single, norm]).double(), *(part.double().flatten() for part in others)])
         self._waiting.append((self.training.step, lr, numbers))
         if self.training.device.type == "cpu" or len(self._waiting) >= READ_EVERY:
             self.catch_up()
@@ -71,9 +72,9 @@ class Journal:
             return
         waiting, self._waiting = self._waiting, []
         rows = self.training.world.mean(torch.stack([numbers for _, _, numbers in waiting]).cpu())
-        rate = self._tokens_per_second(last=waiting[-1][0])
+        speed = {f"{self.training.task.unit}_per_second": self._speed(last=waiting[-1][0])}
         for (step, lr, _), row in zip(waiting, rows, strict=True):
-            record = self._record(step, lr, row) | {"tokens_per_second": rate}
+            record = self._record(step, lr, row) | speed
             if step % self.training.config.log_every == 0 or step == self.training.config.steps:
                 self.write(record)
             self.training.guard.watch(step, record["loss"], record["grad_norm"])
@@ -87,41 +88,25 @@ class Journal:
         before, self._started = self._started, time.perf_counter()
         return self._started - before
 
-    def _tokens_per_second(self, last: int) -> float:
+    def _speed(self, last: int) -> float:
         now = time.perf_counter()
-        rate = self.training.config.tokens_per_step * (last - self._written) / (now - self._since)
+        rate = self.training.task.per_step * (last - self._written) / (now - self._since)
         self._since, self._written = now, last
         return rate
 
     def _record(self, step: int, lr: float, row: Tensor) -> Record:
-        loss, cross_entropy, balance, z, norm = row[:5].tolist()
-        config = self.training.config
-        experts = config.model.experts
-        record: dict[str, Any] = {
+        task, scalars = self.training.task, len(self._names)
+        total, *parts, norm = row[: scalars + 1].tolist()
+        return {
             "kind": "train",
             "step": step,
-            "loss": loss,
-            "cross_entropy": cross_entropy,
-            "balance": balance,
-            "z": z,
+            "loss": total,
+            **dict(zip(self._names[1:], parts, strict=True)),
             "grad_norm": norm,
             "lr": lr,
-            "tokens": step * config.tokens_per_step,
+            task.unit: step * task.per_step,
+            **task.record(row[scalars + 1 :]),
         }
-        if experts > 1:
-            record["load_entropy"] = load_entropy(row[5:].view(-1, experts)).tolist()
-        return record
-
-
-def load_entropy(load_LE: Tensor) -> Tensor:
-    """Entropy of the experts' load in each layer, relative to an even one.
-
-    Examples:
-        >>> load_entropy(torch.tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0]])).tolist()
-        [1.0, 0.0]
-    """
-    entropy: Tensor = torch.special.entr(load_LE).sum(dim=1)
-    return entropy / math.log(load_LE.shape[1])
 
 
 class MetricsFile:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,13 @@ from torch import Tensor
 
 from muonsw import machine
 from muonsw.distributed.shards import whole
-from muonsw.lab.data.loader import TokenBatch, TokenLoader, ValidationLoader, prefetch
-from muonsw.lab.data.shards import fingerprint, open_split, read_record
+from muonsw.lab.data.loader import prefetch
 from muonsw.lab.errors import Diverged, UsageError
-from muonsw.lab.model import Decoder, Losses, ModelConfig
+from muonsw.lab.model import ModelConfig
+from muonsw.lab.tasks.decoder import DecoderTask, with_tokens
+from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks.task import Batch, LossParts, Task, to_device
+from muonsw.lab.tasks.user import UserTask, with_file
 from muonsw.lab.theory.schedule import lr_scheduler
 from muonsw.lab.train.checkpoint import Checkpoint, CheckpointError, load_optimizer, optimizer_tensors
 from muonsw.lab.train.config import RunConfig
@@ -47,7 +50,7 @@ class Evaluation(NamedTuple):
 class UpdateResult(NamedTuple):
     """What an update leaves on the device: its losses, and the gradients' norm before clipping."""
 
-    losses: Losses
+    losses: LossParts
     norm: Tensor
 
 
@@ -55,13 +58,15 @@ class Training:
     """A run in memory, ready to take its next update.
 
     Args:
-        config: A config with `data.fingerprint` filled in, as `with_fingerprint` does.
+        config: A config with its fingerprint filled in, as `with_fingerprint` does.
         world: The ranks that train it together.
 
     Attributes:
+        task: What is trained.
         step: Completed updates.
         best: The best evaluation so far.
         latest: The latest one.
+        metrics: What the latest one measured besides the loss.
         seconds: How long earlier processes have trained this run.
     """
 
@@ -70,17 +75,21 @@ class Training:
         self.world = world or World()
         self.best: Evaluation | None = None
         self.latest: Evaluation | None = None
+        self.metrics: dict[str, float] = {}
         self.seconds = 0.0
         self.guard = LossGuard(config.diverged, config.skipped)
         if config.threads:
             torch.set_num_threads(config.threads)
         self.device = own_device(config, self.world)
-        self.loader, self.validation = self.world.together(self._open_data)
-        self.model = Decoder(config.model, seed=config.seed).to(self.device)
+        self.task = self.world.together(lambda: open_task(config, self.world.size))
+        self.model = self.task.model(config.seed).to(self.device)
         if config.weights == "bfloat16":
             for parameter in self.model.parameters():  # buffers stay: rotations need their digits
                 parameter.data = parameter.data.bfloat16()
-        self.placed = place_model(self.model, config, self.world, self.device)
+        if not self.world.alone:
+            self.task.join_ranks(self.model, self.world.size)
+        self.module = self.task.computing_loss(self.model)
+        self.placed = place_model(self.module, config, self.world, self.device)
         self.forward = self._compiled()
         self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, self.placed.process_group)
         graphs = self.world.alone and uses_graphs(config)
@@ -89,52 +98,54 @@ class Training:
         self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
         require_decay_below_one(self.optimizer)
 
-    def _open_data(self) -> tuple[TokenLoader, ValidationLoader]:
-        folder, sequence, config = Path(self.config.data.path), self.config.model.sequence, self.config
-        micro = config.batch // (config.accumulation * self.world.size)
-        shards, limit = open_split(folder, "train"), config.data.train_windows
-        loader = TokenLoader(shards, sequence, config.batch, config.seed, limit)
-        held_out = open_split(folder, "validation")
-        return loader, ValidationLoader(held_out, sequence, micro, config.data.eval_windows)
+    def describe(self) -> dict[str, Any]:
+        """What is trained: the model, its parameters by role and algorithm, the data."""
+        roles: Counter[str] = Counter()
+        for group in self.optimizer.param_groups:
+            decays = "decayed" if group["weight_decay"] else "not decayed"
+            sizes = (parameter.numel() for parameter in group["params"])
+            roles[f"{group['role']} ({group['algorithm']}, {decays})"] += sum(sizes)
+        kind = type(self.model).__name__
+        return {"model": kind, "parameters": dict(roles), "data": self.task.data(self.config.steps)}
 
     def settle(self) -> None:
         """Take a backward pass for nothing where the first one decides in which order ranks add up gradients.
 
         Otherwise the first update after each start would differ in its last bits from that of a run that never stopped.
         """
-        if self.placed.settles:
+        if not self.placed.settles:
+            return
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.forward_backward(self._micro_batches(self.step)[:1])
-            self.optimizer.zero_grad(set_to_none=True)
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(before[name])
+        self.optimizer.zero_grad(set_to_none=True)
 
-    def batches(self) -> Iterator[list[TokenBatch]]:
-        """The micro-batches of each update that is left, on the device, read in the background."""
-        return prefetch(self._micro_batches, self.step, self.config.steps)
+    def batches(self) -> Iterator[list[Batch]]:
+        """The micro-batches of each update that is left, on the device, read in the background if the task allows."""
+        if self.task.prefetches:
+            return prefetch(self._micro_batches, self.step, self.config.steps)
+        return map(self._micro_batches, range(self.step, self.config.steps))
 
-    def _micro_batches(self, step: int) -> list[TokenBatch]:
+    def _micro_batches(self, step: int) -> list[Batch]:
         ranks, rank = self.world.size, self.world.rank
-        parts = self.loader.micro_batches(step, ranks=ranks, rank=rank, accumulation=self.config.accumulation)
-        return [self._to_device(batch) for batch in parts]
+        parts = self.task.micro_batches(step, ranks=ranks, rank=rank, accumulation=self.config.accumulation)
+        return [to_device(batch, self.device) for batch in parts]
 
-    def _to_device(self, batch: TokenBatch) -> TokenBatch:
-        if self.device.type != "cuda":
-            return batch
-        inputs, targets = (part.pin_memory().to(self.device, non_blocking=True) for part in batch)
-        return inputs, targets
-
-    def forward_backward(self, batches: list[TokenBatch]) -> Losses:
+    def forward_backward(self, batches: list[Batch]) -> LossParts:
         """Add up the gradients of an update; its losses, means over the micro-batches, stay on the device."""
         parts = []
-        for number, (inputs, targets) in enumerate(batches, start=1):
+        for number, batch in enumerate(batches, start=1):
             with self.placed.backward_pass(last=number == len(batches)):
                 with self.autocast():
-                    losses: Losses = self.forward(inputs, targets)
-                (losses.total / len(batches)).backward()  # type: ignore[no-untyped-call]
+                    losses = self.task.loss(self.forward, batch)
+                (losses.total / len(batches)).backward()
             parts.append(losses)
-        return Losses(
-            *(torch.stack([value.detach() for value in values]).mean(0) for values in zip(*parts, strict=True))
-        )
+        means = (torch.stack([value.detach() for value in values]).mean(0) for values in zip(*parts, strict=True))
+        return type(parts[0])(*means)
 
-    def update(self, batches: list[TokenBatch], *, measured: bool) -> UpdateResult:
+    def update(self, batches: list[Batch], *, measured: bool) -> UpdateResult:
         """Take an update: forward, backward, clip, step; `measured` if telemetry looks at it."""
         take = self.replayed_update.eager if measured and self.replayed_update else self.replayed_update
         update = (take or self.plain_update)(batches)
@@ -142,7 +153,7 @@ class Training:
         self.step += 1
         return update
 
-    def plain_update(self, batches: list[TokenBatch]) -> UpdateResult:
+    def plain_update(self, batches: list[Batch]) -> UpdateResult:
         """The kernels of an update, which a graph may capture.
 
         Raises:
@@ -164,24 +175,30 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Mean cross-entropy over the validation windows, the same for every run on this data."""
+        """Means over the validation batches, which are the same for every run on this data."""
         total, rows = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        for batch, counted in self.validation.parts(ranks=self.world.size, rank=self.world.rank):
+        self.placed.share_buffers()
+        self.module.eval()
+        for batch, counted in self.task.validation(ranks=self.world.size, rank=self.world.rank):
             self.world.alive(f"evaluation after update {self.step}")
-            total += (self.replayed_score or self.score)([self._to_device(batch)]).double() * counted
+            total = total + (self.replayed_score or self.score)([to_device(batch, self.device)]) * counted
             rows += counted
-        loss, seen = self.world.total(torch.tensor([float(total), float(rows)], dtype=torch.float64)).tolist()
-        self.latest = Evaluation(self.step, loss / seen)
+        self.module.train()
+        *sums, seen = self.world.total(torch.tensor([*total.tolist(), rows], dtype=torch.float64)).tolist()
+        measured = dict(zip(self._measured, (value / seen for value in sums), strict=True))
+        self.latest = Evaluation(self.step, measured.pop("loss"))
+        self.metrics = measured
         if self.best is None or math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
 
-    def score(self, batches: list[TokenBatch]) -> Tensor:
-        """The cross-entropy of one batch."""
-        ((inputs, targets),) = batches
+    def score(self, batches: list[Batch]) -> Tensor:
+        """What is measured of one batch: the loss, then what else the task measures."""
+        (batch,) = batches
         with torch.no_grad(), self.autocast():
-            losses: Losses = self.model(inputs, targets)
-        return losses.cross_entropy
+            found = self.task.evaluation(self.module, batch)
+        self._measured = tuple(found)
+        return torch.stack([torch.as_tensor(value, device=self.device).double() for value in found.values()])
 
     def base_lr(self) -> float:
         """The learning rate of the next update before muP multiplies it."""
@@ -196,15 +213,16 @@ class Training:
         wanted = chosen == "bfloat16" or (chosen == "auto" and self.device.type == "cuda")
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted else nullcontext()
 
-    def _compiled(self) -> Callable[..., Losses]:
+    def _compiled(self) -> Callable[..., LossParts]:
         if not compiles(self.config):
             return self.placed.forward
-        _forget_other_models(self.config.model)
-        compiled: Callable[..., Losses] = torch.compile(self.placed.forward)
+        _forget_other_models(self.config.task or self.config.model)
+        compiled: Callable[..., LossParts] = torch.compile(self.placed.forward)
         return compiled
 
     def checkpoint(self) -> Checkpoint:
         """Everything needed to go on from here."""
+        self.placed.share_buffers()
         optimizer, groups = optimizer_tensors(self.optimizer)
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -219,7 +237,7 @@ class Training:
             "threads": torch.get_num_threads(),
             "config": self.config.as_data(),
         }
-        tensors = {"model": dict(self.model.state_dict()), "optimizer": optimizer, "random": random}
+        tensors = {"model": own_tensors(self.model), "optimizer": optimizer, "random": random}
         return Checkpoint(self.step, tensors, state)
 
     def load(self, saved: Checkpoint) -> None:
@@ -235,7 +253,7 @@ class Training:
             raise CheckpointError(f"the one after update {saved.step} does not fit this run ({reason})") from error
 
     def _load(self, saved: Checkpoint) -> None:
-        self.model.load_state_dict(saved.tensors["model"])
+        self.model.load_state_dict({name: saved.tensors["model"][own] for name, own in _own_names(self.model).items()})
         load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
         # The schedule is a function of the step; the learning rates themselves came with the groups.
         self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
@@ -254,15 +272,40 @@ class Training:
             torch.set_num_threads(number)
 
 
+def open_task(config: RunConfig, ranks: int = 1) -> Task:
+    """What a run trains, on so many ranks.
+
+    Raises:
+        UsageError: If its data or its file cannot be used.
+    """
+    if config.task is not None:
+        return UserTask(config.task, batch=config.batch, seed=config.seed)
+    micro = config.batch // (config.accumulation * ranks)
+    return DecoderTask(config.model, config.data, batch=config.batch, micro=micro, seed=config.seed)
+
+
+def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name; those that are tied once, under their first name."""
+    state = model.state_dict()
+    return {name: state[name] for name in dict.fromkeys(_own_names(model).values())}
+
+
+def _own_names(model: torch.nn.Module) -> dict[str, str]:
+    """By every name in a model's state, the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
 def compiles(config: RunConfig) -> bool:
-    """Whether a run compiles its model."""
-    return config.compile == "on" or (config.compile == "auto" and resolve_device(config.device).type == "cuda")
+    """Whether a run compiles its model; that of a user's task only if it is told to."""
+    wanted = config.compile == "auto" and config.task is None
+    return config.compile == "on" or (wanted and resolve_device(config.device).type == "cuda")
 
 
-_compiled_model: ModelConfig | None = None
+_compiled_model: ModelConfig | TaskConfig | None = None
 
 
-def _forget_other_models(model: ModelConfig) -> None:
+def _forget_other_models(model: ModelConfig | TaskConfig) -> None:
     """Drop compiled code of a model of another shape; code of the same shape serves the next run in this process.
 
     The compiler keeps few variants of a function, and runs without any, silently, once there are more.
@@ -335,8 +378,11 @@ class LossGuard:
 
 
 def uses_graphs(config: RunConfig) -> bool:
-    """Whether updates are captured as CUDA graphs: small ones on a GPU, where launching takes longer than computing."""
-    if resolve_device(config.device).type != "cuda" or config.graphs == "off":
+    """Whether updates are captured as CUDA graphs: small ones on a GPU, where launching takes longer than computing.
+
+    A user's task may do on the host what a graph would not repeat.
+    """
+    if config.task is not None or resolve_device(config.device).type != "cuda" or config.graphs == "off":
         return False
     return config.graphs == "on" or (config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS)
 
@@ -380,18 +426,11 @@ def own_device(config: RunConfig, world: World) -> torch.device:
 
 
 def with_fingerprint(config: RunConfig) -> RunConfig:
-    """The config with the hash of its tokens, after checking that model and data fit together.
+    """The config with the hash of its tokens, or of its task's file.
 
     Raises:
-        UsageError: If the folder holds other tokens than the config says, or more kinds than the model has.
+        UsageError: If they are others than the config says, or do not fit the model.
     """
-    record = read_record(Path(config.data.path))
-    if record.vocab_size > config.model.vocab:
-        size = f"{config.data.path} has a vocabulary of {record.vocab_size} tokens"
-        raise UsageError(f"{size}, more than model.vocab={config.model.vocab}: raise model.vocab")
-    found = fingerprint(record)
-    wanted = config.data.fingerprint
-    if wanted not in (None, found):
-        other = f"{config.data.path} holds other tokens ({found}) than this run was started on ({wanted})"
-        raise UsageError(f"{other}: give those with --data, or choose another folder for the run")
-    return replace(config, data=replace(config.data, fingerprint=found))
+    if config.task is not None:
+        return replace(config, task=with_file(config.task))
+    return replace(config, data=with_tokens(config.data, config.model))

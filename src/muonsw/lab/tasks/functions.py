@@ -1,0 +1,280 @@
+"""The functions of a user's file or module, and the options that they take."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from muonsw.lab.errors import UsageError
+from muonsw.registry import unknown
+
+# What a task consists of, with the arguments that the engine passes; further ones are options.
+CALLS = {
+    "model": ("seed",),
+    "batches": ("split", "seed"),
+    "loss": ("model", "batch"),
+    "metrics": ("model", "batch"),
+}
+OPTIONAL = ("metrics",)
+OPTIONS, SETTINGS = "Options", "SETTINGS"
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """A task of the user's own.
+
+    Attributes:
+        path: A Python file, or the dotted name of a module.
+        options: Its options that differ from their defaults, as `name=value`.
+        fingerprint: A hash of the file; None takes the file's, and a run writes it down and insists on it.
+        eval_batches: Validation batches; None takes all of a list, and the first 16 of anything without a length.
+    """
+
+    path: str
+    options: tuple[str, ...] = ()
+    fingerprint: str | None = None
+    eval_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.eval_batches is not None and self.eval_batches < 1:
+            raise ValueError(f"task.eval_batches={self.eval_batches} must be at least 1")
+
+    @property
+    def name(self) -> str:
+        """What it is called: the file's name, or the module's."""
+        return Path(self.path).name
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The functions of a task, called with its options.
+
+    Attributes:
+        name: What errors call the file.
+        module: What it defines.
+        options: What was given, as `name=value`.
+    """
+
+    name: str
+    module: ModuleType
+    options: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for function in CALLS:
+            self._require(function)
+        object.__setattr__(self, "values", self._parsed())
+
+    def __call__(self, function: str, *given: Any) -> Any:
+        """What a function returns.
+
+        Raises:
+            UsageError: If it raises something itself, with the line.
+        """
+        with self.blamed(function):
+            return self.bound(function)(*given)
+
+    def bound(self, function: str) -> Callable[..., Any]:
+        """A function with its options filled in; errors inside it are its own."""
+        called = getattr(self.module, function)
+        chosen = {name: self.values[name] for name in self._own_options(function)}
+        return (lambda *given: called(*given, **chosen)) if chosen else called
+
+    def has(self, function: str) -> bool:
+        """Whether the file defines it."""
+        return hasattr(self.module, function)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the file says of steps, rates and so on, for runs that do not say otherwise."""
+        found = getattr(self.module, SETTINGS, {})
+        if not isinstance(found, Mapping):
+            raise UsageError(f"{self.name}: {SETTINGS} is {shown(found)}; make it a dict such as {{'lr': 0.003}}")
+        return dict(found)
+
+    @contextmanager
+    def blamed(self, function: str) -> Iterator[None]:
+        """Turn whatever the file's code raises into an error that names the function and the line."""
+        try:
+            yield
+        except UsageError:
+            raise
+        except Exception as error:
+            call = f"{function}({', '.join(CALLS[function])})"
+            raise UsageError(
+                f"{self.name}: {call} raised {type(error).__name__}: {error}{self._line(error)}"
+            ) from error
+
+    def _line(self, error: Exception) -> str:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == self.module.__file__]
+        return f" (line {lines[-1]})" if lines else ""
+
+    def _require(self, function: str) -> None:
+        """Make sure that a function is there and takes what it is given."""
+        call = f"{function}({', '.join(CALLS[function])})"
+        if not self.has(function):
+            if function in OPTIONAL:
+                return
+            raise UsageError(f"{self.name} has no {call}; `muonsw task new FILE` writes a file that has everything")
+        called = getattr(self.module, function)
+        if not callable(called):
+            raise UsageError(f"{self.name}: {function} is {shown(called)}; expected a function {call}")
+        try:
+            inspect.signature(called).bind(*CALLS[function], **dict.fromkeys(self._own_options(function)))
+        except TypeError as error:
+            taken = f"{function}{inspect.signature(called)}"
+            raise UsageError(f"{self.name}: {taken} cannot be called as {call}: {error}") from error
+
+    def _own_options(self, function: str) -> list[str]:
+        """The options that a function takes: its arguments after those of the engine."""
+        arguments = list(inspect.signature(getattr(self.module, function)).parameters.values())
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        extra = [one for one in arguments[len(CALLS[function]) :] if one.kind not in kinds]
+        return [one.name for one in extra if one.default is not one.empty or one.name == "options"]
+
+    def _parsed(self) -> dict[str, Any]:
+        """Every option by name: as it was given, or its default."""
+        known, dataclass_fields = self._defaults(), self._fields()
+        values = dict(known)
+        for text in self.options:
+            name, equals, value = text.partition("=")
+            if name not in known or not equals:
+                listed = {key: value for key, value in known.items() if key != "options"}
+                raise UsageError(f"{self.name}: {unknown('option', name, list(listed))}; an option is name=value")
+            values[name] = convert(value, self._hint(name), f"--task.{name}")
+        if dataclass_fields:
+            own = {name: values.pop(name) for name in dataclass_fields}
+            values["options"] = getattr(self.module, OPTIONS)(**own)
+        return values
+
+    def _fields(self) -> list[str]:
+        kind = getattr(self.module, OPTIONS, None)
+        return [one.name for one in fields(kind)] if is_dataclass(kind) else []
+
+    def _defaults(self) -> dict[str, Any]:
+        """Options with their defaults: keyword arguments of functions, and fields of the dataclass `Options`."""
+        found: dict[str, Any] = {}
+        for function in filter(self.has, CALLS):
+            arguments = inspect.signature(getattr(self.module, function)).parameters
+            for name in self._own_options(function):
+                if name == "options" and self._fields():
+                    continue
+                default = arguments[name].default
+                if name in found and found[name] != default:
+                    both = f"{shown(found[name])} and {shown(default)}"
+                    raise UsageError(f"{self.name}: option {name} has two defaults, {both}: give it one")
+                found[name] = default
+        for one in fields(getattr(self.module, OPTIONS)) if self._fields() else ():
+            made = one.default_factory() if one.default_factory is not MISSING else one.default
+            if made is MISSING:
+                raise UsageError(f"{self.name}: {OPTIONS}.{one.name} has no default: give it one")
+            found[one.name] = made
+        return found
+
+    def _hint(self, name: str) -> Any:
+        """The type of an option: what it is annotated with, or that of its default."""
+        sources = [getattr(self.module, function) for function in filter(self.has, CALLS)]
+        for source in [getattr(self.module, OPTIONS, None), *sources]:
+            if source is not None and name in (hints := get_type_hints(source)):
+                return hints[name]
+        return type(self._defaults()[name])
+
+
+def convert(text: str, hint: Any, name: str) -> Any:
+    """A value from the text of a command line.
+
+    Examples:
+        >>> convert("6", int, "--task.depth"), convert("no", bool, "--task.flip"), convert("1e-3", float | None, "x")
+        (6, False, 0.001)
+    """
+    kinds = [kind for kind in getattr(hint, "__args__", (hint,)) if kind is not type(None)]
+    if kinds[0] is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() in words:
+            return words[text.lower()]
+    elif kinds[0] in (int, float):
+        try:
+            return kinds[0](text)
+        except ValueError:
+            pass
+    else:
+        return text
+    raise UsageError(f"{name} must be of type {kinds[0].__name__}, not {text!r}")
+
+
+def load_functions(config: TaskConfig) -> Functions:
+    """The functions of a task's file or module, which is run once in a process.
+
+    Raises:
+        UsageError: If there is no such file, or it cannot be imported, or it lacks a function.
+    """
+    return Functions(config.name, _module(config.path), config.options)
+
+
+def fingerprint(path: str) -> str:
+    """A hash of a task's file."""
+    source = Path(_module(path).__file__ or "")
+    return hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source.is_file() else ""
+
+
+def _module(path: str) -> ModuleType:
+    file = Path(path)
+    try:
+        if file.suffix != ".py":
+            return importlib.import_module(path)
+        if not file.is_file():
+            raise UsageError(
+                f"there is no task file {path}: check the path, or write one with `muonsw task new {path}`"
+            )
+        return _imported(file.resolve())
+    except UsageError:
+        raise
+    except Exception as error:
+        frames = [
+            one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file.resolve())
+        ]
+        line = f", line {frames[-1]}" if frames else ""
+        raise UsageError(f"{path} cannot be imported{line}: {type(error).__name__}: {error}") from error
+
+
+def _imported(file: Path) -> ModuleType:
+    """A file as a module, under a name that nothing else has; modules beside it can be imported, as from a script."""
+    name = f"muonsw_task_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stat().st_mtime_ns}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def shown(value: Any) -> str:
+    """A value in an error: its type, and what it is if that is short."""
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{kind} {text}" if len(text) <= 40 and "\n" not in text else f"a {kind}"
+
+
+def listed(options: Sequence[str]) -> str:
+    """Options as a command line has them."""
+    return " ".join(f"--task.{one.replace('=', ' ', 1)}" for one in options)
