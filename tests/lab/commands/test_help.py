@@ -12,7 +12,8 @@ from muonsw.lab.cli import main
 from muonsw.lab.commands import COMMANDS, load
 from muonsw.lab.commands.parsing import parse
 
-PAGES = [[name] for name in COMMANDS] + [["data", "prepare"], ["data", "verify"], ["data", "info"]]
+DATA, TASK = ("prepare", "verify", "info"), ("check", "new")
+PAGES = [[name] for name in COMMANDS] + [["data", name] for name in DATA] + [["task", name] for name in TASK]
 
 
 def help_of(words, capsys, monkeypatch):

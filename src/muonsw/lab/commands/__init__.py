@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, Entry] = {
     "advise": Entry("advise:Advise", "say whether decay matters in a run, and which lambda to try"),
     "data": Entry("data:Data", "prepare training data, verify it, or describe it"),
     "train": Entry("train:Train", "train a model, or continue a run that was stopped"),
+    "task": Entry("task:TaskCommand", "check a task of your own, or write a file to begin with"),
     "report": Entry("report:Report", "write one page about one or several runs"),
     "diagnose": Entry("diagnose:Diagnose", "show what decay does to the weights of runs"),
     "export": Entry("export:Export", "write the model of a run as safetensors"),

@@ -14,6 +14,7 @@ from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.show import paragraph, print_conclusion
+from muonsw.lab.commands.task import TaskOptions, introduce
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report.report import check_target
@@ -36,6 +37,8 @@ class Compare:
     0, or with 1 where a claim of the paper fails; one that is undecided does not.
     """
 
+    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
+    """A task of your own instead of a preset."""
     preset: str = "demo"
     """Model and recipe, as for `muonsw train`."""
     data: Annotated[Path | None, arg(metavar="DIR")] = None
@@ -69,6 +72,10 @@ class Compare:
     """Runs at a time, on one thread each; one for each core or GPU, or all of them on a cluster, unless given."""
     device: str = "auto"
     """cpu, cuda or auto."""
+    precision: str | None = None
+    """float32, bfloat16 (autocast), or auto for bfloat16 on a GPU."""
+    accumulation: int | None = None
+    """Micro-batches an update is cut into, for less memory."""
     verbose: FlagCreatePairsOff[bool] = False
     """Print all tables, with all their columns."""
     cluster: OmitArgPrefixes[ClusterOptions] = field(default_factory=ClusterOptions)
@@ -82,17 +89,12 @@ class Compare:
             raise UsageError(f"--workers must be at least 1, got {self.workers}")
         self.cluster.check(self.device)
         console = Console()
-        if self.data is None and not self.text:
-            say(console, "tokens: the Python standard library, prepared once in out/data")
-        base = self._base()
-        if self.text:
-            say(console, describe(Path(base.data.path)))
-            require_enough_text(base)
+        base = self._task_base(console) if self.own.task is not None else self._decoder_base(console)
         study = CompareStudy(
             base,
             self._arms(base),
             self.seeds,
-            f"Decay rules on the {self.preset} preset",
+            f"Decay rules on {base.task.name if base.task else f'the {self.preset} preset'}",
             control=self.control == "total",
             tune_lambda=self.tune_lambda,
         )
@@ -114,23 +116,49 @@ class Compare:
     def _plan(self, study: CompareStudy, workers: int) -> str:
         """What is about to happen, in a sentence."""
         base, names = study.base, " and ".join(arm.name for arm in study.arms)
+        seeds = f"{counted(self.seeds, 'seed')} each"
+        if base.task is not None:
+            length = f"{base.steps:,} updates of {counted(base.batch, 'sample')}"
+            return f"{names}, {seeds}: {length}, {workers} at a time, in {self.out}"
         epochs = base.steps * base.tokens_per_step / read_record(Path(base.data.path)).tokens("train")
         length = f"{base.steps:,} updates of {base.tokens_per_step:,} tokens ({epochs:.2f} epochs of {base.data.path})"
-        seeds = f"{counted(self.seeds, 'seed')} each"
         return f"{names}, {seeds}: {length}, {workers} at a time, in {self.out}"
+
+    def _task_base(self, console: Console) -> RunConfig:
+        """The run of a user's task, after checking it and saying how it is routed."""
+        self.own.refuse_with_task({"--data": self.data, "--text": self.text})
+        rates = {"lr": self.lr, "weight_decay": self.weight_decay, "steps": self.steps}
+        given: dict[str, Any] = {name: value for name, value in rates.items() if value is not None}
+        base, checked = self.own.run_config(device=self.device, **given, **self._every())
+        base = replace(base, threads=1 if self._on_cpu() else base.threads)
+        introduce(console, base, checked)
+        return base
+
+    def _decoder_base(self, console: Console) -> RunConfig:
+        """The run of a preset, after preparing its tokens."""
+        self.own.refuse_without_task()
+        if self.data is None and not self.text:
+            say(console, "tokens: the Python standard library, prepared once in out/data")
+        base = self._base()
+        if self.text:
+            say(console, describe(Path(base.data.path)))
+            require_enough_text(base)
+        return base
+
+    def _every(self) -> dict[str, Any]:
+        names = ("checkpoint_every", "telemetry_every", "precision", "accumulation")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def _base(self) -> RunConfig:
         base = replace(run_on(self.preset, self.data, self.text), device=self.device)
         changes = {"lr": self.lr, "weight_decay": self.weight_decay}
         given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-        names = ("checkpoint_every", "telemetry_every")
-        every: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         try:
             base = base if self.steps is None else with_steps(base, self.steps)
             # One thread for each run: the number of workers then changes nothing but the time.
             threads = 1 if self._on_cpu() else base.threads
             optimizer = replace(base.optimizer, **given)
-            return replace(base, optimizer=optimizer, threads=threads, **every)
+            return replace(base, optimizer=optimizer, threads=threads, **self._every())
         except ValueError as error:
             raise UsageError(str(error)) from error
 

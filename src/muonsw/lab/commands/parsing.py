@@ -25,6 +25,7 @@ FORMER: Mapping[str, Mapping[str, str]] = {
     "bench": {"--micro": "--micro-batch"},
 }
 TRAIN_PREFIX = "--optimizer."
+TASK_PREFIX = "--task."
 
 
 class Command(Protocol):
@@ -38,7 +39,7 @@ class Command(Protocol):
 def parse(name: str, kind: type[Command], options: Sequence[str]) -> Command:
     """The command with these options; a usage error exits with 2, `--help` with 0."""
     _tidy(kind)
-    words, shown = [_renamed(name, word) for word in options], io.StringIO()
+    words, shown = [_renamed(name, word) for word in _gathered(options)], io.StringIO()
     if not {"-h", "--help"} & set(words):
         return tyro.cli(kind, prog=f"muonsw {name}", args=words)
     try:
@@ -46,6 +47,26 @@ def parse(name: str, kind: type[Command], options: Sequence[str]) -> Command:
             return tyro.cli(kind, prog=f"muonsw {name}", args=words)
     finally:
         print("\n".join(map(_wrapped, shown.getvalue().splitlines())))
+
+
+def _gathered(words: Sequence[str]) -> list[str]:
+    """The words with `--task.depth 6 --task.flip` as one option `--task-options depth=6 flip=true`.
+
+    Examples:
+        >>> _gathered(["--task", "vit.py", "--task.depth", "6", "--steps", "9"])
+        ['--task', 'vit.py', '--steps', '9', '--task-options', 'depth=6']
+    """
+    rest, found, waiting = [], [], list(words)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith(TASK_PREFIX):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix(TASK_PREFIX).partition("=")
+        if not equals:
+            value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
+        found.append(f"{name.replace('-', '_')}={value}")
+    return [*rest, "--task-options", *found] if found else rest
 
 
 def width() -> int:

@@ -11,6 +11,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.commands.data import describe
+from muonsw.lab.commands.task import TaskOptions, introduce
 from muonsw.lab.errors import UsageError
 from muonsw.lab.studies.program import read_config_file, run
 from muonsw.lab.terminal import say
@@ -43,6 +44,8 @@ class Train:
     Exits with 0 when the run is complete, 1 when it diverged, 130 or 143 when it was stopped and saved.
     """
 
+    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
+    """A task of your own instead of a preset."""
     preset: str = "demo"
     """Model and recipe: demo, mini, w128, w256, w512, w768, w1024, each also with -dense."""
     data: Annotated[Path | None, arg(metavar="DIR")] = None
@@ -50,13 +53,13 @@ class Train:
     text: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
     """Your own text instead: files, folders or quoted globs (.txt, .md, .jsonl, .parquet); prepared in out/data."""
     out: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Folder of the run; default out/train/PRESET."""
+    """Folder of the run; default out/train/ with the name of the preset, the task or the config."""
     config: Annotated[Path | None, arg(metavar="FILE")] = None
     """A complete config file, such as a run's config.json, instead of all other settings."""
     steps: int | None = None
     """Updates, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
     batch: int | None = None
-    """Sequences in an update, instead of the preset's."""
+    """Sequences in an update, instead of the preset's; a task says itself how large its batches are."""
     accumulation: int | None = None
     """Micro-batches an update is cut into, for less memory."""
     checkpoint_every: Annotated[int | None, arg(metavar="N")] = None
@@ -67,6 +70,8 @@ class Train:
     """Seed of the initial weights and the order of the data."""
     device: str = "auto"
     """cpu, cuda or auto."""
+    precision: str | None = None
+    """float32, bfloat16 (autocast), or auto for bfloat16 on a GPU."""
     tensorboard: FlagCreatePairsOff[bool] = False
     """Also write TensorBoard events into the run's folder."""
     wandb: str = ""
@@ -75,6 +80,9 @@ class Train:
 
     def run(self) -> int:
         """Train, with progress on the terminal."""
+        if self.own.task is not None:
+            return self._run_task(self.own.task)
+        self.own.refuse_without_task()
         folder = self.out or Path("out/train") / (self.config.stem if self.config else self.preset)
         config = read_config_file(self.config) if self.config else self._config()
         if self.text and not self.config:
@@ -83,15 +91,32 @@ class Train:
             require_enough_text(config)
         return run(config, folder)
 
+    def _run_task(self, task: str) -> int:
+        """Check a task, say how it is routed, and train it."""
+        others = {"--data": self.data, "--text": self.text, "--config": self.config, "--batch": self.batch}
+        self.own.refuse_with_task(others)
+        given = {**self._changes(), **self._optimizer(), **self._extras()}
+        steps = {} if self.steps is None else {"steps": self.steps}
+        config, checked = self.own.run_config(seed=self.seed, **given, **steps)
+        if speaker() is None:
+            introduce(Console(), config, checked)
+        return run(config, self.out or Path("out/train") / Path(task).stem)
+
+    def _changes(self) -> dict[str, Any]:
+        names = ("batch", "accumulation", "checkpoint_every", "telemetry_every", "precision")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def _optimizer(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self.optimizer).items() if value is not None}
+
+    def _extras(self) -> dict[str, Any]:
+        return {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}
+
     def _config(self) -> RunConfig:
         try:
             config = run_on(self.preset, self.data, self.text, seed=self.seed)
-            names = ("batch", "accumulation", "checkpoint_every", "telemetry_every")
-            changes: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
-            optimizer = {name: value for name, value in vars(self.optimizer).items() if value is not None}
-            extras: dict[str, Any] = {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}
-            config = replace(config, **changes)
+            config = replace(config, **self._changes())
             config = config if self.steps is None else with_steps(config, self.steps)
-            return replace(config, optimizer=replace(config.optimizer, **optimizer), **extras)
+            return replace(config, optimizer=replace(config.optimizer, **self._optimizer()), **self._extras())
         except ValueError as error:
             raise UsageError(str(error)) from error

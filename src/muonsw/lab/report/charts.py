@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +34,14 @@ def _learning_rates(run: Run) -> Points:
     return logged if len(logged[0]) else run.recorded("lr")
 
 
+def _metric(run: Run, name: str) -> Points:
+    return run.evals.known(name)
+
+
 LOSS = Axis("loss")
 PANELS = (
     Panel("validation-loss", "Validation loss", lambda run: run.losses, LOSS,
-          "Loss on held-out text after so many updates."),
+          "Loss on what is held out, after so many updates."),
     Panel("training-loss", "Training loss", lambda run: run.training_losses, LOSS,
           "Thin: loss of each batch before its update. Thinned by keeping the ends and the extremes of each bin: every "
           "point is a value of the run. Thick: the median over the runs of an arm, averaged over "
@@ -70,7 +75,16 @@ class Charts:
 
     def all(self) -> list[Chart]:
         """Every chart for which something was recorded."""
-        return [chart for chart in map(self.chart, PANELS) if chart.curves]
+        first, *others = PANELS
+        return [chart for chart in map(self.chart, (first, *self._metrics(), *others)) if chart.curves]
+
+    def _metrics(self) -> list[Panel]:
+        """A panel for each metric that evaluations recorded besides the loss."""
+        names = dict.fromkeys(name for run in self.runs for name in run.metrics)
+        note = (
+            "On what is held out, after so many updates. Thick: the median over the runs of an arm, where it has some."
+        )
+        return [Panel(f"metric-{name}", name, partial(_metric, name=name), Axis(name), note) for name in names]
 
     def chart(self, panel: Panel) -> Chart:
         """One panel of all runs; the predicted norm, which takes long, of a few."""
@@ -124,8 +138,8 @@ def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
 
     The fall before that may be ten times as high as everything after it, and would flatten the rest.
     """
-    # The loss of a user's own loop may have any unit.
-    unit = "nats per token" if runs and all(run.settings for run in runs) else ""
+    # The loss of a user's own task or loop may have any unit.
+    unit = "nats per token" if runs and all(run.unit for run in runs) else ""
     late: list[float] = []
     for curve in curves:
         begin = BEGINNING * curve.x[-1]

@@ -24,6 +24,7 @@ from muonsw.lab.tables import MISSING, Cell, Column, Table, change_text, loss_te
 from muonsw.text import counted
 
 OF_ONE_RUN = ("command", "command_line", "argv", "started", "time", "pid", "folder", "cwd")
+TRAINED = "trained"
 MANY = 12  # rows from which a table that few will read starts closed
 
 
@@ -69,7 +70,8 @@ def build_report(title: str, runs: Sequence[Run], **content: Unpack[Content]) ->
     """The same report as data."""
     charts, claims, figures = Charts(runs), content.get("claims") or {}, content.get("figures", ())
     sections: list[Section] = [claims_table(claims)] if claims else []
-    sections += [*content.get("tables", ()), *figures, *charts.all()]
+    trained = trained_table(charts)
+    sections += [*content.get("tables", ()), *([trained] if trained else []), *figures, *charts.all()]
     if runs:
         about = (runs_table(charts), differences_table(charts), commands_table(charts), environment_table(charts))
         sections += [table for table in about if table is not None]
@@ -137,9 +139,10 @@ def runs_table(charts: Charts) -> Table:
         )
         for label, arm, run in zip(charts.labels, charts.arm_of, charts.runs, strict=True)
     ]
+    nats = all(run.unit for run in charts.runs)
     note = (
-        "Losses are validation cross-entropy in nats per token. The weight RMS is the last one recorded of the weights "
-        "that decay, and its change is against the largest."
+        f"Losses are {'validation cross-entropy in nats per token' if nats else 'those of validation batches'}. The "
+        "weight RMS is the last one recorded of the weights that decay, and its change is against the largest."
     )
     return Table("runs", "Runs", columns, rows, note)
 
@@ -173,7 +176,7 @@ def commands_table(charts: Charts) -> Table | None:
     rows = [
         (label, Cell(f"muonsw train --config {_quoted(run.path / 'config.json')} --out {_again(run.path)}", code=True))
         for label, run in zip(charts.labels, charts.runs, strict=True)
-        if run.settings
+        if "optimizer" in run.settings
     ]
     return Table("commands", "Run them again", ("run", "command"), rows, folded=len(rows) > MANY) if rows else None
 
@@ -187,11 +190,43 @@ def _again(path: Path) -> str:
     return _quoted(path.with_name(f"{path.name}-again"))
 
 
+def trained_table(charts: Charts) -> Table | None:
+    """What was trained: model, parameters by role, data, updates, seeds, machine; None where no run says so."""
+    groups: dict[str, tuple[dict[str, str], list[Run]]] = {}
+    for run in charts.runs:
+        if facts := _trained(run):
+            groups.setdefault(json.dumps(facts), (facts, []))[1].append(run)
+    shown = list(groups.values())[:4]
+    if not shown:
+        return None
+    keys = dict.fromkeys(key for facts, _ in shown for key in facts)
+    seeds = ("seeds", *(", ".join(map(str, sorted({run.seed for run in runs}))) for _, runs in shown))
+    rows = [(key, *(facts.get(key) for facts, _ in shown)) for key in keys]
+    headings = [runs[0].name if len(shown) > 1 else "all runs" for _, runs in shown]
+    return Table("trained", "What was trained", ("", *headings), [*rows, seeds], folded=len(rows) > 2 * MANY)
+
+
+def _trained(run: Run) -> dict[str, str]:
+    found = run.environment.get(TRAINED)
+    if not isinstance(found, dict):
+        return {}
+    sizes = {role: size for role, size in (found.get("parameters") or {}).items() if isinstance(size, int)}
+    device, torch = (run.environment.get(key, "unknown") for key in ("device", "torch"))
+    return {
+        "model": f"{found.get('model')}, {sum(sizes.values()):,} parameters",
+        **{f"parameters: {role}": f"{size:,}" for role, size in sizes.items()},
+        "data": str(found.get("data")),
+        "updates": f"{run.planned_steps:,}" if run.planned_steps else MISSING,
+        "machine": f"{device}, {run.environment.get('cpu_cores', '?')} CPU cores, torch {torch}",
+    }
+
+
 def environment_table(charts: Charts) -> Table | None:
     """On what the runs were made; runs with the same environment share a column."""
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for label, run in zip(charts.labels, charts.runs, strict=True):
-        flat = {key: value for key, value in flatten(run.environment).items() if key not in OF_ONE_RUN}
+        whole = {key: value for key, value in run.environment.items() if key != TRAINED}
+        flat = {key: value for key, value in flatten(whole).items() if key not in OF_ONE_RUN}
         if flat:
             groups.setdefault(json.dumps(flat, sort_keys=True, default=str), (flat, []))[1].append(label)
     if not groups:

@@ -129,6 +129,21 @@ class Run:
         """What a comparison calls it."""
         return str(self.settings.get("arm") or "")
 
+    @property
+    def seed(self) -> int:
+        """Of its weights and batches."""
+        return int(self.settings.get("seed", 0))
+
+    @property
+    def unit(self) -> str:
+        """Of its losses: nats where it trained the decoder, and none that is known elsewhere."""
+        return "nats" if "optimizer" in self.settings and "task" not in self.settings else ""
+
+    @property
+    def metrics(self) -> list[str]:
+        """What evaluations measured besides the loss."""
+        return [name for name in self.evals if name not in ("step", "loss")]
+
     def named(self, arm: str) -> Run:
         """The same run under the name that a study has for its arm."""
         return replace(self, settings={**self.settings, "arm": arm})

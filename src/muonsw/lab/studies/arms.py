@@ -157,7 +157,9 @@ def _multiples(config: RunConfig) -> list[float]:
 
 
 def hidden_multiplier(config: RunConfig, optimizer: OptimizerConfig) -> float:
-    """What muP multiplies the base learning rate of hidden and expert matrices by."""
+    """What muP multiplies the base learning rate of hidden and expert matrices by; a task has no muP."""
+    if config.task is not None:
+        return 1.0
     if optimizer.algorithm == "adamw":
         return scalings(config.model)["hidden"].lr
     return muon_lr_multiplier(config.model, optimizer.muon_lr)

@@ -27,6 +27,7 @@ from muonsw.lab.studies.outcome import (
     mean,
     paired,
     pairs_table,
+    signed,
 )
 from muonsw.lab.studies.study import PAGE, Conclusion, Study
 from muonsw.lab.studies.tuning import TuningResult, edge_note, sweep_table, tune
@@ -88,7 +89,8 @@ class CompareStudy(Study[ComparisonResult]):
 
     def judge(self, found: ComparisonResult) -> Claims:
         """The paper's claims, which are about one lambda for both rules; none where each has its own."""
-        return {} if self.tune_lambda else {NAME: effects(found.runs, found.outcome)}
+        own_task = self.base.task is not None  # the paper claims nothing of it
+        return {} if self.tune_lambda or own_task else {NAME: effects(found.runs, found.outcome)}
 
     def sentence(self, found: ComparisonResult, claims: Claims) -> str:  # noqa: ARG002
         """The verdict."""
@@ -163,7 +165,8 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = ()) -> str:
     """What came out, in a few sentences that claim no more than the numbers carry."""
     arms = {arm.name: arm for arm in outcome.arms}
     lines = [_diverged(arm) for arm in outcome.arms if arm.diverged]
-    lines += [_loss(pair, arms) for pair in outcome.pairs]
+    for pair in outcome.pairs:
+        lines += [_loss(pair, arms, outcome.unit), *(_metric(pair, name) for name in pair.metrics)]
     lines += [_norms(outcome.arms), *_caveats(outcome, tuned)]
     return " ".join(line for line in lines if line)
 
@@ -175,9 +178,9 @@ def _diverged(arm: ArmOutcome) -> str:
     return f"{where}; it is compared on its other seeds, which flatters it."
 
 
-def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome]) -> str:
-    seeds = counted(len(pair.seeds), "seed")
-    size = f"{abs(pair.mean):.4f} nats"
+def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome], unit: str) -> str:
+    seeds, unit = counted(len(pair.seeds), "seed"), f" {unit}" if unit else ""
+    size = f"{signed(abs(pair.mean))[1:]}{unit}"
     if not pair.seeds:
         return f"{pair.arm!r} and {pair.baseline!r} cannot be compared: no seed was completed by both."
     if not math.isfinite(pair.mean):
@@ -185,17 +188,28 @@ def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome]) -> str:
     if pair.interval is None:
         direction = "below" if pair.mean < 0 else "above"
         return f"{pair.arm!r} ended {size} {direction} {pair.baseline!r}; one seed says nothing about chance."
-    spread = f"{pair.mean:+.4f} nats, 95% t interval {pair.interval.low:+.4f} to {pair.interval.high:+.4f}"
+    spread = f"{signed(pair.mean)}{unit}, 95% t interval {signed(pair.interval.low)} to {signed(pair.interval.high)}"
     if pair.interval.low <= 0.0 <= pair.interval.high:
         both = f"{pair.arm!r} and {pair.baseline!r}"
         return f"The final losses of {both} do not differ beyond chance over {seeds} ({spread})."
     word = "lower" if pair.mean < 0 else "higher"
-    same = "same lambda" if _same_lambda(arms[pair.arm], arms[pair.baseline]) else "different lambda"
-    text = f"{pair.arm!r} ended {word} than {pair.baseline!r} over {seeds} ({spread}; {same})."
+    text = f"{pair.arm!r} ended {word} than {pair.baseline!r} over {seeds} ({spread}"
+    if not math.isnan(arms[pair.arm].weight_decay):
+        text += "; same lambda" if _same_lambda(arms[pair.arm], arms[pair.baseline]) else "; different lambda"
+    text += ")."
     match = pair.mean_match
     if word == "lower" and match is not None:
         text += f" It reached the other's best loss after {100 * match:.0f}% of its updates."
     return text
+
+
+def _metric(pair: PairOutcome, name: str) -> str:
+    found = pair.metrics[name]
+    if found.interval is None or not math.isfinite(found.mean):
+        return f"Difference of {name}: {signed(found.mean)}." if math.isfinite(found.mean) else ""
+    low, high = found.interval.low, found.interval.high
+    chance = "not beyond chance" if low <= 0.0 <= high else "beyond chance"
+    return f"Difference of {name}: {signed(found.mean)}, {chance} (95% t interval {signed(low)} to {signed(high)})."
 
 
 def _same_lambda(one: ArmOutcome, other: ArmOutcome) -> bool:
@@ -216,7 +230,8 @@ def _caveats(outcome: Outcome, tuned: Sequence[TuningResult]) -> list[str]:
     notes = [edge_note(tuned)]
     if max(arm.total_decay for arm in outcome.arms) < NO_DECAY:
         notes.append("Decay hardly acts at this length (its factors add up to less than 0.2): no rule could matter.")
-    if not tuned and len({arm.rule for arm in outcome.arms}) > 1:
+    known = not any(math.isnan(arm.weight_decay) for arm in outcome.arms)
+    if not tuned and known and len({arm.rule for arm in outcome.arms}) > 1:
         notes.append(
             "A comparison at one lambda answers the paper's question; constant decay may do better at a smaller "
             "lambda, which --tune-lambda looks for."

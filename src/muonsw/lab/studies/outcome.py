@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
-from muonsw.lab.runs import Run
+from muonsw.lab.runs import Run, last
 from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
 from muonsw.lab.tables import Cell, Column, Table, Value, change_text, norm_text
@@ -59,8 +59,8 @@ def over_runs(runs: Sequence[Run], measure: Measure) -> Estimate:
 
 def both_completed(one: Sequence[Run], other: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
     """By seed, the runs of two arms, on the seeds that both completed."""
-    theirs = {run.config.seed: run for run in completed(other)}
-    return {run.config.seed: (run, theirs[run.config.seed]) for run in completed(one) if run.config.seed in theirs}
+    theirs = {run.seed: run for run in completed(other)}
+    return {run.seed: (run, theirs[run.seed]) for run in completed(one) if run.seed in theirs}
 
 
 def paired(one: Sequence[Run], other: Sequence[Run], measure: Measure) -> list[float]:
@@ -86,6 +86,16 @@ class ArmOutcome:
     phi_peak: float  # decay of one update at the peak
     memory_ratio: float  # phi_peak over 1 - beta; well under one where decay is slow beside momentum
     diverged: Mapping[int, int]  # by seed, the update at which a run diverged
+    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, the last value of each run
+
+
+@dataclass(frozen=True)
+class MetricOutcome:
+    """A metric of one arm minus that of the baseline, seed by seed."""
+
+    differences: tuple[float, ...]
+    mean: float
+    interval: Interval | None  # of their mean; None with fewer than two seeds
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,7 @@ class PairOutcome:
     # The update at which the arm reaches the baseline's best loss, over the update at which the baseline did.
     steps_to_match: tuple[float | None, ...]  # None where it never does
     match_interval: Interval | None  # of the mean of those; None where one is missing or with fewer than two seeds
+    metrics: Mapping[str, MetricOutcome] = field(default_factory=dict)  # what was measured besides the loss
 
     @property
     def mean_match(self) -> float | None:
@@ -115,10 +126,15 @@ class Outcome:
 
     arms: tuple[ArmOutcome, ...]
     pairs: tuple[PairOutcome, ...]
+    unit: str = "nats"  # of the losses; empty where it is not known
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as JSON data."""
+        """Everything as JSON data; metrics and a unit only where they say something."""
         data: dict[str, Any] = plain(asdict(self))
+        del data["unit"]
+        for one in (*data["arms"], *data["pairs"]):
+            if not one["metrics"]:
+                del one["metrics"]
         return data
 
 
@@ -126,19 +142,18 @@ def compare(runs: Runs) -> Outcome:
     """What the runs of several arms say; the first arm is the baseline."""
     first, *others = runs.values()
     arms = tuple(arm_outcome(those) for those in runs.values())
-    return Outcome(arms, tuple(pair_outcome(first, those) for those in others))
+    return Outcome(arms, tuple(pair_outcome(first, those) for those in others), first[0].unit)
 
 
 def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
     """What the runs of one arm found; they differ in the seed alone."""
-    config = runs[0].config
-    phis, ended = decay_factors(config, config.optimizer), completed(runs)
-    beta = config.optimizer.betas[0] if config.optimizer.algorithm == "adamw" else config.optimizer.momentum
+    first, ended = runs[0], completed(runs)
+    phis, weight_decay, beta = _decay_of(first)
     return ArmOutcome(
-        name=runs[0].arm,
-        rule=config.optimizer.decay,
-        weight_decay=config.optimizer.weight_decay,
-        seeds=tuple(run.config.seed for run in ended),
+        name=first.arm,
+        rule=first.rule,
+        weight_decay=weight_decay,
+        seeds=tuple(run.seed for run in ended),
         final=tuple(map(last_loss, ended)),
         best=tuple(map(lowest_loss, ended)),
         norm=tuple(run.final_norm if _decays(run) else math.nan for run in ended),
@@ -149,7 +164,22 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         phi_peak=max(phis),
         memory_ratio=max(phis) / (1.0 - beta),
         diverged=divergence_steps(runs),
+        metrics={name: tuple(last(run.evals.known(name)) for run in ended) for name in metric_names(runs)},
     )
+
+
+def _decay_of(run: Run) -> tuple[list[float], float, float]:
+    """The decay factors of a run, its lambda and its momentum; not numbers where its own loop knew them alone."""
+    if "optimizer" not in run.settings:
+        return [math.nan], math.nan, math.nan
+    optimizer = run.config.optimizer
+    beta = optimizer.betas[0] if optimizer.algorithm == "adamw" else optimizer.momentum
+    return decay_factors(run.config, optimizer), optimizer.weight_decay, beta
+
+
+def metric_names(runs: Sequence[Run]) -> list[str]:
+    """What any of the runs measured besides the loss."""
+    return list(dict.fromkeys(name for run in runs for name in run.metrics))
 
 
 def _decays(run: Run) -> bool:
@@ -179,7 +209,13 @@ def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
         interval=interval_of(differences),
         steps_to_match=matches,
         match_interval=interval_of(known) if len(known) == len(matches) else None,
+        metrics={name: _metric_outcome(name, list(both.values())) for name in metric_names([*baseline, *arm])},
     )
+
+
+def _metric_outcome(name: str, both: Sequence[tuple[Run, Run]]) -> MetricOutcome:
+    values = tuple(last(ours.evals.known(name)) - last(theirs.evals.known(name)) for theirs, ours in both)
+    return MetricOutcome(values, mean(values), interval_of(values))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -218,7 +254,7 @@ def first_crossing(steps: Any, losses: Any, level: float) -> float | None:
 
 def divergence_steps(runs: Sequence[Run]) -> dict[int, int]:
     """By seed, the update at which a run diverged."""
-    return {run.config.seed: step for run in runs if (step := diverged_at(run)) is not None}
+    return {run.seed: step for run in runs if (step := diverged_at(run)) is not None}
 
 
 def divergences(results: Results) -> list[str]:
@@ -248,6 +284,7 @@ def arms_table(outcome: Outcome) -> Table:
         Column("lambda", number=True, rank=0),
         Column("seeds", number=True, rank=2),
         Column("final loss", number=True, rank=0),
+        *(Column(name, number=True, rank=0) for name in _measured(outcome.arms)),
         Column("best loss", number=True, rank=2),
         Column("weight RMS at the end", number=True, rank=1),
         Column("change since largest", number=True, rank=1),
@@ -256,14 +293,20 @@ def arms_table(outcome: Outcome) -> Table:
         Column("sum of phi", number=True, digits=3, rank=3),
         Column("phi at peak / (1 - beta)", number=True, digits=2, rank=3),
     )
+    losses = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
     note = (
-        "Losses: validation cross-entropy in nats a token; means over seeds ± half a 95% t interval. phi: share of a "
+        f"Losses: {losses}; means over seeds ± half a 95% t interval. phi: share of a "
         "weight that decay takes in a step; N = 2 sum phi: relaxation times of the norm."
     )
-    return Table("arms", "Arms", columns, [_arm_row(arm) for arm in outcome.arms], note)
+    metrics = _measured(outcome.arms)
+    return Table("arms", "Arms", columns, [_arm_row(arm, metrics) for arm in outcome.arms], note)
 
 
-def _arm_row(arm: ArmOutcome) -> tuple[Value | Cell, ...]:
+def _measured(outcomes: Sequence[ArmOutcome | PairOutcome]) -> list[str]:
+    return list(dict.fromkeys(name for one in outcomes for name in one.metrics))
+
+
+def _arm_row(arm: ArmOutcome, metrics: Sequence[str]) -> tuple[Value | Cell, ...]:
     change, update = mean(arm.norm_change), mean(arm.relative_update)
     final: Value | Cell = with_interval(arm.final)
     if arm.diverged:
@@ -271,49 +314,68 @@ def _arm_row(arm: ArmOutcome) -> tuple[Value | Cell, ...]:
         final = Cell(lost, note=describe_divergence(arm.diverged), tone="fails")
     return (
         arm.name,
-        arm.weight_decay,
+        None if math.isnan(arm.weight_decay) else arm.weight_decay,
         len(arm.seeds),
         final,
+        *(with_interval(arm.metrics.get(name, ())) for name in metrics),
         with_interval(arm.best),
         with_interval(arm.norm, digits=3),
         change_text(change),
         None if math.isnan(update) else update,
-        arm.relaxation,
-        arm.total_decay,
-        arm.memory_ratio,
+        *(None if math.isnan(value) else value for value in (arm.relaxation, arm.total_decay, arm.memory_ratio)),
     )
 
 
 def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
     """One row for each arm against the baseline: paired differences and steps to match."""
+    metrics = _measured(pairs)
     columns = (
-        "arm",
+        Column("arm"),
         Column("against", rank=2),
         Column("difference of final loss", number=True, rank=0),
         Column("95% t interval", number=True),
         Column("seed by seed", number=True, rank=3),
         Column("steps to match", number=True, rank=2),
+        *(Column(f"difference of {name}", number=True) for name in metrics),
     )
     note = (
         "Differences are paired by seed; negative is better. Steps to match: the update at which the arm reaches the "
         "other's best loss, over the update at which the other did; it compares the middle of one schedule with the "
         "end of another, so read it beside the final losses."
     )
-    return Table("pairs", "Against the baseline", columns, [_pair_row(pair) for pair in pairs], note)
+    return Table("pairs", "Against the baseline", columns, [_pair_row(pair, metrics) for pair in pairs], note)
 
 
-def _pair_row(pair: PairOutcome) -> tuple[Value, ...]:
+def _pair_row(pair: PairOutcome, metrics: Sequence[str]) -> tuple[Value, ...]:
     matches = "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f}%"
     if pair.match_interval is not None:
         matches += f" [{100 * pair.match_interval.low:.0f}, {100 * pair.match_interval.high:.0f}]"
     return (
         pair.arm,
         pair.baseline,
-        f"{pair.mean:+.4f}" if pair.seeds else None,
-        None if pair.interval is None else f"[{pair.interval.low:+.4f}, {pair.interval.high:+.4f}]",
-        ", ".join(f"{value:+.4f}" for value in pair.differences) or None,
+        signed(pair.mean) if pair.seeds else None,
+        None if pair.interval is None else f"[{signed(pair.interval.low)}, {signed(pair.interval.high)}]",
+        ", ".join(map(signed, pair.differences)) or None,
         matches if pair.seeds else None,
+        *(_metric_cell(pair.metrics.get(name)) for name in metrics),
     )
+
+
+def _metric_cell(found: MetricOutcome | None) -> str | None:
+    if found is None or not math.isfinite(found.mean):
+        return None
+    interval = found.interval
+    return signed(found.mean) + (f" [{signed(interval.low)}, {signed(interval.high)}]" if interval else "")
+
+
+def signed(value: float) -> str:
+    """A difference: four decimals, or two digits where those would be zeros.
+
+    Examples:
+        >>> signed(0.01234), signed(-3.21e-6), signed(0.0)
+        ('+0.0123', '-3.2e-06', '+0.0000')
+    """
+    return f"{value:+.4f}" if value == 0 or abs(value) >= 0.00005 or not math.isfinite(value) else f"{value:+.2g}"
 
 
 def constant_of(runs: Runs, arm: str) -> str | None:

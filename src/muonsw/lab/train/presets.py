@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,13 @@ from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
+from muonsw.lab.settings import as_data, from_data
+from muonsw.lab.tasks.check import Checked
 from muonsw.lab.tasks.decoder import DataConfig
+from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
-from muonsw.lab.train.config import OptimizerConfig, RunConfig
+from muonsw.lab.train.config import OptimizerConfig, RunConfig, ScheduleConfig
+from muonsw.registry import unknown
 
 # The settings that most likely made the paper's numbers: see docs/reproducing.md.
 PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
@@ -154,3 +158,41 @@ def default_data(vocab: int) -> Path:
     folder = DEFAULT_DATA / f"python-bpe{vocab}"
     prepare_default(folder, vocab=vocab)
     return folder
+
+
+# How a user's task is trained unless its file or the command line says otherwise. Losses of any size are taken for
+# losses: only one that is not finite has diverged.
+TASK_DEFAULTS: Mapping[str, Any] = {"steps": 1000, "lr": 0.003, "weight_decay": 0.1, "diverged": 1e6}
+NOT_OF_A_TASK = ("model", "data", "task", "optimizer", "schedule", "parallel", "batch", "seed", "arm")
+
+
+def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **given: Any) -> RunConfig:
+    """The run of a user's task: settings that are given, those of its file, or else defaults.
+
+    Raises:
+        UsageError: If the file has a setting that no run has, or a wrong value.
+    """
+    chosen = {**TASK_DEFAULTS, **checked.settings, **given}
+    parts: dict[type, dict[str, Any]] = {OptimizerConfig: {}, ScheduleConfig: {}, RunConfig: {}}
+    names = {one.name: kind for kind in parts for one in fields(kind) if one.name not in NOT_OF_A_TASK}
+    for name, value in chosen.items():
+        if name not in names:
+            raise UsageError(f"{task.name}: {unknown('setting in SETTINGS', name, list(names))}")
+        parts[names[name]][name] = value
+    try:
+        steps = int(chosen["steps"])
+        often = {"eval_every": steps // 20, "checkpoint_every": steps // 10, "telemetry_every": steps // 100}
+        run = from_data(
+            RunConfig,
+            {
+                **{name: max(1, every) for name, every in often.items()},
+                **parts[RunConfig],
+                "batch": checked.rows,
+                "seed": seed,
+                "task": as_data(task),
+            },
+        )
+        optimizer = from_data(OptimizerConfig, parts[OptimizerConfig])
+        return replace(run, optimizer=optimizer, schedule=from_data(ScheduleConfig, parts[ScheduleConfig]))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{task.name}: {error}") from error

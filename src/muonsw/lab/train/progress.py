@@ -15,6 +15,7 @@ from muonsw.lab.train.state import Training
 
 NAME = "training"
 ORDER = ("update", "loss", "validation", "weight RMS")
+EVALUATION = ("kind", "step", "loss")  # what every record of one has; the rest are metrics
 # Dense bfloat16 TFLOP/s by a part of the device's name, from the makers' data sheets.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0, "4090": 165.0}
 
@@ -67,7 +68,8 @@ class _Display:
     def record(self, record: Record) -> None:
         numbers = numbers_of(record, self.steps)
         if record["kind"] == "eval":
-            self.view.log(f"update {record['step']:,} of {self.steps:,}: validation {numbers['validation']}")
+            more = "".join(f", {name} {value:.4g}" for name, value in record.items() if name not in EVALUATION)
+            self.view.log(f"update {record['step']:,} of {self.steps:,}: validation {numbers['validation']}{more}")
         if speed := record.get(f"{self.unit}_per_second"):
             numbers[f"{self.unit}/s"] = f"{speed:,.0f}"
             if self.flops:

@@ -1,0 +1,230 @@
+"""`muonsw task`: check a task of the user's own, or write a file to begin with; and how other commands take one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+from rich.console import Console
+from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
+
+from muonsw import machine
+from muonsw.lab.advice import advise
+from muonsw.lab.commands.show import paragraph
+from muonsw.lab.errors import UsageError
+from muonsw.lab.studies.tuning import FACTORS
+from muonsw.lab.studies.workshop import gpus_for, on_cpu
+from muonsw.lab.tasks.check import Checked, check_task
+from muonsw.lab.tasks.functions import TaskConfig, fingerprint
+from muonsw.lab.terminal import say
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.groups import build_optimizer
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.presets import task_run
+from muonsw.lab.train.records import Record
+from muonsw.lab.train.state import Training, open_task
+from muonsw.text import counted
+
+ARMS = 2
+FEWEST_UPDATES, TIMED_SECONDS = 3, 5.0
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """A task of the user's own: functions `model`, `batches`, `loss` and perhaps `metrics`."""
+
+    task: Annotated[str | None, arg(metavar="FILE")] = None
+    """Python file, or dotted module, that says what is trained; `muonsw task new FILE` writes one."""
+    task_options: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")] = ()
+    """Options of the task; `--task.depth 6` is the same as `--task-options depth=6`."""
+    eval_batches: Annotated[int | None, arg(metavar="N")] = None
+    """Validation batches of a task; all of a list, and 16 of what has no length, unless given."""
+    eval_every: Annotated[int | None, arg(metavar="N")] = None
+    """Updates between evaluations of a task; a twentieth of the run unless given."""
+
+    def refuse_without_task(self) -> None:
+        """Refuse options that only a task has."""
+        for name in ("task_options", "eval_batches", "eval_every"):
+            if getattr(self, name):
+                raise UsageError(f"--{name.replace('_', '-')} needs a task: give --task FILE")
+
+    def refuse_with_task(self, others: Mapping[str, object]) -> None:
+        """Refuse options that a task decides itself."""
+        for option, value in others.items():
+            if value:
+                raise UsageError(f"give --task or {option}, not both: the file says what is trained, and on what")
+
+    def run_config(self, seed: int = 0, **given: Any) -> tuple[RunConfig, Checked]:
+        """The run of the task, and what calling its functions showed.
+
+        Raises:
+            UsageError: If it cannot be trained, before anything is.
+        """
+        assert self.task is not None
+        try:
+            task = TaskConfig(self.task, tuple(sorted(self.task_options)), None, self.eval_batches)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        every = {} if self.eval_every is None else {"eval_every": self.eval_every}
+        checked = check_task(task, seed)
+        return task_run(
+            replace(task, fingerprint=fingerprint(task.path)), checked, seed=seed, **given, **every
+        ), checked
+
+
+def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
+    """Say what will be trained: batches, what is odd about them, which algorithm moves what, and whether decay acts."""
+    assert config.task is not None
+    measured = "".join(f", {name} {value:.4g}" for name, value in checked.metrics.items())
+    paragraph(
+        console, f"{config.task.name}: batches of {checked.batch}; loss {checked.loss:.4g}{measured} at the start"
+    )
+    for note in checked.notes:
+        paragraph(console, f"note: {note}")
+    model = open_task(config).model(config.seed)
+    say(console, build_optimizer(model, config.optimizer, config.steps).routing())
+    if text := decay_sentence(config):
+        paragraph(console, text)
+
+
+def decay_sentence(config: RunConfig) -> str:
+    """Whether decay acts in a run; empty where rules are compared that follow the gradients."""
+    schedule = config.schedule
+    try:
+        advice = advise(
+            config.steps,
+            config.optimizer.lr,
+            config.optimizer.weight_decay,
+            schedule=schedule.shape,
+            warmup_steps=schedule.warmup_steps,
+            final_fraction=schedule.final_fraction,
+            decay_fraction=schedule.decay_fraction,
+            algorithm=config.optimizer.algorithm,
+        )
+    except ValueError:
+        return ""
+    totals = " and ".join(f"{one.total:.2g} ({one.rule})" for one in advice.rules)
+    return f"Decay adds up to {totals} over the run. {advice.sentences[0]} Those runs were language models."
+
+
+@dataclass(frozen=True)
+class Check:
+    """Call every function of a task and look at what it returns; say how long a comparison will take here."""
+
+    file: Annotated[str, Positional, arg(metavar="FILE")]
+    """Python file, or dotted module."""
+    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
+    """Options of the task."""
+    steps: int | None = None
+    """Updates, instead of the task's own."""
+    seeds: int = 3
+    """Seeds of the comparison."""
+    device: str = "auto"
+    """cpu, cuda or auto."""
+
+    def run(self) -> int:
+        """Check, and time some updates."""
+        console = Console()
+        given = {} if self.steps is None else {"steps": self.steps}
+        config, checked = replace(self.own, task=self.file).run_config(device=self.device, **given)
+        config = replace(config, threads=1 if on_cpu(self.device) else 0)
+        introduce(console, config, checked)
+        update, evaluation = seconds_of(config)
+        paragraph(console, self._duration(config, update, evaluation))
+        return 0
+
+    def _duration(self, config: RunConfig, update: float, evaluation: float) -> str:
+        run = config.steps * update + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
+        workers = machine.cores() if on_cpu(self.device) else max(1, len(gpus_for(self.device)))
+        compared, searched = (math.ceil(runs / workers) * run for runs in (ARMS * self.seeds, ARMS * len(FACTORS)))
+        parts = f"{1e3 * update:.3g} ms an update, {1e3 * evaluation:.3g} ms an evaluation, {workers} runs at a time"
+        return (
+            f"{config.steps:,} updates, {ARMS} arms, {counted(self.seeds, 'seed')}: about {in_words(compared)} here "
+            f"({parts}); --tune-lambda adds {in_words(searched)} or more"
+        )
+
+
+class _EnoughError(Exception):
+    """Ends a run that is only timed."""
+
+
+def seconds_of(config: RunConfig) -> tuple[float, float]:
+    """Seconds of an update and of an evaluation, from the first seconds of a real run that is then deleted."""
+    times: list[float] = []
+    evaluations: list[float] = []
+
+    def record(record: Record) -> None:
+        now = time.perf_counter()
+        if record["kind"] == "eval":
+            evaluations.append(now)
+        elif record["kind"] == "train":
+            times.append(now)
+            if len(times) > FEWEST_UPDATES and now - times[0] > TIMED_SECONDS:
+                raise _EnoughError
+
+    def started(_training: Training) -> None:
+        evaluations.append(time.perf_counter())
+
+    with TemporaryDirectory() as folder, suppress(_EnoughError):
+        train(config, Path(folder) / "run", Watch(started, record))
+    evaluation = evaluations[1] - evaluations[0]
+    between = sum(times[0] < when < times[-1] for when in evaluations)
+    update = (times[-1] - times[0] - between * evaluation) / max(1, len(times) - 1)
+    return max(update, 0.0), evaluation
+
+
+def in_words(seconds: float) -> str:
+    """A duration, roughly.
+
+    Examples:
+        >>> in_words(4.2), in_words(400), in_words(9000)
+        ('4 seconds', '7 minutes', '2.5 hours')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} seconds"
+    return f"{round(seconds / 60)} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+@dataclass(frozen=True)
+class New:
+    """Write a task that runs, with comments that say what to replace."""
+
+    file: Annotated[Path, Positional, arg(metavar="FILE")]
+    """Python file to write; one that exists is left alone."""
+
+    def run(self) -> int:
+        """Write the file."""
+        if self.file.suffix != ".py":
+            raise UsageError(f"{self.file} must end in .py")
+        text = files("muonsw.lab.tasks").joinpath("template.py").read_text(encoding="utf-8")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError as error:
+            raise UsageError(f"{self.file} exists already: choose another name") from error
+        except OSError as error:
+            raise UsageError(f"{self.file} cannot be written: {error.strerror or error}") from error
+        say(Console(), f"wrote {self.file}; `muonsw task check {self.file}`, then `muonsw compare --task {self.file}`")
+        return 0
+
+
+@dataclass(frozen=True)
+class TaskCommand:
+    """Check a task of your own, or write a file to begin with."""
+
+    action: Annotated[
+        Annotated[Check, subcommand("check", prefix_name=False)] | Annotated[New, subcommand("new", prefix_name=False)],
+        arg(name=""),
+    ]
+
+    def run(self) -> int:
+        """Do what was asked."""
+        return self.action.run()

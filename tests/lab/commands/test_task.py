@@ -1,0 +1,105 @@
+"""A task of the user's own on the command line: from a new file to a verdict."""
+
+import html
+import json
+import re
+
+import pytest
+import torch
+
+from muonsw.lab.claims.statistics import t_interval
+from muonsw.lab.cli import main
+from muonsw.lab.runs import load_run
+from tests.lab.tasks.small_tasks import task_file
+
+SHORT = ["--steps", "6", "--workers", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
+    assert main(["task", "new", "mine/a.py"]) == 0
+    assert main(["task", "check", "mine/a.py", "--task.width", "16", "--steps", "20"]) == 0
+    printed = capsys.readouterr().out
+    assert "batches of 128x8x8 float32, 128 int64; loss 2." in printed
+    assert "note:" not in printed
+    assert re.search(r"hidden +muon +scaled 2 +0\.005 +4 +1,792", printed)  # 64 x 16 and three of 16 x 16
+    assert re.search(r"Decay adds up to [\d.]+ \(constant\) and [\d.]+ \(scaled\) over the run", printed)
+    assert re.search(r"20 updates, 2 arms, 3 seeds: about \d+ (seconds|minutes) here", printed)
+    assert not (tmp_path / "out").exists()
+    assert main(["task", "new", "mine/a.py"]) == 2
+    assert "mine/a.py exists already" in capsys.readouterr().err
+
+
+def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path, capsys):
+    path = task_file(tmp_path)
+    assert main(["compare", "--task", str(path), "--seeds", "2", "--weight-decay", "0.5", *SHORT]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "constant and scaled, 2 seeds each: 6 updates of 12 samples" in printed
+    assert re.search(r"Difference of accuracy: [+-][\d.]+, (not )?beyond chance", printed)
+    assert "nats," not in printed.split("hardly matters")[-1]
+    found = json.loads((tmp_path / "out/compare/outcome.json").read_text())
+    runs = {
+        arm: [load_run(tmp_path / f"out/compare/runs/{arm}-seed{seed}") for seed in (0, 1)]
+        for arm in ("constant", "scaled")
+    }
+    ends = {arm: [run.evals["accuracy"][-1] for run in those] for arm, those in runs.items()}
+    assert [arm["metrics"]["accuracy"] for arm in found["arms"]] == list(ends.values())
+    gaps = [a - b for a, b in zip(ends["scaled"], ends["constant"], strict=True)]
+    measured = found["pairs"][0]["metrics"]["accuracy"]
+    assert measured["differences"] == gaps
+    interval = t_interval(torch.tensor(gaps, dtype=torch.float64))
+    assert measured["interval"]["low"] == pytest.approx(interval.low)
+    page = html.unescape((tmp_path / "out/compare/report.html").read_text().split("<script")[0])
+    for words in ("What was trained", "Sequential", "hidden (muon, decayed)", "72 samples of small_task.py"):
+        assert words in page
+    assert "nats per token" not in page
+    assert (tmp_path / "out/compare/report/metric-accuracy.png").exists()
+    assert found["claims"] == []
+
+
+def test_lambda_is_tuned_and_options_reach_the_task(tmp_path):
+    path = task_file(tmp_path, model="def model(seed, width=8):\n    return nn.Sequential(nn.Linear(4, width), "
+                     "nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 3))\n")  # fmt: skip
+    words = ["--seeds", "1", "--tune-lambda", "--task.width", "5", "--eval-batches", "2", "--eval-every", "3"]
+    assert main(["compare", "--task", str(path), *words, *SHORT]) == 0
+    found = json.loads((tmp_path / "out/compare/outcome.json").read_text())
+    assert len(found["search"]) == 2
+    (run, *_) = sorted((tmp_path / "out/compare/runs").glob("constant*"))
+    settings = json.loads((run / "config.json").read_text())
+    assert settings["task"]["options"] == ["width=5"]
+    assert (settings["task"]["eval_batches"], settings["eval_every"]) == (2, 3)
+    assert json.loads((run / "environment.json").read_text())["trained"]["parameters"]["norm (adamw, not decayed)"] == 5
+
+
+def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
+    path = task_file(tmp_path, more="SETTINGS = {'steps': 5, 'lr': 0.01, 'shape': 'constant', 'betas': [0.8, 0.9]}\n")
+    assert main(["train", "--task", str(path), "--lr", "0.02", "--precision", "bfloat16", "--accumulation", "2"]) == 0
+    settings = json.loads((tmp_path / "out/train/small_task/config.json").read_text())
+    assert (settings["steps"], settings["optimizer"]["lr"], settings["schedule"]["shape"]) == (5, 0.02, "constant")
+    assert (settings["precision"], settings["accumulation"], settings["batch"]) == ("bfloat16", 2, 12)
+    assert main(["train", "--task", str(path), "--lr", "0.02", "--accumulation", "2", "--precision", "float32"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "message"),
+    [
+        (["--task", "none.py"], "", "there is no task file none.py"),
+        (["--task", "no.such.module"], "", "no.such.module cannot be imported: ModuleNotFoundError"),
+        (["--task", "small_task.py", "--data", "d"], "", "give --task or --data, not both"),
+        (["--task-options", "a=1"], "", "--task-options needs a task"),
+        (["--task", "small_task.py", "--task.depth", "6"], "", "small_task.py: unknown option 'depth'"),
+        (["--task", "small_task.py"], "SETTINGS = {'stepz': 3}\n", "unknown setting in SETTINGS 'stepz' (did you mean"),
+        (["--task", "small_task.py"], "SETTINGS = {'lr': 'x'}\n", "small_task.py: lr='x' must be of type float"),
+        (["--task", "small_task.py"], "SETTINGS = 3\n", "SETTINGS is int 3; make it a dict"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(command, words, more, message, tmp_path, capsys):
+    task_file(tmp_path, more=more)
+    assert main([command, *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
