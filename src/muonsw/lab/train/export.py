@@ -37,7 +37,7 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     Raises:
         UsageError: If the run has no whole checkpoint, or its data folder is gone.
     """
-    config = read_config(run)
+    config = _decoder_config(run)
     saved = load_newest(run, config, best=best, note=note)
     _require_own(folder)
     prepare_folder(folder)
@@ -49,6 +49,15 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
         # First: it says whose folder this is, and a model that does not follow has another checksum, or is missing.
         write_json(folder / CONFIG, content)
     return folder
+
+
+def _decoder_config(run: Path) -> RunConfig:
+    """The config of a run that trained the decoder."""
+    config = read_config(run)
+    if config.task is not None:
+        where = f"{run / CHECKPOINTS}/step-*/model.safetensors"
+        raise UsageError(f"{run} trained {config.task.name}, whose weights by name are in {where}: load those yourself")
+    return config
 
 
 def _require_own(folder: Path) -> None:
@@ -109,7 +118,7 @@ def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder,
         config, tensors = _exported(path, content)
         tokenizer = load_tokenizer(path / TOKENIZER)
     else:
-        run = read_config(path)
+        run = _decoder_config(path)
         config, tensors = run.model, load_newest(path, run, note=note).tensors["model"]
         tokenizer = load_tokenizer(Path(run.data.path))
     _require_fit(path, config, tensors)
