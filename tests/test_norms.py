@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from muonsw import NORM_RULES, SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry
-from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
+from tests.common.reference_rules import Decay
 
 PEAK, STEPS = 0.05, 60
 SCHEDULE = cosine(PEAK, STEPS)

@@ -10,8 +10,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, drive_weight_decay
 from muonsw.decay import decay_factors
-from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from tests.common.problems import POINTS, assert_same, clones, cosine, matrices, run, set_gradients
+from tests.common.reference_rules import Decay
 
 OF_THE_RUN = {
     "cosine": {"total_steps": 30},
@@ -34,7 +35,7 @@ def test_it_is_the_reference(algorithm, rule):
     }
     (param,) = matrices((5, 7), dtype=torch.float64)
     beta2 = 0.999 if algorithm == "adamw" else 0.95
-    reference = references[algorithm](param.detach(), Decay(rule, 0.3, 0.05, 30, POINTS, beta2=beta2))
+    reference = references[algorithm](param.detach(), Decay(rule, 0.3, 0.05, 30, points=POINTS, beta2=beta2))
     optimizer = CLASSES[algorithm]([param], lr=0.05, weight_decay=0.3, decay=rule, **OF_THE_RUN[rule])
     schedule = cosine(0.05, 30)
     for step in range(30):

@@ -37,11 +37,8 @@ class Decay:
     lam: float = 0.1
     eta_max: float = 1.0
     T: int = 1  # updates of the whole run
-    points: tuple[tuple[float, float], ...] = ((0.0, 1.0),)  # of a piecewise decay
     norm: str = "free"
     R: float | None = None  # the norm that a norm rule keeps or aims at, by default the first
-    tau: float = 0.35  # the least ratio of an update to its weight, for norm="floor" and "row_floor"
-    brake: tuple[float, float] = (0.5, 1.0)  # of what a norm grows and shrinks, for norm="brake"
     beta2: float = 0.95
     t: int = field(default=0, init=False)
     v: float = field(default=0.0, init=False)
@@ -55,19 +52,11 @@ class Decay:
             "independent": lambda: eta / self.eta_max,
             "fixed": lambda: 1.0,
             "cosine": lambda: eta * (1 + math.cos(math.pi * (self.t - 1) / self.T)) / 2,
-            "piecewise": lambda: eta * self.multiple((self.t - 1) / self.T),
             "log_time": lambda: eta / self.eta_max / self.t,
             "gradient_norm": lambda: eta / math.sqrt(self.v / (1 - self.beta2**self.t)),
             "none": lambda: 0.0,
         }
         return self.lam * rules[self.rule]()
-
-    def multiple(self, x: float) -> float:
-        """What lambda is multiplied by at a fraction of the run: on the line between the points around it."""
-        for (x0, y0), (x1, y1) in zip(self.points, self.points[1:], strict=False):
-            if x0 < x <= x1:
-                return y0 * (x1 - x) / (x1 - x0) + y1 * (x - x0) / (x1 - x0)
-        return self.points[0][1] if x <= self.points[0][0] else self.points[-1][1]
 
     def move(self, W: Tensor, G: Tensor, U: Tensor, eta: float, eta_hat: float, cautious: bool) -> Tensor:
         """The next weight, from gradient and direction, at the learning rate before and after the shape scale."""
@@ -78,23 +67,8 @@ class Decay:
         if self.norm == "hyperball":
             V = W - eta * R * U / math.sqrt((U**2).sum())
             return R * V / math.sqrt((V**2).sum())
-        if self.norm in ("relative", "floor", "row_floor", "brake"):
-            return self.move_decayed((1 - self.phi(eta)) * W, U, eta, eta_hat)
         mask = (W * U >= 0).double() if cautious else torch.ones_like(W)  # spares elements that move outward
         return W - self.phi(eta) * mask * W - eta_hat * U
-
-    def move_decayed(self, D: Tensor, U: Tensor, eta: float, eta_hat: float) -> Tensor:
-        """The next weight from the decayed one, by the rules that measure an update beside it."""
-        if self.norm == "relative":
-            return D - eta * math.sqrt((D**2).sum() / (U**2).sum()) * U
-        if self.norm == "brake":
-            V = D - eta_hat * U
-            d, v = math.sqrt((D**2).sum()), math.sqrt((V**2).sum())
-            return V * (d + self.brake[0 if v > d else 1] * (v - d)) / v
-        rows = zip(D, U, strict=True) if self.norm == "row_floor" else [(D, U)]
-        least = [self.tau * math.sqrt((d**2).sum() / (u**2).sum()) for d, u in rows]
-        factors = torch.tensor(least, dtype=D.dtype, device=D.device).mul(eta).clamp(min=eta_hat)
-        return D - factors.view(-1, *[1] * (D.dim() - 1)) * U
 
 
 @dataclass
