@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from muonsw.algorithms.base import Algorithm, Budget, MatrixRule, Update, clean
 from muonsw.matrices import (
+    WHOLE,
     Bucket,
     MatrixView,
     Part,
@@ -50,43 +51,45 @@ class StateBatch:
     """The state of the matrices of some parts: views of each parameter's tensors, and what they hold as batches."""
 
     def __init__(self, view: MatrixView, bucket: Bucket, parts: Sequence[Part], specs: Specs) -> None:
-        shape = view.out_in(bucket.rows, bucket.columns)
-        self._views = {key: [_state_of(view, key, spec, part) for part in parts] for key, spec in specs.items()}
+        m, n = view.out_in(bucket.rows, bucket.columns)
+        self._views = {key: _state_of(view, key, spec, parts) for key, spec in specs.items()}
         self._shapes = {
-            key: (bucket.rows, bucket.columns) if spec.shape is None else spec.shape(*shape)
+            key: (bucket.rows, bucket.columns) if spec.shape is None else spec.shape(m, n)
             for key, spec in specs.items()
         }
 
     def gathered(self) -> State:
         """Every tensor as one batch (count, r, c)."""
-        return {
-            key: torch.cat([tensor.reshape(-1, *self._shapes[key]) for tensor in tensors])
-            for key, tensors in self._views.items()
-        }
+        return {key: _batched(tensors, self._shapes[key]) for key, tensors in self._views.items()}
 
     def write(self, before: State, after: State, ok: Tensor | None) -> None:
         """Store what a rule returned, unless `ok` is false."""
         for key, tensors in self._views.items():
             new = after[key].to(before[key].dtype)
             new = new if ok is None else torch.where(ok, new, before[key])
-            torch._foreach_copy_(tensors, _pieces(new, tensors))
+            torch._foreach_copy_(tensors, scatter(new, tensors))
 
 
-def _pieces(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    area = batch.shape[-2] * batch.shape[-1]
-    pieces = batch.split_with_sizes([t.numel() // area for t in like]) if area else [batch] * len(like)
-    return [piece.reshape(t.shape) for piece, t in zip(pieces, like, strict=True)]
+def _batched(tensors: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+    if False not in [tensor.shape == shape for tensor in tensors]:
+        return torch.stack(list(tensors))
+    return torch.cat([tensor.reshape(-1, *shape) for tensor in tensors])
 
 
-def _state_of(view: MatrixView, key: str, spec: MatrixState, part: Part) -> Tensor:
-    """The state of a part; of a tensor with a shape of its own, that of its cell and of its run of the stack."""
+def _state_of(view: MatrixView, key: str, spec: MatrixState, parts: Sequence[Part]) -> list[Tensor]:
+    """A tensor of the state of parts; of one with a shape of its own, that of a part's cell and run of the stack."""
+    keys = (key,) if spec.shape is None else view.cell_keys(key)
+    if len(keys) == 1 and False not in [part.region is WHOLE for part in parts]:
+        return [part.item.state[keys[0]] for part in parts]
     if spec.shape is None:
-        return part.state(key)
-    shape = part.item.param.shape
-    keys = view.cell_keys(key)
-    number = 0 if len(keys) == 1 else view.cell_number(shape, part.region.cuts)
-    stack = tuple(cut for cut in part.region.cuts if cut[0] < view.stack_axes(len(shape)))
-    return Region(stack).of(part.item.state[keys[number]])
+        return [part.state(key) for part in parts]
+    found = []
+    for part in parts:
+        shape, cuts = part.item.param.shape, part.region.cuts
+        number = 0 if len(keys) == 1 else view.cell_number(shape, cuts)
+        stack = tuple(cut for cut in cuts if cut[0] < view.stack_axes(len(shape)))
+        found.append(Region(stack).of(part.item.state[keys[number]]))
+    return found
 
 
 def gradients(group: Group, parts: Sequence[Part], ok: Tensor | None, dtype: torch.dtype, bucket: Bucket) -> Tensor:
