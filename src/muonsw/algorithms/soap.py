@@ -1,0 +1,71 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's factors.
+
+Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024). Like the authors' code the first gradient only
+begins the bases, and nothing moves. Unlike it, the weights decay in that step as in every other, equal matrices are one
+batch, and momentum returns to the old basis only when the basis changes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from muonsw.factors import eigenbasis, full_float32, power_iteration, rotate, rotate_back
+from muonsw.work import Group
+
+State = dict[str, Tensor]
+
+
+@full_float32()
+def soap(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+    """Directions for gradients (count, m, n), and the state after them.
+
+    Args:
+        group: the options.
+        G: the gradients.
+        state: `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `factor_left` and `basis_left` (count, m, m),
+            `factor_right` and `basis_right` (count, n, n), without elements where a side is not rotated; `moves`
+            (count, 1, 1), the steps since the bases have begun. Bases of zeros have not, and nothing moves.
+        step: the number of this step, from 1.
+    """
+    (beta1, beta2), bases = group["betas"], (state["basis_left"], state["basis_right"])
+    rotated = rotate(G, *bases)
+    exp_avg = state["exp_avg"].lerp(rotated, 1 - beta1)
+    exp_avg_sq = state["exp_avg_sq"].lerp(rotated.square(), 1 - beta2)
+    moves = state["moves"] + have_begun(*bases)
+    t = moves.double().clamp(min=1)
+    correction = ((1 - beta2**t).sqrt() / (1 - beta1**t)).to(G.dtype)
+    direction = rotate_back(exp_avg / (exp_avg_sq.sqrt() + group["eps"]), *bases)
+    averages = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "moves": moves}
+    return correction * direction, advance_bases(group, G, state | averages, step)
+
+
+def have_begun(left: Tensor, right: Tensor) -> Tensor:
+    """Whether the bases of each matrix are more than zeros (count, 1, 1); first columns tell."""
+    return (left if left.numel() else right)[..., :1].any(-2, keepdim=True)
+
+
+def advance_bases(group: Group, G: Tensor, state: State, step: int) -> State:
+    """The state after the factors have taken in a gradient and, every so many steps, their bases have followed."""
+    weight = 1 - (group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"])
+    if state["factor_left"].numel():
+        state = state | {"factor_left": state["factor_left"].lerp(G @ G.mT, weight)}
+    if state["factor_right"].numel():
+        state = state | {"factor_right": state["factor_right"].lerp(G.mT @ G, weight)}
+    return state | _refreshed(state, step == 1) if (step - 1) % group["precondition_frequency"] == 0 else state
+
+
+def _refreshed(state: State, first: bool) -> State:
+    """New bases, with the averages that lie in them: momentum is rotated, squares follow the order of the columns."""
+    bases, squares = {}, state["exp_avg_sq"]
+    for side, axis in (("left", -2), ("right", -1)):
+        factor, basis = state[f"factor_{side}"], state[f"basis_{side}"]
+        if factor.numel() and first:
+            basis = eigenbasis(factor, basis)
+        elif factor.numel():
+            basis, order = power_iteration(factor, basis)
+            squares = squares.gather(axis, order.unsqueeze(-3 - axis).expand_as(squares))
+        bases[f"basis_{side}"] = basis
+    if "exp_avg" not in state:
+        return bases | {"exp_avg_sq": squares}
+    momentum = rotate_back(state["exp_avg"], state["basis_left"], state["basis_right"])
+    return bases | {"exp_avg_sq": squares, "exp_avg": rotate(momentum, bases["basis_left"], bases["basis_right"])}

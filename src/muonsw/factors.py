@@ -1,0 +1,131 @@
+"""Statistics of both sides of matrices: Gram matrices, their eigenbases and inverse roots.
+
+Shared by the algorithms that keep such factors (SOAP, Shampoo and their relatives). Tensors are batches
+of equal matrices, (count, m, n) for gradients and (count, d, d) for factors, in float32 or float64.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from muonsw.warn import users_line
+
+_MATMUL_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply float32 in float32, whatever `torch.set_float32_matmul_precision` says.
+
+    After a gradient spike the small eigenvalues of a factor lie below the rounding of TF32.
+    """
+    before = [backend.fp32_precision for backend in _MATMUL_BACKENDS]
+    try:
+        for backend in _MATMUL_BACKENDS:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(_MATMUL_BACKENDS, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def rotate(X: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`left^T X right`; a basis without elements leaves its side alone."""
+    X = left.mT @ X if left.numel() else X
+    return X @ right if right.numel() else X
+
+
+def rotate_back(X: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`left X right^T`, the inverse of `rotate`."""
+    X = left @ X if left.numel() else X
+    return X @ right.mT if right.numel() else X
+
+
+def eigenbasis(A: Tensor, otherwise: Tensor) -> Tensor:
+    """Eigenvectors of symmetric matrices, those of large eigenvalues first; `otherwise` where none are found."""
+    return finite_or(eigh(A)[1].flip(-1), otherwise)
+
+
+def power_iteration(A: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """A basis nearer to the eigenvectors of A, and the order of the old columns in it, by falling `diag(Q^T A Q)`.
+
+    A basis of zeros has not begun, and is taken for the identity.
+    """
+    identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    basis = torch.where(basis.any(-1, keepdim=True).any(-2, keepdim=True), basis, identity)
+    image = A @ basis
+    order = (basis * image).sum(-2).argsort(dim=-1, descending=True, stable=True)
+    improved = torch.linalg.qr(_columns(image, order)).Q
+    return finite_or(improved, _columns(basis, order)), order
+
+
+def _columns(X: Tensor, order: Tensor) -> Tensor:
+    """The columns of each matrix in an order (count, columns)."""
+    return X.gather(-1, order.unsqueeze(-2).expand_as(X))
+
+
+def inverse_root(A: Tensor, power: float, eps: float, otherwise: Tensor) -> Tensor:
+    """`(A + eps I)^-power` of symmetric matrices; `otherwise` where none is found.
+
+    Where rounding has left an eigenvalue below eps, all are raised until the smallest is eps.
+    """
+    values, Q = eigh(A + eps * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
+    values = values + (eps - values.amin(-1, keepdim=True)).clamp(min=0)
+    return finite_or((Q * values.pow(-power).unsqueeze(-2)) @ Q.mT, otherwise)
+
+
+def finite_or(X: Tensor, otherwise: Tensor) -> Tensor:
+    """Each matrix of X, or that of `otherwise` where X has an element that is not finite."""
+    return torch.where(X.isfinite().all(-1, keepdim=True).all(-2, keepdim=True), X, otherwise)
+
+
+def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors; a matrix that fails is tried again in float64, and is NaN if that fails too."""
+    found = _eigh_or_none(A)
+    if found is not None:
+        return found
+    values, vectors = zip(*[_eigh_alone(one) for one in A.unsqueeze(1)], strict=True)
+    return torch.cat(values), torch.cat(vectors)
+
+
+def _eigh_alone(A: Tensor) -> tuple[Tensor, Tensor]:
+    found = _eigh_or_none(A) or _eigh_or_none(A.double())
+    if found is not None:
+        return found[0].to(A.dtype), found[1].to(A.dtype)
+    warnings.warn(
+        f"no eigendecomposition of a {A.shape[-1]} x {A.shape[-1]} factor was found, not even in float64: what was "
+        f"made of an earlier one stays in use. Look for gradients that have exploded",
+        stacklevel=users_line(),
+    )
+    return torch.full_like(A[..., 0], torch.nan), torch.full_like(A, torch.nan)
+
+
+def _eigh_or_none(A: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The host waits for it; torch's `eigh` does so too."""
+    try:
+        values, vectors = torch.linalg.eigh(A)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # torch's LinAlgError is one, and so are errors of cuSOLVER
+        return None
+    return (values, vectors) if values.isfinite().all() else None
+
+
+# Two symmetric matrices in one tensor (count, d, d + 1): the first above the diagonal, the second below.
+
+
+def pack(first: Tensor, second: Tensor) -> Tensor:
+    """Two symmetric matrices in the room of one and a column."""
+    pad = torch.nn.functional.pad
+    return pad(first.triu(), (1, 0)) + pad(second.tril(), (0, 1))
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The two matrices of `pack`."""
+    above, below = packed[..., 1:].triu(), packed[..., :-1].tril()
+    return above + above.triu(1).mT, below + below.tril(-1).mT

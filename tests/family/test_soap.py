@@ -1,0 +1,112 @@
+"""SOAP: equal to its authors' numbers, to a float64 reference, and steady where eigendecompositions are not."""
+
+import json
+
+import pytest
+import torch
+
+from muonsw.algorithms.soap import soap
+from muonsw.factors import eigenbasis, full_float32
+from tests.family.gradients import gradient, start
+from tests.family.record.soap import RECORDED
+from tests.family.references.soap import ReferenceSOAP
+
+OPTIONS = {"betas": (0.95, 0.95), "shampoo_beta": None, "eps": 1e-8, "precondition_frequency": 10}
+
+
+def fresh(count, m, n, longest=10000, dtype=torch.float64):
+    left, right = (0 if length > longest else length for length in (m, n))
+    square = {"left": (left, left), "right": (right, right)}
+    shapes = {f"{kind}_{side}": shape for kind in ("factor", "basis") for side, shape in square.items()}
+    shapes |= {"exp_avg": (m, n), "exp_avg_sq": (m, n), "moves": (1, 1)}
+    return {key: torch.zeros(count, *shape, dtype=dtype) for key, shape in shapes.items()}
+
+
+def directions(gradients, state, **options):
+    """The direction of every step from gradients (steps, count, m, n), and the state at the end."""
+    group, seen = OPTIONS | options, []
+    for step, G in enumerate(gradients):
+        direction, state = soap(group, G, state, step + 1)
+        seen.append(direction)
+    return seen, state
+
+
+@pytest.mark.parametrize("run", json.loads(RECORDED.read_text())["runs"], ids=lambda run: str(run["shape"]))
+def test_it_equals_the_authors_numbers(run):
+    shape, longest = run["shape"], run.get("max_precond_dim", 10000)
+    options = {key: run[key] for key in ("betas", "shampoo_beta", "eps", "precondition_frequency") if key in run}
+    gradients = [gradient(shape, step)[None] for step in range(len(run["weights"]))]
+    weight = start(shape)
+    for direction, expected in zip(
+        directions(gradients, fresh(1, *shape, longest), **options)[0], run["weights"], strict=True
+    ):
+        weight = weight - 0.01 * direction[0]
+        torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("m", "n", "longest"), [(5, 5, 9), (4, 9, 9), (8, 3, 9), (4, 9, 6), (9, 4, 6)])
+@pytest.mark.parametrize("frequency", [1, 3])
+def test_it_equals_the_reference_over_many_steps(m, n, longest, frequency):
+    gradients = torch.randn(25, 3, m, n, dtype=torch.float64)
+    options = {"betas": (0.9, 0.8), "shampoo_beta": 0.95, "precondition_frequency": frequency}
+    state = fresh(3, m, n, longest)
+    references = [ReferenceSOAP((m, n), 0.9, 0.8, 0.95, f=frequency, longest=longest) for _ in range(3)]
+    # The first gradient of a rectangular matrix leaves a factor singular, and rounding would choose its null space.
+    for axis, side in enumerate(("left", "right")):
+        if (m, n)[axis] <= longest:
+            whole = torch.diag(torch.arange(1.0, (m, n)[axis] + 1, dtype=torch.float64))
+            state[f"factor_{side}"] += whole
+            for reference in references:
+                reference.factors[axis] = whole
+    for step, direction in enumerate(directions(gradients, state, **options)[0]):
+        expected = torch.stack([reference.direction(gradients[step, i]) for i, reference in enumerate(references)])
+        torch.testing.assert_close(direction, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_the_first_gradient_moves_nothing_and_squares_of_zero_are_safe():
+    first, *others = directions(torch.zeros(4, 2, 3, 5), fresh(2, 3, 5, dtype=torch.float32))[0]
+    assert not first.any()
+    assert all(torch.equal(direction, torch.zeros(2, 3, 5)) for direction in others)
+
+
+def test_float32_follows_float64():
+    """To the rounding of 30 steps, 12 terms, and eigenvalues that lie a hundredth apart: 6e-8 * 30 * 12 / 0.01."""
+    gradients = torch.randn(30, 2, 12, 12, dtype=torch.float64)
+    wide = directions(gradients, fresh(2, 12, 12))[0][-1]
+    single = directions(gradients.float(), fresh(2, 12, 12, dtype=torch.float32))[0][-1]
+    assert (single.double() - wide).norm() < 2.2e-3 * wide.norm()
+
+
+def test_products_are_in_full_float32_whatever_the_global_precision():
+    gradients = torch.randn(3, 1, 256, 256)
+    expected = directions(gradients, fresh(1, 256, 256, dtype=torch.float32))[0]
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = directions(gradients, fresh(1, 256, 256, dtype=torch.float32))[0]
+        assert torch.get_float32_matmul_precision() == "medium"
+        with full_float32():
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_factor_that_cannot_be_decomposed_keeps_its_basis_and_the_others_get_theirs():
+    factors = torch.stack([torch.diag(torch.tensor([1.0, 2.0])), torch.full((2, 2), torch.nan)])
+    old = torch.full((2, 2, 2), 7.0)
+    with pytest.warns(UserWarning, match="no eigendecomposition of a 2 x 2 factor"):
+        basis = eigenbasis(factors, old)
+    torch.testing.assert_close(basis[0].abs(), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    assert torch.equal(basis[1], old[1])
+
+
+def test_a_basis_that_never_began_begins_with_the_next_refresh():
+    """As after a first step that a flag on the device has undone."""
+    gradients, state = torch.randn(6, 1, 4, 4, dtype=torch.float64), fresh(1, 4, 4)
+    for step, G in enumerate(gradients, start=8):
+        direction, state = soap(OPTIONS, G, state, step)
+        assert direction.isfinite().all()
+        assert bool(direction.any()) == (step > 11)
+    assert state["moves"] == 2
+    Q = state["basis_left"][0]
+    torch.testing.assert_close(Q.T @ Q, torch.eye(4, dtype=torch.float64))
