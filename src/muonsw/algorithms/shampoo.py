@@ -1,0 +1,123 @@
+"""Shampoo: momentum between the inverse fourth roots of its gradients' factors, block by block, with a graft's length.
+
+Gupta et al. (2018), with the blocks and the grafting of Anil et al. (2020). The rule is that of Meta's
+`distributed_shampoo` with bias correction and roots from eigendecompositions. Unlike there, blocks along an axis are
+equally long (1100 rows are 550 and 550, not 1024 and 76), all blocks are decomposed in one batch, and a factor shares
+the room of one square matrix with its root.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsw.factors import full_float32, inverse_root, pack, unpack
+from muonsw.work import Group
+
+State = dict[str, Tensor]
+
+GRAFTINGS = (None, "adam", "sgd")
+
+# Meta's: keeps the graft of a direction of zeros finite.
+_TINY = 1e-16
+
+
+class Grid(NamedTuple):
+    """How a matrix is cut into blocks of one shape; the last ones are filled up with zeros."""
+
+    down: int
+    across: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, m: int, n: int, block_size: int) -> Grid:
+        """The fewest equal blocks of at most `block_size` along each axis.
+
+        Examples:
+            >>> Grid.of(1100, 300, 1024)
+            Grid(down=2, across=1, height=550, width=300)
+        """
+        down, across = math.ceil(m / block_size), math.ceil(n / block_size)
+        return cls(down, across, math.ceil(m / down), math.ceil(n / across))
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return self.down * self.across
+
+    def cut(self, X: Tensor) -> Tensor:
+        """The blocks (count * blocks, height, width) of matrices (count, m, n)."""
+        missing = self.down * self.height - X.shape[-2], self.across * self.width - X.shape[-1]
+        X = torch.nn.functional.pad(X, (0, missing[1], 0, missing[0])) if any(missing) else X
+        X = X.reshape(-1, self.down, self.height, self.across, self.width)
+        return X.transpose(-3, -2).reshape(-1, self.height, self.width)
+
+    def join(self, blocks: Tensor, m: int, n: int) -> Tensor:
+        """The matrices (count, m, n) that were cut."""
+        X = blocks.view(-1, self.down, self.across, self.height, self.width).transpose(-3, -2)
+        return X.reshape(-1, self.down * self.height, self.across * self.width)[..., :m, :n]
+
+
+@full_float32()
+def shampoo(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+    """Directions for gradients (count, m, n), and the state after them.
+
+    Args:
+        group: the options.
+        G: the gradients.
+        state: `exp_avg` (count, m, n), and `exp_avg_sq` alike where Adam is grafted; `factors_left` and
+            `factors_right` (count, blocks * d, d + 1), factors packed with their roots; `moves` (count, 1, 1), the
+            steps so far. Roots of zeros have not begun: the graft itself is the direction.
+        step: the number of this step, from 1.
+    """
+    _, m, n = G.shape
+    grid = Grid.of(m, n, group["block_size"])
+    after, momentum, graft = _averages(group, G, state)
+    factors, (left, right) = _factors(group, grid.cut(G), state | after, step)
+    direction, graft = left @ grid.cut(momentum) @ right, grid.cut(graft)
+    if group["grafting"] is not None:
+        direction = direction * (_norm(graft) / (_norm(direction) + _TINY))
+    begun = left[..., :1, :1] != 0  # a positive definite matrix has no zero on its diagonal
+    return grid.join(torch.where(begun, direction, graft), m, n), after | factors
+
+
+def _norm(X: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.matrix_norm(X, keepdim=True)
+    return norm
+
+
+def _averages(group: Group, G: Tensor, state: State) -> tuple[State, Tensor, Tensor]:
+    """The averages of gradients, then momentum and the graft, both corrected for their start."""
+    (beta1, beta2), moves = group["betas"], state["moves"] + 1
+    after = {"moves": moves, "exp_avg": state["exp_avg"].lerp(G, 1 - beta1)}
+    momentum = after["exp_avg"] / _correction(beta1, moves)
+    if group["grafting"] != "adam":
+        return after, momentum, momentum
+    after["exp_avg_sq"] = state["exp_avg_sq"].lerp(G.square(), 1 - beta2)
+    root = (after["exp_avg_sq"] / _correction(beta2, moves)).sqrt()
+    return after, momentum, momentum / (root + group["grafting_eps"])
+
+
+def _correction(beta: float, moves: Tensor) -> Tensor:
+    """What an average that began at zero has reached of its gradients; one for a sum."""
+    return (1 - beta ** moves.double()).to(moves.dtype) if beta < 1 else torch.ones_like(moves)
+
+
+def _factors(group: Group, G: Tensor, state: State, step: int) -> tuple[State, list[Tensor]]:
+    """The packed factors after blocks of gradients, and the roots of both sides, which are new every so many steps."""
+    beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
+    gain = 1 - beta if beta < 1 else 1.0
+    correction = _correction(beta, state["moves"]).repeat_interleave(len(G) // len(state["moves"]), 0)
+    after, roots = {}, []
+    for key, gram in (("factors_left", G @ G.mT), ("factors_right", G.mT @ G)):
+        factor, root = unpack(state[key].reshape(*gram.shape[:-1], -1))
+        factor = beta * factor + gain * gram
+        if step % group["precondition_frequency"] == 0:
+            root = inverse_root(factor / correction, 0.25, group["eps"], otherwise=root)
+        after[key] = pack(factor, root).reshape(state[key].shape)
+        roots.append(root)
+    return after, roots
