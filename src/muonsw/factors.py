@@ -35,15 +35,15 @@ def full_float32() -> Iterator[None]:
 
 
 def rotate(X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """`left^T X right`; a basis without elements leaves its side alone."""
-    X = left.mT @ X if left.numel() else X
-    return X @ right if right.numel() else X
+    """`left^T X right`; a basis that is shorter than its side leaves that side alone."""
+    X = left.mT @ X if left.shape[-1] == X.shape[-2] else X
+    return X @ right if right.shape[-1] == X.shape[-1] else X
 
 
 def rotate_back(X: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """`left X right^T`, the inverse of `rotate`."""
-    X = left @ X if left.numel() else X
-    return X @ right.mT if right.numel() else X
+    X = left @ X if left.shape[-1] == X.shape[-2] else X
+    return X @ right.mT if right.shape[-1] == X.shape[-1] else X
 
 
 def eigenbasis(A: Tensor, otherwise: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ OPTIONS = {"betas": (0.95, 0.95), "shampoo_beta": None, "eps": 1e-8, "preconditi
 
 
 def fresh(count, m, n, longest=10000, dtype=torch.float64):
-    left, right = (0 if length > longest else length for length in (m, n))
+    left, right = (1 if length > longest else length for length in (m, n))
     square = {"left": (left, left), "right": (right, right)}
     shapes = {f"{kind}_{side}": shape for kind in ("factor", "basis") for side, shape in square.items()}
     shapes |= {"exp_avg": (m, n), "exp_avg_sq": (m, n), "moves": (1, 1)}

@@ -23,7 +23,7 @@ def soap(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, Stat
         group: the options.
         G: the gradients.
         state: `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `factor_left` and `basis_left` (count, m, m),
-            `factor_right` and `basis_right` (count, n, n), without elements where a side is not rotated; `moves`
+            `factor_right` and `basis_right` (count, n, n), but (count, 1, 1) for a side that is not rotated; `moves`
             (count, 1, 1), the steps since the bases have begun. Bases of zeros have not, and nothing moves.
         step: the number of this step, from 1.
     """
@@ -39,17 +39,17 @@ def soap(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, Stat
     return correction * direction, advance_bases(group, G, state | averages, step)
 
 
-def have_begun(left: Tensor, right: Tensor) -> Tensor:
-    """Whether the bases of each matrix are more than zeros (count, 1, 1); first columns tell."""
-    return (left if left.numel() else right)[..., :1].any(-2, keepdim=True)
+def have_begun(*bases: Tensor) -> Tensor:
+    """Whether the bases of each matrix are more than zeros (count, 1, 1); the first column of the larger one tells."""
+    return max(bases, key=Tensor.numel)[..., :1].any(-2, keepdim=True)
 
 
 def advance_bases(group: Group, G: Tensor, state: State, step: int) -> State:
     """The state after the factors have taken in a gradient and, every so many steps, their bases have followed."""
     weight = 1 - (group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"])
-    if state["factor_left"].numel():
+    if state["factor_left"].shape[-1] == G.shape[-2]:
         state = state | {"factor_left": state["factor_left"].lerp(G @ G.mT, weight)}
-    if state["factor_right"].numel():
+    if state["factor_right"].shape[-1] == G.shape[-1]:
         state = state | {"factor_right": state["factor_right"].lerp(G.mT @ G, weight)}
     return state | _refreshed(state, step == 1) if (step - 1) % group["precondition_frequency"] == 0 else state
 
@@ -59,9 +59,10 @@ def _refreshed(state: State, first: bool) -> State:
     bases, squares = {}, state["exp_avg_sq"]
     for side, axis in (("left", -2), ("right", -1)):
         factor, basis = state[f"factor_{side}"], state[f"basis_{side}"]
-        if factor.numel() and first:
+        rotated = factor.shape[-1] == squares.shape[axis]
+        if rotated and first:
             basis = eigenbasis(factor, basis)
-        elif factor.numel():
+        elif rotated:
             basis, order = power_iteration(factor, basis)
             squares = squares.gather(axis, order.unsqueeze(-3 - axis).expand_as(squares))
         bases[f"basis_{side}"] = basis
