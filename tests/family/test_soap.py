@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from muonsw.algorithms.soap import soap
+from muonsw.algorithms.soap import soap, whitened_momentum
 from muonsw.factors import eigenbasis, full_float32
 from tests.family.gradients import gradient, start
 from tests.family.record.soap import RECORDED
@@ -110,3 +110,14 @@ def test_a_basis_that_never_began_begins_with_the_next_refresh():
     assert state["moves"] == 2
     Q = state["basis_left"][0]
     torch.testing.assert_close(Q.T @ Q, torch.eye(4, dtype=torch.float64))
+
+
+def test_whitened_momentum_has_squares_of_one_in_the_eigenbasis():
+    """With beta = 0 each element is divided by its own size, in the basis of the gradient before."""
+    state = {key: tensor for key, tensor in fresh(2, 5, 5).items() if key not in ("exp_avg", "moves")}
+    first, second, U = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    found, state = whitened_momentum(U, first, state, 0.0, 1e-8, 1)
+    assert torch.equal(found, U)
+    found, _ = whitened_momentum(U, second, state, 0.0, 1e-8, 2)
+    left, _, right = torch.linalg.svd(first)
+    torch.testing.assert_close((left.mT @ found @ right.mT).abs(), torch.ones(2, 5, 5, dtype=torch.float64))

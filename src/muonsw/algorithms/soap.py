@@ -7,6 +7,7 @@ batch, and momentum returns to the old basis only when the basis changes.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from muonsw.factors import eigenbasis, full_float32, power_iteration, rotate, rotate_back
@@ -36,7 +37,9 @@ def soap(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, Stat
     correction = ((1 - beta2**t).sqrt() / (1 - beta1**t)).to(G.dtype)
     direction = rotate_back(exp_avg / (exp_avg_sq.sqrt() + group["eps"]), *bases)
     averages = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "moves": moves}
-    return correction * direction, advance_bases(group, G, state | averages, step)
+    beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
+    refresh = (step - 1) % group["precondition_frequency"] == 0
+    return correction * direction, advance_bases(G, state | averages, beta, refresh=refresh, first=step == 1)
 
 
 def have_begun(*bases: Tensor) -> Tensor:
@@ -44,14 +47,16 @@ def have_begun(*bases: Tensor) -> Tensor:
     return max(bases, key=Tensor.numel)[..., :1].any(-2, keepdim=True)
 
 
-def advance_bases(group: Group, G: Tensor, state: State, step: int) -> State:
-    """The state after the factors have taken in a gradient and, every so many steps, their bases have followed."""
-    weight = 1 - (group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"])
+def advance_bases(G: Tensor, state: State, beta: float, *, refresh: bool, first: bool) -> State:
+    """The state after the factors have taken in a gradient and, if they are to be refreshed, their bases have followed.
+
+    The first refresh decomposes the factors, later ones improve the bases.
+    """
     if state["factor_left"].shape[-1] == G.shape[-2]:
-        state = state | {"factor_left": state["factor_left"].lerp(G @ G.mT, weight)}
+        state = state | {"factor_left": state["factor_left"].lerp(G @ G.mT, 1 - beta)}
     if state["factor_right"].shape[-1] == G.shape[-1]:
-        state = state | {"factor_right": state["factor_right"].lerp(G.mT @ G, weight)}
-    return state | _refreshed(state, step == 1) if (step - 1) % group["precondition_frequency"] == 0 else state
+        state = state | {"factor_right": state["factor_right"].lerp(G.mT @ G, 1 - beta)}
+    return state | _refreshed(state, first) if refresh else state
 
 
 def _refreshed(state: State, first: bool) -> State:
@@ -70,3 +75,25 @@ def _refreshed(state: State, first: bool) -> State:
         return bases | {"exp_avg_sq": squares}
     momentum = rotate_back(state["exp_avg"], state["basis_left"], state["basis_right"])
     return bases | {"exp_avg_sq": squares, "exp_avg": rotate(momentum, bases["basis_left"], bases["basis_right"])}
+
+
+@full_float32()
+def whitened_momentum(U: Tensor, G: Tensor, state: State, beta: float, eps: float, step: int) -> tuple[Tensor, State]:
+    """SOAP-Muon: momentum over the roots of its average squares in the bases of the last step, to be orthogonalized.
+
+    Momentum itself where the bases have not begun. The size of the result means nothing.
+
+    Args:
+        U: what would be orthogonalized (count, m, n).
+        G: the gradients.
+        state: as for `soap`, without `exp_avg` and `moves`; bases follow at every step.
+        beta: how much of the old squares and factors is kept.
+        eps: the least root of a square.
+        step: the number of this step, from 1.
+    """
+    bases = state["basis_left"], state["basis_right"]
+    rotated = rotate(U, *bases)
+    squares = state["exp_avg_sq"].lerp(rotated.square(), 1 - beta)
+    whitened = rotate_back(rotated / squares.sqrt().clamp(min=eps), *bases)
+    state = advance_bases(G, state | {"exp_avg_sq": squares}, beta, refresh=True, first=step == 1)
+    return torch.where(have_begun(*bases), whitened, U), state

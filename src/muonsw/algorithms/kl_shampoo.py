@@ -1,0 +1,164 @@
+"""Online KL-Shampoo: momentum between inverse square roots of factors, each learned from the other and fresh each step.
+
+The factors minimize the Kullback-Leibler divergence between two Gaussians (Lin et al., "Understanding and Improving
+Shampoo and SOAP via Kullback-Leibler Minimization", 2025). The rule is that of Tilde Research's
+`online-kl-shampoo-release` (OKLS), whose own decay is scaled decay. Unlike there, roots are found in float32 except on
+GPUs, and a matrix whose first gradient comes late begins at a multiple of the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from muonsw.factors import finite_or, full_float32, pack, unpack
+from muonsw.precision import AUTO, DTYPES
+from muonsw.work import Group
+
+State = dict[str, Tensor]
+
+# p(x) = a x + b x^3 that bring singular values from [1e-3, 1] to one: CANS, Grishina et al. (arXiv 2506.10935).
+CANS = (
+    (5.182503604966906, -5.178098480082684),
+    (2.586120737395915, -0.6479542005271643),
+    (2.567364126726186, -0.6454968804392178),
+    (2.520560084348265, -0.6393528082067044),
+    (2.410759275435182, -0.6248683598710716),
+    (2.1883348130094173, -0.5952022073798908),
+    (1.8595760874873613, -0.5504490972723968),
+    (1.589020160467417, -0.5126569802066718),
+    (1.5051653981684994, -0.5007377068751799),
+    (1.5, -0.5),
+)
+
+# What the largest element of a float16 operand is scaled to: a quarter of what float16 holds.
+_FLOAT16_TOP = 2.0**14
+
+
+@full_float32()
+def kl_shampoo(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+    """Directions for gradients (count, m, n), and the state after them.
+
+    Args:
+        group: the options.
+        G: the gradients.
+        state: `exp_avg` (count, m, n); `factors_left` (count, m, m + 1) and `factors_right` (count, n, n + 1), factors
+            packed with their roots.
+        step: the number of this step, from 1.
+    """
+    (beta1, beta2), eps, (_, m, n) = group["betas"], group["eps"], G.shape
+    dtype = _root_dtype(group["ns_dtype"], G)
+    exp_avg = state["exp_avg"].lerp(G, 1 - beta1)
+    left, right = _begun(G, unpack(state["factors_left"]), unpack(state["factors_right"]), eps, dtype, step)
+    ahead, whitened_right, whitened_left = G.lerp(exp_avg, beta1), G @ right[1], left[1] @ G
+    left = _advanced(left, whitened_right @ whitened_right.mT / n, beta2, eps, dtype)
+    right = _advanced(right, whitened_left.mT @ whitened_left / m, beta2, eps, dtype)
+    direction = left[1] @ ahead @ right[1]
+    return direction, {"exp_avg": exp_avg, "factors_left": pack(*left), "factors_right": pack(*right)}
+
+
+def scale(group: Group, m: int, n: int) -> float:
+    """Unit variance for Nesterov's average of noise, then the shape scale of muP."""
+    beta = group["betas"][0]
+    variance = (1 - beta) / (1 + beta) * (1 + 2 * beta - 2 * beta**3)
+    return float(variance**-0.5 * math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n)))
+
+
+# A factor and its root.
+Pair = tuple[Tensor, Tensor]
+
+
+def _begun(G: Tensor, left: Pair, right: Pair, eps: float, dtype: torch.dtype, step: int) -> tuple[Pair, Pair]:
+    """The factors before this step, begun from its gradient where they have not begun."""
+    if step == 1:
+        return _first(G, eps, dtype), _first(G.mT, eps, dtype)
+    size = 2 * G.square().mean((-2, -1), keepdim=True).sqrt() + eps
+    return _or_identity(left, size), _or_identity(right, size)
+
+
+def _first(G: Tensor, eps: float, dtype: torch.dtype) -> Pair:
+    """The factor of rows after the first gradient, with a multiple of the identity as large as itself."""
+    _, m, n = G.shape
+    factor = G @ G.mT * (m / (n * G.square().sum((-2, -1), keepdim=True) + eps)).sqrt()
+    size = torch.linalg.matrix_norm(factor, keepdim=True) / math.sqrt(m)
+    factor = factor + (size + eps) * torch.eye(m, dtype=G.dtype, device=G.device)
+    return factor, inverse_sqrt(factor, dtype)
+
+
+def _or_identity(pair: Pair, size: Tensor) -> Pair:
+    """A pair, or `size` times the identity with its root where it is zero; a positive definite root is not."""
+    factor, root = pair
+    begun, identity = root[..., :1, :1] != 0, torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
+    return torch.where(begun, factor, size * identity), torch.where(begun, root, size.rsqrt() * identity)
+
+
+def _advanced(pair: Pair, gram: Tensor, beta: float, eps: float, dtype: torch.dtype) -> Pair:
+    factor = beta * pair[0] + (1 - beta) * gram
+    factor = (factor + factor.mT) / 2 + eps * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return factor, finite_or(inverse_sqrt(factor, dtype), pair[1])
+
+
+def _root_dtype(setting: str, G: Tensor) -> torch.dtype:
+    """The dtype of products in roots: float16 on GPUs by default, else that of the gradients."""
+    if setting == AUTO:
+        return torch.float16 if G.is_cuda and G.dtype == torch.float32 else G.dtype
+    return torch.float16 if DTYPES[setting] == torch.float16 else G.dtype
+
+
+def inverse_sqrt(S: Tensor, dtype: torch.dtype) -> Tensor:
+    """S^-1/2 of positive definite matrices by ten coupled Newton-Schulz steps.
+
+    `Y = S/L, Z = I`, then `P = Z Y, Y <- Y (a + b P), Z <- (a + b P) Z`, and Z tends to `(S/L)^-1/2`. Exact to 3e-5
+    where eigenvalues span a factor of a million. Float16 operands are scaled so that none overflows or vanishes.
+    """
+    L = 1.01 * _above_eigenvalues(S)
+    scales = [(_FLOAT16_TOP / y, _FLOAT16_TOP / z, _FLOAT16_TOP / p) for y, z, p in _ceilings()]
+    scales = scales if dtype == torch.float16 else [(1.0, 1.0, 1.0)] * len(scales)
+    Y, Z = S * (scales[0][0] / L), scales[0][1] * torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
+    for (a, b), ((y, z, p), (next_y, next_z, _)) in zip(CANS, pairwise(scales), strict=True):
+        P = _product(Z, Y, dtype) * (p / (z * y))
+        Y, Z = (
+            a * next_y / y * Y + b * next_y / (y * p) * _product(Y, P, dtype),
+            a * next_z / z * Z + b * next_z / (z * p) * _product(P, Z, dtype),
+        )
+    return (Z + Z.mT) / (2 * scales[-1][1] * L.sqrt())
+
+
+def _product(A: Tensor, B: Tensor, dtype: torch.dtype) -> Tensor:
+    """A B with operands of a dtype, added up in the dtype of A."""
+    if dtype == A.dtype:
+        return A @ B
+    A_low, B_low = A.to(dtype), B.to(dtype)
+    return torch.bmm(A_low, B_low, out_dtype=A.dtype) if A.is_cuda else A_low.to(A.dtype) @ B_low.to(A.dtype)
+
+
+@cache
+def _ceilings() -> list[tuple[float, float, float]]:
+    """The largest Y, Z and P before each step, and at the end, for eigenvalues of S/L in [0, 1]."""
+    grid = [(i / 4096, 1.0) for i in range(4097)]
+    found = []
+    for a, b in (*CANS, (1.0, 0.0)):
+        found.append((max(y for y, _ in grid), max(z for _, z in grid), max(y * z for y, z in grid)))
+        grid = [(y * (a + b * y * z), (a + b * y * z) * z) for y, z in grid]
+    return found
+
+
+def _above_eigenvalues(S: Tensor) -> Tensor:
+    """An upper bound of the eigenvalues of positive semidefinite matrices (count, 1, 1).
+
+    The lesser of two: mean and spread of the eigenvalues (Wolkowicz and Styan), and row sums weighted by row sums
+    (Minc). The largest element of such a matrix is on its diagonal; in units of it nothing overflows.
+    """
+    d, diagonal = S.shape[-1], S.diagonal(dim1=-2, dim2=-1)
+    unit = diagonal.amax(-1).clamp(min=torch.finfo(S.dtype).tiny)[..., None, None]
+    A = (S / unit).abs()
+    mean = (diagonal / unit[..., 0]).mean(-1)
+    square = A.square().sum((-2, -1)) / d
+    spread = (square - mean.square()).clamp(min=0).sqrt() * math.sqrt(d - 1)
+    sums = A.sum(-1, keepdim=True).clamp(min=1e-12)
+    weighted = (A @ sums / sums).amax((-2, -1))
+    return torch.minimum(mean + spread, weighted)[..., None, None] * unit

@@ -1,0 +1,58 @@
+"""ASGO: equal to its authors' numbers, and to a float64 reference with an exact root."""
+
+import json
+
+import pytest
+import torch
+
+from muonsw.algorithms.asgo import asgo, inverse_sqrt
+from tests.family.gradients import gradient, start
+from tests.family.record.asgo import RECORDED
+from tests.family.references.asgo import ReferenceASGO
+
+OPTIONS = {"betas": (0.9, 0.8), "eps": 1e-10}
+
+
+def directions(gradients, **options):
+    """The direction of every step from gradients (steps, count, m, n)."""
+    count, m, n = gradients[0].shape
+    state = {"exp_avg": torch.zeros_like(gradients[0]), "factor": gradients[0].new_zeros(count, min(m, n), min(m, n))}
+    for G in gradients:
+        direction, state = asgo(OPTIONS | options, G, state)
+        yield direction
+
+
+@pytest.mark.parametrize("run", json.loads(RECORDED.read_text())["runs"], ids=lambda run: str(run["shape"]))
+def test_it_equals_the_authors_numbers(run):
+    gradients = [gradient(run["shape"], step)[None] for step in range(len(run["weights"]))]
+    weight = start(run["shape"])
+    found = directions(gradients, betas=(run.get("momentum", 0.9), run["beta2"]), eps=run["eps"])
+    for direction, expected in zip(found, run["weights"], strict=True):
+        weight = weight - 0.01 * direction[0]
+        torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("m", "n"), [(4, 9), (8, 3), (5, 5)])
+def test_it_equals_the_reference_with_an_exact_root(m, n):
+    """After ten steps of the iteration eigenvalues within a factor of a million are at one, to rounding."""
+    gradients = torch.randn(20, 3, m, n, dtype=torch.float64)
+    references = [ReferenceASGO((m, n)) for _ in range(3)]
+    for step, direction in enumerate(directions(gradients)):
+        expected = torch.stack([reference.direction(gradients[step, i]) for i, reference in enumerate(references)])
+        if step > 2:  # before that a square factor may be nearly singular
+            torch.testing.assert_close(direction, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_root_is_right_over_six_decades():
+    Q = torch.linalg.qr(torch.randn(3, 16, 16, dtype=torch.float64)).Q
+    values = torch.logspace(0, -6, 16, dtype=torch.float64)
+    expected = Q * (37 * values) ** -0.5 @ Q.mT
+    found = inverse_sqrt(37 * Q * values @ Q.mT, 1e-10)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_zero_move_nothing_and_what_is_not_finite_becomes_the_identity():
+    assert not any(direction.any() for direction in directions(torch.zeros(3, 2, 5, 3)))
+    V = torch.stack([torch.eye(3), torch.full((3, 3), torch.nan)])
+    root = inverse_sqrt(V, 1e-10)
+    torch.testing.assert_close(root, torch.eye(3).expand(2, 3, 3), rtol=1e-5, atol=1e-6)
