@@ -25,7 +25,7 @@ def directions(gradients, first=1, **options):
     group, (count, m, n) = OPTIONS | options, gradients[0].shape
     state = fresh(count, m, n, gradients[0].dtype)
     for step, G in enumerate(gradients, start=first):
-        direction, state = kl_shampoo(group, G, state, step)
+        direction, state = kl_shampoo(group | {"update_count": step}, G, state)
         yield scale(group, m, n) * direction
 
 

@@ -38,7 +38,7 @@ def directions(gradients, **options):
     group, seen = OPTIONS | options, []
     state = fresh(*gradients[0].shape, group["block_size"], gradients[0].dtype)
     for step, G in enumerate(gradients, start=1):
-        direction, after = shampoo(group, G, state, step)
+        direction, after = shampoo(group | {"update_count": step}, G, state)
         assert {key: tensor.shape for key, tensor in after.items()} == {key: state[key].shape for key in after}
         state = state | after
         seen.append(direction)

@@ -26,7 +26,7 @@ def directions(gradients, state, **options):
     """The direction of every step from gradients (steps, count, m, n), and the state at the end."""
     group, seen = OPTIONS | options, []
     for step, G in enumerate(gradients):
-        direction, state = soap(group, G, state, step + 1)
+        direction, state = soap(group | {"update_count": step + 1}, G, state)
         seen.append(direction)
     return seen, state
 
@@ -100,16 +100,31 @@ def test_a_factor_that_cannot_be_decomposed_keeps_its_basis_and_the_others_get_t
     assert torch.equal(basis[1], old[1])
 
 
-def test_a_basis_that_never_began_begins_with_the_next_refresh():
-    """As after a first step that a flag on the device has undone."""
+def test_a_late_beginner_moves_as_adam_until_the_next_refresh():
+    """As after a first step that a flag on the device has undone, or with a first gradient in the middle of a run."""
     gradients, state = torch.randn(6, 1, 4, 4, dtype=torch.float64), fresh(1, 4, 4)
+    adam = PlainAdam()
     for step, G in enumerate(gradients, start=8):
-        direction, state = soap(OPTIONS, G, state, step)
-        assert direction.isfinite().all()
-        assert bool(direction.any()) == (step > 11)
-    assert state["moves"] == 2
+        direction, state = soap(OPTIONS | {"update_count": step}, G, state)
+        if step == 8:
+            assert not direction.any()
+        elif step <= 11:
+            torch.testing.assert_close(direction[0], adam.direction(G[0]), rtol=1e-9, atol=0)
+        assert torch.equal(state["basis_left"][0], torch.eye(4, dtype=torch.float64)) == (8 < step < 11)
     Q = state["basis_left"][0]
     torch.testing.assert_close(Q.T @ Q, torch.eye(4, dtype=torch.float64))
+
+
+class PlainAdam:
+    """Adam with an epsilon beside the root before it is corrected, as in SOAP."""
+
+    def __init__(self):
+        self.m, self.v, self.t = 0.0, 0.0, 0
+
+    def direction(self, G):
+        self.t += 1
+        self.m, self.v = 0.95 * self.m + 0.05 * G, 0.95 * self.v + 0.05 * G**2
+        return (1 - 0.95**self.t) ** -0.5 * self.m / (self.v**0.5 + 1e-8)
 
 
 def test_whitened_momentum_has_squares_of_one_in_the_eigenbasis():

@@ -40,7 +40,7 @@ _FLOAT16_TOP = 2.0**14
 
 
 @full_float32()
-def kl_shampoo(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+def kl_shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions for gradients (count, m, n), and the state after them.
 
     Args:
@@ -48,12 +48,13 @@ def kl_shampoo(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor
         G: the gradients.
         state: `exp_avg` (count, m, n); `factors_left` (count, m, m + 1) and `factors_right` (count, n, n + 1), factors
             packed with their roots.
-        step: the number of this step, from 1.
     """
     (beta1, beta2), eps, (_, m, n) = group["betas"], group["eps"], G.shape
     dtype = _root_dtype(group["ns_dtype"], G)
     exp_avg = state["exp_avg"].lerp(G, 1 - beta1)
-    left, right = _begun(G, unpack(state["factors_left"]), unpack(state["factors_right"]), eps, dtype, step)
+    left, right = _begun(
+        G, unpack(state["factors_left"]), unpack(state["factors_right"]), eps, dtype, first=group["update_count"] == 1
+    )
     ahead, whitened_right, whitened_left = G.lerp(exp_avg, beta1), G @ right[1], left[1] @ G
     left = _advanced(left, whitened_right @ whitened_right.mT / n, beta2, eps, dtype)
     right = _advanced(right, whitened_left.mT @ whitened_left / m, beta2, eps, dtype)
@@ -72,9 +73,9 @@ def scale(group: Group, m: int, n: int) -> float:
 Pair = tuple[Tensor, Tensor]
 
 
-def _begun(G: Tensor, left: Pair, right: Pair, eps: float, dtype: torch.dtype, step: int) -> tuple[Pair, Pair]:
+def _begun(G: Tensor, left: Pair, right: Pair, eps: float, dtype: torch.dtype, *, first: bool) -> tuple[Pair, Pair]:
     """The factors before this step, begun from its gradient where they have not begun."""
-    if step == 1:
+    if first:
         return _first(G, eps, dtype), _first(G.mT, eps, dtype)
     size = 2 * G.square().mean((-2, -1), keepdim=True).sqrt() + eps
     return _or_identity(left, size), _or_identity(right, size)

@@ -63,7 +63,7 @@ class Grid(NamedTuple):
 
 
 @full_float32()
-def shampoo(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions for gradients (count, m, n), and the state after them.
 
     Args:
@@ -72,12 +72,11 @@ def shampoo(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, S
         state: `exp_avg` (count, m, n), and `exp_avg_sq` alike where Adam is grafted; `factors_left` and
             `factors_right` (count, blocks * d, d + 1), factors packed with their roots; `moves` (count, 1, 1), the
             steps so far. Roots of zeros have not begun: the graft itself is the direction.
-        step: the number of this step, from 1.
     """
     _, m, n = G.shape
     grid = Grid.of(m, n, group["block_size"])
     after, momentum, graft = _averages(group, G, state)
-    factors, (left, right) = _factors(group, grid.cut(G), state | after, step)
+    factors, (left, right) = _factors(group, grid.cut(G), state | after)
     direction, graft = left @ grid.cut(momentum) @ right, grid.cut(graft)
     if group["grafting"] is not None:
         direction = direction * (_norm(graft) / (_norm(direction) + _TINY))
@@ -107,7 +106,7 @@ def _correction(beta: float, moves: Tensor) -> Tensor:
     return (1 - beta ** moves.double()).to(moves.dtype) if beta < 1 else torch.ones_like(moves)
 
 
-def _factors(group: Group, G: Tensor, state: State, step: int) -> tuple[State, list[Tensor]]:
+def _factors(group: Group, G: Tensor, state: State) -> tuple[State, list[Tensor]]:
     """The packed factors after blocks of gradients, and the roots of both sides, which are new every so many steps."""
     beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
     gain = 1 - beta if beta < 1 else 1.0
@@ -116,7 +115,7 @@ def _factors(group: Group, G: Tensor, state: State, step: int) -> tuple[State, l
     for key, gram in (("factors_left", G @ G.mT), ("factors_right", G.mT @ G)):
         factor, root = unpack(state[key].reshape(*gram.shape[:-1], -1))
         factor = beta * factor + gain * gram
-        if step % group["precondition_frequency"] == 0:
+        if group["update_count"] % group["precondition_frequency"] == 0:
             root = inverse_root(factor / correction, 0.25, group["eps"], otherwise=root)
         after[key] = pack(factor, root).reshape(state[key].shape)
         roots.append(root)

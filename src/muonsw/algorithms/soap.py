@@ -17,7 +17,7 @@ State = dict[str, Tensor]
 
 
 @full_float32()
-def soap(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+def soap(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions for gradients (count, m, n), and the state after them.
 
     Args:
@@ -25,26 +25,32 @@ def soap(group: Group, G: Tensor, state: State, step: int) -> tuple[Tensor, Stat
         G: the gradients.
         state: `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `factor_left` and `basis_left` (count, m, m),
             `factor_right` and `basis_right` (count, n, n), but (count, 1, 1) for a side that is not rotated; `moves`
-            (count, 1, 1), the steps since the bases have begun. Bases of zeros have not, and nothing moves.
-        step: the number of this step, from 1.
+            (count, 1, 1), how many gradients there have been. Bases of zeros have not begun.
     """
-    (beta1, beta2), bases = group["betas"], (state["basis_left"], state["basis_right"])
+    (beta1, beta2), t = group["betas"], state["moves"]
+    bases = _begun(state["basis_left"], t), _begun(state["basis_right"], t)
     rotated = rotate(G, *bases)
     exp_avg = state["exp_avg"].lerp(rotated, 1 - beta1)
     exp_avg_sq = state["exp_avg_sq"].lerp(rotated.square(), 1 - beta2)
-    moves = state["moves"] + have_begun(*bases)
-    t = moves.double().clamp(min=1)
-    correction = ((1 - beta2**t).sqrt() / (1 - beta1**t)).to(G.dtype)
     direction = rotate_back(exp_avg / (exp_avg_sq.sqrt() + group["eps"]), *bases)
-    averages = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "moves": moves}
+    corrected = ((1 - beta2 ** t.double()).sqrt() / (1 - beta1 ** t.double().clamp(min=1))).to(G.dtype)
+    averages = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "moves": t + 1}
+    state = state | averages | {"basis_left": bases[0], "basis_right": bases[1]}
     beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
+    step = group["update_count"]
     refresh = (step - 1) % group["precondition_frequency"] == 0
-    return correction * direction, advance_bases(G, state | averages, beta, refresh=refresh, first=step == 1)
+    return corrected * direction, advance_bases(G, state, beta, refresh=refresh, first=step == 1)
 
 
-def have_begun(*bases: Tensor) -> Tensor:
-    """Whether the bases of each matrix are more than zeros (count, 1, 1); the first column of the larger one tells."""
-    return max(bases, key=Tensor.numel)[..., :1].any(-2, keepdim=True)
+def _begun(basis: Tensor, moves: Tensor) -> Tensor:
+    """Bases (count, d, d), the identity in place of zeros; but zeros, by which nothing moves, at a first gradient."""
+    identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+    return torch.where(have_begun(basis), basis, identity * (moves > 0))
+
+
+def have_begun(basis: Tensor) -> Tensor:
+    """Whether bases are more than zeros (count, 1, 1): their first columns tell."""
+    return basis[..., :1].any(-2, keepdim=True)
 
 
 def advance_bases(G: Tensor, state: State, beta: float, *, refresh: bool, first: bool) -> State:
@@ -96,4 +102,4 @@ def whitened_momentum(U: Tensor, G: Tensor, state: State, beta: float, eps: floa
     squares = state["exp_avg_sq"].lerp(rotated.square(), 1 - beta)
     whitened = rotate_back(rotated / squares.sqrt().clamp(min=eps), *bases)
     state = advance_bases(G, state | {"exp_avg_sq": squares}, beta, refresh=True, first=step == 1)
-    return torch.where(have_begun(*bases), whitened, U), state
+    return torch.where(have_begun(max(bases, key=Tensor.numel)), whitened, U), state
