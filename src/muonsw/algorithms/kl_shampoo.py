@@ -111,30 +111,34 @@ def _root_dtype(setting: str, G: Tensor) -> torch.dtype:
 
 
 def inverse_sqrt(S: Tensor, dtype: torch.dtype) -> Tensor:
-    """S^-1/2 of positive definite matrices by ten coupled Newton-Schulz steps.
+    """S^-1/2 of positive definite matrices by ten coupled Newton-Schulz steps, with products of operands in `dtype`.
 
-    `Y = S/L, Z = I`, then `P = Z Y, Y <- Y (a + b P), Z <- (a + b P) Z`, and Z tends to `(S/L)^-1/2`. Exact to 3e-5
-    where eigenvalues span a factor of a million. Float16 operands are scaled so that none overflows or vanishes.
+    `Y = S/L, Z = I`, then `P = Z Y, Y <- Y (a + b P), Z <- (a + b P) Z`, and Z tends to `(S/L)^-1/2`: to 3e-5 where
+    eigenvalues lie within a factor of a million. Y, Z and P are scaled so that no float16 overflows or vanishes.
     """
     L = 1.01 * _above_eigenvalues(S)
-    scales = [(_FLOAT16_TOP / y, _FLOAT16_TOP / z, _FLOAT16_TOP / p) for y, z, p in _ceilings()]
-    scales = scales if dtype == torch.float16 else [(1.0, 1.0, 1.0)] * len(scales)
-    Y, Z = S * (scales[0][0] / L), scales[0][1] * torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
-    for (a, b), ((y, z, p), (next_y, next_z, _)) in zip(CANS, pairwise(scales), strict=True):
-        P = _product(Z, Y, dtype) * (p / (z * y))
+    scales = [(1.0, 1.0, 1.0)] * (len(CANS) + 1)
+    if dtype == torch.float16:
+        scales = [(_FLOAT16_TOP / y, _FLOAT16_TOP / z, _FLOAT16_TOP / p) for y, z, p in _ceilings()]
+    (y, z, _), identity = scales[0], torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+    Y, Z = S * (y / L), z * identity.expand_as(S)
+    for (a, b), ((y, z, p), (y_next, z_next, _)) in zip(CANS, pairwise(scales), strict=True):
+        P = _multiply_add(Z, 0.0, Z, Y, p / (z * y), dtype)
         Y, Z = (
-            a * next_y / y * Y + b * next_y / (y * p) * _product(Y, P, dtype),
-            a * next_z / z * Z + b * next_z / (z * p) * _product(P, Z, dtype),
+            _multiply_add(Y, a * y_next / y, Y, P, b * y_next / (y * p), dtype),
+            _multiply_add(Z, a * z_next / z, P, Z, b * z_next / (z * p), dtype),
         )
     return (Z + Z.mT) / (2 * scales[-1][1] * L.sqrt())
 
 
-def _product(A: Tensor, B: Tensor, dtype: torch.dtype) -> Tensor:
-    """A B with operands of a dtype, added up in the dtype of A."""
-    if dtype == A.dtype:
-        return A @ B
-    A_low, B_low = A.to(dtype), B.to(dtype)
-    return torch.bmm(A_low, B_low, out_dtype=A.dtype) if A.is_cuda else A_low.to(A.dtype) @ B_low.to(A.dtype)
+def _multiply_add(C: Tensor, beta: float, A: Tensor, B: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
+    """`beta C + alpha A B`, A and B rounded to `dtype`; sums stay in the dtype of C."""
+    if dtype == C.dtype:
+        return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
+    A, B = A.to(dtype), B.to(dtype)
+    if C.is_cuda:
+        return torch.baddbmm(C, A, B, C.dtype, beta=beta, alpha=alpha)
+    return torch.baddbmm(C, A.to(C.dtype), B.to(C.dtype), beta=beta, alpha=alpha)
 
 
 @cache
