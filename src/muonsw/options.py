@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import MOMENTUM_FORMS
+from muonsw.algorithms.shampoo import GRAFTINGS
 from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES, Points, validated_points
 from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
@@ -26,7 +27,7 @@ from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, LOW_PRECISION, dtype_name
 from muonsw.precondition import PRECONDITIONERS
 from muonsw.registry import unknown
-from muonsw.text import users_line
+from muonsw.text import listed, users_line
 
 Group = dict[str, Any]
 Check = Callable[[Any], Any]
@@ -230,7 +231,7 @@ def refuse_options_of_others(options: Group, algorithm: str) -> None:
             if not owners:
                 raise ValueError(unknown("option", key, sorted(known)))
             raise ValueError(
-                f"{key!r} is an option of {' and '.join(owners)}, not of {algorithm}; set it in a param "
+                f"{key!r} is an option of {listed(owners)}, not of {algorithm}; set it in a param "
                 f"group with that algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
             )
 
@@ -428,6 +429,12 @@ CHECKS: dict[str, Check] = {
     "nesterov": _flag,
     "betas": _betas,
     "eps": _number(0.0),
+    "shampoo_beta": _optional(_number(0.0, 1.0)),
+    "precondition_frequency": _whole(1),
+    "max_precond_dim": _whole(1),
+    "block_size": _whole(1),
+    "grafting": _one_of(*GRAFTINGS),
+    "grafting_eps": _number(0.0),
     "orthogonalizer": _known(ORTHOGONALIZERS),
     "ns_steps": _optional(_whole(1)),
     "ns_dtype": _dtype,

@@ -1,4 +1,4 @@
-"""What users read: plain-text tables, counts in grammar, and the line at which a warning points."""
+"""What users read: plain-text tables, counts and lists in grammar, and the line at which a warning points."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def counted(number: int, one: str, more: str = "") -> str:
         ('1 matrix', '1,200 runs')
     """
     return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence.
+
+    Examples:
+        >>> listed(["muon"]), listed(["muon", "sgd"]), listed(["adamw", "soap", "asgo"])
+        ('muon', 'muon and sgd', 'adamw, soap and asgo')
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:

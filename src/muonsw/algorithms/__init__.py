@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from muonsw.algorithms.adamw import ADAMW
+from muonsw.algorithms.asgo import ASGO
 from muonsw.algorithms.base import Algorithm as Algorithm
 from muonsw.algorithms.base import Budget as Budget
 from muonsw.algorithms.base import Update as Update
 from muonsw.algorithms.lion import LION
+from muonsw.algorithms.kl_shampoo import KL_SHAMPOO
 from muonsw.algorithms.muon import MUON
 from muonsw.algorithms.sgd import SGD
+from muonsw.algorithms.shampoo import SHAMPOO
+from muonsw.algorithms.soap import SOAP
 from muonsw.registry import Registry
 
 ALGORITHMS: Registry[Algorithm] = Registry("algorithm")
@@ -16,5 +20,9 @@ ALGORITHMS.register("muon", MUON)
 ALGORITHMS.register("adamw", ADAMW)
 ALGORITHMS.register("sgd", SGD)
 ALGORITHMS.register("lion", LION)
+ALGORITHMS.register("soap", SOAP)
+ALGORITHMS.register("shampoo", SHAMPOO)
+ALGORITHMS.register("kl_shampoo", KL_SHAMPOO)
+ALGORITHMS.register("asgo", ASGO)
 
 __all__ = ["ALGORITHMS", "Algorithm", "Budget", "Update"]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
 from muonsw.factors import finite_or, full_float32
 from muonsw.matrices import ADAMW_RMS
+from muonsw.slots import Specs, State
 from muonsw.work import Group
-
-State = dict[str, Tensor]
 
 # Polar Express (Amsel et al. 2025) as the authors of ASGO use it: all polynomials but the last made safe for singular
 # values up to 1.01, and the last one repeated.
@@ -70,3 +70,15 @@ def inverse_sqrt(V: Tensor, eps: float) -> Tensor:
         B = b * P + c * P @ P
         Y, Z = a * Y + Y @ B, a * Z + B @ Z
     return finite_or(Z / L.sqrt(), identity)
+
+
+def state(group: Group) -> Specs:  # noqa: ARG001
+    """Momentum, and the factor of the shorter side."""
+    return {"exp_avg": ELEMENTWISE, "factor": MatrixState(lambda m, n: (min(m, n), min(m, n)))}
+
+
+ASGO = matrix_algorithm(
+    defaults={"betas": (0.9, 0.8), "eps": 1e-10},
+    state=state,
+    directions=asgo,
+)

@@ -15,11 +15,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm, validate_matrices
 from muonsw.factors import finite_or, full_float32, pack, unpack
 from muonsw.precision import AUTO, DTYPES
+from muonsw.slots import Specs, State
 from muonsw.work import Group
-
-State = dict[str, Tensor]
 
 # p(x) = a x + b x^3 that bring singular values from [1e-3, 1] to one: CANS, Grishina et al. (arXiv 2506.10935).
 CANS = (
@@ -167,3 +167,30 @@ def _above_eigenvalues(S: Tensor) -> Tensor:
     sums = A.sum(-1, keepdim=True).clamp(min=1e-12)
     weighted = (A @ sums / sums).amax((-2, -1))
     return torch.minimum(mean + spread, weighted)[..., None, None] * unit
+
+
+def state(group: Group) -> Specs:  # noqa: ARG001
+    """Momentum, and for each side a factor with its root."""
+    return {
+        "exp_avg": ELEMENTWISE,
+        "factors_left": MatrixState(lambda m, _: (m, m + 1)),
+        "factors_right": MatrixState(lambda _, n: (n, n + 1)),
+    }
+
+
+def validate(group: Group, name: str, param: Tensor) -> None:
+    """Roots need eleven bits."""
+    validate_matrices(group, name, param)
+    if group["ns_dtype"] == "bfloat16":
+        raise ValueError("ns_dtype='bfloat16' is too coarse for the roots of KL-Shampoo; say 'float16' or 'float32'")
+
+
+KL_SHAMPOO = matrix_algorithm(
+    defaults={"betas": (0.9684, 0.9482), "eps": 1e-9, "ns_dtype": "auto"},
+    state=state,
+    directions=kl_shampoo,
+    scale=scale,
+    validate=validate,
+    counts_steps=True,
+    scale_free=False,
+)

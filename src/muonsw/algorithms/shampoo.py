@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
 from muonsw.factors import full_float32, inverse_root, pack, unpack
+from muonsw.slots import Specs, State
 from muonsw.work import Group
-
-State = dict[str, Tensor]
 
 GRAFTINGS = (None, "adam", "sgd")
 
@@ -41,7 +41,7 @@ class Grid(NamedTuple):
             >>> Grid.of(1100, 300, 1024)
             Grid(down=2, across=1, height=550, width=300)
         """
-        down, across = math.ceil(m / block_size), math.ceil(n / block_size)
+        down, across = max(1, math.ceil(m / block_size)), max(1, math.ceil(n / block_size))
         return cls(down, across, math.ceil(m / down), math.ceil(n / across))
 
     @property
@@ -120,3 +120,41 @@ def _factors(group: Group, G: Tensor, state: State) -> tuple[State, list[Tensor]
         after[key] = pack(factor, root).reshape(state[key].shape)
         roots.append(root)
     return after, roots
+
+
+def state(group: Group) -> Specs:
+    """Momentum, the squares of a grafted Adam, and for each block and side a factor with its root."""
+    size = group["block_size"]
+
+    def left(m: int, n: int) -> tuple[int, int]:
+        grid = Grid.of(m, n, size)
+        return grid.blocks * grid.height, grid.height + 1
+
+    def right(m: int, n: int) -> tuple[int, int]:
+        grid = Grid.of(m, n, size)
+        return grid.blocks * grid.width, grid.width + 1
+
+    return {
+        "exp_avg": ELEMENTWISE,
+        **({"exp_avg_sq": ELEMENTWISE} if group["grafting"] == "adam" else {}),
+        "factors_left": MatrixState(left),
+        "factors_right": MatrixState(right),
+        "moves": MatrixState(lambda *_: (1, 1)),
+    }
+
+
+SHAMPOO = matrix_algorithm(
+    defaults={
+        "betas": (0.9, 0.999),
+        "shampoo_beta": None,
+        "eps": 1e-12,
+        "precondition_frequency": 10,
+        "block_size": 1024,
+        "grafting": "adam",
+        "grafting_eps": 1e-8,
+    },
+    state=state,
+    directions=shampoo,
+    counts_steps=True,
+    scale_free=False,
+)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm, validate_matrices
 from muonsw.factors import eigenbasis, full_float32, power_iteration, rotate, rotate_back
+from muonsw.matrices import MatrixView
+from muonsw.slots import Specs, State
 from muonsw.work import Group
-
-State = dict[str, Tensor]
 
 
 @full_float32()
@@ -103,3 +104,51 @@ def whitened_momentum(U: Tensor, G: Tensor, state: State, beta: float, eps: floa
     whitened = rotate_back(rotated / squares.sqrt().clamp(min=eps), *bases)
     state = advance_bases(G, state | {"exp_avg_sq": squares}, beta, refresh=True, first=step == 1)
     return torch.where(have_begun(max(bases, key=Tensor.numel)), whitened, U), state
+
+
+def _shape(length: int, longest: int) -> tuple[int, int]:
+    """Of a factor and of its basis; a side that is too long keeps one element."""
+    return (length, length) if length <= longest else (1, 1)
+
+
+def state(group: Group) -> Specs:
+    """Two averages, and a factor with its basis for each side."""
+    longest = group["max_precond_dim"]
+    left, right = MatrixState(lambda m, _: _shape(m, longest)), MatrixState(lambda _, n: _shape(n, longest))
+    return {
+        "exp_avg": ELEMENTWISE,
+        "exp_avg_sq": ELEMENTWISE,
+        "factor_left": left,
+        "factor_right": right,
+        "basis_left": left,
+        "basis_right": right,
+        "moves": MatrixState(lambda *_: (1, 1)),
+    }
+
+
+def validate(group: Group, name: str, param: Tensor) -> None:
+    """At least one side of each matrix must be rotated."""
+    validate_matrices(group, name, param)
+    longest = group["max_precond_dim"]
+    for cell in MatrixView.of(group).cells(param.shape):
+        if min(cell.rows, cell.columns) > longest:
+            raise ValueError(
+                f"max_precond_dim={longest} leaves both sides of {name} alone, a matrix of {cell.rows} x "
+                f"{cell.columns}; raise it, or give the parameter a group with algorithm='adamw'"
+            )
+
+
+SOAP = matrix_algorithm(
+    defaults={
+        "betas": (0.95, 0.95),
+        "shampoo_beta": None,
+        "eps": 1e-8,
+        "precondition_frequency": 10,
+        "max_precond_dim": 10000,
+    },
+    state=state,
+    directions=soap,
+    validate=validate,
+    counts_steps=True,
+    scale_free=False,
+)

@@ -177,6 +177,7 @@ def matrix_algorithm(
         def apply(X: Tensor, kept: State) -> tuple[Tensor, State]:
             return run(group, X, kept)
 
+        kept = {key: tensor.to(X.dtype) for key, tensor in kept.items()}  # `state_dtype` may be lower
         X, new = oriented(apply, state(group), X, kept, transposed=group["transposed"])
         return X.to(dtype), new
 
