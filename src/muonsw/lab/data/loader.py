@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import TypeAlias, TypeVar
 
@@ -63,32 +62,22 @@ class Windows:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-@dataclass(frozen=True)
 class TokenLoader:
     """Training batches: every epoch visits every window once, in an order keyed by the seed and the epoch.
 
-    Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next.
+    Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next. `batch`
+    counts sequences over all ranks and micro-batches; `limit` visits only so many windows, the first ones. The order of
+    the shards is part of the data order.
     """
 
-    shards: Sequence[Shard]  # open shards of one folder; their order is part of the data order
-    sequence: int  # tokens in an input
-    batch: int  # sequences in a batch, over all ranks and micro-batches
-    seed: int  # decides the order
-    limit: int | None = None  # visit only so many windows, the first ones
-    windows: Windows = field(init=False, repr=False, compare=False)  # what is visited
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "windows", Windows(self.shards, self.sequence))
-        if self.batch < 1:
-            raise ValueError(f"a batch has at least 1 sequence, not {self.batch}")
-        if self.size < self.batch:
-            short = f"the corpus has {self.size} windows of {self.sequence + 1} tokens, fewer than one batch"
-            raise ValueError(f"{short} of {self.batch}: make the batch or the sequence smaller, or add data")
-
-    @property
-    def size(self) -> int:
-        """How many windows an epoch has."""
-        return self.windows.count if self.limit is None else min(self.limit, self.windows.count)
+    def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, seed: int, limit: int | None = None) -> None:
+        self.windows, self.batch, self.seed = Windows(shards, sequence), batch, seed
+        self.size = min(limit or self.windows.count, self.windows.count)  # windows in an epoch
+        if batch < 1:
+            raise ValueError(f"a batch has at least 1 sequence, not {batch}")
+        if self.size < batch:
+            short = f"the corpus has {self.size} windows of {sequence + 1} tokens, fewer than one batch"
+            raise ValueError(f"{short} of {batch}: make the batch or the sequence smaller, or add data")
 
     def batch_at(self, step: int) -> TokenBatch:
         """Inputs and targets of a step, counted from 0; int64 of shape (batch, sequence)."""
