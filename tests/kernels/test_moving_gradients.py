@@ -15,7 +15,7 @@ from muonsw.kernels.tables import GraphTables, in_graph, table
 from muonsw.replay import SETTLED
 from tests.common.problems import cosine, matrices, set_gradients
 
-SHAPES = [(32, 32), (16, 48), (2, 48, 32), (48, 16)]
+SHAPES = [(16, 16), (8, 24), (2, 24, 16), (24, 8)]
 
 
 class Recorder(TorchDispatchMode):
@@ -61,9 +61,10 @@ def graphs(monkeypatch, kernels_on):
         monkeypatch.setattr(replay, "obstacle", lambda _work, _nonfinite: "")
 
 
-def trained(algorithm, device, *, captured, steps=12, **options):
-    params = [nn.Parameter(p.detach().to(device)) for p in matrices(*SHAPES)]
-    groups = [{"params": params[:2]}, {"params": params[2:], "matrix": "stack", "weight_decay": 0.0}]
+def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, **options):
+    params = [nn.Parameter(p.detach().to(device, dtype)) for p in matrices(*SHAPES)]
+    split = {"matrix": "stack", "heads": 2} if algorithm == "muon" else {}
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, **split}]
     settings = {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.9, "nonfinite": "propagate", "replay": True, **options}
     optimizer = MuonSW([{**group, "algorithm": algorithm} for group in groups], **settings)
     kept = []
@@ -76,7 +77,7 @@ def trained(algorithm, device, *, captured, steps=12, **options):
         twins = [nn.Parameter(torch.empty(p.shape)) for p in params]
         set_gradients(twins, step)
         for param, twin in zip(params, twins, strict=True):
-            param.grad = twin.grad.to(device)
+            param.grad = twin.grad.to(device, dtype)
         if not captured:
             optimizer._replay._seen.clear()
         optimizer.step()
@@ -85,11 +86,20 @@ def trained(algorithm, device, *, captured, steps=12, **options):
 
 
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("options", [{}, {"cautious": True}, {"chunk_bytes": 4096}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cautious": True},
+        {"chunk_bytes": 4096},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "rounding": "kahan"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd"])
 def test_one_graph_serves_gradients_wherever_they_lie(algorithm, options, device):
     optimizer, params = trained(algorithm, device, captured=True, **options)
-    assert optimizer._replay._replays == 12 - (SETTLED + 2)
+    assert optimizer._replay._replays == 8 - (SETTLED + 2)
     eager, twins = trained(algorithm, device, captured=False, **options)
     for param, twin in zip(params, twins, strict=True):
         assert torch.equal(param, twin)
