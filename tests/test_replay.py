@@ -148,7 +148,7 @@ def test_copies_go_on_replaying():
     assert pickle.loads(pickle.dumps(optimizer)).replay
 
 
-def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monkeypatch):
+def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monkeypatch, waiting):
     monkeypatch.setattr(kernels, "available", lambda _: True)
 
     def pays(*shapes, **options):
@@ -158,6 +158,8 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
     assert pays((1024, 1024), (2**14, 2**14))
     assert not pays((2**15, 2**14))
     assert not pays((8, 8), lr=torch.tensor(0.1))
+    assert not pays((8, 8), fused=False)
+    assert not pays((8, 8), orthogonalizer=waiting)  # or whatever else a user has registered
     optimizer = AdamWSW(matrices((4, 4)), lr=0.1)
     assert optimizer.replay is None
     assert not _replays(optimizer)

@@ -24,11 +24,16 @@ import torch
 from torch import Tensor
 
 from muonsw import kernels, rates
+from muonsw.algorithms import ALGORITHMS
+from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.base import Rates
+from muonsw.algorithms.muon import MUON
+from muonsw.algorithms.sgd import SGD
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.graphs import Watch, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph
 from muonsw.options import algorithm_defaults
+from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
 from muonsw.work import Batch, Group, elements, items_of
 
 # Elements of all parameters below which steps are replayed unless the user says no: with more of them the device is
@@ -159,7 +164,7 @@ class Replay:
 
     def pays(self, groups: Sequence[Group]) -> bool:
         """Whether steps of these parameters, the first of which is on a GPU, are quicker replayed, and could be."""
-        if any(isinstance(group["lr"], Tensor) for group in groups):
+        if torch.version.hip is not None or not all(map(_is_ours_alone, groups)):  # graphs were not tried on AMD's
             return False
         counts = tuple([len(group["params"]) for group in groups])
         if counts != self._counted:
@@ -298,6 +303,17 @@ class Replay:
                 tables.finish()
                 return graph, tables
         raise TooManyEntriesError(f"its tables have more than {_ROOMS[-1]} entries")
+
+
+def _is_ours_alone(group: Group) -> bool:
+    """Whether our own kernels make a group's step; what users register may depend on more than the tensors it sees."""
+    orthogonalizer = group.get("orthogonalizer")
+    return (
+        any(ALGORITHMS.get(group["algorithm"]) is known for known in (MUON, ADAMW, SGD))
+        and (orthogonalizer is None or ORTHOGONALIZERS.get(orthogonalizer) in ITERATIONS)
+        and group["fused"] is not False
+        and not isinstance(group["lr"], Tensor)
+    )
 
 
 def _flattened(rates: Sequence[Rates]) -> list[float]:
