@@ -143,7 +143,9 @@ class MatrixView(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> MatrixView:
-        """The view that a group's options ask for."""
+        """The view that a group's options ask for at the step that is being taken."""
+        if _takes_whole_matrices(group):
+            return cls(group["matrix"], group["transposed"], split_dim=group["split_dim"])
         sizes = group["split_sizes"]
         split = None if sizes is None else tuple(sizes)
         return cls(group["matrix"], group["transposed"], split, group["split_dim"], group["heads"])
@@ -198,6 +200,12 @@ class MatrixView(NamedTuple):
     def out_in(self, rows: int, columns: int) -> tuple[int, int]:
         """(out, in) of matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
         return (columns, rows) if self.transposed else (rows, columns)
+
+
+def _takes_whole_matrices(group: dict[str, Any]) -> bool:
+    """Whether this is one of the steps at which a group with `block_period` does not split its matrices (MuonBP)."""
+    period = group.get("block_period")
+    return period is not None and group["update_count"] > 0 and group["update_count"] % period == 0
 
 
 class StackRun(NamedTuple):

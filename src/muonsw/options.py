@@ -146,6 +146,7 @@ NOT_NEEDED = {
     "dampening": "use momentum_form='ema' for dampening equal to momentum",
     "decoupled_weight_decay": "decay is always decoupled",
     "adjust_lr_fn": "it is called scale here, with the same names",
+    "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
 }
 
@@ -345,6 +346,13 @@ def _known(table: Any) -> Check:
     return check
 
 
+def _fraction(value: Any) -> float:
+    fraction = float(_number(0.0)(value))
+    if not 0 < fraction <= 1:
+        raise ValueError("must be in (0, 1]")
+    return fraction
+
+
 def _polar(name: Any) -> Any:
     if name == "aurora":
         raise ValueError("is the orthogonalizer inside Aurora; leave it out for that of its authors, 'simple_quintic'")
@@ -438,6 +446,8 @@ CHECKS: dict[str, Check] = {
     "orthogonalizer": _known(ORTHOGONALIZERS),
     "ns_steps": _optional(_whole(1)),
     "ns_dtype": _dtype,
+    "fraction": _fraction,
+    "block_period": _optional(_whole(1)),
     "aurora_iterations": _optional(_whole(1)),
     "aurora_beta": _optional(_number(0.0)),
     "aurora_polar": _optional(_polar),

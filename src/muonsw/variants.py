@@ -23,7 +23,8 @@ class MuonSW(ScaledDecayOptimizer):
 
     Args:
         params: parameters, named parameters, or dicts with `params` and options of their own. Any option may
-            be set in a group, and `algorithm` ("muon", "adamw", "sgd", "lion") too. For a whole model, see `for_model`.
+            be set in a group, and `algorithm` ("muon", "adamw", "sgd", "lion", "dion2") too. For a whole model, see
+            `for_model`.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: lambda.
         decay: the decay rule: "scaled" (lambda lr^2/peak), "constant" (lambda lr, as torch has it), or another name of
@@ -51,6 +52,7 @@ class MuonSW(ScaledDecayOptimizer):
         split_sizes: sizes of the matrices that a fused projection holds side by side.
         split_dim: along which axis of the matrix they lie, 0 for out, 1 for in.
         heads: that many equal parts along `split_dim`, in place of `split_sizes`: one matrix for each head.
+        block_period: orthogonalize these parts at most steps, and the whole matrix at every so many (MuonBP).
         transposed: matrices are stored as (in, out), as by the Conv1D of GPT-2; `scale` and `split_dim` then take the
             last axis for out.
         nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
@@ -100,6 +102,7 @@ class MuonSW(ScaledDecayOptimizer):
         split_sizes: tuple[int, ...] | None = None,
         split_dim: int = 0,
         heads: int | None = None,
+        block_period: int | None = None,
         transposed: bool = False,
         nonfinite: str = "skip",
         chunk_bytes: int | None = None,
@@ -127,6 +130,7 @@ class MuonSW(ScaledDecayOptimizer):
             "split_sizes": split_sizes,
             "split_dim": split_dim,
             "heads": heads,
+            "block_period": block_period,
             "transposed": transposed,
         }
         super().__init__(

@@ -152,6 +152,23 @@ def test_blocks_that_one_rank_holds_stay_there(pool, heads, sent):
     assert any(pool.run(blocks, heads)) == sent
 
 
+def in_periods():
+    """Bytes that a rank received in steps of blocks, and in the step of the whole matrix."""
+    param = nn.Parameter(distribute_tensor(torch.randn(16, 8), mesh_of(4), [Shard(0)]))
+    optimizer, received = MuonSW([param], lr=0.05, heads=4, block_period=3), []
+    for step in range(3):
+        with Counter(group_of(4)) as counter:
+            take_step(optimizer, step, give_sharded)
+        received.append(counter.received)
+    return received
+
+
+def test_whole_matrices_travel_once_in_a_period(pool):
+    blocks, more, whole = map(sum, zip(*pool.run(in_periods), strict=True))
+    assert (blocks, more) == (0, 0)
+    assert whole > 0
+
+
 def balance():
     from muonsw.distributed.rounds import share_by_cost
 

@@ -93,6 +93,18 @@ def test_every_option_means_the_same_everywhere(pool, options, axis, ranks):
     assert max(pool.run(sharded, [ranks], [axis], **options)) < CLOSE
 
 
+def block_periodic(mesh_shape, axes, **options):
+    """Groups whose matrices are split, in blocks at two of three steps."""
+    return sharded(mesh_shape, axes, chosen=("fused", "fused_in", "heads"), block_period=3, **options)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_blocks_and_whole_matrices_take_turns_on_all_ranks(pool, ranks, axis):
+    assert max(pool.run(block_periodic, [ranks], [axis], steps=6)) < CLOSE
+    assert max(pool.run(block_periodic, [2, 2], [0, axis], steps=6, chunk_bytes=256)) < CLOSE
+
+
 NORMS = {
     **{f"norm={rule}": {"norm": rule} for rule in NORM_RULES},
     "given target": {"norm": "target", "target_norm": 0.2},

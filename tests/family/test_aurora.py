@@ -15,7 +15,7 @@ from muonsw.reference import Decay, ReferenceMuonSW
 from tests.common.problems import cosine, matrices, run, set_gradients
 from tests.family.references import aurora as reference
 
-RECORD = json.loads((Path(__file__).parent / "recorded/aurora.json").read_text())
+RECORD = json.loads((Path(__file__).parent / "recorded/aurora.json").read_text(encoding="utf-8"))
 
 
 def wide(values):

@@ -12,7 +12,7 @@ from muonsw.orthogonalize import COEFFICIENT_SETS, ORTHOGONALIZERS, singular_val
 from tests.common.problems import matrices, run
 from tests.family.references import coefficients as reference
 
-RECORD = json.loads((Path(__file__).parent / "recorded/coefficients.json").read_text())
+RECORD = json.loads((Path(__file__).parent / "recorded/coefficients.json").read_text(encoding="utf-8"))
 INPUTS = [torch.tensor(matrix, dtype=torch.float64) for matrix in RECORD["inputs"]]
 every = pytest.mark.parametrize("name", COEFFICIENT_SETS)
 recorded = pytest.mark.parametrize("name", RECORD["sets"])

@@ -13,7 +13,7 @@ from muonsw.reference import Decay
 from tests.common.problems import RULE_OPTIONS, cosine, lion, matrices, run, set_gradients
 from tests.family.references.lion import ReferenceLion
 
-RECORD = json.loads((Path(__file__).parent / "recorded/lion.json").read_text())
+RECORD = json.loads((Path(__file__).parent / "recorded/lion.json").read_text(encoding="utf-8"))
 PEAK = 0.05
 
 

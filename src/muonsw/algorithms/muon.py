@@ -212,6 +212,8 @@ def _sends_gradient(group: Group) -> bool:
 
 
 def _counts_steps(group: Group) -> bool:
+    if group["block_period"] is not None:
+        return True
     return group["precondition"] is not None and PRECONDITION.members[group["precondition"]].counts_steps
 
 
@@ -224,6 +226,21 @@ def validate(group: Group, name: str, param: Tensor) -> None:
     for slot in (PRECONDITION, NORMALIZE):
         slot.refuse_options_of_others(group)
     validate_matrices(group, name, param)
+    if group["block_period"] is not None:
+        _validate_blocks(group)
+
+
+def _validate_blocks(group: Group) -> None:
+    """Blocks of a matrix at some steps and the whole of it at others: nothing may be kept of either."""
+    period = f"block_period={group['block_period']}"
+    if group["heads"] is None and group["split_sizes"] is None:
+        raise ValueError(f"{period} needs blocks: give heads= or split_sizes=")
+    keeps = [slot.name for slot in (PRECONDITION, NORMALIZE) if any(one.shape for one in slot.specs(group).values())]
+    for option in [*keeps, *(["norm"] if group["norm"] != "free" else [])]:
+        raise ValueError(
+            f"{period} and {option}={group[option]!r} do not go together: what is kept of a block means nothing to the "
+            f"whole matrix"
+        )
 
 
 # The rule of `updates` in two halves, for sharded matrices.
@@ -252,6 +269,7 @@ MUON = Algorithm(
         "normalize": None,
         **dict.fromkeys((*PRECONDITION.option_names(), *NORMALIZE.option_names())),
         **VIEW_OPTIONS,
+        "block_period": None,
     },
     state_keys=state_keys,
     updates=updates,

@@ -203,8 +203,10 @@ def _key(batch: ExchangeBatch) -> Any:
     """What the units of a batch depend on."""
     options = ALGORITHMS[batch.group["algorithm"]].defaults
     settings = tuple(str(batch.group[key]) for key in (*options, "state_dtype"))
-    return settings, tuple(
-        (id(item.parameter), id(layout)) for item, layout in zip(batch.items, batch.layouts, strict=True)
+    return (
+        settings,
+        batch.view,
+        tuple((id(item.parameter), id(layout)) for item, layout in zip(batch.items, batch.layouts, strict=True)),
     )
 
 

@@ -50,4 +50,4 @@ def gaussian(*shape, seed=0):
 
 
 def save(name, record):
-    (RECORDED / f"{name}.json").write_text(json.dumps(record, default=torch.Tensor.tolist) + "\n")
+    (RECORDED / f"{name}.json").write_text(json.dumps(record, default=torch.Tensor.tolist) + "\n", encoding="utf-8")

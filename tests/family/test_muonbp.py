@@ -1,0 +1,136 @@
+"""MuonBP: blocks at most steps, whole matrices every few, each scaled by its own shape."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import MuonSW, Telemetry
+from muonsw.nonfinite import NonFiniteGradientWarning
+from muonsw.reference import Decay
+from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
+from tests.family.references.muonbp import ReferenceMuonBP
+
+PEAK = 0.05
+
+
+def muonbp(params, period, **options):
+    return MuonSW(params, **{"lr": PEAK, "ns_dtype": "float64", "block_period": period, **options})
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    ("blocks", "sizes", "axis"),
+    [
+        ({"heads": 2}, (4, 4), 0),
+        ({"heads": 3, "split_dim": 1}, (2, 2, 2), 1),
+        ({"split_sizes": (5, 3)}, (5, 3), 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "spectral"])
+def test_a_run_is_the_references_run(period, blocks, sizes, axis, scale):
+    params = matrices((8, 6), (8, 6), dtype=torch.float64)
+    references = [
+        ReferenceMuonBP(p.detach(), Decay("scaled", 0.3, PEAK), sizes, period, axis, stretch=scale) for p in params
+    ]
+    paper = {"momentum_form": "heavy_ball", "nesterov": False, "weight_decay": 0.3}
+    optimizer = muonbp(params, period, scale=scale, **paper, **blocks)
+    schedule = cosine(PEAK, 30)
+    for step in range(30):
+        optimizer.param_groups[0]["lr"] = schedule(step)
+        set_gradients(params, step)
+        for param, reference in zip(params, references, strict=True):
+            reference.step(param.grad, schedule(step))
+        optimizer.step()
+    for param, reference in zip(params, references, strict=True):
+        assert (param.detach() - reference.W).norm() < 1e-9 * reference.W.norm()
+
+
+def test_a_period_of_one_is_muon_and_a_long_one_is_blocks():
+    def trained(**options):
+        params = matrices((8, 6), dtype=torch.float64)
+        run(MuonSW(params, lr=PEAK, ns_dtype="float64", **options), params, 6)
+        return params
+
+    assert_same(trained(heads=2, block_period=1), trained())
+    assert_same(trained(heads=2, block_period=7), trained(heads=2))
+
+
+def test_it_resumes_in_the_middle_of_a_period():
+    params = matrices((8, 6), dtype=torch.float64)
+    optimizer = muonbp(params, 3, heads=2)
+    run(optimizer, params, 4)
+    resumed = clones(params)
+    other = muonbp(resumed, 3, heads=2)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, params, 4, start=4)
+    run(other, resumed, 4, start=4)
+    assert_same(params, resumed)
+
+
+def test_a_skipped_step_counts():
+    """Only the device may know of it, so the host cannot wait for the answer."""
+    params = matrices((8, 6), dtype=torch.float64)
+    optimizer = muonbp(params, 2, heads=2)
+    run(optimizer, params, 2)
+    params[0].grad = torch.full((8, 6), torch.nan, dtype=torch.float64)
+    with pytest.warns(NonFiniteGradientWarning):
+        optimizer.step()
+    assert optimizer.param_groups[0]["update_count"] == 3
+
+
+def test_telemetry_measures_both_kinds_of_step():
+    params = matrices((8, 6), dtype=torch.float64)
+    optimizer = muonbp(params, 2, heads=2, scale="none", weight_decay=0.0)
+    telemetry = Telemetry(optimizer, every=1)
+    rms = []
+    for step in range(2):
+        run(optimizer, params, 1, start=step)
+        rms.append(telemetry.last["all"]["update_rms"])
+    # two blocks of 4 x 6 hold 8 singular values near one together, the whole of 8 x 6 only 6
+    assert rms[0] / rms[1] == pytest.approx((8 / 6) ** 0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("matrix", ["stack", "flatten"])
+def test_stacks_and_convolutions(matrix):
+    shape = (3, 8, 6) if matrix == "stack" else (8, 2, 3)
+    params, whole = matrices(shape, dtype=torch.float64), matrices(shape, dtype=torch.float64)
+    run(muonbp(params, 2, heads=2, matrix=matrix), params, 1)
+    run(MuonSW(whole, lr=PEAK, ns_dtype="float64", heads=2, matrix=matrix), whole, 1)
+    assert_same(params, whole)
+
+
+def test_two_graphs_are_compiled_however_many_steps():
+    torch.compiler.reset()
+    params, eager = matrices((8, 6)), matrices((8, 6))
+    optimizer, other = (
+        MuonSW(p, lr=torch.tensor(PEAK), heads=2, block_period=2, ns_dtype="float32") for p in (params, eager)
+    )
+    step = torch.compile(optimizer.step, backend="eager")
+    compiled = []
+    for number in range(12):
+        set_gradients(params, number)
+        set_gradients(eager, number)
+        step()
+        other.step()
+        compiled.append(torch._dynamo.utils.counters["frames"]["total"])
+    torch.testing.assert_close(params[0], eager[0], rtol=0, atol=1e-6)
+    assert compiled[-1] == compiled[4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "block_period=5 needs blocks: give heads= or split_sizes="),
+        ({"heads": 2, "block_period": 0}, "block_period=0: must be a whole number of at least 1"),
+        ({"heads": 2, "norm": "hyperball"}, "block_period=5 and norm='hyperball'"),
+        ({"heads": 2, "normalize": "normuon"}, "block_period=5 and normalize='normuon'"),
+        ({"heads": 2, "block_perod": 5}, "did you mean 'block_period'"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        MuonSW([nn.Parameter(torch.ones(4, 4))], **{"block_period": 5, **options})
