@@ -55,6 +55,7 @@ def build(params, algorithm, decay, orthogonalizer, cautious, lr=0.05):
     slot, _, member = orthogonalizer.partition("=")
     chosen = {slot: member} if member else {"orthogonalizer": orthogonalizer}
     group = {"params": params, "algorithm": algorithm, "momentum": 0.9, **chosen}
+    group["fraction"] = 0.75  # of Dion2; with a quarter it would remember gradients four times as long
     return MuonSW(
         [group],
         lr=lr,

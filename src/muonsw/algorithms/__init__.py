@@ -7,6 +7,7 @@ from muonsw.algorithms.asgo import ASGO
 from muonsw.algorithms.base import Algorithm as Algorithm
 from muonsw.algorithms.base import Budget as Budget
 from muonsw.algorithms.base import Update as Update
+from muonsw.algorithms.dion2 import DION2
 from muonsw.algorithms.lion import LION
 from muonsw.algorithms.kl_shampoo import KL_SHAMPOO
 from muonsw.algorithms.muon import MUON
@@ -24,5 +25,6 @@ ALGORITHMS.register("soap", SOAP)
 ALGORITHMS.register("shampoo", SHAMPOO)
 ALGORITHMS.register("kl_shampoo", KL_SHAMPOO)
 ALGORITHMS.register("asgo", ASGO)
+ALGORITHMS.register("dion2", DION2)
 
 __all__ = ["ALGORITHMS", "Algorithm", "Budget", "Update"]

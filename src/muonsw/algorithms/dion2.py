@@ -1,0 +1,63 @@
+"""Dion2: only the largest rows of the momentum are orthogonalized and move, and only they are forgotten.
+
+`microsoft/dion` at 0a059a4, `dion/dion2.py`. On the shorter side of a matrix (its rows, or its columns where it is
+tall) the slices of largest L1 norm are selected:
+
+    M <- M + G
+    S = the k = ceil(fraction * size) largest slices of M
+    W <- (1 - phi) W;   W[S] <- W[S] - lr * scale * polar(M[S])
+    M[S] <- momentum * M[S]
+
+The shape scale is that of the whole matrix, and all of it decays. Unlike the authors' default on many ranks, which
+selects in each shard, the selection is that of whole matrices, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms.muon import orthogonalize
+from muonsw.algorithms.whole import ELEMENTWISE, matrix_algorithm
+from muonsw.machine import product_dtype
+from muonsw.matrices import SHAPE_SCALES
+from muonsw.slots import State
+from muonsw.work import Group
+
+
+def directions(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
+    """Orthogonalized slices at their places, zero elsewhere, for gradients (count, m, n)."""
+    if G.shape[-2] > G.shape[-1]:
+        U, new = directions(group, G.mT, {"momentum_buffer": state["momentum_buffer"].mT})
+        return U.mT, {"momentum_buffer": new["momentum_buffer"].mT}
+    M = state["momentum_buffer"].to(G.dtype) + G
+    index = _largest(M, group["fraction"])
+    S = M.gather(-2, index)
+    U = orthogonalize(group, S, product_dtype(group["ns_dtype"], S.dtype, S.device)).to(S.dtype)
+    kept = M.scatter(-2, index, group["momentum"] * S)
+    return torch.zeros_like(M).scatter(-2, index, U), {"momentum_buffer": kept}
+
+
+def _largest(M: Tensor, fraction: float) -> Tensor:
+    """The places of the rows of largest L1 norm, repeated over columns: (count, k, n)."""
+    rows, columns = M.shape[-2:]
+    count = max(1, math.ceil(fraction * rows))
+    chosen: Tensor = torch.linalg.vector_norm(M, ord=1, dim=-1).topk(count, sorted=False).indices
+    return chosen.unsqueeze(-1).expand(-1, -1, columns)
+
+
+DION2 = matrix_algorithm(
+    defaults={
+        "fraction": 0.25,
+        "momentum": 0.95,
+        "orthogonalizer": "polar_express_5",
+        "ns_steps": None,
+        "ns_dtype": "auto",
+        "scale": "match_rms_adamw",
+    },
+    state=lambda group: {"momentum_buffer": ELEMENTWISE},  # noqa: ARG005
+    directions=directions,
+    scale=lambda group, m, n: SHAPE_SCALES[group["scale"]](m, n),
+)
