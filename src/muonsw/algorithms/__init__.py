@@ -8,8 +8,8 @@ from muonsw.algorithms.base import Algorithm as Algorithm
 from muonsw.algorithms.base import Budget as Budget
 from muonsw.algorithms.base import Update as Update
 from muonsw.algorithms.dion2 import DION2
-from muonsw.algorithms.lion import LION
 from muonsw.algorithms.kl_shampoo import KL_SHAMPOO
+from muonsw.algorithms.lion import LION
 from muonsw.algorithms.muon import MUON
 from muonsw.algorithms.sgd import SGD
 from muonsw.algorithms.shampoo import SHAMPOO
