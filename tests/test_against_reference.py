@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
-from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5, polar
+from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5, polar
 from tests.common.problems import POINTS, cosine, matrices, set_gradients
+from tests.common.reference_rules import Decay
 
 RULES = ["constant", "scaled", "squared", "independent", "fixed", "cosine", "piecewise", "log_time", "none"]
 LAMBDA = {"squared": 2.0, "independent": 0.005, "fixed": 0.002}
@@ -44,7 +45,7 @@ def test_muon_listing_form(rule, dtype):
     lam = LAMBDA.get(rule, 0.3)
     references = [
         ReferenceMuonSW(
-            p.detach(), Decay(rule, lam, PEAK, STEPS, POINTS), nesterov=True, heavy_ball=False, orthogonalize=ns5
+            p.detach(), Decay(rule, lam, PEAK, STEPS, points=POINTS), nesterov=True, heavy_ball=False, orthogonalize=ns5
         )
         for p in params
     ]
@@ -77,7 +78,7 @@ def test_adamw(rule, dtype, cautious):
     params = matrices((7,), (4, 5), (), dtype=dtype)
     lam = LAMBDA.get(rule, 0.3)
     references = [
-        ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK, STEPS, POINTS), cautious=cautious) for p in params
+        ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK, STEPS, points=POINTS), cautious=cautious) for p in params
     ]
     optimizer = AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, cautious=cautious, **OF_THE_RUN)
     assert follow(optimizer, params, references) < TOLERANCE[dtype]
@@ -90,7 +91,7 @@ def test_sgd(rule, dtype, momentum, form, nesterov):
     lam = LAMBDA.get(rule, 0.3)
     references = [
         ReferenceSGDSW(
-            p.detach(), Decay(rule, lam, PEAK, STEPS, POINTS), momentum, nesterov, heavy_ball=form == "heavy_ball"
+            p.detach(), Decay(rule, lam, PEAK, STEPS, points=POINTS), momentum, nesterov, heavy_ball=form == "heavy_ball"
         )
         for p in params
     ]
@@ -127,7 +128,7 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
     slices = param.detach().reshape(-1, *shape)
     references = [
         ReferenceMuonSW(
-            W, Decay(rule, lam, PEAK, STEPS, POINTS), beta, nesterov, heavy_ball=form == "heavy_ball",
+            W, Decay(rule, lam, PEAK, STEPS, points=POINTS), beta, nesterov, heavy_ball=form == "heavy_ball",
             orthogonalize=ns5, cautious=cautious,
         )
         for W in slices
@@ -148,7 +149,7 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
 
 def mutated(rule, lam, peak, mutation):
     """A reference whose decay is wrong in one way."""
-    decay = Decay(rule, lam, peak, STEPS, POINTS)
+    decay = Decay(rule, lam, peak, STEPS, points=POINTS)
     match mutation:
         case "dropped":
             decay.lam = 0.0
