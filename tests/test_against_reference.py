@@ -91,7 +91,11 @@ def test_sgd(rule, dtype, momentum, form, nesterov):
     lam = LAMBDA.get(rule, 0.3)
     references = [
         ReferenceSGDSW(
-            p.detach(), Decay(rule, lam, PEAK, STEPS, points=POINTS), momentum, nesterov, heavy_ball=form == "heavy_ball"
+            p.detach(),
+            Decay(rule, lam, PEAK, STEPS, points=POINTS),
+            momentum,
+            nesterov,
+            heavy_ball=form == "heavy_ball",
         )
         for p in params
     ]
