@@ -275,8 +275,7 @@ class Setup:
     """Bytes of a weight that is gathered; the trainer gathers float32."""
 
     period: int = 1
-    """On paper: orthogonalize matrices that are cut as wholes in every Nth update alone (MuonBP), and by rows in the
-    others."""
+    """Orthogonalize matrices that are cut as wholes in every Nth update alone, and by rows in the others (MuonBP)."""
 
     gpus_per_node: int = 8
     """GPUs of one machine."""
