@@ -19,7 +19,7 @@ from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.presets import preset_run
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.tasks.small_tasks import task_file, task_run
-from tests.lab.train.ranks import NEEDED, run, run_well, spread_over
+from tests.lab.train.ranks import NEEDED, on_ranks, run, run_well
 
 # The same batches, in each of the ways in which a file may give them.
 LIST = "def batches(split, seed):\n    return [(x, x[:, :3].argmax(1)) for x in torch.randn(5, 12, 4)]\n"
@@ -304,12 +304,12 @@ class TestRanks:
     def test_two_ranks_train_the_same_model_as_one(self, strategy, tmp_path):
         config = task_run(norm_task(tmp_path, batch_norm=False), steps=4)
         train(config, tmp_path / "one")
-        run_well(2, spread_over(config, strategy=strategy), tmp_path / "two")
+        run_well(2, on_ranks(config, strategy=strategy), tmp_path / "two")
         for ours, theirs in zip(scalars(tmp_path / "two"), scalars(tmp_path / "one"), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
 
     def test_buffers_of_ranks_are_kept_equal_or_refused(self, strategy, tmp_path):
-        config = spread_over(
+        config = on_ranks(
             task_run(norm_task(tmp_path, batch_norm=True), steps=4, checkpoint_every=2), strategy=strategy
         )
         if strategy == "fsdp":
