@@ -52,8 +52,8 @@ def weights():
         (MuonSW, {"decya": "scaled"}, r"unknown option 'decya' \(did you mean 'decay'\?\)"),
         (SGDSW, {"nesterov": True}, "nesterov=True needs a momentum above zero"),
         (SGDSW, {"lr_multiplier": 0.0}, "lr_multiplier"),
-        (MuonSW, {"betas": (0.8, 0.9)}, r"'betas' is an option of adamw .*, not of muon; set it in a param group"),
-        (AdamWSW, {"momentum": 0.9}, r"'momentum' is an option of muon .*, not of adamw"),
+        (MuonSW, {"betas": (0.8, 0.9)}, r"'betas' is an option of adamw.*, not of muon; set it in a param group"),
+        (AdamWSW, {"momentum": 0.9}, r"'momentum' is an option of muon.*, not of adamw"),
     ],
 )
 def test_bad_settings(cls, options, message):

@@ -83,20 +83,26 @@ class MuonOptions(GroupOptions, total=False):
     """Options of the members of Muon's slots, and of its orthogonalizer; None is the member's default.
 
     Attributes:
+        precondition_beta2: decay rate of the averages of squared gradients.
+        precondition_eps: added to their root.
         aurora_iterations: calls of the orthogonalizer inside Aurora.
         aurora_beta: how far each of them corrects the lengths of rows.
         aurora_polar: the orthogonalizer inside.
         normalize_beta2: decay rate of the averages of squared directions.
         normalize_eps: added to their root.
         normalize_axis: what has an average of its own: "rows" (outputs), or "longer" (places along the longer axis).
+        normalize_snap: set the norm of directions to sqrt(min(m, n)) first.
     """
 
+    precondition_beta2: float | None
+    precondition_eps: float | None
     aurora_iterations: int | None
     aurora_beta: float | None
     aurora_polar: str | None
     normalize_beta2: float | None
     normalize_eps: float | None
     normalize_axis: str | None
+    normalize_snap: bool | None
 
 
 COMMON: Group = {
@@ -457,6 +463,9 @@ CHECKS: dict[str, Check] = {
     "normalize_beta2": _optional(_number(0.0, 1.0, open_end=True)),
     "normalize_eps": _optional(_number(0.0)),
     "normalize_axis": _one_of(None, ROWS, LONGER),
+    "normalize_snap": _optional(_flag),
+    "precondition_beta2": _optional(_number(0.0, 1.0, open_end=True)),
+    "precondition_eps": _optional(_number(0.0)),
     "matrix": _one_of(None, STACK, FLATTEN),
     "split_sizes": _split_sizes,
     "split_dim": _one_of(0, 1),  # type: ignore[arg-type]

@@ -22,7 +22,18 @@ MESHES = {
     "rows twice": ([2, 2], [0, 0]),
     "copies": ([4], [None]),
 }
-every_member = pytest.mark.parametrize("options", [*OPTIONS.values(), TOY], ids=[*OPTIONS, "toy"])
+# Of members that differ in nothing that ranks could notice, one is enough in a hurry.
+QUICK = ("normuon", "normuon, longer axis", "muon2", "adamuon", "equalize")
+
+
+def cases(**more):
+    chosen = {**OPTIONS, **more}
+    slow = {name: () if name in (*QUICK, *more) else pytest.mark.slow for name in chosen}
+    return [pytest.param(options, id=name, marks=slow[name]) for name, options in chosen.items()]
+
+
+every_member = pytest.mark.parametrize("options", cases())
+every_rule = pytest.mark.parametrize("options", cases(toy=TOY))
 
 
 def every_mesh(options):
@@ -37,7 +48,7 @@ def every_mesh(options):
     return found
 
 
-@every_member
+@every_rule
 def test_sharded_matrices_take_the_steps_of_one_process(pool, options):
     for answers in pool.run(every_mesh, options):
         assert {name: value for name, value in answers.items() if not value < CLOSE} == {}
@@ -48,19 +59,19 @@ def divided_work(ranks, **options):
     return divided(ranks, **options)
 
 
-@every_member
+@every_rule
 @pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_divided_work_gives_the_steps_of_one_process(pool, options, owner, ranks):
     assert max(pool.run(divided_work, ranks, momentum_on_owner=owner, absent=(2, 8), **options)) < CLOSE
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@every_member
 def test_placements_without_a_fast_exchange_give_them_too(pool, options):
     assert max(pool.run(interleaved_difference, options)) < CLOSE
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@every_member
 @pytest.mark.parametrize("kind", ["shards", "owners"])
 def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, options, kind):
     folder = str(tmp_path / "checkpoint")

@@ -3,7 +3,10 @@
 from functools import partial
 
 from muonsw.reference import ns5
+from tests.family.references.adamuon import AdaMuon, Adapted, Signs
+from tests.family.references.muon2 import Muon2
 from tests.family.references.normuon import NorMuon
+from tests.family.references.rows import Equalized, Snapped
 
 # Options of MuonSW, and a function from weight, orthogonalizer, decay and stretch to a reference.
 MEMBERS = {
@@ -12,6 +15,13 @@ MEMBERS = {
         {"normalize": "normuon", "normalize_axis": "longer", "normalize_beta2": 0.9},
         partial(NorMuon, longer=True, beta2=0.9),
     ),
+    "normuon, snapped": ({"normalize": "normuon", "normalize_snap": True}, partial(NorMuon, snap=True)),
+    "muon2": ({"precondition": "muon2"}, Muon2),
+    "adamuon": ({"precondition": "sign", "normalize": "adamuon"}, AdaMuon),
+    "sign": ({"precondition": "sign"}, Signs),
+    "adamuon without sign": ({"normalize": "adamuon"}, Adapted),
+    "equalize": ({"precondition": "equalize"}, Equalized),
+    "muon_plus": ({"normalize": "muon_plus"}, Snapped),
 }
 OPTIONS = {name: options for name, (options, _) in MEMBERS.items()}
 

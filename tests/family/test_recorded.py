@@ -14,26 +14,35 @@ JORDAN = {"scale": "original", "orthogonalizer": "newton_schulz", "ns_dtype": "f
 
 # What to ask of MuonSW to get the recorded rule.
 OURS = {
-    "normuon": {"normalize": "normuon", **JORDAN, "lr": 0.02, "weight_decay": 0.1},
-}
+    "normuon": {**JORDAN, "normalize": "normuon"},
+    "adamuon": {**JORDAN, "precondition": "sign", "normalize": "adamuon", "scale": "match_rms_adamw"},
+    "muon2": {**JORDAN, "precondition": "muon2", "orthogonalizer": "simple_quintic"},
+    "nanochat": {
+        **JORDAN, "precondition": "equalize", "normalize": "normuon", "normalize_axis": "longer",
+        "normalize_beta2": 0.9, "normalize_snap": True, "cautious": True, "scale": "none",
+        "orthogonalizer": "polar_express_nanochat",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_steps_are_those_that_the_authors_code_took(name):
     """Authors add 1e-7 to the norms of momenta, which are above 1e3 here: a relative change of 1e-10.
 
-    Five Newton-Schulz steps turn a relative change of their input into one of less than ten times that.
+    Muon^2 and AdaMuon orthogonalize matrices of norm one or more, where it is 1e-7; so is nanochat's 1e-6 beside 1e3,
+    and AdaMuon's own 1e-8. An iteration turns a relative change of its input into one of less than ten times that.
     """
     data = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
+    theirs, close = data["source"]["options"], 1e-9 if name == "normuon" else 1e-6
     params = [nn.Parameter(torch.tensor(weight, dtype=torch.float64)) for weight in data["weights"]]
-    optimizer = MuonSW(params, **OURS[name])
+    optimizer = MuonSW(params, lr=theirs["lr"], weight_decay=theirs["weight_decay"], **OURS[name])
     for grads, after in zip(data["grads"], data["after"], strict=True):
         for param, grad in zip(params, grads, strict=True):
             param.grad = torch.tensor(grad, dtype=torch.float64)
         optimizer.step()
         for param, expected in zip(params, after, strict=True):
             moved = torch.tensor(expected, dtype=torch.float64)
-            torch.testing.assert_close(param.detach(), moved, rtol=0, atol=1e-9 * OURS[name]["lr"])
+            torch.testing.assert_close(param.detach(), moved, rtol=0, atol=close * theirs["lr"])
 
 
 def test_every_recording_has_its_test():

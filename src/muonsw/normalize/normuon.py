@@ -7,8 +7,9 @@ outputs and n inputs (the paper's O), c its Frobenius norm:
     U <- U / (sqrt(V) + eps)
     U <- U c / (||U|| + eps)
 
-Norms after the division follow from the mean squares before it, so the matrix is read twice and written once. Unlike
-the authors' code, statistics are in float32 and a convolution's rows are its output channels.
+With `snap`, U is first scaled to the norm sqrt(min(m, n)), as nanochat does (Muon+). Norms after the division follow
+from the mean squares before it, so the matrix is read twice and written once. Unlike the authors' code, statistics are
+in float32 and a convolution's rows are its output channels.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ def normuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
     """Divide slices along an axis by the root of their average square; the Frobenius norm stays.
 
     Args:
-        options: `beta2`, `eps`, and `axis`: "rows" (an average for each output), or "longer" (for each place along the
-            longer axis: each row of a tall matrix, each column of a wide one).
+        options: `beta2`, `eps`, `snap`, and `axis`: "rows" (an average for each output), or "longer" (for each place
+            along the longer axis: each row of a tall matrix, each column of a wide one).
         U: directions (count, m, n).
         state: the average of mean squares, (count, m, 1) or (count, 1, n).
     """
-    beta2, eps, key = options["beta2"], options["eps"], _key(options)
-    average = state[key]
-    along = -2 if average.shape[-1] != 1 else -1
-    length = U.shape[along]
-    mean_square = torch.linalg.vector_norm(U, dim=along, keepdim=True, dtype=average.dtype).square() / length
-    average = torch.lerp(average, mean_square, 1 - beta2)
+    eps, key = options["eps"], _key(options)
+    along = -2 if state[key].shape[-1] != 1 else -1
+    squares = torch.linalg.vector_norm(U, dim=along, keepdim=True, dtype=state[key].dtype).square()
+    norm = target = _norm(squares)
+    if options["snap"]:
+        target = torch.full_like(norm, min(U.shape[-2:]) ** 0.5)
+    gain = target / torch.where(norm > 0, norm, 1.0)
+    squares = squares * gain.square()
+    average = torch.lerp(state[key], squares / U.shape[along], 1 - options["beta2"])
     divisor = average.sqrt() + eps
-    norm, divided = (_norm(squares * length) for squares in (mean_square, mean_square / divisor.square()))
-    factor = norm / (divided + eps) / divisor
+    factor = gain * target / (_norm(squares / divisor.square()) + eps) / divisor
     return torch.mul(U, factor, out=torch.empty_like(U)), {key: average}  # computed in float32, stored as U is
 
 
@@ -56,4 +59,4 @@ def _state(options: Options) -> Specs:
     return {_key(options): MatrixState(lambda m, n: (m, 1) if m >= n else (1, n))}
 
 
-NORMUON = SlotMember(normuon, {"beta2": 0.95, "eps": 1e-10, "axis": ROWS}, _state)
+NORMUON = SlotMember(normuon, {"beta2": 0.95, "eps": 1e-10, "axis": ROWS, "snap": False}, _state)

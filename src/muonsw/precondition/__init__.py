@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from muonsw.precondition.equalize import EQUALIZE
+from muonsw.precondition.muon2 import MUON2
+from muonsw.precondition.sign import SIGN
 from muonsw.registry import Registry
 from muonsw.slots import Slot, SlotMember
 
 PRECONDITIONERS: Registry[SlotMember] = Registry("precondition")
+PRECONDITIONERS.register("muon2", MUON2)
+PRECONDITIONERS.register("sign", SIGN)
+PRECONDITIONERS.register("equalize", EQUALIZE)
 
 PRECONDITION = Slot("precondition", PRECONDITIONERS)
 

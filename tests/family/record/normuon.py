@@ -1,22 +1,18 @@
-"""Record what the authors' NorMuon does, for tests/family/test_recorded.py.
-
-    git clone https://github.com/zichongli5/NorMuon && git -C NorMuon checkout d45c9a4
-    python -m tests.family.record.normuon NorMuon
-
-The authors multiply in bfloat16. Here `Tensor.bfloat16` returns its tensor, so that their code, unchanged, runs in the
-float64 of the parameters, and the rules can be compared to rounding.
-"""
+"""Steps of the authors' NorMuon in float64: `python -m tests.family.record.normuon CLONES` writes them."""
 
 import sys
 
+from tests.family.record.authors import Clone
 from tests.family.record.common import record
 
-SOURCE = {"repository": "zichongli5/NorMuon", "commit": "d45c9a4", "file": "normuon.py"}
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "beta2": 0.95}
 
 
-def build(authors, params, options):
-    return authors.SingleDeviceNorMuon(params, **options)
+def main(clones):
+    file = Clone(clones, "zichongli5/NorMuon", "d45c9a4", "normuon.py")
+    names = ("SingleDeviceNorMuon", "normuon_update", "zeropower_via_newtonschulz5")
+    record("normuon", file.source, file.load(*names)[0], OPTIONS)
 
 
 if __name__ == "__main__":
-    record("normuon", SOURCE, sys.argv[1], build, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "beta2": 0.95})
+    main(sys.argv[1])
