@@ -73,7 +73,7 @@ def snapshot(optimizer):
     return [value.clone() for state in optimizer.state.values() for value in state.values()]
 
 
-def flag_on_device(work, _):
+def flag_on_device(work, *_):
     return Flag.from_ok(all_finite([grad for batch in work for grad in batch.grads]))
 
 
