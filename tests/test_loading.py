@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from muonsw import SGDSW, AdamWSW, MuonSW
 from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run
 
-OPTIONS = {"muon": {"ns_dtype": "float32"}, "adamw": {}, "sgd": {"momentum": 0.9}, "lion": {}}
+OPTIONS = {"muon": {"ns_dtype": "float32"}, "adamw": {}, "sgd": {"momentum": 0.9}, "lion": {}, "dion2": {}}
 
 
 def trained(algorithm, steps=10):

@@ -113,7 +113,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd", "lion"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_under_the_flag_asks_for_no_value(algorithm, dtype, monkeypatch):
     on_the_device(monkeypatch)

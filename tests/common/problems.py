@@ -14,7 +14,12 @@ def lion(params, **options):
     return MuonSW([{"params": params, "algorithm": "lion"}], **options)
 
 
-OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW, "lion": lion}
+def dion2(params, **options):
+    """Dion2, which has none either."""
+    return MuonSW([{"params": params, "algorithm": "dion2"}], **options)
+
+
+OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW, "lion": lion, "dion2": dion2}
 
 
 # What some decay rules need besides lambda, for runs of at most a thousand steps.

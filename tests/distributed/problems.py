@@ -25,7 +25,6 @@ GROUPS = {
     "vectors": ([(7,), (2, 3)], {"algorithm": "adamw", "weight_decay": 0.2}),
     "sgd": ([(9,)], {"algorithm": "sgd", "momentum": 0.9}),
     "lion": ([(9,), (3, 4)], {"algorithm": "lion"}),
-    "dion2": ([(8, 6), (5, 9), (9, 5)], {"algorithm": "dion2", "fraction": 0.4}),
 }
 
 

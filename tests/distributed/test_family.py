@@ -24,6 +24,14 @@ MESHES = {
 }
 # Of members that differ in nothing that ranks could notice, one is enough in a hurry.
 QUICK = ("normuon", "normuon, longer axis", "muon2", "adamuon", "equalize")
+DION2 = {"algorithm": "dion2", "fraction": 0.4}
+# Algorithms of their own beside Muon, and a period of which a checkpoint falls into the middle.
+PATTERNS = {
+    "up.weight": {"algorithm": "dion2", "fraction": 0.5},
+    "experts": {"algorithm": "dion2", "matrix": "stack"},
+    "embedding.weight": {"algorithm": "lion"},
+    "down.weight": {"split_sizes": (3, 4), "split_dim": 1, "block_period": 2},
+}
 
 
 def cases(**more):
@@ -33,7 +41,7 @@ def cases(**more):
 
 
 every_member = pytest.mark.parametrize("options", cases())
-every_rule = pytest.mark.parametrize("options", cases(toy=TOY))
+every_rule = pytest.mark.parametrize("options", cases(toy=TOY, dion2=DION2))
 
 
 def every_mesh(options):
@@ -71,7 +79,7 @@ def test_placements_without_a_fast_exchange_give_them_too(pool, options):
     assert max(pool.run(interleaved_difference, options)) < CLOSE
 
 
-@every_member
+@pytest.mark.parametrize("options", cases(algorithms={"patterns": PATTERNS}))
 @pytest.mark.parametrize("kind", ["shards", "owners"])
 def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, options, kind):
     folder = str(tmp_path / "checkpoint")

@@ -1,6 +1,7 @@
 """Dion2: equal to its authors' steps and to a reference; only the selected slices move and are forgotten."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 
 from muonsw import DECAY_RULES, MuonSW
+from muonsw.nonfinite import Flag, NonFiniteGradientWarning, all_finite
 from muonsw.reference import Decay
-from tests.common.problems import RULE_OPTIONS, cosine, matrices, run, set_gradients
+from tests.common.problems import RULE_OPTIONS, assert_same, cosine, matrices, run, set_gradients
 from tests.family.references.dion2 import ReferenceDion2
 
 RECORD = json.loads((Path(__file__).parent / "recorded/dion2.json").read_text(encoding="utf-8"))
@@ -147,6 +149,41 @@ def test_wrong_options_are_refused_by_name(group, message):
 def test_vectors_are_refused():
     with pytest.raises(ValueError, match=r"needs matrices, but .* has shape \(3,\)"):
         dion2(matrices((3,)))
+
+
+def flag_on_device(work, _):
+    return Flag.from_ok(all_finite([grad for batch in work for grad in batch.grads]))
+
+
+@pytest.mark.parametrize("known_by", ["host", "device"])
+def test_a_step_that_is_skipped_leaves_weights_and_momentum(known_by, monkeypatch):
+    if known_by == "device":
+        monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
+    params = matrices((4, 6), (6, 3))
+    optimizer = dion2(params, lr=0.05, nonfinite="skip")
+    run(optimizer, params, 2)
+    before = [t.clone() for p in params for t in (p.detach(), optimizer.state[p]["momentum_buffer"])]
+    set_gradients(params, 2)
+    params[1].grad[0, 0] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NonFiniteGradientWarning)
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert_same([t for p in params for t in (p.detach(), optimizer.state[p]["momentum_buffer"])], before)
+
+
+def test_a_compiled_step_is_the_same():
+    torch.compiler.reset()
+    params, eager = matrices((6, 8), (8, 5)), matrices((6, 8), (8, 5))
+    optimizer, other = (dion2(p, lr=torch.tensor(0.05)) for p in (params, eager))
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        set_gradients(params, number)
+        set_gradients(eager, number)
+        step()
+        other.step()
+    for a, b in zip(params, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 def test_pieces_take_the_same_steps():
