@@ -328,16 +328,37 @@ def test_an_adopted_state_saves_and_loads():
         (lambda m: [torch.optim.AdamW(m.parameters(), amsgrad=True)], "amsgrad"),
         (lambda m: [torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)], "adds to the gradient"),
         (lambda m: [torch.optim.Adagrad(m.parameters())], "a layout that is not known"),
-        (lambda m: [Dion([{"params": list(m.parameters()), "algorithm": "lion"}])], "trained by 'lion'"),
+        (lambda m: [Dion([{"params": list(m.parameters()), "algorithm": "nordion2"}])], "trained by 'nordion2'"),
         (lambda m: [Dion([{"params": list(m.parameters()), "num_heads": 2}])], "num_heads=2"),
     ],
-    ids=["too_few", "too_many", "amsgrad", "coupled", "unknown", "lion", "heads"],
+    ids=["too_few", "too_many", "amsgrad", "coupled", "unknown", "nordion2", "heads"],
 )
 def test_what_cannot_be_adopted(others, message):
     model = Net()
     optimizer = MuonSW.for_model(model, lr=0.1, decay="constant")
     with pytest.raises(ValueError, match=message):
         optimizer.adopt(*others(model))
+
+
+def test_lion_and_dion2_are_taken_over():
+    model = Net()
+    matrices, rest = split(model)
+    own = {"algorithm": "dion2", "ef_decay": 0.9, "fraction": 0.5, "flatten": True}
+    other = Dion([{"params": matrices, **own}, {"params": rest, "algorithm": "lion", "beta2": 0.99}])
+    for param in model.parameters():
+        other.state[param]["momentum"] = torch.randn_like(param)
+    optimizer = MuonSW.for_model(model, lr=0.1, decay="constant")
+    optimizer.adopt(other)
+    groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+    for param in matrices:
+        assert [groups[param][key] for key in ("algorithm", "momentum", "fraction")] == ["dion2", 0.9, 0.5]
+        assert torch.equal(optimizer.state[param]["momentum_buffer"], other.state[param]["momentum"])
+    for param in rest:
+        assert [groups[param][key] for key in ("algorithm", "betas")] == ["lion", (0.9, 0.99)]
+        assert torch.equal(optimizer.state[param]["exp_avg"], other.state[param]["momentum"])
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
 
 
 def test_the_scheduler_is_made_afterwards():

@@ -183,13 +183,19 @@ def _dions(name: str, param: Tensor, group: Group, state: State) -> AdoptedParam
     for key in ("cautious_wd", "num_heads"):
         if group.get(key) not in (None, False, 1):
             raise ValueError(f"{name} is in a group of dion with {key}={group[key]!r}, which cannot be taken over")
-    if group["algorithm"] == "muon":
-        view = {"matrix": None if param.dim() == 2 else "flatten" if group["flatten"] else "stack"}
-        options = {"momentum": group["mu"], "nesterov": group["nesterov"], "momentum_form": "heavy_ball"}
-        options |= {"scale": _DION_SCALES[group["adjust_lr"]], **_PLAIN_VIEW, **view}
-        return AdoptedParameter({"algorithm": "muon", **options}, _renamed(state, momentum="momentum_buffer"))
-    if group["algorithm"] == "adamw":
-        options = {"betas": (group["beta1"], group["beta2"]), "eps": group["epsilon"]}
+    algorithm, betas = group["algorithm"], {"betas": (group["beta1"], group["beta2"])}
+    if algorithm in ("muon", "dion2"):
+        options = {"scale": _DION_SCALES[group["adjust_lr"]], **_PLAIN_VIEW}
+        options["matrix"] = None if param.dim() == 2 else "flatten" if group["flatten"] else "stack"
+        if algorithm == "muon":
+            options |= {"momentum": group["mu"], "nesterov": group["nesterov"], "momentum_form": "heavy_ball"}
+        else:
+            options |= {"momentum": group["ef_decay"], "fraction": group["fraction"]}
+        return AdoptedParameter({"algorithm": algorithm, **options}, _renamed(state, momentum="momentum_buffer"))
+    if algorithm == "lion":
+        return AdoptedParameter({"algorithm": "lion", **betas}, _renamed(state, momentum="exp_avg"))
+    if algorithm == "adamw":
+        options = {**betas, "eps": group["epsilon"]}
         renamed = _renamed(state, momentum="exp_avg", variance="exp_avg_sq")
         return AdoptedParameter(
             {"algorithm": "adamw", **options}, {**renamed, "step": group["step"]} if renamed else {}
