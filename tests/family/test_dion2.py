@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import DECAY_RULES, MuonSW
+from muonsw import MuonSW
 from muonsw.nonfinite import Flag, NonFiniteGradientWarning, all_finite
 from muonsw.reference import Decay
 from tests.common.problems import RULE_OPTIONS, assert_same, cosine, matrices, run, set_gradients
@@ -41,7 +41,7 @@ def test_equal_to_the_authors_steps(recorded):
         torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], wide(momentum), rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in DECAY_RULES if rule != "gradient_norm"])
+@pytest.mark.parametrize("rule", ["constant", "scaled", "squared", "independent", "fixed", "cosine", "log_time"])
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
 def test_a_run_is_the_references_run(rule, fraction):
     params = matrices((7, 9), (8, 3), (5, 5), (1, 4), dtype=torch.float64)
@@ -151,7 +151,7 @@ def test_vectors_are_refused():
         dion2(matrices((3,)))
 
 
-def flag_on_device(work, _):
+def flag_on_device(work, *_):
     return Flag.from_ok(all_finite([grad for batch in work for grad in batch.grads]))
 
 
