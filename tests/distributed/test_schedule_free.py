@@ -20,7 +20,7 @@ from tests.distributed.test_checkpoint import Net, distance
 
 CLOSE = 1e-9
 BEFORE, AFTER = 3, 3
-OPTIONS = [{}, {"decay_at": "y"}, {"norm": "target"}]
+OPTIONS = [{}, {"decay_at": "y"}, {"norm": "target"}, {"normalize": "normuon"}]
 
 
 def build(mesh=None, decay_at="z", **options):

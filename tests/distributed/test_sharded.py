@@ -109,6 +109,7 @@ NORMS = {
     **{f"norm={rule}": {"norm": rule} for rule in NORM_RULES},
     "given target": {"norm": "target", "target_norm": 0.2},
     "given radius": {"norm": "hyperball", "target_norm": 0.2, "decay": "constant"},
+    "norm of NorMuon": {"norm": "hyperball", "normalize": "normuon"},
     "norm, tensor rate": {"norm": "hyperball", "lr": torch.tensor(PEAK, dtype=torch.float64)},
 }
 

@@ -10,7 +10,7 @@ from torch import nn
 from muonsw import SGDSW
 from tests.family.record.norms import updates
 
-RECORDED = json.loads((Path(__file__).parent / "recorded" / "norms.json").read_text())
+RECORDED = json.loads((Path(__file__).parent / "recorded/norms.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("norm", RECORDED)

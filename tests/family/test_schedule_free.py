@@ -13,15 +13,34 @@ from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, PeakLRError
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from tests.common.problems import assert_same, clones, matrices, set_gradients
 from tests.family.record.schedule_free import SHAPES, STEPS, gradient, start
+from tests.family.references.normuon import NorMuon
 from tests.family.references.schedule_free import ReferenceScheduleFree
 
-RECORDED = json.loads((Path(__file__).parent / "recorded" / "schedule_free.json").read_text())["runs"]
+RECORDED = json.loads((Path(__file__).parent / "recorded/schedule_free.json").read_text(encoding="utf-8"))["runs"]
 CLASSES = {
     "muon": (MuonSW, lambda W, decay: ReferenceMuonSW(W, decay, nesterov=True, heavy_ball=False, orthogonalize=ns5)),
     "adamw": (AdamWSW, ReferenceAdamWSW),
     "sgd": (SGDSW, ReferenceSGDSW),
+    "normuon": (
+        MuonSW,
+        lambda W, decay: NorMuon(W, orthogonalize=ns5, phi=decay.phi, stretch=lambda m, n: 0.2 * max(m, n) ** 0.5),
+    ),
+}
+OWN = {
+    "muon": {"ns_dtype": torch.float64},
+    "adamw": {"betas": (0.9, 0.999)},
+    "normuon": {"ns_dtype": torch.float64, "normalize": "normuon"},
 }
 CONSTANT = {"lr": 0.05, "decay": "constant"}
+# arXiv 2605.23061
+PAPER = {
+    "lr": 0.008,
+    "weight_decay": 0.05,
+    "decay": "constant",
+    "momentum": 0.8,
+    "nesterov": False,
+    "normalize": "normuon",
+}
 
 
 def as_ours(options):
@@ -57,11 +76,13 @@ def test_it_is_the_reference(algorithm, rule):
     """Missing gradients count as steps of their group and leave a parameter where it is."""
     build, reference = CLASSES[algorithm]
     params = matrices((6, 4), (3, 5), dtype=torch.float64)
-    own = {"muon": {"ns_dtype": torch.float64}, "adamw": {"betas": (0.9, 0.999)}}.get(algorithm, {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = ScheduleFree(
-            build(params, lr=0.05, weight_decay=0.5, decay=rule, **own), beta=0.95, warmup_steps=4, r=0.5
+            build(params, lr=0.05, weight_decay=0.5, decay=rule, **OWN.get(algorithm, {})),
+            beta=0.95,
+            warmup_steps=4,
+            r=0.5,
         )
     expected = [
         ReferenceScheduleFree(reference(p.detach(), Decay(rule, 0.5, 0.05)), beta=0.95, warmup=4, r=0.5) for p in params
@@ -81,6 +102,29 @@ def test_it_is_the_reference(algorithm, rule):
         torch.testing.assert_close(optimizer.state[param]["z"], one.base.W, rtol=1e-9, atol=1e-11)
 
 
+def test_normuon_is_algorithm_1_of_its_paper():
+    """Line by line, for exact polar factors, with z decayed at z and an update of RMS 0.2."""
+    (param,) = matrices((5, 3), dtype=torch.float64)
+    inner = MuonSW([param], **PAPER, orthogonalizer="exact", ns_dtype=torch.float64)
+    optimizer = ScheduleFree(inner, warmup_steps=4)
+    optimizer.train()
+    z = x = param.detach().clone()
+    m, v, total = torch.zeros_like(z), torch.zeros(5, 1, dtype=torch.float64), 0.0
+    for step in range(12):
+        eta = 0.008 * min(1.0, (step + 1) / 4)
+        set_gradients([param], step)
+        m = 0.8 * m + 0.2 * param.grad
+        U, _, Vh = torch.linalg.svd(m, full_matrices=False)
+        P = U @ Vh
+        v = 0.95 * v + 0.05 * P.square().mean(1, keepdim=True)
+        P = P / v.sqrt()
+        z = z - eta * 0.05 * z - 0.2 * eta * 15**0.5 / P.norm() * P
+        total += eta**2
+        x = (1 - eta**2 / total) * x + eta**2 / total * z
+        optimizer.step()
+        torch.testing.assert_close(param.detach(), 0.9 * x + 0.1 * z, rtol=1e-8, atol=1e-10)
+
+
 def trained(optimizer, params, begin, end):
     optimizer.train()
     for step in range(begin, end):
@@ -92,7 +136,8 @@ def trained(optimizer, params, begin, end):
 @pytest.mark.parametrize("algorithm", CLASSES)
 def test_it_resumes_bit_for_bit(algorithm):
     def build(params):
-        return ScheduleFree(CLASSES[algorithm][0](params, **CONSTANT), warmup_steps=5)
+        own = {"normalize": "normuon"} if algorithm == "normuon" else {}
+        return ScheduleFree(CLASSES[algorithm][0](params, **CONSTANT, **own), warmup_steps=5)
 
     params = matrices((4, 6), (6, 6))
     optimizer = build(params)

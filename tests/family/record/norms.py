@@ -101,7 +101,7 @@ def main(emerging, modded):
         name: {"source": sources[name], "lr": LR, "weight_decay": rule.decay, "weights": run(rule.move)}
         for name, rule in rules.items()
     }
-    RECORDED.write_text(json.dumps(record) + "\n")
+    RECORDED.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def main(clone):
     exec(subprocess.run(command, capture_output=True, text=True, check=True).stdout, known)
     runs = {name: run(known["AdamWScheduleFreeReference"], options) for name, options in CASES.items()}
     record = {"source": f"facebookresearch/schedule_free 70785b5 {FILE}", "runs": runs}
-    RECORDED.write_text(json.dumps(record) + "\n")
+    RECORDED.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
