@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine_schedule_with_warmup
 
-from muonsw import AdamWSW, MuonSW
+from muonsw import AdamWSW, MuonSW, ScheduleFree
 from muonsw.integrations.transformers import ModelFactory, TelemetryCallback, for_model
 from muonsw.lab.diagnose.live import Findings
 from muonsw.telemetry import MlflowSink, WandbSink
@@ -381,3 +381,32 @@ def test_tensorboard_shows_telemetry(tmp_path, monkeypatch):
     events.Reload()
     (tag,) = [tag for tag in events.Tags()["scalars"] if tag.endswith("telemetry/hidden/weight_rms")]
     assert [event.step for event in events.Scalars(tag)] == [1, 3, 6]
+
+
+def schedule_free(model, **options):
+    """What Trainer calls to build the optimizer: `optimizer_cls_and_kwargs=(lambda: schedule_free, {...})`."""
+    inner = MuonSW.for_model(model, **{"lr": LR, "weight_decay": 0.1, "decay": "constant", **options})
+    return ScheduleFree(inner, warmup_steps=2)
+
+
+@pytest.mark.works("Trainer", "one process")
+def test_schedule_free_is_evaluated_and_saved_at_its_average_and_resumes(tmp_path):
+    """Trainer switches to evaluation mode where it evaluates, and saves after that; gradients are at y."""
+    settings = {"lr_scheduler_type": "constant", "warmup_steps": 0, "eval_strategy": "steps", "eval_steps": 3}
+    settings |= {"save_strategy": "steps", "save_steps": 3, "optimizer": (lambda: schedule_free, {})}
+    trainer = trainer_of(tmp_path / "a", **settings)
+    trainer.train()
+    inner = trainer.optimizer.optimizer
+    assert isinstance(inner, ScheduleFree)
+    assert not inner.training
+    half = tmp_path / "a" / "checkpoint-3"
+    resumed = trainer_of(tmp_path / "b", **settings)
+    resumed.train(resume_from_checkpoint=str(half))
+    assert_same(weights(trainer), weights(resumed))
+
+
+def test_schedule_free_is_not_saved_in_the_middle_of_training(tmp_path):
+    settings = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 3}
+    trainer = trainer_of(tmp_path, **settings, optimizer=(lambda: schedule_free, {}))
+    with pytest.raises(RuntimeError, match=r"call optimizer.eval\(\) before saving"):
+        trainer.train()
