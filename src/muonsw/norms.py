@@ -210,7 +210,7 @@ def _products(group: Group, part: Part, weight: Tensor, direction: Tensor) -> Te
     axes = norm_axes(group, part.item.param)
     W, U = _wide(group, part, weight), direction.to(wide_dtype(weight))
     squares = [torch.linalg.vector_norm(X, dim=axes, keepdim=True).double().square() for X in (W, U)]
-    inner = (W * U).sum(axes, keepdim=True, dtype=torch.float64)
+    inner = torch.linalg.vecdot(*(X.flatten(-len(axes)) for X in (W, U))).double().view_as(squares[0])
     elements = torch.full_like(inner, weight.numel() // max(1, inner.numel()))
     return torch.stack([*squares, inner, elements], -1)
 
