@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import NORM_RULES, SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry
+from muonsw import ALGORITHMS, NORM_RULES, SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry
 from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
 from tests.common.reference_rules import Decay
@@ -123,6 +123,19 @@ def test_hyperball_keeps_the_norm(algorithm, dtype, rounding):
     run(optimizer, params, 40)
     for now, then in zip(norms(params), before, strict=True):
         assert float(now) == pytest.approx(float(then), rel=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_leaves_its_update_to_the_rule(algorithm):
+    params = matrices((6, 6), (4, 10), dtype=torch.float64)
+    groups = [{"params": params, "algorithm": algorithm}]
+    optimizer = MuonSW(groups, lr=0.05, weight_decay=0.1, decay="none", norm="relative")
+    for step in range(5):
+        before = [p.detach().clone() for p in params]
+        run(optimizer, params, 1, start=step)
+        for now, then in zip(params, before, strict=True):
+            moved = float((now.detach() - then).norm() / then.norm())
+            assert moved == pytest.approx(0.05, rel=1e-9) or (moved == 0 and step == 0)  # SOAP begins with its basis
 
 
 def test_the_target_is_approached_from_both_sides():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonsw import DECAY_RULES, NORM_RULES, MuonSW, rates
+from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, MuonSW, rates
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.problems import (
     GROUPS,
@@ -128,6 +128,16 @@ def every_norm(mesh_shape, axes):
 def test_norm_rules_see_whole_weights(pool, mesh, axes):
     """Norms are sums over ranks, also of splits that no shard ends at, of stacks, and of ranks that hold nothing."""
     for answers in pool.run(every_norm, mesh, axes):
+        assert {name: value for name, value in answers.items() if not value < CLOSE} == {}
+
+
+def norm_of_every_algorithm():
+    options = {"chosen": ("matrices", "stack", "heads"), "steps": 3, "norm": "hyperball"}
+    return {algorithm: sharded([3], [0], algorithm=algorithm, **options) for algorithm in ALGORITHMS}
+
+
+def test_norm_rules_go_with_every_algorithm(pool):
+    for answers in pool.run(norm_of_every_algorithm):
         assert {name: value for name, value in answers.items() if not value < CLOSE} == {}
 
 
