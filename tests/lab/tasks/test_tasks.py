@@ -219,6 +219,7 @@ def test_a_wrong_file_is_refused_by_name(changes, message, tmp_path):
         ({}, None),
         ({"batches": GENERATOR}, None),
         ({"batches": LOADER}, None),
+        ({"model": "def model(seed):\n    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))\n"}, None),
         ({"batches": UNSEEDED, "model": "def model(seed):\n    return nn.Linear(4, 3).double()\n",
           "loss": "def loss(model, batch):\n    return model(batch).sum()\n", "metrics": ""}, "not a function of"),
         ({"batches": "def batches(split, seed):\n    x = torch.ones(3, 4)\n    return lambda i: (x, x[:, 0].long())\n"},

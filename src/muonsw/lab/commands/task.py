@@ -144,7 +144,7 @@ class Check:
         run = config.steps * update + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
         workers = machine.cores() if on_cpu(self.device) else max(1, len(gpus_for(self.device)))
         compared, searched = (math.ceil(runs / workers) * run for runs in (ARMS * self.seeds, ARMS * len(FACTORS)))
-        parts = f"{1e3 * update:.3g} ms an update, {1e3 * evaluation:.3g} ms an evaluation, {workers} runs at a time"
+        parts = f"{1e3 * update:,.1f} ms an update, {1e3 * evaluation:,.0f} ms an evaluation, {workers} runs at a time"
         return (
             f"{config.steps:,} updates, {ARMS} arms, {counted(self.seeds, 'seed')}: about {in_words(compared)} here "
             f"({parts}); --tune-lambda adds {in_words(searched)} or more"

@@ -54,8 +54,9 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     validation = next(held_out.first(1), None)
     _require_tensors(functions, VALIDATION, validation)
     model = _model(functions, seed)
+    unequal = _made_again(functions, model, seed)  # before the loss, which may change buffers
     loss, idle = _loss(functions, model, batch)
-    notes = [_drawn_again(functions, train, seed), _alike(train, validation), _made_again(functions, model, seed), idle]
+    notes = [_drawn_again(functions, train, seed), _alike(train, validation), unequal, idle]
     return Checked(
         rows=rows_of(batch),
         batch=describe(batch),

@@ -1,0 +1,72 @@
+"""Reinforcement learning: a token game, learned from rewards alone by REINFORCE with a baseline.
+
+    muonsw compare --task examples/tasks/bandit.py
+
+The player sees eight tokens and names eight; each is rewarded that is the one at the same place counted from the end.
+There is nothing to imitate: the gradient comes from rewards of moves that were tried. The learning rate is flat after
+its warmup, as it often is here; then both rules decay alike, so expect no difference. With "cosine" in `SETTINGS` it
+falls, and they differ.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+SETTINGS = {"steps": 600, "lr": 0.003, "weight_decay": 0.5, "shape": "constant", "ns_dtype": "float32"}
+TOKENS, LENGTH = 6, 8
+
+
+class Player(nn.Module):
+    """A transformer that sees the tokens and gives the logits of its moves, all at once."""
+
+    def __init__(self, width, depth):
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, width)
+        self.position = nn.Parameter(0.02 * torch.randn(LENGTH, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, TOKENS)
+
+    def forward(self, tokens):
+        """Logits (B, LENGTH, TOKENS)."""
+        return self.head(self.layers(self.embedding(tokens) + self.position))
+
+
+def model(seed, width=64, depth=2):
+    """The player, before it has learned anything."""
+    return Player(width, depth)
+
+
+def batches(split, seed, batch=128):
+    """Games, and the noise by which moves are drawn: a function of (seed, i), so every arm has the same luck."""
+
+    def number(i):
+        return torch.randint(TOKENS, (batch, LENGTH)), torch.rand(batch, LENGTH, TOKENS)
+
+    return number
+
+
+def rewards(tokens, moves):
+    """1 for each move that is right."""
+    return (moves == tokens.flip(1)).float()
+
+
+def loss(model, batch, entropy=0.01):
+    """While training, a surrogate whose gradient is that of the expected reward; on validation minus the reward."""
+    tokens, noise = batch
+    logits = model(tokens)
+    log_p = functional.log_softmax(logits, dim=-1)
+    moves = (log_p - (-noise.log()).log()).argmax(-1)  # drawn from the policy, by Gumbel noise
+    reward = rewards(tokens, moves)
+    if not model.training:
+        return -reward.mean()
+    advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
+    chosen = log_p.gather(-1, moves[..., None])[..., 0]
+    spread = -(log_p.exp() * log_p).sum(-1).mean()
+    return -(advantage * chosen).mean() - entropy * spread
+
+
+def metrics(model, batch):
+    """The reward of the likeliest moves."""
+    tokens, _ = batch
+    return {"reward": rewards(tokens, model(tokens).argmax(-1)).mean()}
