@@ -68,8 +68,8 @@ def _failure(device: torch.device) -> str:
     from muonsw.kernels.finite import find_bad
 
     try:
-        number = torch.zeros((), dtype=torch.float32, device=device)
-        find_bad([number], number.clone())
+        numbers = torch.zeros(16, dtype=torch.float32, device=device)  # sixteen, as aligned ones are read by steps
+        find_bad([numbers], numbers[0].clone())
     except Exception as error:  # whatever a compiler or a driver may raise
         return f"{type(error).__name__}: {error}"
     return ""

@@ -22,7 +22,7 @@ def _one_minus_power(log_beta, step):
     return tl.where(x > -0.5, -x * series, 1 - tl.exp(x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def _adamw(
     pointers,
     sizes,

@@ -1,4 +1,8 @@
-"""What several kernels share: dtypes, decay and move, and the rounding of low-precision weights."""
+"""What several kernels share: dtypes, decay and move, and the rounding of low-precision weights.
+
+Triton compiles a kernel again for whole numbers that are one, or multiples of 16. Counts of tensors, programs and
+blocks gain nothing by it, so kernels name them in `do_not_specialize`: the first step waits for each compilation.
+"""
 
 from __future__ import annotations
 

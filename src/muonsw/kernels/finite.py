@@ -17,7 +17,7 @@ BLOCK = 2048
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors", "programs"])
 def _set_if_not_finite(
     bad, pointers, tensors, blocks, programs, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):

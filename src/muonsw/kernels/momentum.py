@@ -23,12 +23,13 @@ from muonsw.work import all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4
-# Blocks that one program of the second pass rescales, and sums of squares that it reads at a time.
+# Blocks that one program of the second pass rescales, and sums of squares that it reads at a time: of small matrices
+# and of others, so that two kernels are compiled and not one for each shape.
 BLOCKS_RESCALED = 4
-SUMS_READ = 1024
+SUMS_READ = (128, 1024)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _advance(
     pointers,
     out,
@@ -76,7 +77,7 @@ def _advance(
     tl.store(out + matrix.to(tl.int64) * numel + offsets, ahead.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _normalize(
     out,
     sums,
@@ -206,7 +207,7 @@ def normalized_momentum(
         blocks,
         BLOCK=BLOCK,
         BLOCKS_RESCALED=BLOCKS_RESCALED,
-        SUMS_READ=min(SUMS_READ, triton.next_power_of_2(blocks)),
+        SUMS_READ=SUMS_READ[blocks > SUMS_READ[0]],
         num_warps=WARPS,
     )
     return out

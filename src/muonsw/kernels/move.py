@@ -27,7 +27,7 @@ from muonsw.kernels.tables import addresses, block_map, lengths, runs, table
 from muonsw.work import all_contiguous
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def _move(
     pointers,
     sizes,

@@ -12,7 +12,7 @@ from muonsw.kernels.common import DTYPES, advance, look_ahead, start
 from muonsw.kernels.elementwise import Motion, Weights, launch, place, write
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def _sgd(
     pointers,
     sizes,

@@ -52,7 +52,7 @@ def _tile(number, RATIO: tl.constexpr):
     return RATIO * p + rest // (p + 1), rest % (p + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _symmetric(
     left,
     right,
@@ -168,10 +168,9 @@ def symmetric_product(
     engine = tiles.engine and all(_suits_engine(t, turned) for t in (left, right))
     a, b = left, right
     if engine:
-        a, b = (
-            _descriptor(left, tiles.rows, tiles.depth, turned),
-            _descriptor(right, tiles.rows * tiles.ratio, tiles.depth, turned),
-        )
+        a = _descriptor(left, tiles.rows, tiles.depth, turned)
+        same = right is left and tiles.ratio == 1
+        b = a if same else _descriptor(right, tiles.rows * tiles.ratio, tiles.depth, turned)
     launch_on(
         left.device,
         _symmetric,
