@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw import MuonSW, machine, replay
+from muonsw import AdamWSW, MuonSW, machine, replay
 from muonsw.kernels import elementwise, finite, momentum, move, symmetric
 from muonsw.kernels.graphs import Watch
 from muonsw.kernels.tables import GraphTables, in_graph, table
@@ -105,6 +105,28 @@ def test_one_graph_serves_gradients_wherever_they_lie(algorithm, options, device
         assert torch.equal(param, twin)
         for key, value in optimizer.state[param].items():
             assert torch.equal(value, eager.state[twin][key])
+
+
+@pytest.mark.usefixtures("graphs")
+def test_addresses_are_handed_over_in_the_order_of_the_parameters(device):
+    """Batches are of one dtype, so their order is another; and some parameters have no gradient."""
+
+    def run(captured):
+        dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
+        params = [nn.Parameter(p.detach().to(device, t)) for p, t in zip(matrices(*[(8, 8)] * 5), dtypes, strict=True)]
+        optimizer, kept = AdamWSW(params, lr=0.05, nonfinite="propagate", replay=True), []
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(SETTLED + 5):
+            for param in params[1:]:
+                param.grad = torch.randn(8, 8, generator=generator).to(param)
+                kept.append(param.grad)
+            if not captured:
+                optimizer._replay._seen.clear()
+            optimizer.step()
+        assert bool(optimizer._replay._replays) == captured
+        return params
+
+    assert_equal(run(True), run(False))
 
 
 def test_tables_follow_the_gradients_that_their_entries_point_into(device):
