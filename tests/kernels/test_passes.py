@@ -5,14 +5,20 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton
+import triton.language as tl
+
 from muonsw.algorithms import base as twin
 from muonsw.kernels import finite, momentum
+from muonsw.kernels.common import stochastic_round
 from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.momentum import normalized_momentum, takes
 from muonsw.kernels.sgd import sgd
 from muonsw.kernels.tables import runs
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import normalize
+from muonsw.precision import mix
+from muonsw.precision import stochastic_round as rounded
 
 # Stacks, single matrices, odd sizes, huge, tiny and no scale at all.
 SCALES = [1.0, 1e-25, 0.0, 1e30]
@@ -27,6 +33,30 @@ def problem(shape, device, dtype=torch.float32, seed=0):
     grads = [draw(2, *shape), *(draw(*shape) * scale for scale in SCALES)]
     momenta = [draw(*g.shape) * float(g.abs().max()) for g in grads]
     return [g.to(device, dtype) for g in grads], [m.to(device, dtype) for m in momenta]
+
+
+@triton.jit
+def _round(x, out, step, key, EPS: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(out + place, stochastic_round(tl.load(x + place), tl.load(step), key, place, EPS, SMALLEST))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, of infinity times zero
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_is_the_twins_bit_for_bit(dtype, device):
+    """For numbers of any size and sign, those that cannot be told from zero, and those that are none."""
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.randint(-30 if dtype == torch.float16 else -148, 17, (4096,), generator=generator)
+    x = torch.ldexp(torch.randn(4096, generator=generator), powers)
+    x[:7] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.3895e38, -3.4e38])
+    x, out, info = x.to(device), torch.empty(4096, device=device), torch.finfo(dtype)
+    step, key = torch.tensor(5.0, device=device), 77
+    _round[(1,)](x, out, step, key, info.eps, info.smallest_normal, 4096)
+    seed = mix(torch.tensor(5, dtype=torch.int32, device=device) ^ key)
+    expected = rounded(x, dtype, seed)
+    assert torch.equal(out.to(dtype).nan_to_num(1.5), expected.nan_to_num(1.5))
+    assert torch.equal(out.to(dtype).isnan(), x.isnan())
+    assert not torch.equal(expected, x.to(dtype))
 
 
 def all_finite(grads):

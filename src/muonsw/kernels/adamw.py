@@ -17,8 +17,8 @@ from muonsw.kernels.elementwise import Motion, Weights, launch, place, write
 def _one_minus_power(log_beta, step):
     """`1 - beta^step`, by its series where subtracting would cancel."""
     x = step * log_beta
-    series = 1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8 * (1 + x / 9))))
-    series = 1 + x / 2 * (1 + x / 3 * (1 + x / 4 * series))
+    series = 1 + x * (1 / 5) * (1 + x * (1 / 6) * (1 + x * (1 / 7) * (1 + x * (1 / 8) * (1 + x * (1 / 9)))))
+    series = 1 + x * (1 / 2) * (1 + x * (1 / 3) * (1 + x * (1 / 4) * series))
     return tl.where(x > -0.5, -x * series, 1 - tl.exp(x))
 
 

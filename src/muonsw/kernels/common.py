@@ -15,6 +15,7 @@ from muonsw.nonfinite import Flag
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
+BFLOAT16_EPS = tl.constexpr(torch.finfo(torch.bfloat16).eps)
 NEAREST, STOCHASTIC, KAHAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 ROUNDINGS = {"nearest": 0, "stochastic": 1, "kahan": 2}
 
@@ -95,14 +96,20 @@ def stochastic_round(x, step, key, position, EPS: tl.constexpr, SMALLEST: tl.con
     """`precision.stochastic_round` to a dtype of this spacing; the noise is a hash of step, key and position."""
     seed = mix(step.to(tl.int32).to(tl.uint32, bitcast=True) ^ key.to(tl.uint32))
     noise = mix(position.to(tl.uint32) * 2654435769 + mix(seed)) & 0xFFFFFF
-    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    ulp = tl.maximum(power, SMALLEST) * EPS
-    ulps = tl.abs(x) / ulp
-    below = tl.floor(ulps)
-    up = noise.to(tl.float32) * 5.9604644775390625e-08 < ulps - below
-    rounded = (below + up.to(tl.float32)) * ulp
-    rounded = tl.where(x < 0, -rounded, rounded)
-    return tl.where(ulps < float("inf"), rounded, x)
+    bits = x.to(tl.int32, bitcast=True)
+    if EPS == BFLOAT16_EPS:
+        # the upper half of a float32, so the lower half is the fraction of a unit
+        up = noise.to(tl.int32) < (bits & 0xFFFF) << 8
+        rounded = ((bits & -65536) + (up.to(tl.int32) << 16)).to(tl.float32, bitcast=True)
+    else:
+        ulp = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), SMALLEST) * EPS
+        inverse = (0x7F000000 - ulp.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # of a power of two
+        ulps = tl.abs(x) * inverse
+        below = tl.floor(ulps)
+        up = noise.to(tl.float32) * 5.9604644775390625e-08 < ulps - below
+        rounded = (below + up.to(tl.float32)) * ulp
+        rounded = tl.where(x < 0, -rounded, rounded)
+    return tl.where(tl.abs(x) < float("inf"), rounded, x)
 
 
 @triton.jit
