@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
+from muonsw import MuonSW
 from muonsw.algorithms.asgo import asgo, inverse_sqrt
 from tests.family.gradients import gradient, start
 from tests.family.record.asgo import RECORDED
@@ -49,6 +51,21 @@ def test_the_root_is_right_over_six_decades():
     expected = Q * (37 * values) ** -0.5 @ Q.mT
     found = inverse_sqrt(37 * Q * values @ Q.mT, 1e-10)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_averages_it_is_muon():
+    """Both are then the polar factor of the gradient, with elements of RMS 0.2."""
+    ours, muons = (nn.Parameter(gradient((4, 7), 9)) for _ in range(2))
+    group = {"params": [muons], "momentum": 0.0, "nesterov": False, "orthogonalizer": "exact"}
+    optimizers = [
+        MuonSW([{"params": [ours], "algorithm": "asgo", "betas": (0.0, 0.0)}], lr=0.1),
+        MuonSW([group], lr=0.1),
+    ]
+    for step in range(3):
+        for param, optimizer in zip((ours, muons), optimizers, strict=True):
+            param.grad = gradient((4, 7), step)
+            optimizer.step()
+    torch.testing.assert_close(ours, muons, rtol=1e-7, atol=1e-9)
 
 
 def test_gradients_of_zero_move_nothing_and_what_is_not_finite_becomes_the_identity():
