@@ -19,7 +19,7 @@ from muonsw.lab.studies import evidence
 from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.program import main
-from muonsw.lab.studies.training import long, regret, rows, schedules, untuned
+from muonsw.lab.studies.training import long, rate_drift, regret, rows, schedules, untuned
 from muonsw.lab.studies.training.best_rules import best_at_an_end, candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import (
     Optimum,
@@ -245,6 +245,31 @@ def test_claims_of_schedules_tell_where_the_rule_matters(monkeypatch):
         assert claims["more-than-under-wsd"].holds is holds
         assert claims["constant-to-zero"].holds
         assert claims["scaled-to-zero"].holds
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_drift_of_rates_from_training_to_the_page(tmp_path):
+    assert evidence.gather("rate-drift", by_settings(tmp_path / "runs"), tmp_path / "enwiki-23M.jsonl") == 3 * 2 * 3
+    page = evidence.page(evidence.EvidencePage(evidence.read_records(tmp_path)), "{rate-drift}")
+    assert "| rule | width 16 | width 32 | moves by |" in page
+    assert "constant: power of the width by which the best learning rate moves" in page
+
+
+def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
+    """By a half power under constant decay, which moves a rate by four over sixteen times the width, and not at all."""
+
+    def sweeps(name, power):
+        grid = [0.0125 * 2**place for place in range(7)]
+        return {
+            Key(name, width=width): [{rate: math.log2(rate / 0.1 / (width / 64) ** power) ** 2 for rate in grid}] * 2
+            for width in (64, 128, 256)
+        }
+
+    for moves, stays, holds in ((-0.6, 0.0, True), (0.0, -0.6, False)):
+        found = {"constant": moves, "scaled": (moves + 2 * stays) / 3, "hyperball": stays}
+        monkeypatch.setattr(rate_drift, "by_algorithm", lambda _, found=found: [sweeps(*one) for one in found.items()])
+        claims = {claim.id: claim for claim in rate_drift.judge_drift({}, tiny_scale())}
+        assert [claim.holds for claim in claims.values()] == [holds] * 3
 
 
 def test_training_needs_no_library_of_the_command_line_or_of_pages():

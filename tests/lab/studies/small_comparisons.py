@@ -50,6 +50,7 @@ def tiny_scale(**changes):
         "small": 16,
         "sweep": adamw_sweep(row, 10),
         "sweep_widths": (16,),
+        "drift_widths": (16, 32),
         "rates": (0.005, 0.01, 0.02),
         "horizons": (5, 10),
         "factors": (0.5, 1.0, 2.0),

@@ -39,7 +39,7 @@ MEASURED = Path("src/muonsw/lab/measured.json")
 TEXTS: Mapping[str, str] = {
     **dict.fromkeys(("regret", "best-rules", "hard-cases", "main-table", "adamw", "steady-state"), "enwiki-23M"),
     **dict.fromkeys(("diagnostics", "width-transfer", "horizon-transfer"), "enwiki-23M"),
-    **dict.fromkeys(("repeated-text", "schedules"), "enwiki-23M"),
+    **dict.fromkeys(("repeated-text", "schedules", "rate-drift"), "enwiki-23M"),
     "long": "enwiki-123M",
 }
 # The texts of the map and of the longer runs, as tables name them.

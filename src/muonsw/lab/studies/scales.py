@@ -35,6 +35,7 @@ class Scale:
         small: The width of studies that the paper does not have.
         sweep: The AdamW run whose learning rate is swept, at the width of the horizons.
         sweep_widths: Widths of that sweep.
+        drift_widths: Widths over which Muon's best learning rate is followed.
         rates: Learning rates, ascending.
         horizons: Updates, ascending.
         factors: Multiples of lambda.
@@ -60,6 +61,7 @@ class Scale:
     small: int
     sweep: RunConfig
     sweep_widths: tuple[int, ...]
+    drift_widths: tuple[int, ...]
     rates: tuple[float, ...]
     horizons: tuple[int, ...]
     factors: tuple[float, ...]
@@ -188,6 +190,7 @@ PAPER = Scale(
     small=256,
     sweep=adamw_sweep(preset_run("w256", NO_DATA), 5_000),
     sweep_widths=tuple(paper.SWEEP),
+    drift_widths=tuple(paper.SWEEP),
     rates=paper.SWEEP_RATES,
     horizons=(5_000, 10_000, 20_000),
     factors=(0.25, 0.5, 1.0, 2.0, 4.0),
@@ -216,6 +219,7 @@ MINI = Scale(
     small=256,
     sweep=replace(lean(adamw_sweep(_MINI, 400)), batch=16),
     sweep_widths=(128, 256, 512),
+    drift_widths=(64, 128, 256, 512),
     rates=(5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(400, 1_600),
     factors=(0.1, 0.25, 0.5, 1.0, 2.0),
@@ -243,6 +247,7 @@ CPU = Scale(
     small=64,
     sweep=adamw_sweep(_CPU, 240),
     sweep_widths=(32, 64, 128),
+    drift_widths=(32, 64, 96),
     rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(120, 240, 480),
     factors=(0.1, 0.25, 0.5, 1.0, 2.0),

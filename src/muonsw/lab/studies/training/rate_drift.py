@@ -1,0 +1,151 @@
+"""Rate drift: how far does Muon's best learning rate move with the width, under constant, scaled and no decay?
+
+Published with the same training for every width from 128 to 2,048: Muon's best rate moves by a factor of 4 under
+constant decay, and of 1.4 with norms held fixed (Hyperball). A factor d over a range of widths w is the power
+log(d)/log(w), so that ranges can be compared. Nothing here is divided by the width, and what AdamW owns keeps its rate:
+only that of the matrices is swept. Hyperball holds their RMS where constant decay's weights end, because held at its
+initialization the same model ends far higher. The claims were written down before the runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from muonsw.lab.claims.claim import Claim, Source, at_least, at_most
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Results
+from muonsw.lab.studies.outcome import with_interval
+from muonsw.lab.studies.scales import NEVER, Scale, at_width
+from muonsw.lab.studies.training.best_rules import TARGET, rules_run
+from muonsw.lab.studies.training.regret import EXACT, at_horizon
+from muonsw.lab.studies.training.sweeps import (
+    Losses,
+    best_rate,
+    by_algorithm,
+    grid_step,
+    mean_losses,
+    sweep_tables,
+    transfer_cost,
+)
+from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.train.config import OptimizerConfig, RunConfig
+
+HYPERBALL = Source("Hyperball (arXiv 2606.16899), widths 128 to 2,048", "Muon, the same rates at every width")
+BEYOND = Source("beyond the paper; claims written down before the runs", HYPERBALL.hypothesis)
+# By arm: the factor by which its best rate was found to move, over a range of widths.
+PUBLISHED, PUBLISHED_RANGE = {"constant": 4.0, "hyperball": 1.4}, 16.0
+
+# The highest ones of a scale: the lowest are far below the best of Muon.
+RATES = 5
+
+# By width, narrowest first: for each seed the loss of each learning rate.
+Sweeps = Mapping[Key, Sequence[Losses]]
+
+
+def rate_drift(scale: Scale) -> list[Comparison]:
+    """The same learning rates at every width under every rule.
+
+    Examples:
+        >>> from muonsw.lab.studies.scales import MINI
+        >>> [str(one.key) for one in rate_drift(MINI)][:2], len(rate_drift(MINI))
+        (['constant, width 64', 'constant, width 128'], 12)
+    """
+    run = drift_run(scale)
+    return [
+        Comparison(
+            Key(rule, width=width),
+            at_width(run, width),
+            tuple(Arm(f"lr {rate:g}", replace(optimizer, lr=rate)) for rate in scale.rates[-RATES:]),
+            tuple(range(scale.sweep_seeds)),
+            paired=False,
+        )
+        for rule, optimizer in _optimizers(run).items()
+        for width in scale.drift_widths
+    ]
+
+
+def drift_run(scale: Scale) -> RunConfig:
+    """The run of the regret map at the second horizon with half its batch; only infinite losses end it."""
+    run = at_horizon(rules_run(scale), scale.horizons[1])
+    optimizer = replace(run.optimizer, muon_lr="none", peak="group", adam_lr=run.optimizer.lr)
+    return replace(run, optimizer=optimizer, batch=run.batch // 2, diverged=NEVER, eval_every=run.steps)
+
+
+def _optimizers(run: RunConfig) -> dict[str, OptimizerConfig]:
+    base = run.optimizer
+    held = replace(base, norm="hyperball", target_norm=TARGET)
+    return {"constant": replace(base, decay="constant"), "scaled": replace(base, decay="scaled"), "hyperball": held}
+
+
+def drift_powers(sweeps: Sweeps) -> list[float]:
+    """For each seed, the power of the width by which the best rate moves: never negative, zero where it stays.
+
+    Examples:
+        >>> at = {width: [{0.5 * best: 1.0, best: 0.0, 2 * best: 1.0}] for width, best in ((64, 0.04), (256, 0.02))}
+        >>> [round(power, 6) for power in drift_powers({Key(width=width): seeds for width, seeds in at.items()})]
+        [0.5]
+    """
+    best = [[best_rate(losses) for losses in those] for those in zip(*sweeps.values(), strict=False)]
+    return [math.log(max(rates) / min(rates)) / math.log(_range(sweeps)) for rates in best]
+
+
+def _range(sweeps: Sweeps) -> float:
+    widths = [key.width for key in sweeps if key.width is not None]
+    return max(widths) / min(widths)
+
+
+def judge_drift(results: Results, _scale: Scale) -> list[Claim]:
+    """Constant decay and Hyperball drift as published; scaled decay less than constant decay."""
+    found = {next(iter(sweeps)).name: sweeps for sweeps in by_algorithm(results) if len(sweeps) > 1}
+    powers = {rule: drift_powers(sweeps) for rule, sweeps in found.items()}
+    limits = "of a number that is never negative, so a little too large"
+    claims = []
+    for rule, make in (("constant", at_least), ("hyperball", at_most)):
+        if rule in found:
+            asked = math.log(PUBLISHED[rule]) / math.log(PUBLISHED_RANGE)
+            moves = f"{rule}: power of the width by which the best learning rate moves"
+            slack = _resolution(found[rule], asked)
+            claims.append(
+                make(f"{rule}-drift", moves, HYPERBALL, over_seeds(powers[rule]), asked, slack, limits=limits)
+            )
+    if "scaled" in powers and "constant" in powers:
+        less = "the same under scaled decay minus under constant decay"
+        gaps = [a - b for a, b in zip(powers["scaled"], powers["constant"], strict=False)]
+        claims.append(at_most("scaled-drifts-less", less, BEYOND, over_seeds(gaps), 0.0, EXACT))
+    return claims
+
+
+def _resolution(sweeps: Sweeps, asked: float) -> Tolerance:
+    """How well the grid can tell a power: an optimum is known to a quarter of a step at either end."""
+    rates = list(next(iter(sweeps.values()))[0])
+    size = 0.5 * grid_step(rates) / math.log(_range(sweeps))
+    return Tolerance(size / asked, "a quarter of a step of the grid at either end of the widths")
+
+
+def drift_tables(results: Results, scale: Scale) -> list[Table]:
+    """The best rate at each width, by how much it moves, and what the narrowest model's costs the widest."""
+    widths = [key.width for key in next(iter(by_algorithm(results)))]
+    names = (*(f"width {width}" for width in widths), "moves by", "power of the width", "narrowest's, at the widest")
+    columns = [Column("rule"), *(Column(name, number=True) for name in names)]
+    rows: list[list[Value | Cell]] = []
+    for sweeps in by_algorithm(results):
+        means = [mean_losses(seeds) for seeds in sweeps.values()]
+        best = [best_rate(losses) for losses in means]
+        power = with_interval(drift_powers(sweeps), 2) if len(sweeps) > 1 else None
+        cost = f"{transfer_cost(means[0], means[-1]):.2f}"
+        moves = f"{max(best) / min(best):.2f} times"
+        rows.append([next(iter(sweeps)).name, *(f"{rate:.3g}" for rate in best), moves, power, cost])
+    note = (
+        "Best learning rates, each the vertex of a parabola over all that were tried, from means over seeds; the "
+        "highest over the lowest; that factor as a power of the width, with half of its 95% t interval over seeds; "
+        "what the best rate of the narrowest model costs the widest, over what the worst one costs. Published: 4 times "
+        f"(power {math.log(4) / math.log(PUBLISHED_RANGE):.2f}) under constant decay, 1.4 times "
+        f"(power {math.log(1.4) / math.log(PUBLISHED_RANGE):.2f}) with norms held fixed."
+    )
+    return [
+        Table("rate-drift", "How far the best learning rate moves", columns, rows, note),
+        *sweep_tables(results, scale),
+    ]
