@@ -24,7 +24,9 @@ def directions(gradients, **options):
         yield direction
 
 
-@pytest.mark.parametrize("run", json.loads(RECORDED.read_text())["runs"], ids=lambda run: str(run["shape"]))
+@pytest.mark.parametrize(
+    "run", json.loads(RECORDED.read_text(encoding="utf-8"))["runs"], ids=lambda run: str(run["shape"])
+)
 def test_it_equals_the_authors_numbers(run):
     gradients = [gradient(run["shape"], step)[None] for step in range(len(run["weights"]))]
     weight = start(run["shape"])

@@ -10,7 +10,7 @@ from tests.family.gradients import gradient, start
 from tests.family.record.kl_shampoo import RECORDED
 from tests.family.references.kl_shampoo import ReferenceKLShampoo
 
-RUNS = json.loads(RECORDED.read_text())["runs"]
+RUNS = json.loads(RECORDED.read_text(encoding="utf-8"))["runs"]
 OPTIONS = {"betas": (0.9684, 0.9482), "eps": 1e-9, "ns_dtype": "auto"}
 shapes_of_runs = pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run["shape"]))
 

@@ -45,7 +45,9 @@ def directions(gradients, **options):
     return seen, state
 
 
-@pytest.mark.parametrize("run", json.loads(RECORDED.read_text())["runs"], ids=lambda run: str(run["grafting"]))
+@pytest.mark.parametrize(
+    "run", json.loads(RECORDED.read_text(encoding="utf-8"))["runs"], ids=lambda run: str(run["grafting"])
+)
 def test_it_equals_metas_numbers(run):
     (beta1, beta2), shape = run["betas"], run["shape"]
     options = {"block_size": run["block_size"], "precondition_frequency": run["frequency"], "grafting": run["grafting"]}

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from muonsw.algorithms.factors import eigenbasis, full_float32
 from muonsw.algorithms.soap import soap, whitened_momentum
-from muonsw.factors import eigenbasis, full_float32
 from tests.family.gradients import gradient, start
 from tests.family.record.soap import RECORDED
 from tests.family.references.soap import ReferenceSOAP
@@ -31,7 +31,9 @@ def directions(gradients, state, **options):
     return seen, state
 
 
-@pytest.mark.parametrize("run", json.loads(RECORDED.read_text())["runs"], ids=lambda run: str(run["shape"]))
+@pytest.mark.parametrize(
+    "run", json.loads(RECORDED.read_text(encoding="utf-8"))["runs"], ids=lambda run: str(run["shape"])
+)
 def test_it_equals_the_authors_numbers(run):
     shape, longest = run["shape"], run.get("max_precond_dim", 10000)
     options = {key: run[key] for key in ("betas", "shampoo_beta", "eps", "precondition_frequency") if key in run}

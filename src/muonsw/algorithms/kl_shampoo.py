@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.factors import finite_or, full_float32, pack, unpack
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm, validate_matrices
-from muonsw.factors import finite_or, full_float32, pack, unpack
 from muonsw.precision import AUTO, DTYPES
 from muonsw.slots import Specs, State
 from muonsw.work import Group

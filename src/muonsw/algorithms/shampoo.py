@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.factors import full_float32, inverse_root, pack, unpack
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
-from muonsw.factors import full_float32, inverse_root, pack, unpack
 from muonsw.slots import Specs, State
 from muonsw.work import Group
 
