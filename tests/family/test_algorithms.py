@@ -29,7 +29,7 @@ def recorded_runs():
     """The options of each recorded run, its shape, and the weights after each step without decay."""
     renamed = {"frequency": "precondition_frequency"}
     for module in (soap, shampoo, kl_shampoo, asgo):
-        data = json.loads(module.RECORDED.read_text())
+        data = json.loads(module.RECORDED.read_text(encoding="utf-8"))
         for recorded in data["runs"]:
             options = {renamed.get(key, key): value for key, value in recorded.items()}
             weights = options.pop("weights", None) or options.pop("float64")

@@ -56,7 +56,7 @@ def main(clone):
     with mock.patch.dict(sys.modules, stand_ins), mock.patch.object(torch.Tensor, "float", lambda tensor: tensor):
         module = loaded(folder / "asgo.py", "optimizers.asgo")
         runs = [{**case, "weights": weights(module, **case)} for case in CASES]
-    RECORDED.write_text(json.dumps({"source": SOURCE, "lr": 0.01, "runs": runs}) + "\n")
+    RECORDED.write_text(json.dumps({"source": SOURCE, "lr": 0.01, "runs": runs}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

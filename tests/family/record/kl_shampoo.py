@@ -71,7 +71,7 @@ def main(clone):
             stack.enter_context(mock.patch.object(torch, "baddbmm", product))
             double = weights(okls_step, **case, dtype=torch.float64)
         runs.append({**case, "float16": single, "float64": double})
-    RECORDED.write_text(json.dumps({"source": SOURCE, "runs": runs}) + "\n")
+    RECORDED.write_text(json.dumps({"source": SOURCE, "runs": runs}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

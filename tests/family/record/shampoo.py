@@ -61,7 +61,7 @@ def main(clone):
     sys.path.insert(0, clone)
     torch.set_default_dtype(torch.float64)
     runs = [{**case, "weights": weights(**case)} for case in CASES]
-    RECORDED.write_text(json.dumps({"source": SOURCE, "lr": LR, "runs": runs}) + "\n")
+    RECORDED.write_text(json.dumps({"source": SOURCE, "lr": LR, "runs": runs}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

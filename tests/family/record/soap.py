@@ -45,7 +45,7 @@ def main(clone):
     torch.set_default_dtype(torch.float64)
     with mock.patch.object(torch.Tensor, "float", lambda tensor: tensor):
         runs = [{**case, "weights": weights(module, **case)} for case in CASES]
-    RECORDED.write_text(json.dumps({"source": SOURCE, "lr": 0.01, "runs": runs}) + "\n")
+    RECORDED.write_text(json.dumps({"source": SOURCE, "lr": 0.01, "runs": runs}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

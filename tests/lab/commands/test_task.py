@@ -41,7 +41,7 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     assert "constant and scaled, 2 seeds each: 6 updates of 12 samples" in printed
     assert re.search(r"Difference of accuracy: [+-][\d.]+, (not )?beyond chance", printed)
     assert "nats," not in printed.split("hardly matters")[-1]
-    found = json.loads((tmp_path / "out/compare/outcome.json").read_text())
+    found = json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))
     runs = {
         arm: [load_run(tmp_path / f"out/compare/runs/{arm}-seed{seed}") for seed in (0, 1)]
         for arm in ("constant", "scaled")
@@ -53,7 +53,7 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     assert measured["differences"] == gaps
     interval = t_interval(torch.tensor(gaps, dtype=torch.float64))
     assert measured["interval"]["low"] == pytest.approx(interval.low)
-    page = html.unescape((tmp_path / "out/compare/report.html").read_text().split("<script")[0])
+    page = html.unescape((tmp_path / "out/compare/report.html").read_text(encoding="utf-8").split("<script")[0])
     for words in ("What was trained", "Sequential", "hidden (muon, decayed)", "72 samples of small_task.py"):
         assert words in page
     assert "nats per token" not in page
@@ -66,19 +66,24 @@ def test_lambda_is_tuned_and_options_reach_the_task(tmp_path):
                      "nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 3))\n")  # fmt: skip
     words = ["--seeds", "1", "--tune-lambda", "--task.width", "5", "--eval-batches", "2", "--eval-every", "3"]
     assert main(["compare", "--task", str(path), *words, *SHORT]) == 0
-    found = json.loads((tmp_path / "out/compare/outcome.json").read_text())
+    found = json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))
     assert len(found["search"]) == 2
     (run, *_) = sorted((tmp_path / "out/compare/runs").glob("constant*"))
-    settings = json.loads((run / "config.json").read_text())
+    settings = json.loads((run / "config.json").read_text(encoding="utf-8"))
     assert settings["task"]["options"] == ["width=5"]
     assert (settings["task"]["eval_batches"], settings["eval_every"]) == (2, 3)
-    assert json.loads((run / "environment.json").read_text())["trained"]["parameters"]["norm (adamw, not decayed)"] == 5
+    assert (
+        json.loads((run / "environment.json").read_text(encoding="utf-8"))["trained"]["parameters"][
+            "norm (adamw, not decayed)"
+        ]
+        == 5
+    )
 
 
 def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
     path = task_file(tmp_path, more="SETTINGS = {'steps': 5, 'lr': 0.01, 'shape': 'constant', 'betas': [0.8, 0.9]}\n")
     assert main(["train", "--task", str(path), "--lr", "0.02", "--precision", "bfloat16", "--accumulation", "2"]) == 0
-    settings = json.loads((tmp_path / "out/train/small_task/config.json").read_text())
+    settings = json.loads((tmp_path / "out/train/small_task/config.json").read_text(encoding="utf-8"))
     assert (settings["steps"], settings["optimizer"]["lr"], settings["schedule"]["shape"]) == (5, 0.02, "constant")
     assert (settings["precision"], settings["accumulation"], settings["batch"]) == ("bfloat16", 2, 12)
     assert main(["train", "--task", str(path), "--lr", "0.02", "--accumulation", "2", "--precision", "float32"]) == 2

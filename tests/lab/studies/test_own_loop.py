@@ -50,8 +50,8 @@ def test_losses_metrics_and_telemetry_of_own_runs_are_compared(tmp_path):
     assert all(math.isfinite(norm) for arm in found.outcome.arms for norm in arm.norm)
     assert "Weight RMS" in found.verdict
     assert "error" in str(found)
-    assert "Weight norm" in found.page.read_text().split("<script")[0]
-    assert json.loads((tmp_path / "page" / "outcome.json").read_text())["verdict"] == found.verdict
+    assert "Weight norm" in found.page.read_text(encoding="utf-8").split("<script")[0]
+    assert json.loads((tmp_path / "page" / "outcome.json").read_text(encoding="utf-8"))["verdict"] == found.verdict
 
 
 def test_what_make_run_may_return(tmp_path):

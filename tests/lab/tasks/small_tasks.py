@@ -30,7 +30,7 @@ IMPORTS = "import random\nfrom dataclasses import dataclass\nimport numpy as np\
 
 def task_file(folder, *, model=MODEL, batches=BATCHES, loss=LOSS, metrics=METRICS, more=""):
     path = Path(folder) / "small_task.py"
-    path.write_text(IMPORTS + more + model + batches + loss + metrics)
+    path.write_text(IMPORTS + more + model + batches + loss + metrics, encoding="utf-8")
     return path
 
 

@@ -49,7 +49,7 @@ class StoppedError(Exception):
 
 
 def losses(folder):
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{key: value for key, value in record.items() if key != "samples_per_second"} for record in records]
 
 
@@ -171,7 +171,7 @@ def test_a_file_that_changed_does_not_go_on_with_another_run(tmp_path):
     task_file(tmp_path, more="# changed\n")
     with pytest.raises(UsageError, match=r"other settings; .*\n  task\.fingerprint:"):
         train(config, tmp_path / "run")
-    saved = RunConfig.from_data(json.loads((tmp_path / "run" / "config.json").read_text()))
+    saved = RunConfig.from_data(json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8")))
     with pytest.raises(UsageError, match=r"small_task\.py has changed since this run was started"):
         train(saved, tmp_path / "run")
 
