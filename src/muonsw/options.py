@@ -84,7 +84,9 @@ class MuonOptions(GroupOptions, total=False):
 
     Attributes:
         precondition_beta2: decay rate of the averages of squared gradients.
-        precondition_eps: added to their root.
+        precondition_eps: added to their root, or the least root.
+        precondition_period: steps from one change of SOAP's bases to the next.
+        precondition_max_dim: from which length on SOAP leaves a side unrotated.
         aurora_iterations: calls of the orthogonalizer inside Aurora.
         aurora_beta: how far each of them corrects the lengths of rows.
         aurora_polar: the orthogonalizer inside.
@@ -96,6 +98,8 @@ class MuonOptions(GroupOptions, total=False):
 
     precondition_beta2: float | None
     precondition_eps: float | None
+    precondition_period: int | None
+    precondition_max_dim: int | None
     aurora_iterations: int | None
     aurora_beta: float | None
     aurora_polar: str | None
@@ -466,6 +470,8 @@ CHECKS: dict[str, Check] = {
     "normalize_snap": _optional(_flag),
     "precondition_beta2": _optional(_number(0.0, 1.0, open_end=True)),
     "precondition_eps": _optional(_number(0.0)),
+    "precondition_max_dim": _optional(_whole(1)),
+    "precondition_period": _optional(_whole(1)),
     "matrix": _one_of(None, STACK, FLATTEN),
     "split_sizes": _split_sizes,
     "split_dim": _one_of(0, 1),  # type: ignore[arg-type]

@@ -45,7 +45,8 @@ class MuonSW(ScaledDecayOptimizer):
         ns_dtype: dtype of its products; "auto" is bfloat16 where the hardware multiplies it, else float32.
         scale: shape scale: "match_rms_adamw" (0.2 sqrt(max(m, n))), "original", "spectral" or "none".
         precondition: what is done to the momentum before it is orthogonalized: "muon2" (divided by the root of the
-            average squared gradient), "sign", "equalize" (rows of equal norm), or another name of `PRECONDITIONERS`.
+            average squared gradient), "sign", "equalize" (rows of equal norm), "soap" (whitened in the eigenbasis of
+            SOAP), or another name of `PRECONDITIONERS`.
         normalize: what is done to the direction after that: "normuon" (rows of equal size), "adamuon" (elements divided
             by the root of their average square), "muon_plus" (norm of an orthogonal matrix), or another name of
             `NORMALIZERS`.

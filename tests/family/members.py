@@ -7,6 +7,7 @@ from tests.family.references.adamuon import AdaMuon, Adapted, Signs
 from tests.family.references.muon2 import Muon2
 from tests.family.references.normuon import NorMuon
 from tests.family.references.rows import Equalized, Snapped
+from tests.family.references.soap_muon import SoapMuon
 
 # Options of MuonSW, and a function from weight, orthogonalizer, decay and stretch to a reference.
 MEMBERS = {
@@ -21,6 +22,11 @@ MEMBERS = {
     "sign": ({"precondition": "sign"}, Signs),
     "adamuon without sign": ({"normalize": "adamuon"}, Adapted),
     "equalize": ({"precondition": "equalize"}, Equalized),
+    "soap": ({"precondition": "soap"}, SoapMuon),
+    "soap, every third step": (
+        {"precondition": "soap", "precondition_period": 3, "precondition_beta2": 0.95},
+        partial(SoapMuon, period=3, beta2=0.95),
+    ),
     "muon_plus": ({"normalize": "muon_plus"}, Snapped),
 }
 OPTIONS = {name: options for name, (options, _) in MEMBERS.items()}

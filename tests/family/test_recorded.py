@@ -17,6 +17,7 @@ OURS = {
     "normuon": {**JORDAN, "normalize": "normuon"},
     "adamuon": {**JORDAN, "precondition": "sign", "normalize": "adamuon", "scale": "match_rms_adamw"},
     "muon2": {**JORDAN, "precondition": "muon2", "orthogonalizer": "simple_quintic"},
+    "soap_muon": {**JORDAN, "precondition": "soap", "orthogonalizer": "simple_quintic"},
     "nanochat": {
         **JORDAN, "precondition": "equalize", "normalize": "normuon", "normalize_axis": "longer",
         "normalize_beta2": 0.9, "normalize_snap": True, "cautious": True, "scale": "none",

@@ -133,8 +133,8 @@ def test_whitened_momentum_has_squares_of_one_in_the_eigenbasis():
     """With beta = 0 each element is divided by its own size, in the basis of the gradient before."""
     state = {key: tensor for key, tensor in fresh(2, 5, 5).items() if key not in ("exp_avg", "moves")}
     first, second, U = torch.randn(3, 2, 5, 5, dtype=torch.float64)
-    found, state = whitened_momentum(U, first, state, 0.0, 1e-8, 1)
+    found, state = whitened_momentum(U, first, state, 0.0, 1e-8, first=True)
     assert torch.equal(found, U)
-    found, _ = whitened_momentum(U, second, state, 0.0, 1e-8, 2)
+    found, _ = whitened_momentum(U, second, state, 0.0, 1e-8)
     left, _, right = torch.linalg.svd(first)
     torch.testing.assert_close((left.mT @ found @ right.mT).abs(), torch.ones(2, 5, 5, dtype=torch.float64))

@@ -5,14 +5,14 @@ from torch import nn
 
 from tests.family.record.authors import gaussian, save
 
-SHAPES, STEPS = [(5, 3), (3, 4)], 3
+SHAPES = ((5, 3), (3, 4))
 
 
-def problem():
+def problem(shapes, steps):
     """Weights and, for each step, gradients; large ones, beside which the epsilons under authors' norms are small."""
-    weights = [gaussian(*shape, seed=number) for number, shape in enumerate(SHAPES)]
-    steps = [[gaussian(*shape, seed=10 * step + n) for n, shape in enumerate(SHAPES)] for step in range(1, STEPS + 1)]
-    return weights, [[1e4 * grad for grad in step] for step in steps]
+    weights = [gaussian(*shape, seed=number) for number, shape in enumerate(shapes)]
+    drawn = [[gaussian(*shape, seed=10 * step + n) for n, shape in enumerate(shapes)] for step in range(1, steps + 1)]
+    return weights, [[1e4 * grad for grad in step] for step in drawn]
 
 
 def single_process():
@@ -20,9 +20,9 @@ def single_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def record(name, source, build, options):
+def record(name, source, build, options, shapes=SHAPES, steps=3):
     """Take the steps and write down weights, gradients and the weights after each step, with their source."""
-    weights, grads = problem()
+    weights, grads = problem(shapes, steps)
     params = [nn.Parameter(weight.clone()) for weight in weights]
     optimizer = build(params, **options)
     after = []
