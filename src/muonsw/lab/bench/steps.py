@@ -93,15 +93,15 @@ Built = tuple[Optimizer, list[nn.Parameter]]
 Contender = Callable[[Matrices, MatrixSource], Built]
 
 
-def ours(orthogonalizer: str = "auto", **options: Any) -> Contender:
-    """Muon-SW."""
+def ours(orthogonalizer: str = "auto", own: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Contender:
+    """Muon-SW; or a relative, by `own` options of its groups."""
 
     def make(matrices: Matrices, tensors: MatrixSource) -> Built:
         params = tensors.make([shape for shape, _ in matrices.ours])
         groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
         for (_, settings), param in zip(matrices.ours, params, strict=True):
             key = tuple(sorted(settings.items()))
-            groups.setdefault(key, {**settings, "params": []})["params"].append(param)
+            groups.setdefault(key, {**settings, **own, "params": []})["params"].append(param)
         build = MuonSW(list(groups.values()), lr=LR, weight_decay=LAMBDA, orthogonalizer=orthogonalizer, **options)
         return build, params
 
@@ -184,6 +184,10 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "muonsw captured": captured(ours(capturable=True)),
         "muonsw eager": ours(replay=False),
         "muonsw gram": ours("gram_newton_schulz"),
+        "aurora": ours("aurora"),
+        "aurora, polar_express": ours("aurora", aurora_polar="polar_express"),
+        "dion2": ours(own={"algorithm": "dion2"}),
+        "lion": ours(own={"algorithm": "lion"}),
         "torch.optim.Muon": theirs(
             lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
         ),
