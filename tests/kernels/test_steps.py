@@ -57,6 +57,8 @@ def muon(params, **options):
         {"maximize": True},
         {"rounding": "kahan"},
         {"orthogonalizer": "polar_express"},
+        {"orthogonalizer": "simple_quintic"},
+        {"orthogonalizer": "aurora"},
         {"orthogonalizer": "newton_schulz", "nonfinite": "propagate"},
         {"orthogonalizer": "exact"},
         {"chunk_bytes": 20_000},
