@@ -12,7 +12,7 @@ from muonsw.kernels.common import DTYPES, lerp, start
 from muonsw.kernels.elementwise import Motion, Weights, launch, place, write
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def _lion(
     pointers,
     sizes,
