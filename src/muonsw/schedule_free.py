@@ -114,6 +114,12 @@ class ScheduleFree(Optimizer):
         """Its defaults."""
         return dict(self.optimizer.defaults)
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the optimizer inside has: `routing`, `summary`, `set_peak_lr` and more."""
+        if name.startswith("_") or name == "optimizer":  # not there yet, or torch's own question
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)
+
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the optimizer inside; its average begins with its first step."""
         self.optimizer.add_param_group(param_group)

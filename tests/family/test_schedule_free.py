@@ -266,6 +266,10 @@ def test_schedulers_closures_and_telemetry_take_it_for_an_optimizer():
     assert torch.equal(seen[-1], params[0].detach())  # y, not z
     assert len(telemetry.records) == 3
     assert optimizer.param_groups[0]["lr"] == 0.0125
+    assert optimizer.summary().parameters == {"adamw": 24}
+    assert "adamw" in optimizer.routing()
+    with pytest.raises(AttributeError, match="has no attribute '_hidden'"):
+        _ = optimizer._hidden
 
 
 def test_scaled_decay_is_named_what_it_is():
