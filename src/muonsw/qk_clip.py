@@ -7,7 +7,7 @@ the largest logit of a head in the forward passes of a step and tau a threshold,
 
 so that the same inputs would give logits of tau at most. Under latent attention (MLA) all heads share the rotary keys,
 which stay as they are; the rotary queries of a head are multiplied by gamma itself. Where query heads share keys
-(grouped-query attention), a group is clipped by its largest logit, as Megatron-LM does.
+(grouped-query attention), a group is clipped by its largest logit, as Megatron-LM d98e8a64 does.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class HeadRows(NamedTuple):
         start: the first row of the first head.
         stride: rows from one head to the next, `size` by default.
         dim: the axis of outputs: 1 for weights that are stored as (in, out).
+        by_group: whether these are the rows of all query heads that share a key, one group after another.
     """
 
     param: Tensor
@@ -43,6 +44,7 @@ class HeadRows(NamedTuple):
     start: int = 0
     stride: int | None = None
     dim: int = 0
+    by_group: bool = False
 
     def complete(self, heads: int) -> HeadRows:
         """The same with every number, which must fit the parameter."""
@@ -169,7 +171,10 @@ class QKClip:
         if heads < 1 or heads % groups:
             raise ValueError(f"heads={heads} must be a multiple of key_heads={groups}")
         asked = ((query, heads, self.alpha), (key, groups, 1 - self.alpha), (rotary_query, heads, 1.0))
-        parts = [(one.complete(count), count, power) for given, count, power in asked for one in _all_rows(given)]
+        found = [
+            (one, groups if one.by_group else count, power) for given, count, power in asked for one in _rows(given)
+        ]
+        parts = [(one.complete(count), count, power) for one, count, power in found]
         self.attentions.append(AttentionLogits(heads, groups, parts))
         return self.attentions[-1]
 
@@ -204,7 +209,7 @@ class QKClip:
         return maxima
 
 
-def _all_rows(given: Rows) -> list[HeadRows]:
+def _rows(given: Rows) -> list[HeadRows]:
     if isinstance(given, HeadRows):
         return [given]
     if isinstance(given, Tensor):
