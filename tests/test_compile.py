@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muonsw import MuonSW
+from muonsw import NORM_RULES, MuonSW
 from tests.common.problems import matrices, set_gradients
 
 
@@ -40,6 +40,26 @@ def test_a_traced_step_equals_the_eager_one(tensor_lr):
     for a, b in zip(params, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     assert [g["resolved_peak_lr"] for g in optimizer.param_groups] == [pytest.approx(0.05)] * 3
+
+
+QUICK = ("hyperball",)
+
+
+@pytest.mark.parametrize(
+    "norm", [pytest.param(norm, marks=() if norm in QUICK else pytest.mark.slow) for norm in NORM_RULES]
+)
+def test_a_traced_step_keeps_to_norm_rules(norm):
+    results = []
+    for backend in (None, "aot_eager"):
+        params = matrices((8, 8), (4, 12))
+        optimizer = MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.3, norm=norm, ns_dtype="float32")
+        step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
+        for t in range(3):
+            set_gradients(params, t)
+            step()
+        results.append(params)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
