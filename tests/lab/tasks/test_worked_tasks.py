@@ -1,12 +1,17 @@
 """The worked tasks of `examples/tasks/` that need torch alone; the others are in `tests/integrations/test_tasks.py`."""
 
+import wave
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 from muonsw.lab.runs import load_run
 from muonsw.lab.tasks.check import check_task
 from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.presets import task_run
+from tests.lab.train.small_runs import small_run
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "tasks"
 TESTED_ELSEWHERE = {"text", "vision"}
@@ -30,5 +35,34 @@ def test_the_player_of_the_token_game_learns_from_rewards(tmp_path):
     assert run.evals["loss"][-1] < run.evals["loss"][0] - 0.05  # minus the reward of moves that are drawn
 
 
+def chirp(path, seed, rate=8000, seconds=4):
+    """A WAV file with a tone that glides and swells."""
+    chosen, time = np.random.default_rng(seed), np.arange(rate * seconds) / rate
+    first, speed, beat = chosen.uniform(200, 1500), chosen.uniform(50, 300), chosen.uniform(1, 4)
+    tone = np.sin(2 * np.pi * (first + speed * time) * time) * np.sin(np.pi * beat * time) ** 2
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, rate, 0, "NONE", ""))
+        file.writeframes((8000 * tone + 300 * chosen.normal(size=len(time))).astype("<i2").tobytes())
+
+
+def test_masked_frames_of_recordings_are_filled_in(tmp_path):
+    for seed in range(10):
+        chirp(tmp_path / f"{seed}.wav", seed)
+    options, often = ("batch=8", "depth=1", f"folder={tmp_path}"), {"eval_every": 60, "telemetry_every": 20}
+    run, notes = short_run("audio", tmp_path / "run", options, steps=60, lr=0.01, **often)
+    assert notes == ()
+    assert run.evals["loss"][-1] < 0.7 * run.evals["loss"][0]
+
+
+def test_a_pre_trained_decoder_learns_another_text(tmp_path):
+    train(small_run(steps=8), tmp_path / "start")
+    (tmp_path / "new.txt").write_text("the cat sat on the mat and ate. " * 300)
+    options = ("batch=4", f"start={tmp_path / 'start'}", f"text={tmp_path / 'new.txt'}")
+    run, notes = short_run("finetune", tmp_path / "run", options, steps=30, lr=0.01, eval_every=30, telemetry_every=20)
+    assert notes == ()
+    assert run.evals["loss"][-1] < run.evals["loss"][0] - 0.5
+    assert run.evals["old"][0] == pytest.approx(load_run(tmp_path / "start").final_loss, rel=0.05)
+
+
 def test_every_worked_task_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"bandit"} | TESTED_ELSEWHERE
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"audio", "bandit", "finetune"} | TESTED_ELSEWHERE

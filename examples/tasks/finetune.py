@@ -1,0 +1,67 @@
+"""Fine-tuning: a model that was pre-trained under each rule learns another text under each rule.
+
+    for rule in constant scaled; do
+        muonsw train --decay $rule --out out/pre-$rule
+        muonsw compare --task examples/tasks/finetune.py --task.start out/pre-$rule --task.text new.txt --out out/$rule
+    done
+
+Four arms in all: does the rule of pre-training leave a model that learns better? `old` is the loss on the text of
+pre-training, which should not be forgotten.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from muonsw.lab.data.loader import ValidationLoader
+from muonsw.lab.data.shards import open_split
+from muonsw.lab.train.export import load_model
+from muonsw.lab.train.folder import read_config
+
+SETTINGS = {"steps": 200, "lr": 0.002, "weight_decay": 1.0, "ns_dtype": "float32"}
+
+
+def model(seed, start=""):
+    """The model of a run of `muonsw train`."""
+    return load_model(Path(start))[0]
+
+
+@cache
+def encoded(start, text):
+    """The new text as tokens of that model: a tenth at the end is held out."""
+    _, tokenizer = load_model(Path(start))
+    tokens = torch.as_tensor(tokenizer.encode(Path(text).read_text(encoding="utf-8"))).long()
+    cut = 9 * len(tokens) // 10
+    return {"train": tokens[:cut], "validation": tokens[cut:]}
+
+
+def windows(tokens, starts, length):
+    """Inputs and targets that begin at these places."""
+    rows = torch.stack([tokens[start : start + length + 1] for start in starts])
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def batches(split, seed, start="", text="", batch=8):
+    """Random windows of the new text; for validation also windows of the old one."""
+    tokens, run = encoded(start, text)[split], read_config(Path(start))
+    length = run.model.sequence
+
+    def number(i):
+        return {"new": windows(tokens, torch.randint(len(tokens) - length, (batch,)).tolist(), length)}
+
+    if split == "train":
+        return number
+    old = ValidationLoader(open_split(Path(run.data.path), "validation"), length, batch, windows=8 * batch)
+    return [{**number(i), "old": pair} for i, pair in enumerate(old)]
+
+
+def loss(model, batch):
+    """The loss on the new text; on validation without what balances experts."""
+    losses = model(*batch["new"])
+    return losses.total if model.training else losses.cross_entropy
+
+
+def metrics(model, batch):
+    """The loss on the text of pre-training."""
+    return {"old": model(*batch["old"]).cross_entropy}
