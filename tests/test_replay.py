@@ -159,6 +159,8 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
     assert not pays((2**15, 2**14))
     assert not pays((8, 8), lr=torch.tensor(0.1))
     assert not pays((8, 8), fused=False)
+    assert not pays((8, 8), norm="hyperball")
+    assert not pays((8, 8), heads=2, block_period=5)
     assert not pays((8, 8), orthogonalizer=waiting)  # or whatever else a user has registered
     optimizer = AdamWSW(matrices((4, 4)), lr=0.1)
     assert optimizer.replay is None

@@ -27,15 +27,16 @@ from muonsw import kernels, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.base import Rates
+from muonsw.algorithms.lion import LION
 from muonsw.algorithms.muon import MUON
 from muonsw.algorithms.sgd import SGD
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.graphs import Watch, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph
 from muonsw.normalize import NORMALIZE
+from muonsw.norms import FREE
 from muonsw.options import algorithm_defaults
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
-from muonsw.precondition import PRECONDITION
 from muonsw.work import Batch, Group, elements, items_of
 
 # Elements of all parameters below which steps are replayed unless the user says no: with more of them the device is
@@ -57,8 +58,8 @@ _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 # Steps in a row without a replay after which the user is warned.
 PATIENCE = 50
 
-# Members of slots that are the library's own; what users register may depend on more than the tensors it sees.
-_OUR_MEMBERS = (None, *PRECONDITION.members.values(), *NORMALIZE.members.values())
+# The library's own; what users register may depend on more than the tensors it sees.
+_OUR_NORMALIZERS = (None, *NORMALIZE.members.values())
 
 # Takes the step of these batches, with the rates of each.
 StepTaker = Callable[[list[Batch], list[Rates]], None]
@@ -312,13 +313,15 @@ class Replay:
 
 def _is_ours_alone(group: Group) -> bool:
     """Whether our own kernels make a group's step; what users register may depend on more than the tensors it sees."""
-    orthogonalizer = group.get("orthogonalizer")
     return (
-        any(ALGORITHMS.get(group["algorithm"]) is known for known in (MUON, ADAMW, SGD))
-        and all(any(slot.member(group) is known for known in _OUR_MEMBERS) for slot in (PRECONDITION, NORMALIZE))
-        and (orthogonalizer is None or ORTHOGONALIZERS.get(orthogonalizer) in ITERATIONS)
+        any(ALGORITHMS.get(group["algorithm"]) is known for known in (MUON, ADAMW, SGD, LION))
+        and any(NORMALIZE.member(group) is known for known in _OUR_NORMALIZERS)
+        and ORTHOGONALIZERS.get(group.get("orthogonalizer", "auto")) in ITERATIONS
+        and group["norm"] == FREE
         and group["fused"] is not False
+        and group.get("precondition") is None
         and not isinstance(group["lr"], Tensor)
+        and not rates.counts_steps(group)
     )
 
 
