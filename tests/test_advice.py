@@ -23,6 +23,7 @@ from tests.common.problems import POINTS
 ROOT = Path(__file__).parents[1]
 RUNS = list(Records.read(ROOT / "evidence" / "enwiki-23M.jsonl").runs.values())
 MAP = RUNS[0].config
+KNOWN = advice.measured()
 RULES = [rule for rule in DECAY_RULES if not DECAY_RULES[rule].uses_gradient]
 
 
@@ -214,6 +215,32 @@ def test_it_fits_eighty_columns_and_is_data(steps, lr, lam, schedule, algorithm)
     assert json.loads(json.dumps(found.as_data(), allow_nan=False))["steps"] == steps
 
 
+def test_sizes_that_were_not_measured_change_nothing(monkeypatch):
+    monkeypatch.setattr(advice, "measured", lambda: {**KNOWN, "scaling": []})
+    plain, sized = advise(1_600, 0.02, 0.1), advise(1_600, 0.02, 0.1, width=512, batch_tokens=500_000)
+    assert sized.rules == plain.rules
+    assert sum("was not measured: the lambdas to try do not depend on it" in limit for limit in sized.limits) == 2
+    assert not any("not measured: the lambdas to try" in limit for limit in plain.limits)
+
+
+def test_lambda_follows_what_was_found_with_its_uncertainty(monkeypatch):
+    width = {"rule": "scaled", "of": "width", "from": 128, "power": -0.5, "low": -0.8, "high": -0.2}
+    batch = {"rule": "scaled", "of": "batch", "from": 16_384, "power": 0.0, "low": -0.1, "high": 0.1}
+    monkeypatch.setattr(advice, "measured", lambda: {**KNOWN, "scaling": [width, batch]})
+    (plain,) = advise(1_600, 0.02, 0.1, rules=("scaled",)).rules
+    found = advise(1_600, 0.02, 0.1, rules=("scaled",), width=512)
+    (wide,) = found.rules
+    assert wide.weight_decay == pytest.approx(plain.weight_decay / 2)
+    assert (wide.low, wide.high) == (pytest.approx(plain.low * 4**-0.8), pytest.approx(plain.high * 4**-0.2))
+    assert any("by the power -0.5 (-0.8 to -0.2, 95% t interval over seeds)" in limit for limit in found.limits)
+    (larger,) = advise(1_600, 0.02, 0.1, rules=("scaled",), batch_tokens=4 * 16_384).rules
+    (longer,) = advise(6_400, 0.02, 0.1, rules=("scaled",)).rules
+    # The total of the best lambda is that of four times the updates, which see as many tokens.
+    assert larger.weight_decay * larger.total == pytest.approx(longer.weight_decay * longer.total)
+    (other,) = advise(1_600, 0.02, 0.1, rules=("constant",), width=512).rules
+    assert other == advise(1_600, 0.02, 0.1, rules=("constant",)).rules[0]
+
+
 def test_bad_numbers_are_named():
     for changes, words in [
         ({"steps": 0}, "steps=0: must be a whole number"),
@@ -225,6 +252,7 @@ def test_bad_numbers_are_named():
         ({"rules": ("piecewise",)}, "'piecewise' goes through points: pass decay_points="),
         ({"rules": ("scale",)}, r"unknown decay rule 'scale' \(did you mean 'scaled'\?\)"),
         ({"rules": ()}, "name at least one"),
+        ({"width": 0}, "width=0: must be at least 1"),
         ({"weight_decay": 100.0}, "would take 2 times the weight in one step"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,7 +20,7 @@ from muonsw.lab.studies import evidence
 from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.program import main
-from muonsw.lab.studies.training import long, rate_drift, regret, rows, schedules, untuned
+from muonsw.lab.studies.training import lambda_scaling, long, rate_drift, regret, rows, schedules, untuned
 from muonsw.lab.studies.training.best_rules import best_at_an_end, candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import (
     Optimum,
@@ -33,6 +34,7 @@ from muonsw.lab.studies.training.regret import (
     vertex,
 )
 from muonsw.lab.studies.workshop import Workshop
+from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import identity
 from muonsw.lab.train.state import schedule_multiple
 from tests.lab.studies.small_comparisons import by_settings, tiny_scale
@@ -199,7 +201,10 @@ def test_a_run_is_in_the_file_as_soon_as_it_has_ended(tmp_path):
 
 @pytest.mark.usefixtures("tiny")
 def test_repeated_text_from_training_to_the_page(tmp_path):
-    assert evidence.gather("repeated-text", by_settings(tmp_path / "runs"), tmp_path / "enwiki-23M.jsonl") == 9
+    assert (
+        evidence.gather("repeated-text", by_settings(tmp_path / "runs"), evidence.file_of("repeated-text", tmp_path))
+        == 9
+    )
     grown = evidence.EvidencePage(evidence.read_records(tmp_path))
     page = evidence.page(grown, "{repeated-text}")
     assert "| repeated text | piecewise, lambda 16 | 16 |" in page
@@ -210,7 +215,9 @@ def test_repeated_text_from_training_to_the_page(tmp_path):
 
 @pytest.mark.usefixtures("tiny")
 def test_schedules_from_training_to_the_page(tmp_path):
-    assert evidence.gather("schedules", by_settings(tmp_path / "runs"), tmp_path / "enwiki-23M.jsonl") == 6 * 6
+    assert (
+        evidence.gather("schedules", by_settings(tmp_path / "runs"), evidence.file_of("schedules", tmp_path)) == 6 * 6
+    )
     page = evidence.page(evidence.EvidencePage(evidence.read_records(tmp_path)), "{schedules}")
     assert "| linear to 0 | scaled |" in page
     assert "the same under linear to 0, minus the same under wsd to 0, in nats" in page
@@ -249,7 +256,10 @@ def test_claims_of_schedules_tell_where_the_rule_matters(monkeypatch):
 
 @pytest.mark.usefixtures("tiny")
 def test_the_drift_of_rates_from_training_to_the_page(tmp_path):
-    assert evidence.gather("rate-drift", by_settings(tmp_path / "runs"), tmp_path / "enwiki-23M.jsonl") == 3 * 2 * 3
+    assert (
+        evidence.gather("rate-drift", by_settings(tmp_path / "runs"), evidence.file_of("rate-drift", tmp_path))
+        == 3 * 2 * 3
+    )
     page = evidence.page(evidence.EvidencePage(evidence.read_records(tmp_path)), "{rate-drift}")
     assert "| rule | width 16 | width 32 | moves by |" in page
     assert "constant: power of the width by which the best learning rate moves" in page
@@ -270,6 +280,56 @@ def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
         monkeypatch.setattr(rate_drift, "by_algorithm", lambda _, found=found: [sweeps(*one) for one in found.items()])
         claims = {claim.id: claim for claim in rate_drift.judge_drift({}, tiny_scale())}
         assert [claim.holds for claim in claims.values()] == [holds] * 3
+
+
+def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, tiny):
+    scale = replace(tiny, map_run=replace(tiny.map_run, batch=4), map_seeds=2)
+    monkeypatch.setattr(evidence, "MINI", scale)
+    shop = by_settings(tmp_path / "runs")
+    assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == 6 * 20
+    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    page = evidence.page(grown, "{lambda-scaling}")
+    assert "| the batch at the same tokens | 1 (Power Lines) |" in page
+    assert "| size | scaled | 48 | 2 |" in page
+    assert "scaled decay: highest over lowest total of the best lambdas, over all points" in page
+    known = evidence.measured(grown)["scaling"]
+    assert {(one["rule"], one["of"]) for one in known} == {
+        (rule, of) for rule in ("constant", "scaled") for of in ("width", "batch")
+    }
+    assert all(one["low"] <= one["power"] <= one["high"] for one in known)
+
+
+def basin(middle, best):
+    """Losses of lambdas a factor of two apart, as a scaling study has them."""
+    grid = [middle * 2.0**place for place in (-2, -1, 0, 1, 2)]
+    return {lam: 3.0 + 0.01 * math.log2(lam / best) ** 2 for lam in grid}
+
+
+@pytest.mark.parametrize(("shift", "holds"), [(0.0, True), (1.0, False)])
+def test_claims_tell_a_constant_total_from_another(shift, holds, monkeypatch):
+    """Lambda as one over the updates, which is what all axes ask; or with one more power of what grows."""
+    results = {}
+    for one in lambda_scaling.lambda_scaling(evidence.MINI):
+        run, middle = one.base, 128 if one.key.width else 8
+        grown = (run.model.width if one.key.width else run.batch) / middle
+        best = 0.1 * 1_600 / run.steps * grown**shift
+        results[one.key] = (run, [basin(best, best), basin(best, 1.05 * best)])
+    monkeypatch.setattr(lambda_scaling, "losses_of", lambda arms, _rule: arms[1])
+    monkeypatch.setattr(lambda_scaling, "first_run", lambda arms: Made(arms[0]))
+    claims = {claim.id: claim for claim in lambda_scaling.judge_scaling(results, evidence.MINI)}
+    for axis, asked in (("width", 0.0), ("batch", 1.0), ("size", -2.0)):
+        claim = claims[f"scaled-{axis}"]
+        assert (claim.measured, claim.holds) == (pytest.approx(asked + shift), holds)
+    known = {one["of"]: one for one in lambda_scaling.scaling_measured(results, evidence.MINI)}
+    assert (known["width"]["power"], known["batch"]["power"]) == (pytest.approx(shift, abs=1e-3),) * 2
+    assert (known["width"]["from"], known["batch"]["from"]) == (128, 16_384)
+
+
+class Made(NamedTuple):
+    """What of a run the fits look at."""
+
+    config: RunConfig
+    epochs: float = 0.1
 
 
 def test_training_needs_no_library_of_the_command_line_or_of_pages():

@@ -152,6 +152,8 @@ def advise(
     base_peak_lr: float | None = None,
     rules: Sequence[str] = ("constant", "scaled"),
     decay_points: Points | None = None,
+    width: int | None = None,
+    batch_tokens: int | None = None,
 ) -> Advice:
     """What decay will do in a run, and which lambda to try.
 
@@ -169,6 +171,8 @@ def advise(
         base_peak_lr: the undivided peak, where muP divides the learning rate and decay divides by it (`peak="base"`).
         rules: the decay rules to compare, names from `muonsw.DECAY_RULES`; the first gives the verdict.
         decay_points: (fraction of the run, multiple of lambda) of a piecewise decay.
+        width: of the model; where it was measured how lambda follows it, the lambda to try does.
+        batch_tokens: tokens in an update, likewise.
 
     Raises:
         ValueError: if a number makes no sense, or a rule follows the gradients, which are not known beforehand.
@@ -182,13 +186,14 @@ def advise(
         >>> advise(100, 0.001, 0.1).verdict
         'idle'
     """
-    _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, base_peak_lr, rules, decay_points)
+    sizes = {"width": width, "batch": batch_tokens}
+    _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, base_peak_lr, rules, decay_points, sizes)
     rates, stride = _rates(steps, peak_lr, schedule, warmup_steps, final_fraction, decay_fraction)
     beta = MOMENTUM[algorithm] if momentum is None else momentum
     memory = max(1.0, REMEMBERED * (1 + beta) / (1 - beta))
     updates = [UPDATE[algorithm] * rate for rate in rates]
     peak = base_peak_lr or peak_lr
-    course = _Course(steps, peak_lr, peak, rates, stride, updates, memory, initial_rms, decay_points)
+    course = _Course(steps, peak_lr, peak, rates, stride, updates, memory, initial_rms, decay_points, sizes)
     found = [_of_rule(rule, weight_decay, course) for rule in rules]
     return _advice(found, weight_decay, course, algorithm, forgets=1 - beta)
 
@@ -206,6 +211,7 @@ class _Course(NamedTuple):
         memory: by how much momentum makes successive updates add up.
         initial_rms: root mean square of the weights' entries at the start.
         points: of a piecewise decay.
+        sizes: width and tokens of an update, None where they are not given.
     """
 
     steps: int
@@ -217,6 +223,7 @@ class _Course(NamedTuple):
     memory: float
     initial_rms: float
     points: Points | None = None
+    sizes: Mapping[str, int | None] = {}
 
 
 def _advice(found: list[RuleAdvice], lam: float, course: _Course, algorithm: str, forgets: float) -> Advice:
@@ -230,7 +237,7 @@ def _advice(found: list[RuleAdvice], lam: float, course: _Course, algorithm: str
         rules=tuple(found),
         sentences=tuple(_sentences(verdict, found, lam, forgets, course.steps)),
         basis=measured()["basis"],
-        limits=tuple(_limits(course.steps, algorithm, found)),
+        limits=(*_limits(course.steps, algorithm, found), *_size_limits(found, course)),
     )
 
 
@@ -255,6 +262,40 @@ def best_totals(rule: str, steps: int, known: Sequence[Measurement] = ()) -> tup
         for key in ("total", "low_total", "high_total")
     )
     return best, low, high
+
+
+def _totals_at(rule: str, course: _Course) -> tuple[float, float, float]:
+    """The best total of a run of this width and batch, as far as it was measured how totals follow them.
+
+    A larger batch was compared at the same tokens, so it has the totals of as many more updates of the usual one.
+    """
+    powers = _powers(rule, course.sizes)
+    tokens = math.prod(ratio for ratio, one in powers if one["of"] == "batch")
+    best, low, high = best_totals(rule, max(1, round(course.steps * tokens)))
+    for ratio, one in powers:
+        ends = [ratio ** one[key] for key in ("low", "high")]
+        best, low, high = best * ratio ** one["power"], low * min(ends), high * max(ends)
+    return best, low, high
+
+
+def _powers(rule: str, sizes: Mapping[str, int | None]) -> list[tuple[float, Measurement]]:
+    """By which power the best total follows each size that is given, with its ratio to what was measured."""
+    name = SAME_RULE.get(rule, rule) if _was_measured(rule) else "constant"
+    known = [one for one in measured().get("scaling", ()) if one["rule"] == name]
+    return [(size / one["from"], one) for one in known if (size := sizes.get(one["of"])) is not None]
+
+
+def _size_limits(rules: Sequence[RuleAdvice], course: _Course) -> list[str]:
+    """How the lambdas to try follow the width and the batch, or that it was not measured."""
+    found = []
+    for of in (of for of, size in course.sizes.items() if size is not None):
+        powers = {one.rule: known for one in rules for _, known in _powers(one.rule, course.sizes) if known["of"] == of}
+        if not powers:
+            found.append(f"How lambda follows the {of} was not measured: the lambdas to try do not depend on it.")
+        for rule, one in powers.items():
+            interval = f"{one['power']:.2g} ({one['low']:.2g} to {one['high']:.2g}, 95% t interval over seeds)"
+            found.append(f"{rule}: the best total follows the {of}, from {one['from']:,}, by the power {interval}.")
+    return found
 
 
 def _nearest(steps: int, own: Sequence[Measurement]) -> list[tuple[float, Measurement]]:
@@ -311,7 +352,7 @@ def _of_rule(rule: str, lam: float, course: _Course) -> RuleAdvice:
         course.initial_rms, s=course.updates, phi=phis, memory=course.memory, stride=course.stride
     )
     in_all = course.stride * math.fsum(per_lambda)
-    best, low, high = (wanted / in_all if in_all else 0.0 for wanted in best_totals(rule, course.steps))
+    best, low, high = (wanted / in_all if in_all else 0.0 for wanted in _totals_at(rule, course))
     total = lam * in_all
     cost, error = _cost(rule, total, course.steps)
     return RuleAdvice(
@@ -502,12 +543,16 @@ def _check(
     base: float | None,
     rules: Sequence[str],
     points: Points | None,
+    sizes: Mapping[str, int | None],
 ) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: must be a whole number of at least 1")
     for name, value in (("peak_lr", peak_lr), ("initial_rms", initial), ("base_peak_lr", base or peak_lr)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r}: must be a positive number")
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size!r}: must be at least 1")
     if not 0 <= lam < math.inf:
         raise ValueError(f"weight_decay={lam!r}: must be a number of at least 0")
     if schedule not in SCHEDULES:

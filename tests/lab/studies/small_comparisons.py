@@ -51,6 +51,7 @@ def tiny_scale(**changes):
         "sweep": adamw_sweep(row, 10),
         "sweep_widths": (16,),
         "drift_widths": (16, 32),
+        "drift_steps": 10,
         "rates": (0.005, 0.01, 0.02),
         "horizons": (5, 10),
         "factors": (0.5, 1.0, 2.0),

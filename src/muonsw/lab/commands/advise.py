@@ -55,6 +55,12 @@ class Advise:
     initial_rms: float = 0.02
     """Root mean square of the weights' entries at the start."""
 
+    width: int | None = None
+    """Width of the model, for lambdas that follow it where that was measured."""
+
+    batch_tokens: int | None = None
+    """Tokens in an update, likewise."""
+
     rules: Annotated[tuple[str, ...], arg(metavar="RULE...", help=RULES_HELP)] = ("constant", "scaled")
 
     json: FlagCreatePairsOff[bool] = False
@@ -85,4 +91,6 @@ class Advise:
             momentum=self.momentum,
             initial_rms=self.initial_rms,
             rules=self.rules,
+            width=self.width,
+            batch_tokens=self.batch_tokens,
         )

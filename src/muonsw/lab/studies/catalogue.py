@@ -13,6 +13,7 @@ from muonsw.lab.studies.training import (
     cases,
     dynamics,
     frontier_models,
+    lambda_scaling,
     long,
     rate_drift,
     regret,
@@ -165,6 +166,15 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         own_tables=regret.map_tables,
         charts=regret.map_charts,
         notes={"cpu": "Decay hardly acts in the shorter runs."},
+    ),
+    TrainingStudy(
+        name="lambda-scaling",
+        title="how the best lambda follows width, batch and size: three exponents under both rules",
+        reference=regret.BEYOND.reference,
+        comparisons=lambda_scaling.lambda_scaling,
+        claims=lambda_scaling.judge_scaling,
+        own_tables=lambda_scaling.scaling_tables,
+        notes={"cpu": "So short that decay hardly acts."},
     ),
     TrainingStudy(
         name="hard-cases",

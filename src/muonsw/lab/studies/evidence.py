@@ -25,7 +25,7 @@ from muonsw.lab.studies.jobs import Job
 from muonsw.lab.studies.outcome import last_loss, paired
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
-from muonsw.lab.studies.training import best_rules, cases, regret, untuned
+from muonsw.lab.studies.training import best_rules, cases, lambda_scaling, regret, untuned
 from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, measurement
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.tables import markdown
@@ -39,8 +39,7 @@ MEASURED = Path("src/muonsw/lab/measured.json")
 TEXTS: Mapping[str, str] = {
     **dict.fromkeys(("regret", "best-rules", "hard-cases", "main-table", "adamw", "steady-state"), "enwiki-23M"),
     **dict.fromkeys(("diagnostics", "width-transfer", "horizon-transfer"), "enwiki-23M"),
-    **dict.fromkeys(("repeated-text", "schedules", "rate-drift"), "enwiki-23M"),
-    "long": "enwiki-123M",
+    **dict.fromkeys(("long", "repeated-text", "schedules", "rate-drift", "lambda-scaling"), "enwiki-123M"),
 }
 # The texts of the map and of the longer runs, as tables name them.
 MAP_TEXT, FRESH_TEXT = "23M tokens", "123M tokens"
@@ -252,7 +251,9 @@ def measured(evidence: EvidencePage) -> dict[str, Any]:
         f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {', '.join(rates)}"
     )
     others = _other_rules(evidence.results["best-rules"])
-    return {"basis": basis, "good": GOOD, "optima": [measurement(one) for one in (*found, *others)]}
+    scaling = lambda_scaling.scaling_measured(evidence.results["lambda-scaling"], MINI)
+    optima = [measurement(one) for one in (*found, *others)]
+    return {"basis": basis, "good": GOOD, "optima": optima, **({"scaling": scaling} if scaling else {})}
 
 
 def _other_rules(results: Results) -> list[Optimum]:

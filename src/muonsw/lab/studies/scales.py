@@ -35,7 +35,8 @@ class Scale:
         small: The width of studies that the paper does not have.
         sweep: The AdamW run whose learning rate is swept, at the width of the horizons.
         sweep_widths: Widths of that sweep.
-        drift_widths: Widths over which Muon's best learning rate is followed.
+        drift_widths: Widths over which the best learning rate and the best lambda of Muon are followed.
+        drift_steps: Updates of these runs.
         rates: Learning rates, ascending.
         horizons: Updates, ascending.
         factors: Multiples of lambda.
@@ -62,6 +63,7 @@ class Scale:
     sweep: RunConfig
     sweep_widths: tuple[int, ...]
     drift_widths: tuple[int, ...]
+    drift_steps: int
     rates: tuple[float, ...]
     horizons: tuple[int, ...]
     factors: tuple[float, ...]
@@ -191,6 +193,7 @@ PAPER = Scale(
     sweep=adamw_sweep(preset_run("w256", NO_DATA), 5_000),
     sweep_widths=tuple(paper.SWEEP),
     drift_widths=tuple(paper.SWEEP),
+    drift_steps=10_000,
     rates=paper.SWEEP_RATES,
     horizons=(5_000, 10_000, 20_000),
     factors=(0.25, 0.5, 1.0, 2.0, 4.0),
@@ -220,6 +223,7 @@ MINI = Scale(
     sweep=replace(lean(adamw_sweep(_MINI, 400)), batch=16),
     sweep_widths=(128, 256, 512),
     drift_widths=(64, 128, 256, 512),
+    drift_steps=1_600,
     rates=(5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(400, 1_600),
     factors=(0.1, 0.25, 0.5, 1.0, 2.0),
@@ -248,6 +252,7 @@ CPU = Scale(
     sweep=adamw_sweep(_CPU, 240),
     sweep_widths=(32, 64, 128),
     drift_widths=(32, 64, 96),
+    drift_steps=120,
     rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(120, 240, 480),
     factors=(0.1, 0.25, 0.5, 1.0, 2.0),

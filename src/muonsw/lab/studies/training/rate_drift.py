@@ -68,8 +68,8 @@ def rate_drift(scale: Scale) -> list[Comparison]:
 
 
 def drift_run(scale: Scale) -> RunConfig:
-    """The run of the regret map at the second horizon with half its batch; only infinite losses end it."""
-    run = at_horizon(rules_run(scale), scale.horizons[1])
+    """The run of the regret map with half its batch; only infinite losses end it."""
+    run = at_horizon(rules_run(scale), scale.drift_steps)
     optimizer = replace(run.optimizer, muon_lr="none", peak="group", adam_lr=run.optimizer.lr)
     return replace(run, optimizer=optimizer, batch=run.batch // 2, diverged=NEVER, eval_every=run.steps)
 

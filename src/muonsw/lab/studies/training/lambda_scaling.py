@@ -1,0 +1,209 @@
+"""How the best lambda follows width, batch and size: three exponents under both rules, beside those published.
+
+| axis  | what grows                                             | published                                        |
+|-------|--------------------------------------------------------|--------------------------------------------------|
+| width | the width, with the same updates                       | 0, if the total of decay is constant             |
+| batch | the batch, with the same tokens, so fewer updates      | 1, linear in the batch (Power Lines)             |
+| size  | the width, and updates with its square, so that tokens | -2 (nanochat, cautious and falling decay); a     |
+|       | for each weight of a matrix stay                       | constant total (Wang & Aitchison) is -2 here too |
+
+Five lambdas at each point, around the one that takes as much over the run as the best one of the regret map. The best
+one is the vertex of a parabola, seed by seed, and so is the exponent, a line over logarithms. The claims were written
+down before the runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.studies.arms import Comparison, Key, Results, Runs
+from muonsw.lab.studies.scales import Scale, at_width
+from muonsw.lab.studies.training.best_rules import rules_run
+from muonsw.lab.studies.training.long import FACTORS
+from muonsw.lab.studies.training.regret import (
+    BEYOND,
+    RULES,
+    Optimum,
+    at_horizon,
+    first_run,
+    lambda_map,
+    losses_of,
+    optimum,
+    vertex,
+)
+from muonsw.lab.studies.training.sweeps import power
+from muonsw.lab.tables import Cell, Column, Table, Value
+from muonsw.lab.train.config import RunConfig
+
+BATCHES, SIZES = (0.5, 1.0, 2.0), (0.5, 1.0, 1.5)
+# Totals of the best lambdas within this factor count as one: basins are flatter than that.
+SAME_TOTAL = 3.0
+FLAT = Tolerance(0.0, "a factor of three: basins are flatter than that")
+WANG = Source("Wang & Aitchison (arXiv 2405.13698), AdamW", "Muon")
+SIZE_SLACK = Tolerance(0.4, "what four sizes of nanochat leave open")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A direction in which runs grow: by what, and the exponent that was published."""
+
+    name: str
+    grows: str
+    published: float
+    source: Source
+
+
+AXES = (
+    Axis("width", "the width at the same updates", 0.0, replace(BEYOND, hypothesis="a constant total of decay")),
+    Axis("batch", "the batch at the same tokens", 1.0, Source("Power Lines (arXiv 2505.13738), AdamW", "Muon")),
+    Axis("size", "the width at the same tokens for each weight", -2.0, Source("nanochat's log, 2026-01-10", "Muon")),
+)
+
+
+def points(scale: Scale) -> dict[Key, RunConfig]:
+    """The runs of every axis, by axis and by what grows along it; the middle one is in all three.
+
+    Examples:
+        >>> from muonsw.lab.studies.scales import MINI
+        >>> [(str(key), run.model.width, run.batch, run.steps) for key, run in points(MINI).items()][3:6]
+        [('batch 4', 128, 4, 3200), ('batch 8', 128, 8, 1600), ('batch 16', 128, 16, 800)]
+    """
+    run, widths = rules_run(scale), scale.drift_widths[:3]
+    optimizer = replace(run.optimizer, muon_lr="none", peak="group")
+    middle = at_width(replace(run, optimizer=optimizer, batch=run.batch // 2), widths[1])
+    steps, batch = scale.drift_steps, middle.batch
+    found = {Key("width", width=width): _at(at_width(middle, width), steps) for width in widths}
+    for factor in BATCHES:
+        wanted = int(factor * batch)
+        found[Key(f"batch {wanted}")] = _at(replace(middle, batch=wanted), round(steps * batch / wanted))
+    for factor in SIZES:
+        width = int(factor * widths[1])
+        found[Key("size", width=width)] = _at(at_width(middle, width), round(steps * factor**2))
+    return found
+
+
+def _at(run: RunConfig, steps: int) -> RunConfig:
+    """The run at another length, with the lambda of the same total; the peak stays, and only the end is evaluated."""
+    lam = run.optimizer.weight_decay * run.steps / steps
+    optimizer = replace(run.optimizer, weight_decay=lam)
+    return replace(at_horizon(run, steps), optimizer=optimizer, eval_every=steps)
+
+
+def lambda_scaling(scale: Scale) -> list[Comparison]:
+    """Five lambdas under both rules at every point."""
+    found = []
+    for key, run in points(scale).items():
+        lambdas = [float(f"{run.optimizer.weight_decay * factor:.3g}") for factor in FACTORS]
+        found.append(replace(lambda_map(run, lambdas, scale.map_seeds), key=key))
+    return found
+
+
+def along(axis: Axis, results: Results) -> dict[int, Runs]:
+    """The points of an axis, by what grows along it."""
+    own = {key: arms for key, arms in results.items() if key.name.split()[0] == axis.name}
+    return {_grown(axis, first_run(arms).config): arms for arms in own.values()}
+
+
+def _grown(axis: Axis, run: RunConfig) -> int:
+    return run.batch if axis.name == "batch" else run.model.width
+
+
+def exponent(axis: Axis, results: Results, rule: str) -> Estimate | None:
+    """The power of what grows that the best lambda follows, seed by seed; None of fewer than two points."""
+    found = {grown: [vertex(one) for one in losses_of(arms, rule)] for grown, arms in along(axis, results).items()}
+    if len(found) < 2:
+        return None
+    return over_seeds([power(best, list(found)) for best in zip(*found.values(), strict=False)])
+
+
+def judge_scaling(results: Results, _scale: Scale) -> list[Claim]:
+    """The published exponents, under both rules; and one total for all points."""
+    claims = []
+    for axis in AXES:
+        for rule in RULES:
+            if (found := exponent(axis, results, rule)) is not None:
+                follows = f"{rule} decay: power of {axis.grows} that the best lambda follows"
+                slack = SIZE_SLACK if axis.name == "size" else _resolution(list(along(axis, results)))
+                claims.append(within(f"{rule}-{axis.name}", follows, axis.source, found, axis.published, slack))
+    limits = "from means over seeds, so without an interval"
+    for rule in RULES if len(results) > 1 else ():
+        totals = [one.best * one.per_lambda for one in _optima(results, rule).values()]
+        same = f"{rule} decay: highest over lowest total of the best lambdas, over all points"
+        ratio = max(totals) / min(totals)
+        claims.append(at_most(f"{rule}-one-total", same, WANG, ratio, SAME_TOTAL, FLAT, limits=limits))
+    return claims
+
+
+def _resolution(grown: Sequence[int]) -> Tolerance:
+    """An optimum is known to a quarter of a step of the grid, a factor of two, at either end."""
+    size = 0.5 * math.log(2) / math.log(max(grown) / min(grown))
+    return Tolerance(size, "a quarter of a step of the grid at either end")
+
+
+def _optima(results: Results, rule: str) -> Mapping[Key, Optimum]:
+    return {key: optimum(losses_of(arms, rule), first_run(arms), rule) for key, arms in results.items()}
+
+
+def scaling_tables(results: Results, _scale: Scale) -> list[Table]:
+    """The three exponents beside the published ones; and the best lambda of every point."""
+    return [table for table in (_exponents_table(results), _points_table(results)) if table.rows]
+
+
+def _exponents_table(results: Results) -> Table:
+    columns = [Column("power of"), Column("published"), *(Column(rule, number=True) for rule in RULES)]
+    published = {
+        "width": "0, if the total is constant",
+        "batch": "1 (Power Lines)",
+        "size": "-2 (nanochat; a constant total)",
+    }
+    rows: list[list[Value | Cell]] = []
+    for axis in AXES:
+        found = [exponent(axis, results, rule) for rule in RULES]
+        if any(found):
+            rows.append([axis.grows, published[axis.name], *(_exponent_text(one) for one in found)])
+    note = "The power that the best lambda follows, with its 95% t interval over seeds."
+    return Table("lambda-powers", "How the best lambda scales", columns, rows, note)
+
+
+def _exponent_text(found: Estimate | None) -> str | None:
+    if found is None or found.interval is None:
+        return None if found is None else f"{found.value:.2f}"
+    return f"{found.value:.2f} ({found.interval.low:.2f} to {found.interval.high:.2f})"
+
+
+def _points_table(results: Results) -> Table:
+    names = ("width", "batch", "updates", "best lambda", "total (Σφ)", "lowest mean loss")
+    columns = [Column("axis"), Column("rule"), *(Column(name, number=True) for name in names)]
+    rows: list[list[Value | Cell]] = []
+    for rule in RULES:
+        for key, one in _optima(results, rule).items():
+            run = first_run(results[key]).config
+            best = f"{one.best:.3g}{', at an end' if one.at_an_end else ''}"
+            total, lowest = f"{one.best * one.per_lambda:.2f}", f"{min(one.losses.values()):.4f}"
+            rows.append([key.name.split()[0], rule, run.model.width, run.batch, run.steps, best, total, lowest])
+    note = "From means over seeds: the vertex of a parabola over log lambda through the lowest and its neighbours."
+    return Table("lambda-points", "The best lambda of every point", columns, rows, note)
+
+
+def scaling_measured(results: Results, scale: Scale) -> list[dict[str, Any]]:
+    """What advice reads: by which power the best total follows width and batch, with its interval over seeds.
+
+    Along the batch the tokens stay, so updates fall with it, and the power of the total is that of lambda less one.
+    """
+    base, found = {"width": scale.map_run.model.width, "batch": scale.map_run.tokens_per_step}, []
+    for axis in AXES[:2]:
+        for rule in RULES:
+            one = exponent(axis, results, rule)
+            if one is not None and one.interval is not None:
+                less = 1.0 if axis.name == "batch" else 0.0
+                ends = (one.value, one.interval.low, one.interval.high)
+                value, low, high = (float(f"{end - less:.4g}") for end in ends)
+                where = {"rule": rule, "of": axis.name, "from": base[axis.name]}
+                found.append({**where, "power": value, "low": low, "high": high})
+    return found
