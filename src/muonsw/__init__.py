@@ -18,6 +18,7 @@ _HOMES = {
     "NORM_RULES": "norms",
     "ORTHOGONALIZERS": "orthogonalize",
     "PRECONDITIONERS": "precondition",
+    "PRESETS": "presets",
     "SGDSW": "variants",
     "SHAPE_SCALES": "matrices",
     "AdamWSW": "variants",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from muonsw.peak import PeakLRError as PeakLRError
     from muonsw.peak import PeakLRWarning as PeakLRWarning
     from muonsw.precondition import PRECONDITIONERS as PRECONDITIONERS
+    from muonsw.presets import PRESETS as PRESETS
     from muonsw.qk_clip import HeadRows as HeadRows
     from muonsw.qk_clip import QKClip as QKClip
     from muonsw.qk_clip import max_attention_logits as max_attention_logits

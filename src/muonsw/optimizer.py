@@ -32,11 +32,12 @@ from muonsw.options import (
     validate_option,
     warn_of_rounding,
 )
+from muonsw.presets import PRESETS
 from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
-from muonsw.state import ensure_state, zeros
+from muonsw.state import ensure_state, state_bytes, zeros
 from muonsw.step import BeforeUpdate, OptionCheck, collect, take_step
-from muonsw.summary import LastStep, Summary, summarize
+from muonsw.summary import LastStep, Summary, state_line, summarize
 from muonsw.work import Group, names_of
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class ScaledDecayOptimizer(Optimizer):
         lr: float | Tensor,
         weight_decay: float | Tensor = 0.1,
         *,
+        preset: str | None = None,
         patterns: dict[str, Group] | None = None,
         adamw: Group | None = None,
         **options: Any,
@@ -109,12 +111,15 @@ class ScaledDecayOptimizer(Optimizer):
             model: the model; frozen parameters are left out, tied ones are seen once.
             lr: learning rate of every group that has none of its own.
             weight_decay: lambda of the decayed groups.
+            preset: options of a member of the family as its authors have them, a name of `PRESETS` ("normuon", "soap",
+                ...); what is given beside it wins.
             patterns: options for parameters by name (`"layers.*.attn.qkv.weight"`, shell wildcards, without the words
                 that torch.compile and other wrappers add) or by role (`"role:embedding"`). The first match wins; one
                 that matches nothing is an error.
             adamw: options for everything that is routed to AdamW, such as a learning rate of its own; an error where
                 nothing is.
-            **options: options of the class, for all groups.
+            **options: options of the class, for all groups. `algorithm` replaces the class's own ("soap", "lion", ...),
+                and options of that algorithm may follow.
 
         Examples:
             >>> import torch
@@ -124,8 +129,27 @@ class ScaledDecayOptimizer(Optimizer):
             >>> [(g["role"], g["algorithm"], g["weight_decay"]) for g in optimizer.param_groups]
             [('hidden', 'muon', 0.1), ('embedding', 'adamw', 0.0), ('bias', 'adamw', 0.0), ('head', 'adamw', 0.0)]
         """
-        routing = route(model, cls.algorithm, patterns=patterns or {}, adamw=adamw or {})
-        return cls._routed(model, routing, lr=lr, weight_decay=weight_decay, **options)
+        routing, rest = cls._route(model, preset, patterns, adamw, options)
+        return cls._routed(model, routing, lr=lr, weight_decay=weight_decay, **rest)
+
+    @classmethod
+    def _route(
+        cls,
+        model: torch.nn.Module,
+        preset: str | None,
+        patterns: dict[str, Group] | None,
+        adamw: Group | None,
+        options: Group,
+    ) -> tuple[Routing, Group]:
+        """The groups of a model, and the options that are left for the constructor."""
+        rest = {**({} if preset is None else PRESETS[preset]), **options}
+        algorithm = validate_option("algorithm", rest.pop("algorithm", cls.algorithm))
+        routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
+        if algorithm == cls.algorithm:
+            return routing, rest
+        own = {key: rest.pop(key) for key in ALGORITHMS[algorithm].defaults if key in rest}
+        groups = [{**own, **group} if group["algorithm"] == algorithm else group for group in routing.groups]
+        return Routing(groups, routing.reasons), rest
 
     @classmethod
     def _routed(cls, model: torch.nn.Module, routing: Routing, **options: Any) -> Self:
@@ -137,14 +161,14 @@ class ScaledDecayOptimizer(Optimizer):
         return optimizer
 
     def routing(self, *, reasons: bool = False) -> str:
-        """A table of which parameters are in which group, to print.
+        """A table of which parameters are in which group, and how much their state will take on this rank, to print.
 
         Args:
             reasons: one line for each parameter instead of each group, with how Muon sees it and why it has its role.
         """
         if reasons:
             return reasons_table(self.param_groups, self._reasons)
-        return routing_table(self.param_groups)
+        return f"{routing_table(self.param_groups)}\n{state_line(state_bytes(self.param_groups))}"
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with options of their own; what they leave open comes from the constructor.

@@ -237,6 +237,13 @@ def refuse_options_of_others(options: Group, algorithm: str) -> None:
     """A constructor's options must mean something to its algorithm; those of another belong in a group."""
     known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys() | {"foreach", *NOT_NEEDED}
     for key in options:
+        if key == "algorithm":
+            raise ValueError(
+                f"algorithm={options[key]!r} is an option of param groups, [{{'params': ..., 'algorithm': "
+                f"{options[key]!r}}}], and of for_model, which routes a whole model"
+            )
+        if key == "preset":
+            raise ValueError(f"preset={options[key]!r} is an option of for_model, which routes a whole model")
         if key not in known:
             owners = [name for name, entry in ALGORITHMS.items() if key in entry.defaults]
             if not owners:

@@ -7,7 +7,8 @@ tensor with a shape of its own has the axes of the parameter that count matrices
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.shards import is_dtensor, put_state_like, zeros_like_state
+from muonsw.distributed.shards import held_state, is_dtensor, local, put_state_like, zeros_like_state
 from muonsw.matrices import MatrixView
 from muonsw.precision import LOW_PRECISION, state_dtype
 from muonsw.slots import wide_dtype
@@ -72,6 +73,28 @@ def as_state(key: str, value: Any, group: Group, param: Tensor) -> Tensor:
     if not alike or value.stride() == param.stride():
         return value.to(param.device, dtype, copy=True)
     return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
+
+
+def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
+    """What the state of all parameters takes on this rank, by key, whether it is there yet or not."""
+    found: dict[str, int] = {}
+    for group in groups:
+        for param in group["params"]:
+            for key in state_keys(group, param):
+                base = key.partition(".")[0]
+                found[base] = found.get(base, 0) + _elements(key, group, param) * dtype_of(key, group, param).itemsize
+    return found
+
+
+def _elements(key: str, group: Group, param: Tensor) -> int:
+    shape, axis = own_shape(key, group, param), _own_axis(key, group, param)
+    if key == "step":
+        return 1
+    if key == "radius":  # one for each matrix, or for each place along a split
+        return max(1, ALGORITHMS[group["algorithm"]].count_matrices(group, param))
+    if shape is None or axis is None:
+        return local(param).numel()
+    return math.prod(held_state(param, shape, axis) if is_dtensor(param) else shape)
 
 
 def placed(key: str, value: Tensor, group: Group, param: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
-from muonsw.text import counted, text_table
+from muonsw.state import state_bytes
+from muonsw.text import counted, sized, text_table
 from muonsw.work import Group
 
 # The group, the parameters and the learning rate of each batch.
@@ -56,11 +57,13 @@ class Summary:
         groups: one entry for each param group.
         skipped: whether that step changed nothing because a gradient was not finite.
         skipped_steps: how many steps were skipped so far.
+        state: bytes of optimizer state on this rank by key, whether it is allocated yet or not.
     """
 
     groups: tuple[GroupSummary, ...]
     skipped: bool
     skipped_steps: int
+    state: dict[str, int]
 
     @property
     def matrices(self) -> int:
@@ -99,13 +102,25 @@ class Summary:
             )
             for g in self.groups
         ]
-        return f"{first}\n{text_table(rows)}"
+        return f"{first}\n{text_table(rows)}\n{state_line(self.state)}"
+
+
+def state_line(state: dict[str, int]) -> str:
+    """Bytes of state by key in a sentence, the most first.
+
+    Examples:
+        >>> state_line({"step": 8, "momentum_buffer": 2**20})
+        'state: 1.0 MiB (momentum_buffer 1.0 MiB, step 8 bytes)'
+    """
+    by_size = sorted(state.items(), key=lambda entry: -entry[1])
+    parts = ", ".join(f"{key} {sized(count)}" for key, count in by_size)
+    return f"state: {sized(sum(state.values()))}" + (f" ({parts})" if parts else "")
 
 
 def summarize(groups: Sequence[Group], last: LastStep, skipped: bool, skipped_steps: int) -> Summary:
     """What the last step did to these groups; waits for the device where a rate is in a tensor."""
     found = [_summarize_group(number, group, last, skipped) for number, group in enumerate(groups)]
-    return Summary(tuple(found), skipped, skipped_steps)
+    return Summary(tuple(found), skipped, skipped_steps, state_bytes(groups))
 
 
 def _summarize_group(number: int, group: Group, last: LastStep, skipped: bool) -> GroupSummary:

@@ -37,6 +37,19 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+def sized(count: int) -> str:
+    """A number of bytes in a unit that suits it.
+
+    Examples:
+        >>> sized(640), sized(3 * 2**19), sized(5 * 2**30)
+        ('640 bytes', '1.5 MiB', '5.0 GiB')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 2**power:
+            return f"{count / 2**power:.1f} {unit}"
+    return counted(count, "byte")
+
+
 def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells, the first one a header, in columns as wide as they need.
 

@@ -1,10 +1,21 @@
 """Members of the family with state of whole matrices take the same steps on many ranks as on one."""
 
 import pytest
+import torch
 
 from muonsw import ALGORITHMS
 from tests.distributed import test_checkpoint as checkpoints
-from tests.distributed.problems import compare, mesh_of
+from tests.distributed.problems import (
+    GROUPS,
+    PEAK,
+    build,
+    compare,
+    give_sharded,
+    mesh_of,
+    shard0,
+    sharded_over,
+    take_step,
+)
 from tests.distributed.test_replicated import divided
 from tests.distributed.test_sharded import along, interleaved_difference
 from tests.family import toy
@@ -86,3 +97,22 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, options, 
     pool.run(checkpoints.save, folder, False, kind, **options)
     for ranks in (4, 2, 1):
         assert max(pool.run(checkpoints.resume, folder, False, kind, ranks, **options)) < CLOSE
+
+
+def state_of_a_rank(options):
+    """Bytes of state that are expected on this rank before the first step, and that it has after it."""
+    optimizer = build(tuple(GROUPS), sharded_over(mesh_of(4), shard0), torch.float64, {"lr": PEAK, **options})
+    expected = optimizer.summary().state
+    take_step(optimizer, 0, give_sharded)
+    found = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            base, held = key.partition(".")[0], value.to_local() if hasattr(value, "to_local") else value
+            found[base] = found.get(base, 0) + held.nbytes
+    return expected, found
+
+
+@every_member
+def test_the_state_of_a_rank_is_known_before_it_is_allocated(pool, options):
+    for expected, found in pool.run(state_of_a_rank, options):
+        assert expected == found

@@ -99,19 +99,23 @@ def _axis_of(placement: Any) -> int:
     return int(placement.dim)
 
 
+def held_state(param: Tensor, shape: torch.Size, axis: int) -> tuple[int, ...]:
+    """The shape of what this rank holds of a tensor of state of a global shape, placed as `state_placements` says."""
+    mesh, places = as_dtensor(param).device_mesh, state_placements(param, axis)
+    order, mine = cutting_order(places, mesh.shape), mesh.get_coordinate()
+    assert mine is not None
+    assert order is not None
+    return box_at(mine, shape, places, mesh.shape, order).lengths
+
+
 def zeros_like_state(param: Tensor, shape: torch.Size, axis: int, dtype: torch.dtype) -> Tensor:
     """Zeros of a global shape as `state_placements` says, on the device of this rank's shard."""
     from torch.distributed.tensor import DTensor
 
     like, places = as_dtensor(param), state_placements(param, axis)
-    mesh, order = like.device_mesh, cutting_order(places, like.device_mesh.shape)
-    mine = mesh.get_coordinate()
-    assert mine is not None
-    assert order is not None
-    held = box_at(mine, shape, places, mesh.shape, order).lengths
-    local_zeros = torch.zeros(held, dtype=dtype, device=like.to_local().device)
+    held = torch.zeros(held_state(param, shape, axis), dtype=dtype, device=like.to_local().device)
     stride = torch.empty(shape, dtype=dtype, device="meta").stride()
-    made = DTensor.from_local(local_zeros, mesh, places, run_check=False, shape=shape, stride=stride)
+    made = DTensor.from_local(held, like.device_mesh, places, run_check=False, shape=shape, stride=stride)
     return cast("Tensor", made)
 
 

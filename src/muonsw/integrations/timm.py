@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.routing import Routing, route
+from muonsw.routing import Routing
 from muonsw.variants import SGDSW, AdamWSW, MuonSW
 
 # The names under which timm finds them, and which of its own arguments each takes. timm passes momentum 0.9 unless
@@ -103,16 +103,17 @@ def _built(
     scales: dict[int, float],
     spared: set[str],
     *,
+    preset: str | None = None,
     patterns: dict[str, dict[str, Any]] | None = None,
     adamw: dict[str, Any] | None = None,
     **options: Any,
 ) -> ScaledDecayOptimizer:
     """The optimizer of `for_model`, its groups cut by the scales of their parameters."""
-    routing = route(model, optimizer.algorithm, patterns=patterns or {}, adamw=adamw or {})
+    routing, rest = optimizer._route(model, preset, patterns, adamw, options)
     groups = routing.groups
     if spared or set(scales.values()) != {1.0}:
         groups = [part for group in groups for part in _by_depth(group, scales, spared)]
-    return optimizer._routed(model, Routing(groups, routing.reasons), **options)
+    return optimizer._routed(model, Routing(groups, routing.reasons), **rest)
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

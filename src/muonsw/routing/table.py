@@ -30,13 +30,19 @@ def _group_row(number: int, group: Group) -> tuple[str, ...]:
     return (
         str(number),
         group["role"] or "-",
-        group["algorithm"],
+        _algorithm(group),
         f"{group['decay']} {lam:g}" if lam else "none",
         f"{float(group['lr']):g}",
         str(len(group["params"])),
         f"{sum(p.numel() for p in group['params']):,}",
         ", ".join(names[:2]) + (f", ... ({len(names) - 2} more)" if len(names) > 2 else ""),
     )
+
+
+def _algorithm(group: Group) -> str:
+    """The algorithm and the members of its slots."""
+    members = (group.get("precondition"), group.get("normalize"))
+    return " + ".join([group["algorithm"], *(member for member in members if member)])
 
 
 def _parameter_rows(number: int, group: Group, reasons: dict[str, str]) -> Iterable[tuple[str, ...]]:

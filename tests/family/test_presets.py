@@ -1,0 +1,109 @@
+"""Presets: the authors' options by name, which `for_model` takes."""
+
+import re
+
+import pytest
+import torch
+
+from muonsw import ALGORITHMS, PRESETS, AdamWSW, MuonSW
+from muonsw.text import sized
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.RMSNorm(16), torch.nn.Linear(16, 8))
+
+
+def trained(built, optimizer, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        built(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in built.parameters()]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_hidden_matrices_by_its_options(name):
+    built = model()
+    before = [param.detach().clone() for param in built.parameters()]
+    optimizer = MuonSW.for_model(built, lr=0.02, preset=name)
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in PRESETS[name]} == PRESETS[name]
+    assert (group["decay"], group["weight_decay"]) == ("scaled", 0.1)
+    after = trained(built, optimizer)
+    assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_bytes_of_its_state_are_known_before_they_are_allocated(name):
+    built = model()
+    optimizer = MuonSW.for_model(built, lr=0.02, preset=name)
+    expected, table = optimizer.summary().state, optimizer.routing()
+    assert not optimizer.state
+    trained(built, optimizer)
+    found = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            found[key] = found.get(key, 0) + value.nbytes
+    assert found == expected == optimizer.summary().state
+    assert table == optimizer.routing()
+    assert table.splitlines()[-1].startswith(f"state: {sized(sum(found.values()))} (")
+
+
+def test_the_table_names_members_of_slots():
+    table = MuonSW.for_model(model(), lr=0.02, preset="adamuon").routing()
+    assert "muon + sign + adamuon" in table
+
+
+def test_what_is_given_beside_a_preset_wins():
+    optimizer = MuonSW.for_model(model(), lr=0.02, preset="normuon", scale="spectral", normalize_beta2=0.9)
+    group = optimizer.param_groups[0]
+    assert (group["normalize"], group["scale"], group["normalize_beta2"]) == ("normuon", "spectral", 0.9)
+
+
+def test_a_preset_of_another_algorithm_leaves_the_rest_to_adamw():
+    optimizer = MuonSW.for_model(model(), lr=0.02, preset="soap", precondition_frequency=3)
+    algorithms = {group["role"]: group["algorithm"] for group in optimizer.param_groups}
+    assert algorithms.pop("hidden") == "soap"
+    assert set(algorithms.values()) == {"adamw"}
+    assert optimizer.param_groups[0]["precondition_frequency"] == 3
+
+
+@pytest.mark.parametrize("algorithm", ["soap", "dion2", "lion"])
+def test_an_algorithm_may_be_named_without_a_preset(algorithm):
+    built = model()
+    optimizer = MuonSW.for_model(built, lr=0.02, algorithm=algorithm)
+    group, defaults = optimizer.param_groups[0], ALGORITHMS[algorithm].defaults
+    assert group["algorithm"] == algorithm
+    assert {key: group[key] for key in defaults} == defaults
+    trained(built, optimizer)
+
+
+def test_every_class_takes_them():
+    built = model()
+    optimizer = AdamWSW.for_model(built, lr=0.02, preset="normuon")
+    assert optimizer.param_groups[0]["normalize"] == "normuon"
+    trained(built, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "normoun"}, "unknown preset 'normoun' (did you mean 'normuon'?)"),
+        ({"algorithm": "saop"}, "unknown algorithm 'saop' (did you mean 'soap'?)"),
+        ({"algorithm": "soap", "nesterovv": True}, "did you mean 'nesterov'"),
+    ],
+    ids=str,
+)
+def test_errors_say_what_was_meant(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MuonSW.for_model(model(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"algorithm": "soap"}, "is an option of param groups"), ({"preset": "soap"}, "is an option of for_model")],
+)
+def test_constructors_say_where_they_belong(options, message):
+    with pytest.raises(ValueError, match=message):
+        MuonSW(model().parameters(), lr=0.1, **options)
