@@ -310,6 +310,8 @@ def test_a_side_that_is_too_long_has_no_factor_and_two_are_refused():
         ({"algorithm": "sopa"}, "did you mean 'soap'"),
         ({"algorithm": "soap", "precondition_frequncy": 3}, "did you mean 'precondition_frequency'"),
         ({"algorithm": "soap", "precondition_frequency": 0}, "a whole number of at least 1"),
+        ({"algorithm": "soap", "eps": 0.0}, "eps=0: SOAP begins with averages of zero"),
+        ({"algorithm": "kl_shampoo", "eps": 0.0}, "eps=0: KL-Shampoo takes roots"),
         ({"algorithm": "soap", "shampoo_beta": 1.5}, r"shampoo_beta=1.5: must be in \[0, 1\]"),
         ({"algorithm": "shampoo", "grafting": "adm"}, "must be one of None, 'adam', 'sgd'"),
         ({"algorithm": "shampoo", "block_size": 2.5}, "a whole number of at least 1"),

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from muonsw.algorithms.factors import average_first, pack, unpack
 from muonsw.algorithms.shampoo import Grid, shampoo
 from tests.family.gradients import gradient, start
 from tests.family.record.shampoo import LR, RECORDED
@@ -83,6 +84,16 @@ def test_cut_matrices_are_joined_again(m, n, size):
     X, grid = torch.randn(2, m, n), Grid.of(m, n, size)
     assert max(grid.height, grid.width) <= size
     assert torch.equal(grid.join(grid.cut(X), m, n), X)
+
+
+def test_two_symmetric_matrices_share_the_room_of_one_and_a_column():
+    first, second, new = (A + A.mT for A in torch.randn(3, 2, 5, 5))
+    packed = pack(first, second)
+    assert packed.shape == (2, 5, 6)
+    assert all(torch.equal(a, b) for a, b in zip(unpack(packed), (first, second), strict=True))
+    averaged, same = unpack(average_first(packed, new, 0.9, 0.1))
+    torch.testing.assert_close(averaged, 0.9 * first + 0.1 * new)
+    assert torch.equal(same, second)
 
 
 def test_before_the_first_refresh_it_is_the_graft():

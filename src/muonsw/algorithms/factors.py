@@ -121,11 +121,31 @@ def _eigh_or_none(A: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def pack(first: Tensor, second: Tensor) -> Tensor:
     """Two symmetric matrices in the room of one and a column."""
-    pad = torch.nn.functional.pad
-    return pad(first.triu(), (1, 0)) + pad(second.tril(), (0, 1))
+    return _above(first) + torch.nn.functional.pad(second.tril(), (0, 1))
+
+
+def _above(first: Tensor) -> Tensor:
+    return torch.nn.functional.pad(first.triu(), (1, 0))
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The two matrices of `pack`."""
-    above, below = packed[..., 1:].triu(), packed[..., :-1].tril()
-    return above + above.triu(1).mT, below + below.tril(-1).mT
+    """Both of two packed matrices."""
+    return unpack_first(packed), unpack_second(packed)
+
+
+def unpack_first(packed: Tensor) -> Tensor:
+    """The first of two packed matrices."""
+    above = packed[..., 1:].triu()
+    return above + above.triu(1).mT
+
+
+def unpack_second(packed: Tensor) -> Tensor:
+    """The second of two packed matrices."""
+    below = packed[..., :-1].tril()
+    return below + below.tril(-1).mT
+
+
+def average_first(packed: Tensor, new: Tensor, beta: float, gain: float) -> Tensor:
+    """Packed matrices of which the first has become `beta first + gain new`."""
+    factors = torch.full_like(packed[0], beta).triu(1) + torch.ones_like(packed[0]).tril()
+    return torch.addcmul(gain * _above(new), packed, factors)

@@ -179,8 +179,10 @@ def state(group: Group) -> Specs:  # noqa: ARG001
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """Roots need eleven bits."""
+    """Roots need eleven bits, and something to take the root of."""
     validate_matrices(group, name, param)
+    if group["eps"] == 0:
+        raise ValueError("eps=0: KL-Shampoo takes roots of factors that may be singular; give it more than zero")
     if group["ns_dtype"] == "bfloat16":
         raise ValueError("ns_dtype='bfloat16' is too coarse for the roots of KL-Shampoo; say 'float16' or 'float32'")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.factors import full_float32, inverse_root, pack, unpack
+from muonsw.algorithms.factors import average_first, full_float32, inverse_root, pack, unpack_first, unpack_second
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
 from muonsw.slots import Specs, State
 from muonsw.work import Group
@@ -113,11 +113,13 @@ def _factors(group: Group, G: Tensor, state: State) -> tuple[State, list[Tensor]
     correction = _correction(beta, state["moves"]).repeat_interleave(len(G) // len(state["moves"]), 0)
     after, roots = {}, []
     for key, gram in (("factors_left", G @ G.mT), ("factors_right", G.mT @ G)):
-        factor, root = unpack(state[key].reshape(*gram.shape[:-1], -1))
-        factor = beta * factor + gain * gram
+        packed = average_first(state[key].reshape(*gram.shape[:-1], -1), gram, beta, gain)
+        root = unpack_second(packed)
         if group["update_count"] % group["precondition_frequency"] == 0:
+            factor = unpack_first(packed)
             root = inverse_root(factor / correction, 0.25, group["eps"], otherwise=root)
-        after[key] = pack(factor, root).reshape(state[key].shape)
+            packed = pack(factor, root)
+        after[key] = packed.reshape(state[key].shape)
         roots.append(root)
     return after, roots
 

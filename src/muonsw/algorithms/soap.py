@@ -130,8 +130,10 @@ def state(group: Group) -> Specs:
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """At least one side of each matrix must be rotated."""
+    """At least one side of each matrix must be rotated, and nothing divided by zero."""
     validate_matrices(group, name, param)
+    if group["eps"] == 0:
+        raise ValueError("eps=0: SOAP begins with averages of zero and would divide by them; give it more than zero")
     longest = group["max_precond_dim"]
     for cell in MatrixView.of(group).cells(param.shape):
         if min(cell.rows, cell.columns) > longest:
