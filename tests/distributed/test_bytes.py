@@ -142,14 +142,16 @@ def blocks(heads):
     group, value = group_of(4), torch.randn(16, 8)
     param = nn.Parameter(distribute_tensor(value, mesh_of(4), [Shard(0)]))
     optimizer = MuonSW([param], lr=0.05, heads=heads)
-    with Counter(group) as counter:
+    with Counter(group) as counter, CommDebugMode() as debug:
         take_step(optimizer, 0, give_sharded)
-    return counter.received
+    return counter.received, debug.get_total_counts()
 
 
 @pytest.mark.parametrize(("heads", "sent"), [(4, False), (8, False), (2, True)])
 def test_blocks_that_one_rank_holds_stay_there(pool, heads, sent):
-    assert any(pool.run(blocks, heads)) == sent
+    received, calls = zip(*pool.run(blocks, heads), strict=True)
+    assert any(received) == sent
+    assert set(calls) == {3 if sent else 1}  # the agreement, and an exchange there and back
 
 
 def in_periods():

@@ -148,6 +148,7 @@ class Round(NamedTuple):
         held: entries of each owner's units that this rank holds.
         pieces: entries of this rank's own units that each rank holds.
         beside: the same two of what travels with them, there, then back; None where nothing does.
+        stays: every owner holds its units whole and alone, and nothing travels.
     """
 
     wire: Wire
@@ -156,6 +157,7 @@ class Round(NamedTuple):
     held: list[int]
     pieces: list[int]
     beside: tuple[Sizes, Sizes] | None = None
+    stays: bool = False
 
     @property
     def units(self) -> Iterator[Unit]:
@@ -314,8 +316,9 @@ def _round(wire: Wire, units: list[Unit]) -> Round:
     held = [sum(unit.held(wire.me) for unit in theirs) for theirs in owned]
     pieces = [sum(unit.held(rank) for unit in mine) for rank in range(wire.ranks)]
     beside = (_beside(wire, owned, returning=False), _beside(wire, owned, returning=True))
-    has_companions = any(unit.companions for units in owned for unit in units)
-    return Round(wire, owned, counts, held, pieces, beside if has_companions else None)
+    has_companions = any(unit.companions for unit in units)
+    stays = not has_companions and all(_holder(unit) == unit.owner for unit in units)
+    return Round(wire, owned, counts, held, pieces, beside if has_companions else None, stays)
 
 
 def _beside(wire: Wire, owned: tuple[tuple[Unit, ...], ...], *, returning: bool) -> Sizes:
