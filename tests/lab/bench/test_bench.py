@@ -46,13 +46,14 @@ def test_everyone_is_timed_and_a_failure_is_named():
     def broken(_matrices, _tensors):
         raise ValueError("it cannot")
 
-    chosen, _ = steps.contenders(["muonsw", "AdamWSW"])
+    chosen, _ = steps.contenders(["muonsw", "AdamWSW", "hyperball", "schedule_free"])
     rows = steps.measure(TWO, steps.MatrixSource(CPU), rounds=1, chosen={**chosen, "broken": broken})
     assert rows.pop("broken") == {"error": "ValueError: it cannot"}
     for row in rows.values():
         assert 0 < row["ms_min"] <= row["ms"]
     assert rows["muonsw"]["state_bytes_per_parameter"] == pytest.approx(4, rel=0.01)
     assert rows["AdamWSW"]["state_bytes_per_parameter"] == pytest.approx(8, rel=0.1)
+    assert rows["schedule_free"]["state_bytes_per_parameter"] == pytest.approx(12, rel=0.1)
 
 
 def test_a_peer_that_takes_gradients_away_gets_them_back():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw import SGDSW, AdamWSW, MuonSW, ScheduleFree
 from muonsw.lab.bench.timing import WARMING_ROUNDS, in_turn, milliseconds, peak_extra_bytes
 from muonsw.lab.errors import UsageError
 from muonsw.replay import SETTLED
@@ -139,6 +139,12 @@ def theirs(build: Callable[[list[nn.Parameter]], Any], *, stacked: bool = False)
     return make
 
 
+def _schedule_free(params: list[nn.Parameter]) -> ScheduleFree:
+    optimizer = ScheduleFree(AdamWSW(params, lr=LR, weight_decay=LAMBDA, decay="constant", betas=(0.0, 0.95)))
+    optimizer.train()
+    return optimizer
+
+
 def _dion(**options: Any) -> Contender:
     from dion import Muon
 
@@ -188,6 +194,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "aurora, polar_express": ours("aurora", aurora_polar="polar_express"),
         "dion2": ours(own={"algorithm": "dion2"}),
         "lion": ours(own={"algorithm": "lion"}),
+        "hyperball": ours(norm="hyperball"),
         "torch.optim.Muon": theirs(
             lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
         ),
@@ -196,6 +203,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
             lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, nonfinite="propagate"), stacked=True
         ),
         "AdamWSW eager": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, replay=False), stacked=True),
+        "schedule_free": theirs(_schedule_free, stacked=True),
         "torch AdamW fused": theirs(
             lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True), stacked=True
         ),
