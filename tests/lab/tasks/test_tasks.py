@@ -323,3 +323,22 @@ class TestRanks:
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
         run_well(2, config, tmp_path / "run")
         assert losses(tmp_path / "run") == whole
+
+
+PATTERNS = "def patterns(model, weight_decay, flat=False):\n    return {}\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "decayed"), [("{}", 1), ("{'0.weight': {'algorithm': 'adamw', 'weight_decay': weight_decay / 2}}", 2)]
+)
+def test_a_file_may_say_how_its_parameters_are_routed(found, decayed, tmp_path):
+    path = task_file(tmp_path, more=PATTERNS.replace("{}", found))
+    training = Training(with_fingerprint(task_run(path, optimizer={"weight_decay": 0.2})))
+    groups = {group["weight_decay"]: group["algorithm"] for group in training.optimizer.param_groups}
+    assert groups == ({0.2: "muon", 0.0: "adamw"} if decayed == 1 else {0.2: "muon", 0.1: "adamw", 0.0: "adamw"})
+
+
+def test_a_routing_that_is_no_dict_is_refused(tmp_path):
+    path = task_file(tmp_path, more=PATTERNS.replace("{}", "3"))
+    with pytest.raises(UsageError, match=r"patterns\(model, weight_decay\) returned int 3; expected a dict of dicts"):
+        Training(with_fingerprint(task_run(path)))

@@ -1,5 +1,6 @@
 """The worked tasks of `examples/tasks/` that need torch alone; the others are in `tests/integrations/test_tasks.py`."""
 
+import math
 import wave
 from pathlib import Path
 
@@ -54,15 +55,40 @@ def test_masked_frames_of_recordings_are_filled_in(tmp_path):
     assert run.evals["loss"][-1] < 0.7 * run.evals["loss"][0]
 
 
-def test_a_pre_trained_decoder_learns_another_text(tmp_path):
-    train(small_run(steps=8), tmp_path / "start")
-    (tmp_path / "new.txt").write_text("the cat sat on the mat and ate. " * 300)
-    options = ("batch=4", f"start={tmp_path / 'start'}", f"text={tmp_path / 'new.txt'}")
-    run, notes = short_run("finetune", tmp_path / "run", options, steps=30, lr=0.01, eval_every=30, telemetry_every=20)
+@pytest.fixture(scope="module")
+def pre_trained(tmp_path_factory):
+    """Options: a run of the decoder, and another text."""
+    folder = tmp_path_factory.mktemp("pre-trained")
+    train(small_run(steps=8), folder / "start")
+    (folder / "new.txt").write_text("the cat sat on the mat and ate. " * 300, encoding="utf-8")
+    return ("batch=4", f"start={folder / 'start'}", f"text={folder / 'new.txt'}")
+
+
+def test_a_pre_trained_decoder_learns_another_text(pre_trained, tmp_path):
+    often = {"steps": 30, "eval_every": 30, "telemetry_every": 20}
+    run, notes = short_run("finetune", tmp_path / "run", pre_trained, lr=0.01, **often)
     assert notes == ()
     assert run.evals["loss"][-1] < run.evals["loss"][0] - 0.5
-    assert run.evals["old"][0] == pytest.approx(load_run(tmp_path / "start").final_loss, rel=0.05)
+    start = load_run(pre_trained[1].removeprefix("start="))
+    assert run.evals["old"][0] == pytest.approx(start.final_loss, rel=0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_pre_trained_decoder_learns_preferences(rank, pre_trained, tmp_path):
+    options, often = (*pre_trained, "length=32", f"rank={rank}"), {"steps": 20, "eval_every": 20, "telemetry_every": 10}
+    run, notes = short_run("preferences", tmp_path / "run", options, lr=0.01, **often)
+    assert notes == ()
+    assert run.evals["loss"][0] == pytest.approx(math.log(2))  # it is its own reference
+    assert run.evals["loss"][-1] < math.log(2) - 0.01
+    assert run.evals["preferred"][-1] > 0.6
+    trained = run.environment["trained"]["parameters"]
+    assert ("lora (muon, decayed)" in trained) == (rank > 0)
 
 
 def test_every_worked_task_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"audio", "bandit", "finetune"} | TESTED_ELSEWHERE
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        "audio",
+        "bandit",
+        "finetune",
+        "preferences",
+    } | TESTED_ELSEWHERE

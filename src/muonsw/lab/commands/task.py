@@ -88,10 +88,24 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
     )
     for note in checked.notes:
         paragraph(console, f"note: {note}")
-    model = open_task(config).model(config.seed)
-    say(console, build_optimizer(model, config.optimizer, config.steps).routing())
+    say(console, routing(config))
     if text := decay_sentence(config):
         paragraph(console, text)
+
+
+def routing(config: RunConfig) -> str:
+    """Which algorithm has which parameters, as a table.
+
+    Raises:
+        UsageError: If the optimizer refuses the model, or what the file says of the routing.
+    """
+    task = open_task(config)
+    model = task.model(config.seed)
+    try:
+        patterns = task.patterns(model, config.optimizer.weight_decay)
+        return build_optimizer(model, config.optimizer, config.steps, patterns=patterns).routing()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def decay_sentence(config: RunConfig) -> str:

@@ -24,8 +24,9 @@ CALLS = {
     "batches": ("split", "seed"),
     "loss": ("model", "batch"),
     "metrics": ("model", "batch"),
+    "patterns": ("model", "weight_decay"),
 }
-OPTIONAL = ("metrics",)
+OPTIONAL = ("metrics", "patterns")
 OPTIONS, SETTINGS = "Options", "SETTINGS"
 
 

@@ -38,6 +38,10 @@ class Task(ABC):
         """A module whose forward pass is the loss of a batch: what is replicated, divided and compiled."""
         return model
 
+    def patterns(self, model: nn.Module, weight_decay: float) -> Mapping[str, dict[str, Any]]:  # noqa: ARG002
+        """Options for parameters by name or role, as `MuonSW.for_model` takes them, under a lambda."""
+        return {}
+
     def join_ranks(self, model: nn.Module, ranks: int) -> None:  # noqa: B027
         """Let a model compute over the batches of all ranks what it must."""
 

@@ -75,6 +75,20 @@ class UserTask(Task):
         model: nn.Module = self.functions("model", seed)
         return model
 
+    def patterns(self, model: nn.Module, weight_decay: float) -> Mapping[str, dict[str, Any]]:
+        """What the file says of the routing; by default roles decide.
+
+        Raises:
+            UsageError: If it says so in another form.
+        """
+        if not self.functions.has("patterns"):
+            return {}
+        found = self.functions("patterns", model, weight_decay)
+        if not isinstance(found, Mapping) or not all(isinstance(one, dict) for one in found.values()):
+            wanted = "expected a dict of dicts such as {'role:lora': {'algorithm': 'muon'}}"
+            raise UsageError(f"{self.config.name}: patterns(model, weight_decay) returned {shown(found)}; {wanted}")
+        return found
+
     def computing_loss(self, model: nn.Module) -> nn.Module:
         """The model with its loss."""
         return LossModule(model, self.functions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,11 @@ Options = dict[str, Any]
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, steps: int | None = None, process_group: ProcessGroup | None = None
+    model: nn.Module,
+    config: OptimizerConfig,
+    steps: int | None = None,
+    process_group: ProcessGroup | None = None,
+    patterns: Mapping[str, Options] | None = None,
 ) -> MuonSW | AdamWSW:
     """One optimizer for a whole model, routed by role; a decoder's learning rates are multiplied as muP says.
 
@@ -30,6 +35,7 @@ def build_optimizer(
         config: How its weights move and decay.
         steps: The length of the run, for decay rules that end with it.
         process_group: Ranks that hold the same whole model, among which Muon's matrices are divided.
+        patterns: What a task says of the routing; that of a decoder is known here.
 
     Examples:
         >>> from muonsw.lab.model import ModelConfig
@@ -42,10 +48,11 @@ def build_optimizer(
     shared |= {"norm": config.norm, "target_norm": config.target_norm}
     shared |= {"total_steps": steps, "decay_points": config.decay_points}
     own = model if isinstance(model, Decoder) else None
-    patterns = {name: _options(own, name, config) for name, _ in own.named_parameters()} if own else {}
+    chosen = {name: _options(own, name, config) for name, _ in own.named_parameters()} if own else {}
+    chosen |= patterns or {}
     if config.algorithm == "adamw":
         return AdamWSW.for_model(
-            model, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, patterns=patterns, **shared
+            model, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, patterns=chosen, **shared
         )
     return MuonSW.for_model(
         model,
@@ -56,7 +63,7 @@ def build_optimizer(
         orthogonalizer=config.orthogonalizer,
         ns_dtype=config.ns_dtype,
         adamw=_for_adamw(config),
-        patterns=patterns,
+        patterns=chosen,
         process_group=process_group,
         **shared,
     )

@@ -91,7 +91,9 @@ class Training:
         self.module = self.task.computing_loss(self.model)
         self.placed = place_model(self.module, config, self.world, self.device)
         self.forward = self._compiled()
-        self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, self.placed.process_group)
+        patterns = self.task.patterns(self.model, config.optimizer.weight_decay)
+        group = self.placed.process_group
+        self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, group, patterns)
         graphs = self.world.alone and uses_graphs(config)
         self.replayed_update = GraphedFunction(self.plain_update, self.device) if graphs else None
         self.replayed_score = GraphedFunction(self.score, self.device) if graphs else None
