@@ -84,6 +84,7 @@ test-slurm: install  ## runs as jobs of a real Slurm: preempted, requeued, cance
 # Only the files that have such tests, so that nothing is needed which those of the command line import.
 test-gpu:  ## the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu $$(grep -rl --include='*.py' 'mark.gpu' tests)
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels  # which run wherever they can
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels
 
 test-kernels: $(KERNELS_INSTALLED)  ## the Triton kernels in its interpreter, on any CPU

@@ -168,7 +168,7 @@ def test_adamw_matches_torchs_fused_kernel(below, monkeypatch):
     """Bit for bit where it is torch's kernel, to rounding where it is ours."""
     monkeypatch.setattr(kernels, "TORCH_BELOW", below)
     ours, theirs = on_gpu((128, 64), (50,)), on_gpu((128, 64), (50,))
-    a = AdamWSW(ours, lr=0.01, weight_decay=0.1, decay="constant")
+    a = AdamWSW(ours, lr=0.01, weight_decay=0.1, decay="constant", replay=False)
     b = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, fused=True)
     for t in range(20):
         feed(ours, t)
@@ -189,7 +189,8 @@ def test_small_sets_move_as_large_ones_do(algorithm, options, dtype, monkeypatch
         monkeypatch.setattr(kernels, "TORCH_BELOW", below)
         every = on_gpu((64, 48), (7,), (0, 3), (2, 5, 8), dtype=dtype)
         params = every[:2] if below else every  # torch's kernels take no empty tensors
-        optimizer = OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **(options if algorithm == "sgd" else {}))
+        given = {"replay": False, **(options if algorithm == "sgd" else {})}
+        optimizer = OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **given)
         for t in range(8):
             optimizer.param_groups[0]["lr"] = 0.05 / (1 + t)
             feed(params, t)

@@ -126,7 +126,7 @@ def test_a_graph_is_not_bound_to_rates_peaks_and_counters():
 
 def test_a_parameter_without_gradient_gets_no_state_by_being_looked_at():
     optimizer, params = optimizer_on("cpu")
-    assert bound(optimizer).gradients == ((), tuple(range(len(params))), True)
+    assert bound(optimizer).gradients == (((), []), tuple(range(len(params))), True)
     assert not optimizer.state
 
 

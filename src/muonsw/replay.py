@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from muonsw.normalize import NORMALIZE
 from muonsw.norms import FREE
 from muonsw.options import algorithm_defaults
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
-from muonsw.work import Batch, Group, elements, items_of
+from muonsw.work import Batch, Group, all_contiguous, elements, items_of
 
 # Elements of all parameters below which steps are replayed unless the user says no: with more of them the device is
 # what takes long, and the memory that a graph keeps for itself would be missed.
@@ -92,11 +93,13 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
 
     Asked before every step, so no Python function runs for each tensor.
     """
-    params = [param for group in groups for param in group["params"]]
+    params = list(chain.from_iterable([group["params"] for group in groups]))
     grads = [param.grad for param in params]
     there = [grad for grad in grads if grad is not None]
-    missing = tuple([place for place, grad in enumerate(grads) if grad is None])
-    kept = [value for one in state.values() for value in one.values() if isinstance(value, Tensor)]
+    missing = [place for place, grad in enumerate(grads) if grad is None] if len(there) < len(grads) else []
+    kept = list(chain.from_iterable([one.values() for one in state.values()]))
+    if set(map(type, kept)) != {Tensor}:
+        kept = [value for value in kept if isinstance(value, Tensor)]
     try:
         places, own, kept_at = _addresses(there), _addresses(params), _addresses(kept)
         forms, kept_forms = _forms(there), _forms(kept)
@@ -106,7 +109,7 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
         return None
     return Binding(
         places,
-        (forms, missing, aligned(places)),
+        (forms, tuple(missing), aligned(places)),
         (own, *map(id, params)),
         (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
         (settings, *(_options(group) for group in groups)),
@@ -118,7 +121,9 @@ def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 def _forms(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    return (*map(Tensor.stride, tensors), *[tensor.dtype for tensor in tensors])
+    """Layouts and dtypes; strides only where there are gaps, because asking takes long."""
+    strides = () if all_contiguous(tensors) else tuple(map(Tensor.stride, tensors))
+    return strides, [tensor.dtype for tensor in tensors]
 
 
 def _options(group: Group) -> tuple[Any, ...]:
@@ -186,11 +191,11 @@ class Replay:
             return None
         now, before = binding(groups, state, settings), self._now
         self._now = now
-        if now is not None:  # a graph of other parameters would keep them alive
-            self._graphs = [one for one in self._graphs if one.bound_to.parameters == now.parameters]
         self._chosen = next((one for one in self._graphs if one.fits(now)), None)
         if self._chosen is not None:
             return self._chosen.batches
+        if now is not None:  # a graph of other parameters would keep them alive
+            self._graphs = [one for one in self._graphs if one.bound_to.parameters == now.parameters]
         if now is not None and before is not None and now != before:
             self._moving = now.difference(before)
         return None
