@@ -214,9 +214,10 @@ def test_repeated_text_from_training_to_the_page(tmp_path):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_schedules_from_training_to_the_page(tmp_path):
+def test_schedules_from_training_to_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(schedules, "FACTORS", (1.0,))
     assert (
-        evidence.gather("schedules", by_settings(tmp_path / "runs"), evidence.file_of("schedules", tmp_path)) == 6 * 6
+        evidence.gather("schedules", by_settings(tmp_path / "runs"), evidence.file_of("schedules", tmp_path)) == 6 * 2
     )
     page = evidence.page(evidence.EvidencePage(evidence.read_records(tmp_path)), "{schedules}")
     assert "| linear to 0 | scaled |" in page
@@ -283,10 +284,10 @@ def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
 
 
 def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, tiny):
-    scale = replace(tiny, map_run=replace(tiny.map_run, batch=4), map_seeds=2)
-    monkeypatch.setattr(evidence, "MINI", scale)
+    monkeypatch.setattr(evidence, "MINI", replace(tiny, map_seeds=2))
+    monkeypatch.setattr(lambda_scaling, "FACTORS", (1.0, 2.0))
     shop = by_settings(tmp_path / "runs")
-    assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == 6 * 20
+    assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == 6 * 2 * 2 * 2
     grown = evidence.EvidencePage(evidence.read_records(tmp_path))
     page = evidence.page(grown, "{lambda-scaling}")
     assert "| the batch at the same tokens | 1 (Power Lines) |" in page

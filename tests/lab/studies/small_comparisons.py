@@ -55,7 +55,7 @@ def tiny_scale(**changes):
         "rates": (0.005, 0.01, 0.02),
         "horizons": (5, 10),
         "factors": (0.5, 1.0, 2.0),
-        "map_run": row,
+        "map_run": replace(row, batch=4),
         "maps": {4: (0.5, 1.0), 8: (0.5, 1.0)},
         "map_seeds": 1,
         "seeds": 2,
