@@ -34,7 +34,7 @@ from muonsw.text import users_line
 from muonsw.work import Batch, Group
 
 # What each group counts, saved with it.
-_COUNTERS: Group = {"averaged_steps": 0, "averaging_weight": 0.0, "averaging_lr": 0.0}
+_COUNTERS: Group = {"averaged_steps": 0, "averaging_weight": 0.0, "averaging_lr": 0.0, "holds_y": False}
 
 
 class ScheduleFree(Optimizer):
@@ -140,6 +140,8 @@ class ScheduleFree(Optimizer):
             for param, z in self._averaged():
                 local(param).lerp_(local(z), 1 - self.beta if mode else 1 - 1 / self.beta)
         self.training = mode
+        for group in self.param_groups:
+            group["holds_y"] = mode
 
     def eval(self) -> None:
         """Put x into the parameters, to evaluate or to save them."""
@@ -185,22 +187,22 @@ class ScheduleFree(Optimizer):
                 group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside, with z and the weights of the average, in evaluation mode.
+        """The state of the optimizer inside, with z, the weights of the average, and the mode.
 
-        Raises:
-            RuntimeError: in training mode, in which the model would be saved at y.
+        It warns in training mode: training goes on from such a checkpoint as it should, but its model is y.
         """
         if self.training and any(True for _ in self._averaged()):
-            raise RuntimeError(
-                "this optimizer is in training mode, in which parameters are not the average that is to be saved and "
-                "evaluated; call optimizer.eval() before saving model and optimizer, and optimizer.train() after it"
+            warnings.warn(
+                "saved in training mode, in which parameters are not the average that is to be evaluated; call "
+                "optimizer.eval() before saving model and optimizer, and optimizer.train() after it",
+                stacklevel=users_line(),
             )
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, beside the model of the same checkpoint; this optimizer is in evaluation mode then."""
+        """Load a state, beside the model of the same checkpoint, in the mode in which both were saved."""
         self.optimizer.load_state_dict(state_dict)
-        self.training = False
+        self.training = any(group.get("holds_y", False) for group in self.param_groups)
 
     def _join(self, group: Group) -> None:
         """Refuse what cannot be averaged, and begin to count."""

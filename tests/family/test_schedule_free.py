@@ -127,10 +127,14 @@ def test_normuon_is_algorithm_1_of_its_paper():
 
 def trained(optimizer, params, begin, end):
     optimizer.train()
+    take_steps(optimizer, params, begin, end)
+    optimizer.eval()
+
+
+def take_steps(optimizer, params, begin, end):
     for step in range(begin, end):
         set_gradients(params, step)
         optimizer.step()
-    optimizer.eval()
 
 
 @pytest.mark.parametrize("algorithm", CLASSES)
@@ -152,6 +156,24 @@ def test_it_resumes_bit_for_bit(algorithm):
     assert [group["averaged_steps"] for group in other.param_groups] == [12]
 
 
+def test_a_state_saved_in_training_mode_goes_on_in_it():
+    params = matrices((5, 4), dtype=torch.float64)
+    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
+    optimizer.train()
+    take_steps(optimizer, params, 0, 5)
+    resumed = clones(params)
+    with pytest.warns(UserWarning, match="saved in training mode"):
+        saved = copy.deepcopy(optimizer.state_dict())
+    other = ScheduleFree(AdamWSW(resumed, **CONSTANT))
+    other.load_state_dict(saved)
+    assert other.training
+    take_steps(optimizer, params, 5, 9)
+    take_steps(other, resumed, 5, 9)
+    for one in (optimizer, other):
+        one.eval()
+    assert_same(params, resumed)
+
+
 def test_evaluation_in_between_is_forgotten_up_to_rounding():
     (left,), (right,) = matrices((5, 5), dtype=torch.float64), matrices((5, 5), dtype=torch.float64)
     one, other = (ScheduleFree(AdamWSW([param], **CONSTANT)) for param in (left, right))
@@ -169,7 +191,7 @@ def test_the_wrong_mode_is_an_error():
     optimizer.train()
     model(torch.ones(4)).sum().backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"call optimizer.eval\(\) before saving"):
+    with pytest.warns(UserWarning, match=r"call optimizer.eval\(\) before saving"):
         optimizer.state_dict()
     model.eval()
     with pytest.raises(RuntimeError, match=r"the model evaluates while its optimizer is in training mode; call .*eval"):
