@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muonsw import MuonSW, Telemetry
+from muonsw import NORMALIZERS, PRECONDITIONERS, MuonSW, Telemetry
 from muonsw.nonfinite import Flag, NonFiniteGradientWarning, all_finite
 from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
 from tests.family.members import OPTIONS, reference
@@ -278,3 +278,15 @@ def test_a_state_of_plain_muon_goes_on(name):
     assert adopted.param_groups[0]["normalize"] == OPTIONS[name].get("normalize")
     set_gradients([param], 1)
     adopted.step()
+
+
+@pytest.mark.parametrize("ns_dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("slot", ["precondition", "normalize"])
+def test_members_take_directions_of_every_dtype(slot, ns_dtype):
+    """Wider and narrower ones than the weights and the state."""
+    for name in {"precondition": PRECONDITIONERS, "normalize": NORMALIZERS}[slot]:
+        weight = nn.Parameter(torch.randn(8, 4))
+        weight.grad = torch.randn(8, 4)
+        optimizer = MuonSW([weight], lr=0.1, ns_dtype=ns_dtype, **{slot: name})
+        optimizer.step()
+        assert bool(weight.isfinite().all()), name

@@ -33,7 +33,8 @@ def normuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
     """
     eps, key = options["eps"], _key(options)
     along = -2 if state[key].shape[-1] != 1 else -1
-    squares = torch.linalg.vector_norm(U, dim=along, keepdim=True, dtype=state[key].dtype).square()
+    wide = torch.promote_types(U.dtype, state[key].dtype)
+    squares = torch.linalg.vector_norm(U, dim=along, keepdim=True, dtype=wide).square().to(state[key].dtype)
     norm = target = _norm(squares)
     if options["snap"]:
         target = torch.full_like(norm, min(U.shape[-2:]) ** 0.5)
