@@ -71,6 +71,9 @@ class StateBatch:
 
 
 def _batched(tensors: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+    """Tensors as one batch (count, r, c): a copy, or a view of the only one."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1, *shape)
     if False not in [tensor.shape == shape for tensor in tensors]:
         return torch.stack(list(tensors))
     return torch.cat([tensor.reshape(-1, *shape) for tensor in tensors])

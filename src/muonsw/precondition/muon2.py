@@ -29,7 +29,7 @@ def muon2(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     """
     squares = state["grad"].to(state[KEY].dtype).square()
     average = torch.lerp(state[KEY], squares, 1 - options["beta2"])
-    return X / (average.sqrt() + options["eps"]), {KEY: average}
+    return X / average.sqrt().add_(options["eps"]), {KEY: average}
 
 
 def _state(options: Options) -> Specs:  # noqa: ARG001
