@@ -54,6 +54,17 @@ def own_shape(key: str, group: Group, param: Tensor) -> torch.Size | None:
     return torch.Size((*param.shape[: view.stack_axes(param.dim())], *spec.shape(*view.out_in(rows, columns))))
 
 
+def refuse_other_shapes(group: Group, name: str, param: Tensor, state: dict[str, Any]) -> None:
+    """Refuse options with which the state that a parameter has does not fit, as after a change in mid-run."""
+    for key in [key for key in state_keys(group, param) if key in state]:
+        shape = own_shape(key, group, param)
+        if shape is not None and state[key].shape != shape:
+            raise ValueError(
+                f"{key} of {name} has shape {tuple(state[key].shape)}, but the options of its group now ask for "
+                f"{tuple(shape)}; set them back, or begin anew with optimizer.state[param].clear()"
+            )
+
+
 def ensure_state(group: Group, items: Sequence[Item], leave_out: tuple[str, ...] = ()) -> None:
     """Create what the state of these parameters of one dtype lacks, except for keys that another rank keeps."""
     if not items:

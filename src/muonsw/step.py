@@ -34,7 +34,7 @@ from muonsw.distributed.agreement import asked_by
 from muonsw.distributed.shards import is_dtensor, local_item
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.options import algorithm_defaults, validate_option
-from muonsw.state import ensure_state
+from muonsw.state import ensure_state, refuse_other_shapes
 from muonsw.work import Batch, Group, Item, any_dtensor, items_of, label_of, rows_of
 
 if TYPE_CHECKING:
@@ -363,6 +363,7 @@ def _check_options(optimizer: ScaledDecayOptimizer, number: int, group: Group, l
         name = names[place] if place < len(names) else f"parameter {place} of {label}"
         ALGORITHMS[group["algorithm"]].count_matrices(group, param)  # says of what it was if ZeRO has flattened it
         ALGORITHMS[group["algorithm"]].validate(group, name, param)
+        refuse_other_shapes(group, name, param, optimizer.state.get(param, {}))
     optimizer._option_check.found_right(number, group)
 
 

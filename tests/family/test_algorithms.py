@@ -292,6 +292,20 @@ def test_only_a_rule_that_counts_no_steps_may_be_captured(name):
     assert ("every few steps" in obstacle([batch], "skip")) == (name != "asgo")
 
 
+def test_options_that_decide_the_shape_of_state_cannot_change_in_mid_run():
+    params = matrices((4, 6), (6, 6))
+    optimizer = build("shampoo", params)
+    run(optimizer, params, 2)
+    weights = clones(params)
+    optimizer.param_groups[0]["block_size"] = 8
+    with pytest.raises(ValueError, match=r"factors_left of parameter 0 .* has shape \(8, 5\), .* ask for \(4, 5\)"):
+        run(optimizer, params, 1, start=2)
+    assert_same(params, weights)
+    for param in params:
+        optimizer.state[param].clear()
+    run(optimizer, params, 3, start=2)
+
+
 def test_a_side_that_is_too_long_has_no_factor_and_two_are_refused():
     param = nn.Parameter(torch.randn(3, 12))
     optimizer = MuonSW([{"params": [param], "algorithm": "soap", "max_precond_dim": 8}], lr=0.01)
