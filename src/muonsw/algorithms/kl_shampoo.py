@@ -120,23 +120,28 @@ def inverse_sqrt(S: Tensor, dtype: torch.dtype) -> Tensor:
     scales = [(1.0, 1.0, 1.0)] * (len(CANS) + 1)
     if dtype == torch.float16:
         scales = [(_FLOAT16_TOP / y, _FLOAT16_TOP / z, _FLOAT16_TOP / p) for y, z, p in _ceilings()]
-    (y, z, _), identity = scales[0], torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
-    Y, Z = S * (y / L), z * identity.expand_as(S)
-    for (a, b), ((y, z, p), (y_next, z_next, _)) in zip(CANS, pairwise(scales), strict=True):
-        P = _multiply_add(Z, 0.0, Z, Y, p / (z * y), dtype)
-        Y, Z = (
-            _multiply_add(Y, a * y_next / y, Y, P, b * y_next / (y * p), dtype),
-            _multiply_add(Z, a * z_next / z, P, Z, b * z_next / (z * p), dtype),
-        )
+    (y, _, _), (y_next, z_next, _), (a, b) = scales[0], scales[1], CANS[0]
+    Y, identity = S * (y / L), torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+    Z = a * z_next * identity + b * z_next / y * Y  # the first step, in which Z is the identity and P is Y
+    Y = _multiply_add(Y, a * y_next / y, Y.to(dtype), Y.to(dtype), b * y_next / y**2)
+    for (a, b), ((y, z, p), (y_next, z_next, _)) in zip(CANS[1:], pairwise(scales[1:]), strict=True):
+        Y_low, Z_low = Y.to(dtype), Z.to(dtype)
+        P_low = _multiply(Z_low, Y_low, p / (z * y))
+        Y = _multiply_add(Y, a * y_next / y, Y_low, P_low, b * y_next / (y * p))
+        Z = _multiply_add(Z, a * z_next / z, P_low, Z_low, b * z_next / (z * p))
     return (Z + Z.mT) / (2 * scales[-1][1] * L.sqrt())
 
 
-def _multiply_add(C: Tensor, beta: float, A: Tensor, B: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
-    """`beta C + alpha A B`, A and B rounded to `dtype`; sums stay in the dtype of C."""
-    if dtype == C.dtype:
-        return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
-    A, B = A.to(dtype), B.to(dtype)
-    if C.is_cuda:
+def _multiply(A: Tensor, B: Tensor, alpha: float) -> Tensor:
+    """`alpha A B`, summed in at least float32 and rounded to the dtype of A."""
+    if A.dtype != torch.float16 or A.is_cuda:
+        return torch.baddbmm(A, A, B, beta=0, alpha=alpha)
+    return (alpha * (A.float() @ B.float())).to(A.dtype)
+
+
+def _multiply_add(C: Tensor, beta: float, A: Tensor, B: Tensor, alpha: float) -> Tensor:
+    """`beta C + alpha A B` in the dtype of C, which may be wider than that of A and B."""
+    if A.dtype != C.dtype and C.is_cuda:
         return torch.baddbmm(C, A, B, C.dtype, beta=beta, alpha=alpha)
     return torch.baddbmm(C, A.to(C.dtype), B.to(C.dtype), beta=beta, alpha=alpha)
 
