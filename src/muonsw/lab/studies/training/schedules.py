@@ -21,6 +21,7 @@ from muonsw.lab.studies.training.regret import (
     BEYOND,
     EXACT,
     RULES,
+    at_horizon,
     best_against_best,
     best_gaps,
     first_run,
@@ -45,7 +46,7 @@ def schedules(scale: Scale) -> list[Comparison]:
         >>> [str(one.key) for one in schedules(MINI)]
         ['cosine to 0.1', 'cosine to 0', 'linear to 0.1', 'linear to 0', 'wsd to 0.1', 'wsd to 0']
     """
-    run = rules_run(scale)
+    run = at_horizon(rules_run(scale), scale.horizons[1])
     lambdas = [float(f"{run.optimizer.weight_decay * factor:.3g}") for factor in FACTORS]
     found = []
     for shape in SHAPES:
