@@ -8,19 +8,30 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import ByteTokenizer
 from muonsw.lab.errors import UsageError
-from muonsw.lab.runs import load_run
+from muonsw.lab.runs import Run, load_run
+from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.records import SAMPLED, Records
 from muonsw.lab.studies import evidence
 from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.program import main
-from muonsw.lab.studies.training import lambda_scaling, long, rate_drift, regret, rows, schedules, untuned
+from muonsw.lab.studies.training import (
+    gradient_growth,
+    lambda_scaling,
+    long,
+    rate_drift,
+    regret,
+    rows,
+    schedules,
+    untuned,
+)
 from muonsw.lab.studies.training.best_rules import best_at_an_end, candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import (
     Optimum,
@@ -34,10 +45,10 @@ from muonsw.lab.studies.training.regret import (
     vertex,
 )
 from muonsw.lab.studies.workshop import Workshop
-from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.folder import identity
 from muonsw.lab.train.state import schedule_multiple
-from tests.lab.studies.small_comparisons import by_settings, tiny_scale
+from tests.lab.studies.small_comparisons import by_settings, tiny_run, tiny_scale
 from tests.lab.train.small_runs import tokens
 
 ROOT = Path(__file__).parents[2]
@@ -331,6 +342,52 @@ class Made(NamedTuple):
 
     config: RunConfig
     epochs: float = 0.1
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_growth_of_gradients_from_training_to_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr("muonsw.lab.runs.records.SAMPLES", 10)
+    path = evidence.file_of("gradient-growth", tmp_path)
+    assert evidence.gather("gradient-growth", by_settings(tmp_path / "runs"), path) == 2 * 3 * 2
+    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    page = evidence.page(grown, "{gradient-growth}")
+    assert "| adamw, lr 0.01 | scaled |" in page
+    assert (
+        "muon, lr 0.01, constant decay: size of the step over the weight at the peak, over sqrt(2 lambda/eta)" in page
+    )
+    folder = next(one for one in sorted((tmp_path / "runs").iterdir()) if one.is_dir())
+    run = load_run(folder)
+    recorded = grown.records["gradient-growth"].runs[identity(run.config)].normalized
+    for key in ("weight_rms", "gradient_rms", "update_rms", "decay", "lr"):
+        assert recorded[key] == pytest.approx(run.normalized[key], rel=1e-4)
+    # Of all decayed weights those that enter no normalization are left out.
+    assert run.normalized["weight_rms"][-1] != pytest.approx(run.telemetry.scope("decayed")["weight_rms"][-1], rel=1e-3)
+
+
+def settled_run(optimizer, settled="constant"):
+    """A run whose norms have settled at every learning rate, as under the rule `settled`, with gradients as 1/norm."""
+    config = tiny_run(optimizer={"weight_decay": 1.0, "algorithm": optimizer.algorithm, "lr": 0.02}, steps=100)
+    config = replace(config, optimizer=replace(config.optimizer, decay=optimizer.decay))
+    steps = np.arange(1.0, 101.0)
+    lr = 0.02 * np.clip(1.1 - steps / 100, 0.1, 1.0)
+    decay = lr if settled == "constant" else lr**2 / 0.02
+    beta = 0.9 if optimizer.algorithm == "adamw" else 0.95
+    weight = 0.2 * lr * ((1 + beta) / (1 - beta)) ** 0.5 / np.sqrt(2 * decay)
+    columns = {"step": steps, "lr": lr, "decay": decay, "weight_rms": weight, "update_rms": 0.2 * lr}
+    table = Columns({**columns, "gradient_rms": 1e-3 / weight})
+    return Run("", Path(), config.as_data(), {}, {}, {"telemetry": {"": table, "decayed": table, "normalized": table}})
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_claims_of_gradients_hold_where_norms_have_settled(algorithm):
+    optimizers = {rule: OptimizerConfig(algorithm=algorithm, decay=rule) for rule in ("constant", "scaled")}
+    key = Key(f"{algorithm}, lr 0.02")
+    results = {key: {rule: [settled_run(one, rule)] * 2 for rule, one in optimizers.items()}}
+    claims = gradient_growth.judge_growth(results, tiny_scale())
+    assert all(claim.holds for claim in claims), [claim.id for claim in claims if not claim.holds]
+    swapped = {key: {rule: [settled_run(one, "scaled")] * 2 for rule, one in optimizers.items()}}
+    broken = {claim.id for claim in gradient_growth.judge_growth(swapped, tiny_scale()) if not claim.holds}
+    assert broken == {f"{key.slug}-rises", f"{key.slug}-rises-more"}
 
 
 def test_training_needs_no_library_of_the_command_line_or_of_pages():

@@ -47,6 +47,7 @@ class Step:
             "update_rms": rms(u),
             "relative_update": rms(u) / rms(w),
             "applied_rms": rms(change),
+            "gradient_rms": rms(g),
             "alignment_update": cosine(w, u),
             "alignment_gradient": cosine(w, g),
             "decay": sum(phis[i] * self.before[i].numel() for i in chosen) / len(w),

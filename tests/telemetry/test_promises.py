@@ -125,7 +125,15 @@ def test_a_skipped_update_is_reported_apart_from_one_of_size_zero():
     assert (before["skipped"], before["was_skipped"]) == (0, False)
     assert (record["skipped"], record["was_skipped"], record["step"]) == (1, True, 3)
     assert record["all"]["weight_rms"] == pytest.approx(weights.square().mean().sqrt().item())
-    unknown = {"update_rms", "relative_update", "applied_rms", "decay", "alignment_update", "alignment_gradient"}
+    unknown = {
+        "update_rms",
+        "relative_update",
+        "applied_rms",
+        "gradient_rms",
+        "decay",
+        "alignment_update",
+        "alignment_gradient",
+    }
     assert all(values[name] is None for values in (record["all"], record["decayed"]) for name in unknown)
     assert record["all"].keys() >= before["all"].keys() - {"defect"}
     set_gradients(params, 3)

@@ -375,6 +375,7 @@ def describe(rows: Rows) -> list[Values]:
         "update_rms": (rows["uu"] / numel).sqrt(),
         "relative_update": (rows["uu"] / rows["ww"]).sqrt(),
         "applied_rms": (rows["dd"] / numel).sqrt(),
+        "gradient_rms": (rows["gg"] / numel).sqrt(),
     }
     values |= {name: rows[name] / rows[f"count_{name}"] for name in ("decay", "lr", "peak_lr")}
     for name, (product, left, right) in ALIGNMENTS.items():

@@ -15,6 +15,7 @@ from muonsw.lab.model.decoder import count as count
 from muonsw.lab.model.decoder import unallocated as unallocated
 from muonsw.lab.model.init import MUON_LR_POWERS as MUON_LR_POWERS
 from muonsw.lab.model.init import Scaling as Scaling
+from muonsw.lab.model.init import enters_norm as enters_norm
 from muonsw.lab.model.init import initialize as initialize
 from muonsw.lab.model.init import muon_lr_multiplier as muon_lr_multiplier
 from muonsw.lab.model.init import role_of as role_of
@@ -32,6 +33,7 @@ __all__ = [
     "Scaling",
     "count",
     "cross_entropy",
+    "enters_norm",
     "initialize",
     "muon_lr_multiplier",
     "preset",

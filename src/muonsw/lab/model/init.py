@@ -87,6 +87,16 @@ def role_of(name: str) -> str:
     raise ValueError(f"no muP role for parameter {name!r}; add a pattern for it to ROLE_PATTERNS")
 
 
+def enters_norm(name: str) -> bool:
+    """Whether a matrix of this name writes to the residual stream, so that only a normalization reads its output.
+
+    Examples:
+        >>> enters_norm("layers.3.moe.down"), enters_norm("layers.3.attention.qkv.weight")
+        (True, False)
+    """
+    return any(role == "residual" and fnmatchcase(name, pattern) for pattern, role in ROLE_PATTERNS.items())
+
+
 @torch.no_grad()
 def initialize(model: nn.Module, config: ModelConfig, seed: int = 0) -> None:
     """Fill every parameter from the table; the same seed gives the same bits on every device.

@@ -17,7 +17,7 @@ import numpy as np
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs.metrics import Columns
-from muonsw.lab.runs.run import SCOPES, Run
+from muonsw.lab.runs.run import NORMALIZED, SCOPES, Run
 from muonsw.lab.settings import flatten
 from muonsw.lab.storage import prepare_folder, write_atomically
 from muonsw.lab.train.config import RunConfig
@@ -27,8 +27,9 @@ from muonsw.lab.train.folder import identity
 SAMPLES = 100
 SAMPLED = (
     *("weight_rms", "update_rms", "decay", "alignment_update", "alignment_gradient", "alignment_momentum"),
-    *("defect", "lr"),
+    *("defect", "lr", "gradient_rms"),
 )
+OF_NORMALIZED = ("weight_rms", "update_rms", "gradient_rms", "decay", "lr")
 DIGITS = 5
 MADE_WITH = ("device", "torch", "muonsw")
 
@@ -109,6 +110,8 @@ class Records:
         tables: dict[str, dict[str, Columns]] = {"eval": {"": _columns(("step", "loss"), line["losses"])}}
         if "samples" in line:
             tables["telemetry"] = dict.fromkeys(("", *SCOPES), _columns(line["sampled"], line["samples"]))
+        if NORMALIZED in line:
+            tables["telemetry"][NORMALIZED] = _columns(("step", *OF_NORMALIZED), line[NORMALIZED])
         return Run(settings.get("arm") or "", self.path, settings, {}, dict(line["result"]), tables)
 
 
@@ -116,9 +119,14 @@ def _telemetry(run: Run) -> dict[str, Any]:
     scope = run.telemetry.scope(SCOPES[0])
     if scope.records < SAMPLES:
         return {}
-    columns = [scope.step, *(scope.get(key, np.full(scope.records, np.nan)) for key in SAMPLED)]
-    rows = [[int(step), *map(_short, values)] for step, *values in zip(*columns, strict=True)]
-    return {"sampled": ["step", *SAMPLED], "samples": rows}
+    found = {"sampled": ["step", *SAMPLED], "samples": _rows(scope, SAMPLED)}
+    normalized = run.normalized
+    return {**found, NORMALIZED: _rows(normalized, OF_NORMALIZED)} if normalized.records else found
+
+
+def _rows(scope: Columns, keys: Sequence[str]) -> list[list[float | None]]:
+    columns = [scope.step, *(scope.get(key, np.full(scope.records, np.nan)) for key in keys)]
+    return [[int(step), *map(_short, values)] for step, *values in zip(*columns, strict=True)]
 
 
 def _columns(names: Sequence[str], rows: Sequence[Sequence[float | None]]) -> Columns:

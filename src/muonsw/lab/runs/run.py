@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muonsw.lab.errors import UsageError
+from muonsw.lab.model import enters_norm
 from muonsw.lab.runs.metrics import POOLED, Columns, Values, read_metrics
 from muonsw.lab.storage import read_object
 from muonsw.lab.theory import HypothesisError
@@ -22,6 +23,7 @@ from muonsw.lab.train.config import RunConfig
 Points = tuple[NDArray[np.int64], Values]
 METRICS = "metrics.jsonl"
 NAN = float("nan")
+NORMALIZED = "normalized"  # the scope of matrices whose output enters a normalization, in the record of a run
 SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
 RECURSION = {"r": "weight_rms", "s": "update_rms", "phi": "decay", "a": "alignment_update"}
 NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
@@ -83,6 +85,29 @@ class Scopes:
     def scope(self, scope: str) -> Columns:
         """Everything recorded of a scope, with `step`; without columns where it is not known."""
         return (self._pooled if scope in ("", *POOLED) else self._whole).get(scope, Columns())
+
+
+def pooled(parts: Sequence[Columns]) -> Columns:
+    """Columns of several parameters as if their elements lay side by side: roots of mean squares, and means.
+
+    Examples:
+        >>> one = Columns(step=np.array([1.0]), numel=np.array([3.0]), weight_rms=np.array([2.0]), lr=np.array([0.1]))
+        >>> two = Columns(step=np.array([1.0]), numel=np.array([1.0]), weight_rms=np.array([6.0]), lr=np.array([0.5]))
+        >>> both = pooled([one, two])
+        >>> round(float(both["weight_rms"][0]) ** 2, 6), round(float(both["lr"][0]), 6)
+        (12.0, 0.2)
+    """
+    if not parts:
+        return Columns()
+    sizes = np.array([part["numel"] for part in parts])
+
+    def mean(key: str, power: int) -> Values:
+        values = np.array([part[key] for part in parts]) ** power
+        found: Values = ((sizes * values).sum(axis=0) / sizes.sum(axis=0)) ** (1.0 / power)
+        return found
+
+    keys = [key for key in parts[0] if key.endswith("_rms") or key in ("decay", "lr")]
+    return Columns({"step": parts[0]["step"], **{key: mean(key, 2 if key.endswith("_rms") else 1) for key in keys}})
 
 
 @dataclass(frozen=True)
@@ -243,6 +268,17 @@ class Run:
     def norms(self) -> Points:
         """Steps and root mean squares of the weights that decay, each before an update."""
         return self.recorded("weight_rms")
+
+    @property
+    def normalized(self) -> Columns:
+        """Telemetry of the decoder's matrices whose output enters a normalization, pooled over their elements.
+
+        A run folder has it parameter by parameter, the record of an exported run pooled.
+        """
+        if recorded := self.telemetry.scope(NORMALIZED):
+            return recorded
+        names = (scope for scope in self.telemetry.scopes() if scope.startswith("parameter:"))
+        return pooled([self.telemetry.scope(name) for name in names if enters_norm(name.partition(":")[2])])
 
     @property
     def final_norm(self) -> float:
