@@ -95,7 +95,7 @@ def _replays(optimizer: ScaledDecayOptimizer) -> bool:
 def is_shared(optimizer: ScaledDecayOptimizer) -> bool:
     """Whether other ranks hold parts or copies of a parameter; DTensors may be swapped in at any time."""
     groups = optimizer.param_groups
-    return optimizer._ranks.process_group is not None or any(any_dtensor(group["params"]) for group in groups)
+    return optimizer._ranks.process_group is not None or True in [any_dtensor(group["params"]) for group in groups]
 
 
 def local_step(optimizer: ScaledDecayOptimizer) -> None:
