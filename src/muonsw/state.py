@@ -47,7 +47,7 @@ def own_shape(key: str, group: Group, param: Tensor) -> torch.Size | None:
     matrices = ALGORITHMS[group["algorithm"]].matrices
     base, _, number = key.partition(".")
     spec = None if matrices is None else matrices.state(group).get(base)
-    if spec is None or spec.shape is None:
+    if spec is None or spec.shape is None or param.dim() < 2:  # a vector: flattened since, which the step refuses
         return None
     view = MatrixView.of(group)
     _, rows, columns = list(view.cells(param.shape))[int(number or 0)]

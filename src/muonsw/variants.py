@@ -23,8 +23,7 @@ class MuonSW(ScaledDecayOptimizer):
 
     Args:
         params: parameters, named parameters, or dicts with `params` and options of their own. Any option may
-            be set in a group, and `algorithm` ("muon", "adamw", "sgd", "lion", "dion2") too. For a whole model, see
-            `for_model`.
+            be set in a group, and `algorithm`, a name of `ALGORITHMS`, too. For a whole model, see `for_model`.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: lambda.
         decay: the decay rule: "scaled" (lambda lr^2/peak), "constant" (lambda lr, as torch has it), or another name of

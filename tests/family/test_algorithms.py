@@ -292,6 +292,31 @@ def test_only_a_rule_that_counts_no_steps_may_be_captured(name):
     assert ("every few steps" in obstacle([batch], "skip")) == (name != "asgo")
 
 
+@every_algorithm
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_size_of_state_is_known_before_it_is_made(name, dtype):
+    params = matrices((6, 6), (4, 10), (3, 10, 4), dtype=dtype)
+    optimizer = build(name, params[:2])
+    optimizer.add_param_group({"params": params[2:], **OPTIONS[name], "matrix": "stack", "split_sizes": (4, 6)})
+    announced = optimizer.summary().state
+    set_gradients(params, 0)
+    optimizer.step()
+    made = [value.nbytes for state in optimizer.state.values() for value in state.values()]
+    assert sum(announced.values()) == sum(made)
+
+
+@every_algorithm
+def test_parameters_that_were_flattened_are_shown_and_refused(name):
+    """As DeepSpeed's ZeRO does."""
+    params = matrices((4, 6))
+    optimizer = build(name, params)
+    params[0].data = params[0].data.flatten()
+    assert "24" in optimizer.routing()
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match="something has flattened the parameters"):
+        optimizer.step()
+
+
 def test_options_that_decide_the_shape_of_state_cannot_change_in_mid_run():
     params = matrices((4, 6), (6, 6))
     optimizer = build("shampoo", params)
