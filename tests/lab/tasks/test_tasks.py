@@ -196,6 +196,8 @@ def test_the_decoder_has_the_settings_and_the_names_that_it_had():
         ({"model": "def model(seed):\n    return 1 / 0\n"}, "raised ZeroDivisionError: division by zero (line 7)"),
         ({"batches": "def batches(split, seed):\n    return 3\n"}, "batches('train', 0) returned int 3; expected a "),
         ({"batches": "def batches(split, seed):\n    return []\n"}, "returned list [], without a batch"),
+        ({"batches": "def batches(split, seed):\n    return torch.utils.data.TensorDataset(torch.ones(3, 4))\n"},
+         "returned a TensorDataset, whose items are samples and not batches: wrap it in a DataLoader"),
         ({"batches": "def batches(split, seed):\n    return ['a']\n"}, "is str 'a'; expected tensors"),
         ({"batches": "def batches(split, seed):\n    yield torch.ones(3, 4), torch.ones(3).long()\n"}, "ended after 1"),
         ({"loss": "def loss(model, batch):\n    return 0.5\n"}, "loss(model, batch) returned float 0.5; expected a "),
@@ -246,13 +248,16 @@ class Options:
     width: int = 8
     flip: bool = False
 """
-KEYWORDS = "def model(seed, width: int = 8, rate=0.5):\n    return nn.Linear(4, width)\n"
+KEYWORDS = """
+def model(seed, width: int = 8, rate=0.5, sizes=(1, 2), name=None, odd: "NoSuch" = 1):
+    return nn.Linear(4, width)
+"""
 
 
 @pytest.mark.parametrize(
     ("changes", "given", "width"),
     [
-        ({"model": KEYWORDS}, ("width=5", "rate=1e-3"), 5),
+        ({"model": KEYWORDS}, ("width=5", "rate=1e-3", "name=x", "odd=2"), 5),
         ({"model": KEYWORDS}, (), 8),
         ({"model": "def model(seed, options):\n    return nn.Linear(4, options.width)\n", "more": OPTIONS},
          ("width=6", "flip=yes"), 6),
@@ -266,9 +271,10 @@ def test_options_come_from_keywords_or_a_dataclass(changes, given, width, tmp_pa
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("widht=5", "unknown option 'widht' (did you mean 'width'?); known: width, rate"),
+        ("widht=5", "unknown option 'widht' (did you mean 'width'?); known: width, rate, sizes, name"),
         ("width=wide", "--task.width must be of type int, not 'wide'"),
         ("rate=x", "--task.rate must be of type float, not 'x'"),
+        ("sizes=3", "--task.sizes has the default or annotation <class 'tuple'>; options are bool"),
     ],
 )
 def test_a_wrong_option_is_refused(given, message, tmp_path):

@@ -9,11 +9,11 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_type_hints
+from types import ModuleType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from muonsw.lab.errors import UsageError
 from muonsw.registry import unknown
@@ -187,8 +187,9 @@ class Functions:
         """The type of an option: what it is annotated with, or that of its default."""
         sources = [getattr(self.module, function) for function in filter(self.has, CALLS)]
         for source in [getattr(self.module, OPTIONS, None), *sources]:
-            if source is not None and name in (hints := get_type_hints(source)):
-                return hints[name]
+            with suppress(NameError, TypeError):  # an annotation may name what only a type checker imports
+                if name in (hints := get_type_hints(source)):
+                    return hints[name]
         return type(self._defaults()[name])
 
 
@@ -199,19 +200,15 @@ def convert(text: str, hint: Any, name: str) -> Any:
         >>> convert("6", int, "--task.depth"), convert("no", bool, "--task.flip"), convert("1e-3", float | None, "x")
         (6, False, 0.001)
     """
-    kinds = [kind for kind in getattr(hint, "__args__", (hint,)) if kind is not type(None)]
-    if kinds[0] is bool:
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if text.lower() in words:
-            return words[text.lower()]
-    elif kinds[0] in (int, float):
-        try:
-            return kinds[0](text)
-        except ValueError:
-            pass
-    else:
-        return text
-    raise UsageError(f"{name} must be of type {kinds[0].__name__}, not {text!r}")
+    union = get_origin(hint) in (Union, UnionType)
+    kind = next((one for one in (get_args(hint) if union else (hint,)) if one is not type(None)), str)
+    if kind not in (bool, int, float, str):
+        raise UsageError(f"{name} has the default or annotation {kind}; options are bool, int, float or str")
+    words: dict[str, Any] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    try:
+        return words[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"{name} must be of type {kind.__name__}, not {text!r}") from error
 
 
 def load_functions(config: TaskConfig) -> Functions:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.tasks.functions import Functions, TaskConfig, fingerprint, listed, load_functions, shown
@@ -176,8 +177,11 @@ class Source:
         with generators_seeded(self.seed, self.split):
             made = self.functions("batches", self.split, self.seed)
         call = f"{self.functions.name}: batches({self.split!r}, {self.seed})"
-        if not callable(made) and not isinstance(made, Iterable):
+        if not callable(made) and not isinstance(made, Iterable | Dataset):
             raise UsageError(f"{call} returned {shown(made)}; expected {KINDS}")
+        if isinstance(made, Dataset):
+            fix = "wrap it in a DataLoader, or return a function of i"
+            raise UsageError(f"{call} returned a {type(made).__name__}, whose items are samples and not batches: {fix}")
         if hasattr(made, "__len__") and not len(made):
             raise UsageError(f"{call} returned {shown(made)}, without a batch; expected {KINDS}")
         return made
