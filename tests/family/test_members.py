@@ -11,6 +11,8 @@ from torch import nn
 
 from muonsw import NORMALIZERS, PRECONDITIONERS, MuonSW, Telemetry
 from muonsw.nonfinite import Flag, NonFiniteGradientWarning, all_finite
+from muonsw.normalize import NORMALIZE
+from muonsw.precondition import PRECONDITION
 from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
 from tests.family.members import OPTIONS, reference
 
@@ -212,6 +214,23 @@ def test_low_precision_weights_follow_the_rule_in_float32(name, dtype):
         assert {value.dtype for value in low.state[param].values()} == {torch.float32}
         ulp = torch.finfo(dtype).eps * float(other.detach().abs().max())
         assert float((param.detach().float() - other.detach()).abs().max()) <= steps * ulp
+
+
+@every_member
+def test_averages_may_be_kept_in_bfloat16(name):
+    """Of single elements; what has a shape of its own stays in float32, and a direction is computed in float32."""
+    narrow, wide = matrices((8, 8), (6, 6)), matrices((8, 8), (6, 6))
+    low, high = build(name, narrow, state_dtype="bfloat16"), build(name, wide)
+    run(low, narrow, 1)
+    run(high, wide, 1)
+    group = low.param_groups[0]
+    own = {key for slot in (PRECONDITION, NORMALIZE) for key, spec in slot.specs(group).items() if spec.shape}
+    for param in narrow:
+        dtypes = {key: value.dtype for key, value in low.state[param].items()}
+        assert dtypes == {key: torch.float32 if key in own else torch.bfloat16 for key in dtypes}
+    after, expected = (torch.cat([param.detach().flatten() for param in params]) for params in (narrow, wide))
+    before = torch.cat([param.detach().flatten() for param in matrices((8, 8), (6, 6))])
+    assert distance(after - before, expected - before) < 0.1
 
 
 @every_member

@@ -42,7 +42,7 @@ from muonsw.normalize import NORMALIZE
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS, aurora
 from muonsw.precision import LOW_PRECISION, state_dtype
 from muonsw.precondition import PRECONDITION
-from muonsw.slots import Specs, State
+from muonsw.slots import Specs, State, wide_dtype
 from muonsw.work import Group, Item
 
 # The options of orthogonalizer="aurora", by default its authors' choice; a group holds None for these.
@@ -77,7 +77,7 @@ def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget)
         ahead = empty_batch(momenta, bucket.rows, bucket.columns)
         _advance(group, grads, momenta, scatter(ahead, momenta), budget.ok)
         if first is not None:
-            ahead = apply_slot(PRECONDITION, group, bucket, parts, ahead, budget.ok)
+            ahead = apply_slot(PRECONDITION, group, bucket, parts, ahead.to(wide_dtype(ahead.dtype)), budget.ok)
         matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
         if flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
             matrices = matrices.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
@@ -179,11 +179,13 @@ def _runs_on_shards(group: Group) -> bool:
 def _precondition_shards(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
     """Run an elementwise preconditioner where the shards are: its state advances on every rank that keeps it."""
     for number, part in enumerate(parts):
-        before = {key: part.state(key) for key in PRECONDITION.specs(group)}
+        kept = {key: part.state(key) for key in PRECONDITION.specs(group)}
         X = part.state("momentum_buffer") if targets is None else targets[number]
-        grad = clean([part.grad], [X], group["maximize"], ok)[0]
-        result, after = PRECONDITION.apply({**group, "transposed": False}, X, {**before, "grad": grad})
-        for key, tensor in before.items():
+        state = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in kept.items()}
+        ahead = X.to(wide_dtype(X.dtype))
+        state["grad"] = clean([part.grad], [ahead], group["maximize"], ok)[0]
+        result, after = PRECONDITION.apply({**group, "transposed": False}, ahead, state)
+        for key, tensor in kept.items():
             tensor.copy_(after[key] if ok is None else torch.where(ok, after[key], tensor))
         if targets is not None:
             X.copy_(result)
@@ -193,7 +195,7 @@ def _whole(group: Group, X: Tensor, state: State, dtype: torch.dtype) -> tuple[T
     """What follows momentum, for whole matrices with the state that the slots keep of them."""
     new: State = {}
     if group["precondition"] is not None and not _runs_on_shards(group):
-        X, new = PRECONDITION.apply(group, X, state)
+        X, new = PRECONDITION.apply(group, X.to(wide_dtype(X.dtype)), state)
     X = orthogonalize(group, X, dtype)
     if group["normalize"] is not None:
         X, more = NORMALIZE.apply(group, X, state)

@@ -59,14 +59,14 @@ class StateBatch:
         }
 
     def gathered(self) -> State:
-        """Every tensor as one batch (count, r, c)."""
-        return {key: _batched(tensors, self._shapes[key]) for key, tensors in self._views.items()}
+        """Every tensor as one batch (count, r, c), in float32 or better."""
+        batches = {key: _batched(tensors, self._shapes[key]) for key, tensors in self._views.items()}
+        return {key: batch.to(wide_dtype(batch.dtype)) for key, batch in batches.items()}
 
     def write(self, before: State, after: State, ok: Tensor | None) -> None:
         """Store what a rule returned, unless `ok` is false."""
         for key, tensors in self._views.items():
-            new = after[key].to(before[key].dtype)
-            new = new if ok is None else torch.where(ok, new, before[key])
+            new = after[key] if ok is None else torch.where(ok, after[key], before[key])
             torch._foreach_copy_(tensors, scatter(new, tensors))
 
 

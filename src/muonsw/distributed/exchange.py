@@ -21,10 +21,8 @@ from torch import Tensor
 from muonsw.algorithms.base import LARGE, Update
 from muonsw.distributed.layout import COPIES, SHARDS
 from muonsw.distributed.rounds import GRADIENT, ExchangeBatch, Round, Shape, Sizes, Unit
-from muonsw.distributed.shards import LocalState, as_dtensor, shard_like
-from muonsw.matrices import WHOLE, Part, Region
-from muonsw.slots import ELEMENTWISE, State
-from muonsw.work import Item
+from muonsw.matrices import Part, Region
+from muonsw.slots import State
 
 Blocks = dict[Shape, Tensor]
 States = dict[Shape, State]
@@ -71,8 +69,8 @@ class Exchange(Protocol):
         """What this rank owns in the pieces that `scatter` sends."""
 
 
-class Gathering(NamedTuple):
-    """The matrices of a round on their way to their owners, and what travels with them."""
+class Transfers(NamedTuple):
+    """The matrices of a round on their way, to their owners or back, and what travels with them."""
 
     matrices: Transfer
     beside: Transfer | None = None
@@ -81,7 +79,7 @@ class Gathering(NamedTuple):
 def exchanged_updates(batches: Sequence[ExchangeBatch], rounds: Sequence[Round]) -> Iterator[tuple[int, Update]]:
     """Updates of all parameters that need an exchange, each with the number of its batch."""
     gathering = _gather(batches, rounds[0]) if rounds else None
-    returning: tuple[Round, Gathering] | None = None
+    returning: tuple[Round, Transfers] | None = None
     for number, one in enumerate(rounds):
         assert gathering is not None
         matrices, states = _arrived(one, gathering)
@@ -93,13 +91,13 @@ def exchanged_updates(batches: Sequence[ExchangeBatch], rounds: Sequence[Round])
         yield from _returned(batches, *returning)
 
 
-def _gather(batches: Sequence[ExchangeBatch], one: Round) -> Gathering:
+def _gather(batches: Sequence[ExchangeBatch], one: Round) -> Transfers:
     exchange = EXCHANGES[one.wire.kind]
     matrices = exchange.gather(batches, one)
-    return Gathering(matrices, None if one.beside is None else exchange.gather_beside(batches, one, one.beside[0]))
+    return Transfers(matrices, None if one.beside is None else exchange.gather_beside(batches, one, one.beside[0]))
 
 
-def _arrived(one: Round, gathering: Gathering) -> tuple[Blocks, States]:
+def _arrived(one: Round, gathering: Transfers) -> tuple[Blocks, States]:
     """The whole matrices that this rank owns, (count, *cell) for each shape, and what has come with them."""
     exchange = EXCHANGES[one.wire.kind]
     matrices = dict(zip(one.counts, exchange.assemble(one, gathering.matrices.wait(), _owned(one)), strict=True))
@@ -146,19 +144,19 @@ def _as_matrices(shape: Shape, state: State) -> State:
     }
 
 
-def _scatter(one: Round, results: list[Tensor], kept: list[Tensor]) -> Gathering:
+def _scatter(one: Round, results: list[Tensor], kept: list[Tensor]) -> Transfers:
     exchange = EXCHANGES[one.wire.kind]
     send = _packed(exchange.cut(one, results, _owned(one)), one.wire.back, one)
     returning = exchange.scatter(one, send, Sizes(one.held, one.pieces))
     if one.beside is None:
-        return Gathering(returning)
+        return Transfers(returning)
     send = _packed(exchange.cut(one, kept, _beside(one, returning=True)), one.wire.beside, one)
-    return Gathering(
+    return Transfers(
         returning, Transfer(send, []) if one.wire.owner_keeps else exchange.scatter(one, send, one.beside[1])
     )
 
 
-def _returned(batches: Sequence[ExchangeBatch], one: Round, returning: Gathering) -> Iterator[tuple[int, Update]]:
+def _returned(batches: Sequence[ExchangeBatch], one: Round, returning: Transfers) -> Iterator[tuple[int, Update]]:
     """Keep the state that has come back, and hand on the directions."""
     if returning.beside is not None:
         arrived = returning.beside.wait()
@@ -189,88 +187,6 @@ def _companion(batches: Sequence[ExchangeBatch], unit: Unit, place: int) -> Tens
         return region.of(item.state[key])
     grad = region.of(item.grad)
     return -grad if batch.group["maximize"] else grad
-
-
-def redistributed_updates(batch: ExchangeBatch) -> Iterator[Update]:
-    """The slow way that is always right: every rank gets every matrix whole and keeps its part of the direction."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    for item in batch.items:
-        assert item.whole is not None
-        like = as_dtensor(item.whole)
-        ahead = torch.empty_like(item.param, dtype=batch.rule.sent_dtype(batch.group, item.param.dtype))
-        batch.rule.advance(batch.group, [Part(item, WHOLE)], [ahead], None)
-        whole = as_dtensor(shard_like(item.whole, ahead)).full_tensor()
-        direction = torch.zeros_like(whole, dtype=item.param.dtype)
-        scales = []
-        state = RedistributedState(batch, item)
-        for number, (region, rows, columns) in enumerate(batch.view.cells(like.shape)):
-            cell, target = region.of(whole), region.of(direction)
-            scales.append(batch.rule.scale(batch.group, rows, columns))
-            X = cell.reshape(-1, rows, columns)
-            result, new = batch.rule.directions(
-                batch.group, X, state.of(number, region, rows, columns), item.param.dtype
-            )
-            state.keep(new, number, region)
-            target.copy_(result.reshape(cell.shape) * (scales[-1] / scales[0]))
-        state.write()
-        everywhere = DTensor.from_local(direction, like.device_mesh, [Replicate()] * like.device_mesh.ndim)
-        mine = everywhere.redistribute(like.device_mesh, like.placements).to_local()
-        yield Update([Part(item, WHOLE)], [mine], scales[0])
-
-
-class RedistributedState:
-    """What a rule keeps of the matrices of one parameter, whole on every rank; each keeps its part of what is new."""
-
-    def __init__(self, batch: ExchangeBatch, item: Item) -> None:
-        self._item, self._view = item, batch.view
-        self._specs = batch.rule.state(batch.group)
-        keys = [
-            key
-            for base, spec in self._specs.items()
-            for key in ([base] if spec.shape is None else batch.view.cell_keys(base))
-        ]
-        self._whole = {key: as_dtensor(self._kept(key)).full_tensor() for key in keys}
-        if batch.rule.sends_gradient(batch.group):
-            grad = -item.grad if batch.group["maximize"] else item.grad
-            assert item.whole is not None
-            self._whole[GRADIENT] = as_dtensor(shard_like(item.whole, grad)).full_tensor()
-
-    def _kept(self, key: str) -> Tensor:
-        assert isinstance(self._item.state, LocalState)
-        return self._item.state.kept(key)
-
-    def _place(self, key: str, number: int, region: Region) -> Tensor:
-        spec = self._specs.get(key, ELEMENTWISE)
-        return region.of(self._whole[key]) if spec.shape is None else self._whole[self._view.cell_keys(key)[number]]
-
-    def of(self, number: int, region: Region, rows: int, columns: int) -> State:
-        """The state of the matrices of one cell, (count, r, c) by key."""
-        extra = [GRADIENT] if GRADIENT in self._whole else []
-        found = {key: self._place(key, number, region) for key in (*self._specs, *extra)}
-        return {
-            key: tensor.reshape(-1, rows, columns)
-            if self._specs.get(key, ELEMENTWISE).shape is None
-            else tensor.reshape(-1, *tensor.shape[-2:])
-            for key, tensor in found.items()
-        }
-
-    def keep(self, new: State, number: int, region: Region) -> None:
-        """Put the new state of a cell in its place."""
-        for key in self._specs:
-            place = self._place(key, number, region)
-            place.copy_(new[key].reshape(place.shape))
-
-    def write(self) -> None:
-        """Keep this rank's part."""
-        from torch.distributed.tensor import DTensor, Replicate
-
-        for key, tensor in self._whole.items():
-            if key != GRADIENT:
-                like = as_dtensor(self._kept(key))
-                mesh = like.device_mesh
-                everywhere = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
-                self._item.state[key].copy_(everywhere.redistribute(mesh, like.placements).to_local())
 
 
 class Shards:
