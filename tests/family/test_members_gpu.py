@@ -1,0 +1,90 @@
+"""Members of the family on a CUDA device: the steps of the CPU, no waiting, graphs. Run by `make test-gpu`."""
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import MuonSW, machine
+from tests.common.cuda import no_waiting
+from tests.common.problems import assert_same, matrices, set_gradients
+from tests.family.members import OPTIONS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not machine.gpus(), reason="needs a CUDA device"),
+]
+
+SHAPES = [(64, 64), (32, 33), (4, 48, 47), (64, 64)]
+# Its decompositions wait for the device, as torch's do.
+CAPTURED = {name: options for name, options in OPTIONS.items() if options.get("precondition") != "soap"}
+
+
+def on_gpu(dtype=torch.float32):
+    return [nn.Parameter(param.detach().cuda()) for param in matrices(*SHAPES, dtype=dtype)]
+
+
+def feed(params, step):
+    twins = [nn.Parameter(torch.empty(param.shape, dtype=param.dtype)) for param in params]
+    set_gradients(twins, step)
+    for param, twin in zip(params, twins, strict=True):
+        if param.grad is None:
+            param.grad = torch.empty_like(param)
+        param.grad.copy_(twin.grad)
+
+
+def build(params, name, **options):
+    return MuonSW(params, lr=0.05, weight_decay=0.1, matrix="stack", **{"replay": False, **OPTIONS[name], **options})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_are_those_of_the_cpu(name):
+    here, there = matrices(*SHAPES, dtype=torch.float64), on_gpu(torch.float64)
+    one, two = build(here, name, ns_dtype="float64"), build(there, name, ns_dtype="float64")
+    for step in range(4):
+        set_gradients(here, step)
+        feed(there, step)
+        one.step()
+        two.step()
+    for a, b in zip(here, there, strict=True):
+        torch.testing.assert_close(b.detach().cpu(), a.detach(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_step_waits_for_nothing(name):
+    params = on_gpu()
+    optimizer = build(params, name)
+    for step in range(2):
+        feed(params, step)
+        optimizer.step()
+    with no_waiting():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_replayed_steps_are_the_same(name):
+    eager, replayed = on_gpu(), on_gpu()
+    one, two = build(eager, name, fused=None), build(replayed, name, replay=True)
+    for step in range(12):
+        feed(eager, step)
+        feed(replayed, step)
+        one.step()
+        two.step()
+    assert two._replay._replays > 0
+    for a, b in zip(eager, replayed, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_step_that_is_skipped_leaves_weights_and_state(name):
+    params = on_gpu()
+    optimizer = build(params, name)
+    for step in range(2):
+        feed(params, step)
+        optimizer.step()
+    weights = [param.detach().clone() for param in params]
+    state = [value.clone() for kept in optimizer.state.values() for value in kept.values()]
+    feed(params, 2)
+    params[1].grad[0, 0] = float("nan")
+    optimizer.step()
+    assert_same(params, weights)
+    assert_same([value for kept in optimizer.state.values() for value in kept.values()], state)
