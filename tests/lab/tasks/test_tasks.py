@@ -282,6 +282,12 @@ def test_a_wrong_option_is_refused(given, message, tmp_path):
         load_functions(TaskConfig(str(task_file(tmp_path, model=KEYWORDS)), (given,)))
 
 
+def test_checks_of_the_options_own_are_passed_on(tmp_path):
+    checked = OPTIONS + "    def __post_init__(self):\n        assert self.width < 10, 'too wide'\n"
+    with pytest.raises(UsageError, match=r"small_task\.py: Options: AssertionError: too wide"):
+        load_functions(TaskConfig(str(task_file(tmp_path, more=checked)), ("width=12",)))
+
+
 def test_two_defaults_of_one_option_are_refused(tmp_path):
     loss = "def loss(model, batch, width=9):\n    return 0\n"
     with pytest.raises(UsageError, match="option width has two defaults, int 8 and int 9"):

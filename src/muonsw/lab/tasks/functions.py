@@ -146,7 +146,7 @@ class Functions:
 
     def _parsed(self) -> dict[str, Any]:
         """Every option by name: as it was given, or its default."""
-        known, dataclass_fields = self._defaults(), self._fields()
+        known = self._defaults()
         values = dict(known)
         for text in self.options:
             name, equals, value = text.partition("=")
@@ -154,9 +154,11 @@ class Functions:
                 listed = {key: value for key, value in known.items() if key != "options"}
                 raise UsageError(f"{self.name}: {unknown('option', name, list(listed))}; an option is name=value")
             values[name] = convert(value, self._hint(name), f"--task.{name}")
-        if dataclass_fields:
-            own = {name: values.pop(name) for name in dataclass_fields}
-            values["options"] = getattr(self.module, OPTIONS)(**own)
+        if own := {name: values[name] for name in self._fields()}:
+            try:
+                values["options"] = getattr(self.module, OPTIONS)(**own)
+            except Exception as error:  # of the user's own checks
+                raise UsageError(f"{self.name}: {OPTIONS}: {type(error).__name__}: {error}") from error
         return values
 
     def _fields(self) -> list[str]:
