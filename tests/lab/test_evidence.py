@@ -289,9 +289,12 @@ def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
 
     for moves, stays, holds in ((-0.6, 0.0, True), (0.0, -0.6, False)):
         found = {"constant": moves, "scaled": (moves + 2 * stays) / 3, "hyperball": stays}
-        monkeypatch.setattr(rate_drift, "by_algorithm", lambda _, found=found: [sweeps(*one) for one in found.items()])
+        made = [sweeps(*one) for one in found.items()]
+        monkeypatch.setattr(rate_drift, "by_algorithm", lambda _, made=made: made)
         claims = {claim.id: claim for claim in rate_drift.judge_drift({}, tiny_scale())}
         assert [claim.holds for claim in claims.values()] == [holds] * 3
+        made[-1].pop(Key("hyperball", width=256))  # a study under way
+        assert [[key.width for key in one] for one in rate_drift.by_rule({})] == [[64, 128]] * 3
 
 
 def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, tiny):

@@ -51,7 +51,7 @@ def rate_drift(scale: Scale) -> list[Comparison]:
     Examples:
         >>> from muonsw.lab.studies.scales import MINI
         >>> [str(one.key) for one in rate_drift(MINI)][:2], len(rate_drift(MINI))
-        (['constant, width 64', 'constant, width 128'], 12)
+        (['constant, width 64', 'scaled, width 64'], 12)
     """
     run = drift_run(scale)
     return [
@@ -62,8 +62,8 @@ def rate_drift(scale: Scale) -> list[Comparison]:
             tuple(range(scale.sweep_seeds)),
             paired=False,
         )
-        for rule, optimizer in _optimizers(run).items()
         for width in scale.drift_widths
+        for rule, optimizer in _optimizers(run).items()
     ]
 
 
@@ -92,6 +92,13 @@ def drift_powers(sweeps: Sweeps) -> list[float]:
     return [math.log(max(rates) / min(rates)) / math.log(_range(sweeps)) for rates in best]
 
 
+def by_rule(results: Results) -> list[Sweeps]:
+    """The sweeps of each rule at the widths that all rules have: of a study under way the last ones may lack some."""
+    found = by_algorithm(results)
+    shared = set.intersection(*({key.width for key in sweeps} for sweeps in found))
+    return [{key: seeds for key, seeds in sweeps.items() if key.width in shared} for sweeps in found if shared]
+
+
 def _range(sweeps: Sweeps) -> float:
     widths = [key.width for key in sweeps if key.width is not None]
     return max(widths) / min(widths)
@@ -99,7 +106,7 @@ def _range(sweeps: Sweeps) -> float:
 
 def judge_drift(results: Results, _scale: Scale) -> list[Claim]:
     """Constant decay and Hyperball drift as published; scaled decay less than constant decay."""
-    found = {next(iter(sweeps)).name: sweeps for sweeps in by_algorithm(results) if len(sweeps) > 1}
+    found = {next(iter(sweeps)).name: sweeps for sweeps in by_rule(results) if len(sweeps) > 1}
     powers = {rule: drift_powers(sweeps) for rule, sweeps in found.items()}
     limits = "of a number that is never negative, so a little too large"
     claims = []
@@ -127,11 +134,12 @@ def _resolution(sweeps: Sweeps, asked: float) -> Tolerance:
 
 def drift_tables(results: Results, scale: Scale) -> list[Table]:
     """The best rate at each width, by how much it moves, and what the narrowest model's costs the widest."""
-    widths = [key.width for key in next(iter(by_algorithm(results)))]
+    found = by_rule(results)
+    widths = [key.width for key in found[0]] if found else []
     names = (*(f"width {width}" for width in widths), "moves by", "power of the width", "narrowest's, at the widest")
     columns = [Column("rule"), *(Column(name, number=True) for name in names)]
     rows: list[list[Value | Cell]] = []
-    for sweeps in by_algorithm(results):
+    for sweeps in found:
         means = [mean_losses(seeds) for seeds in sweeps.values()]
         best = [best_rate(losses) for losses in means]
         power = with_interval(drift_powers(sweeps), 2) if len(sweeps) > 1 else None
