@@ -425,7 +425,7 @@ def test_a_dry_run_of_theory_and_a_scale_it_does_not_have(capsys):
     assert main(["reproduce", "theory", "--scale", "mini", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "one size" in text
-    assert "9 experiments" in text
+    assert "10 experiments" in text
 
 
 @pytest.mark.parametrize(
