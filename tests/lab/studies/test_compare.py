@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from muonsw.decay import DECAY_RULES
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
@@ -29,6 +30,7 @@ from muonsw.lab.studies.outcome import (
 from muonsw.lab.studies.study import conduct
 from muonsw.lab.studies.tuning import sweep_table, tune
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
+from muonsw.presets import PRESETS
 from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison, tiny_run
 from tests.lab.train.small_runs import small_run, tokens
 
@@ -121,7 +123,12 @@ def test_total_decay_of_the_control_is_that_of_the_scaled_arm():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("scalled", "starts with a decay rule"),
+        ("scalled", r"unknown decay rule or preset 'scalled' \(did you mean 'scaled'\?\); known: .*normuon"),
+        ("normoun", r"did you mean 'normuon'"),
+        ("soap/costant", r"unknown decay rule 'costant' \(did you mean 'constant'\?\)"),
+        ("saop/constant", r"unknown preset 'saop' \(did you mean 'soap'\?\)"),
+        ("/constant,preset=soap", "setting=value"),
+        ("soap,momentum=0.9", "optimizer.preset='soap' has its own momentum: leave optimizer.momentum=0.9 out"),
         ("scaled,weight_decay", "setting=value"),
         ("scaled,weight=1", "settings algorithm, lr"),
         ("scaled,lr=fast", "lr must be a number"),
@@ -131,6 +138,26 @@ def test_total_decay_of_the_control_is_that_of_the_scaled_arm():
 def test_a_wrong_arm_is_explained(text, message):
     with pytest.raises(UsageError, match=message):
         parse_arm(text, OptimizerConfig())
+
+
+def test_an_arm_of_a_preset_has_one_name_and_one_config():
+    base = OptimizerConfig(lr=0.01)
+    arms = [parse_arm(text, base) for text in ("normuon", "normuon/scaled", "soap/constant, lr=0.1")]
+    assert arms[0] == arms[1] == Arm("normuon/scaled", replace(base, preset="normuon"))
+    assert arms[2] == Arm("soap/constant, lr=0.1", replace(base, preset="soap", decay="constant", lr=0.1))
+    assert not set(PRESETS) & set(DECAY_RULES)
+
+
+def test_a_preset_keeps_its_name_from_the_command_to_the_page(tmp_path):
+    base = tiny_run(steps=4, optimizer={"ns_dtype": "float32"})
+    arms = tuple(parse_arm(text, base.optimizer) for text in ("constant", "normuon", "lion/constant,lr=0.001"))
+    report = conduct(CompareStudy(base, arms, 1, "members"), by_arm(tmp_path / "runs"), tmp_path, images=False)
+    names = ["constant", "normuon/scaled", "lion/constant, lr=0.001"]
+    assert [row[0] for row in report.tables[0].rows] == names
+    assert [run["name"] for run in json.loads((tmp_path / "outcome.json").read_text())["arms"]] == names
+    assert {path.name for path in (tmp_path / "runs").iterdir()} >= {"normuon-scaled-seed0", "constant-seed0"}
+    page = html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert all(name in page for name in names)
 
 
 def test_steps_to_match_interpolates_between_evaluations(tmp_path):

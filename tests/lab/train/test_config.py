@@ -6,6 +6,7 @@ import pytest
 
 from muonsw.lab.settings import differences
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import identity
 from muonsw.lab.train.presets import DEFAULTS, preset_run
 from tests.lab.train.small_runs import small_run
 
@@ -22,6 +23,13 @@ def test_points_of_a_decay_survive_json_in_one_form():
     assert config.optimizer.decay_points == ((0.0, 1.0), (1.0, 2.0))
     assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config
     assert "decay_points" not in small_run().as_data()["optimizer"]
+
+
+def test_a_preset_survives_json_and_changes_no_run_without_one():
+    config = small_run(optimizer={"preset": "normuon"})
+    assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config
+    assert "preset" not in small_run().as_data()["optimizer"]
+    assert identity(preset_run("mini", "tokens")) == "5f79006e6e"  # as in records that are older than presets
 
 
 def test_paper_presets_are_the_printed_rows():
@@ -46,6 +54,8 @@ def test_small_presets_keep_the_decay_of_a_step_under_its_cap():
         ({"optimizer": {"decay": "scalled"}}, "optimizer.decay='scalled' must be one of"),
         ({"optimizer": {"decay": "piecewise"}}, "optimizer.decay='piecewise' goes through points; pass decay_points="),
         ({"optimizer": {"decay_points": [[0.5, 1.0], [0.2, 1.0]]}}, "decay_points=.*fractions rising"),
+        ({"optimizer": {"preset": "normoun"}}, r"unknown preset 'normoun' \(did you mean 'normuon'\?\)"),
+        ({"optimizer": {"preset": "soap", "algorithm": "adamw"}}, "preset='soap' has its own algorithm: leave"),
         ({"steps": "many"}, "steps='many' must be of type int"),
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"batch": 6, "accumulation": 4}, "does not split"),

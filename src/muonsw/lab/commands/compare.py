@@ -10,6 +10,7 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw import machine
+from muonsw.decay import DECAY_RULES
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.data import describe
@@ -26,7 +27,14 @@ from muonsw.lab.tables import Table
 from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
+from muonsw.presets import PRESETS
 from muonsw.text import counted
+
+ARMS_HELP = (
+    "What is compared, the baseline first: decay rules, presets of other optimizers, or both (scaled, normuon, "
+    "soap/constant), each perhaps with settings (scaled,weight_decay=0.5 or soap,lr=0.003,adam_lr=0.02). "
+    f"Decay rules: {', '.join(DECAY_RULES)}. Presets: {', '.join(PRESETS)}."
+)
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,7 @@ class Compare:
     """Your own text instead: files, folders or quoted globs (.txt, .md, .jsonl, .parquet); prepared in out/data."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("out/compare")
     """Folder for the runs and the report."""
-    arms: tuple[str, ...] = ("constant", "scaled")
-    """Decay rules, each perhaps with settings: constant, scaled,weight_decay=0.5 or scaled,algorithm=adamw. The first
-    is the baseline."""
+    arms: Annotated[tuple[str, ...], arg(help=ARMS_HELP)] = ("constant", "scaled")
     seeds: int = 3
     """How many seeds; fewer than three give intervals that span everything."""
     lr: float | None = None

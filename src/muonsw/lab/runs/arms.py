@@ -17,7 +17,7 @@ WITHIN_ARM = frozenset(
     | {"checkpoint_every", "checkpoint_seconds"}
 )
 SYMBOLS = {"optimizer.weight_decay": "λ", "optimizer.lr": "η", "steps": "T", "model.width": "d"}
-FIRST = ("optimizer.algorithm", "optimizer.decay", "optimizer.weight_decay", "optimizer.lr")
+FIRST = ("optimizer.algorithm", "optimizer.preset", "optimizer.decay", "optimizer.weight_decay", "optimizer.lr")
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -64,7 +64,7 @@ def _describe(run: Run, values: Mapping[str, Any]) -> str:
 
 def _setting(key: str, value: Any) -> str:
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if key == "optimizer.algorithm" else f"{SYMBOLS.get(key, key.rpartition('.')[2])}={text}"
+    return text if key in FIRST[:2] else f"{SYMBOLS.get(key, key.rpartition('.')[2])}={text}"
 
 
 def unique_names(names: Iterable[str]) -> list[str]:

@@ -20,7 +20,7 @@ from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.run import NORMALIZED, SCOPES, Run
 from muonsw.lab.settings import flatten
 from muonsw.lab.storage import prepare_folder, write_atomically
-from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.folder import identity
 
 # Telemetry is kept of runs that were sampled so often, and of it these columns.
@@ -56,7 +56,8 @@ class Records:
             UsageError: If it holds runs on other tokens.
         """
         if not path.exists():
-            base = replace(config, data=replace(config.data, path=""), arm="")
+            # The optimizer's defaults: settings that are saved only where they are chosen must not pass to other runs.
+            base = replace(config, data=replace(config.data, path=""), optimizer=OptimizerConfig(), arm="")
             return cls(path, {**about, "fingerprint": config.data.fingerprint, "config": base.as_data()}, ())
         found = cls.read(path)
         if found.base.data.fingerprint != config.data.fingerprint:

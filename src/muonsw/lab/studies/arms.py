@@ -17,6 +17,8 @@ from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
 from muonsw.norms import FREE, NORM_RULES
+from muonsw.presets import PRESETS
+from muonsw.registry import unknown
 
 CONSTANT, SCALED, GROUP = "constant", "scaled", "scaled, group peak"
 CONTROL_SUFFIX = "same total"
@@ -83,37 +85,56 @@ Results = Mapping[Key, Runs]
 
 
 def parse_arm(text: str, base: OptimizerConfig) -> Arm:
-    """An arm from `RULE` or `RULE,setting=value,...`, the settings being those of the optimizer.
+    """An arm from `RULE`, `PRESET` or `PRESET/RULE`, perhaps with `,setting=value,...` of the optimizer behind.
+
+    A preset without a rule takes the one of `base`, and its arm is called after both.
 
     Raises:
-        UsageError: If a rule or a setting is unknown, or a value does not fit.
+        UsageError: If a name or a setting is unknown, or a value does not fit.
 
     Examples:
+        >>> parse_arm("soap/constant", OptimizerConfig()).optimizer.preset, parse_arm("soap", OptimizerConfig()).name
+        ('soap', 'soap/scaled')
         >>> parse_arm("constant,weight_decay=0.3", OptimizerConfig()).optimizer.weight_decay
         0.3
         >>> parse_arm("scaled,algorithm=adamw", OptimizerConfig()).name
         'scaled, algorithm=adamw'
     """
-    rule, *settings = (part.strip() for part in text.split(","))
-    if rule not in DECAY_RULES:
-        raise UsageError(f"arm {text!r}: an arm starts with a decay rule, one of {', '.join(DECAY_RULES)}")
-    changes: dict[str, Any] = {"decay": rule}
+    first, *settings = (part.strip() for part in text.split(","))
+    changes: dict[str, Any] = _preset_and_rule(text, first, base)
+    name = "/".join(filter(None, (changes["preset"], changes["decay"])))
     for setting in settings:
         key, _, value = setting.partition("=")
         changes[key] = _value(text, key, value)
     try:
         data = {field.name: getattr(base, field.name) for field in fields(base)} | changes
-        return Arm(", ".join((rule, *settings)), from_data(OptimizerConfig, data, "optimizer"))
+        return Arm(", ".join((name, *settings)), from_data(OptimizerConfig, data, "optimizer"))
     except ValueError as error:
         raise UsageError(f"arm {text!r}: {error}") from error
 
 
+def _preset_and_rule(text: str, first: str, base: OptimizerConfig) -> dict[str, str]:
+    """What an arm begins with: a rule, a preset, or both with a slash between them."""
+    preset, slash, rule = first.partition("/")
+    if not slash:
+        preset, rule = (base.preset, first) if first in DECAY_RULES else (first, base.decay)
+    known = list(PRESETS) if slash else [*DECAY_RULES, *PRESETS]
+    if preset and preset not in PRESETS:
+        raise UsageError(f"arm {text!r}: {unknown('preset' if slash else 'decay rule or preset', preset, known)}")
+    if rule not in DECAY_RULES:
+        raise UsageError(f"arm {text!r}: {unknown('decay rule', rule, list(DECAY_RULES))}")
+    return {"preset": preset, "decay": rule}
+
+
 def _value(text: str, key: str, value: str) -> Any:
     known = {field.name: getattr(OptimizerConfig(), field.name) for field in fields(OptimizerConfig)}
-    for name in ("betas", "decay_points"):  # lists, and commas separate the settings of an arm
+    # Those with which an arm begins; and lists, as commas separate its settings.
+    for name in ("preset", "decay", "betas", "decay_points"):
         known.pop(name)
     if key not in known or not value:
-        raise UsageError(f"arm {text!r}: after the rule come setting=value pairs, with settings {', '.join(known)}")
+        raise UsageError(
+            f"arm {text!r}: after its first word come setting=value pairs, with settings {', '.join(known)}"
+        )
     if isinstance(known[key], bool):
         return {"true": True, "false": False}.get(value.lower(), value)
     if known[key] is None or isinstance(known[key], float):

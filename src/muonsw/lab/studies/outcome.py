@@ -173,8 +173,7 @@ def _decay_of(run: Run) -> tuple[list[float], float, float]:
     if "optimizer" not in run.settings:
         return [math.nan], math.nan, math.nan
     optimizer = run.config.optimizer
-    beta = optimizer.betas[0] if optimizer.algorithm == "adamw" else optimizer.momentum
-    return decay_factors(run.config, optimizer), optimizer.weight_decay, beta
+    return decay_factors(run.config, optimizer), optimizer.weight_decay, optimizer.beta
 
 
 def metric_names(runs: Sequence[Run]) -> list[str]:

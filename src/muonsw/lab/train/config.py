@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES, refuse_unknown_run
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.settings import as_data, from_data
@@ -18,10 +19,13 @@ from muonsw.norms import FREE, NORM_RULES
 from muonsw.options import validate_option
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import AUTO, DTYPES
+from muonsw.presets import PRESETS
 
 VERSION = 1
 LARGEST = 1 << 63
 CHECKPOINT_SECONDS = 180.0
+# What a preset says too.
+MUON_SETTINGS = ("momentum", "nesterov", "orthogonalizer")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class OptimizerConfig:
 
     Attributes:
         algorithm: "muon" for hidden and expert matrices with AdamW for the rest, or "adamw" for all.
+        preset: A member of the family in Muon's place, a name of `PRESETS`, with the options of its authors; empty is
+            Muon by the settings below.
         lr: Peak learning rate before muP multiplies it.
         weight_decay: Lambda of hidden and expert matrices; embedding and norms have none.
         decay: Decay rule.
@@ -52,6 +58,7 @@ class OptimizerConfig:
     """
 
     algorithm: str = "muon"
+    preset: str = ""
     lr: float = 0.02
     weight_decay: float = 0.1
     decay: str = "scaled"
@@ -73,6 +80,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require_one_of("optimizer.algorithm", self.algorithm, ("muon", "adamw"))
+        self._check_preset()
         _require_one_of("optimizer.decay", self.decay, tuple(DECAY_RULES))
         _require_one_of("optimizer.unnormalized", self.unnormalized, ("", *DECAY_RULES))
         for rule in filter(None, (self.decay, self.unnormalized)):
@@ -92,6 +100,29 @@ class OptimizerConfig:
         _require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "at least 0 and below 1")
         good = [0.0 <= beta < 1.0 for beta in self.betas]
         _require(good == [True, True], "optimizer.betas", self.betas, "two numbers, at least 0 and below 1")
+
+    @property
+    def matrix_algorithm(self) -> str:
+        """The algorithm of hidden and expert matrices, a name of `ALGORITHMS`."""
+        return str(PRESETS[self.preset]["algorithm"]) if self.preset else self.algorithm
+
+    @property
+    def beta(self) -> float:
+        """The momentum of hidden and expert matrices."""
+        if not self.preset:
+            return self.betas[0] if self.algorithm == "adamw" else self.momentum
+        options = {**ALGORITHMS[self.matrix_algorithm].defaults, **PRESETS[self.preset]}
+        return float(options["momentum"] if "momentum" in options else options["betas"][0])
+
+    def _check_preset(self) -> None:
+        """A preset must be known, and takes the place of the settings of Muon, which then say nothing."""
+        if not self.preset:
+            return
+        PRESETS[self.preset]
+        for one in (one for one in fields(self) if one.name in ("algorithm", *MUON_SETTINGS)):
+            if (value := getattr(self, one.name)) != one.default:
+                own = f"optimizer.preset={self.preset!r} has its own {one.name}"
+                raise ValueError(f"{own}: leave optimizer.{one.name}={value} out")
 
 
 @dataclass(frozen=True)
@@ -268,6 +299,8 @@ class RunConfig:
             del data["checkpoint_seconds"]
         if self.optimizer.decay_points is None:
             del data["optimizer"]["decay_points"]
+        if not self.optimizer.preset:
+            del data["optimizer"]["preset"]
         for name in ("task",) if self.task is None else ("model", "data"):
             del data[name]
         return data

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW, norms
+from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.lab.model import Decoder, muon_lr_multiplier, role_of, scalings
-from muonsw.lab.train.config import OptimizerConfig
+from muonsw.lab.train.config import MUON_SETTINGS, OptimizerConfig
 from muonsw.peak import eta_max
 
 if TYPE_CHECKING:
@@ -58,15 +59,18 @@ def build_optimizer(
         model,
         lr=config.lr,
         weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        orthogonalizer=config.orthogonalizer,
         ns_dtype=config.ns_dtype,
+        **_directions(config),
         adamw=_for_adamw(config),
         patterns=chosen,
         process_group=process_group,
         **shared,
     )
+
+
+def _directions(config: OptimizerConfig) -> Options:
+    """The preset, or Muon's own settings."""
+    return {"preset": config.preset} if config.preset else {name: getattr(config, name) for name in MUON_SETTINGS}
 
 
 def _for_adamw(config: OptimizerConfig) -> Options:
@@ -105,13 +109,14 @@ def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
         multiplier = muon_lr_multiplier(model.config, config.muon_lr)
         return {"lr_multiplier": multiplier, **rule, **_split(model, name, config)}
     if role == "router" and config.router == "muon":
-        return {"algorithm": "muon", "weight_decay": config.weight_decay}
-    return {}
+        return {"algorithm": config.matrix_algorithm, "weight_decay": config.weight_decay}
+    # A rule without matrices, as Lion's, would take the rest too: members differ in the same matrices.
+    return {} if ALGORITHMS[config.matrix_algorithm].matrices else {"algorithm": "adamw"}
 
 
 def _split(model: Decoder, name: str, config: OptimizerConfig) -> Options:
     """The projections that a fused matrix holds; queries, keys and values may count as one."""
-    if name.endswith("qkv.weight") and config.qkv == "fused":
+    if (name.endswith("qkv.weight") and config.qkv == "fused") or not ALGORITHMS[config.matrix_algorithm].matrices:
         return {}
     matching = (sizes for pattern, sizes in model.fused_projections().items() if name.endswith(pattern.lstrip("*")))
     sizes = next(matching, None)
