@@ -1,11 +1,13 @@
 """Presets: the authors' options by name, which `for_model` takes."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from muonsw import ALGORITHMS, PRESETS, AdamWSW, MuonSW
+from muonsw.state import state_bytes
 from muonsw.text import sized
 
 
@@ -107,3 +109,22 @@ def test_errors_say_what_was_meant(options, message):
 def test_constructors_say_where_they_belong(options, message):
     with pytest.raises(ValueError, match=message):
         MuonSW(model().parameters(), lr=0.1, **options)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "family.md"
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 10), (12, 5)])
+def test_the_page_names_every_preset_with_the_state_it_keeps(shape):
+    """The formulas of its table, against what is allocated; a step count for each tensor is no element."""
+    rows = re.findall(r"^\| .*? \| `(\w+)`.*? \| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name, _ in rows if name != "block_period"] == [name for name, _ in rows if name in PRESETS]
+    assert set(PRESETS) == {name for name, _ in rows} - {"block_period"}
+    m, n = shape
+    for name, formula in ((name, formula) for name, formula in rows if name in PRESETS):
+        python = formula.removesuffix(" in a block").replace("mn", "m*n").replace("²", "**2")
+        python = re.sub(r"(\d)([mn])", r"\1*\2", python)
+        optimizer = MuonSW.for_model(torch.nn.Sequential(torch.nn.Linear(n, m, bias=False)), lr=0.1, preset=name,
+                                     patterns={"0.weight": {"algorithm": PRESETS[name]["algorithm"]}})  # fmt: skip
+        held = {key: size for key, size in state_bytes(optimizer.param_groups).items() if key not in ("step", "moves")}
+        assert sum(held.values()) == 4 * eval(python, {"m": m, "n": n, "min": min, "max": max}), name

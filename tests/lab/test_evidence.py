@@ -23,6 +23,7 @@ from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.program import main
 from muonsw.lab.studies.training import (
+    family,
     gradient_growth,
     lambda_scaling,
     long,
@@ -312,6 +313,56 @@ def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, 
         (rule, of) for rule in ("constant", "scaled") for of in ("width", "batch")
     }
     assert all(one["low"] <= one["power"] <= one["high"] for one in known)
+
+
+def test_the_family_from_training_to_the_page(tmp_path, monkeypatch, tiny):
+    monkeypatch.setattr(family, "RATES", {name: family.RATES[name] for name in ("muon", "soap")})
+    monkeypatch.setattr(evidence, "MINI", replace(tiny, maps=dict.fromkeys((12, 24), (0.5, 1.0)), map_seeds=2))
+    shop = by_settings(tmp_path / "runs")
+    assert evidence.gather("family", shop, evidence.file_of("family", tmp_path)) == 2 * 18 * 2
+    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    page = evidence.page(grown, "{family}")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith(("| muon |", "| soap |"))]
+    assert [row[1] for row in rows] == ["constant", "scaled"] * 2
+    assert all("KiB" in row[-1] for row in rows)
+    assert rows[0][-1] != rows[2][-1]  # SOAP has more state
+    assert "soap, scaled decay: total of the best lambda over Muon's, in octaves" in page
+    assert {run.config.optimizer.preset for run in grown.records["family"].runs.values()} == {"", "soap"}
+
+
+@pytest.mark.parametrize(("share", "moves", "holds"), [(0.4, 1.0, True), (0.8, 0.25, False)])
+def test_claims_of_the_family_tell_a_member_that_forgives_and_one_that_moves_lambda(share, moves, holds, monkeypatch):
+    """Basins over log lambda: scaled decay's is flatter by a share, normuon's best lambda another than Muon's."""
+    run = family.family_run(evidence.MINI)
+
+    def losses(member, rule, lr, lam):
+        total = math.log(lam * lr * 218 / (0.6 if member == "muon" else 0.6 * moves), 4)
+        rate = math.log2(lr / (0.02 * family.RATES[member]))
+        return 3.0 + 0.05 * rate**2 + 0.1 * (share if rule == "scaled" else 1.0) * total**2
+
+    def made(member):
+        arms = family.member_arms(run, member)
+        return {arm.name: [MadeRun(arm.optimizer, run, seed, losses(member, arm.optimizer.decay, arm.optimizer.lr,
+            arm.optimizer.weight_decay) + 1e-4 * seed) for seed in (0, 1)] for arm in arms}  # fmt: skip
+
+    results = {Key(member): made(member) for member in ("muon", "normuon")}
+    monkeypatch.setattr(regret, "swept_loss", lambda one: one.loss)
+    claims = {claim.id: claim for claim in family.judge_family(results, evidence.MINI)}
+    assert {name: claim.holds for name, claim in claims.items()} == {
+        "muon-forgives": holds,
+        "normuon-forgives": holds,
+        "normuon-constant-lambda": holds,
+        "normuon-scaled-lambda": holds,
+    }
+    best = family.best_of(results[Key("normuon")], "constant")
+    assert (best.run.config.optimizer.lr, best.edge) == (0.04, False)
+
+
+class MadeRun:
+    """A run of which the loss is known."""
+
+    def __init__(self, optimizer, base, seed, loss):
+        self.config, self.loss, self.epochs = replace(base, optimizer=optimizer, seed=seed), loss, 1.0
 
 
 def basin(middle, best):

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Literal, NamedTuple, get_args
 
+from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import decay_factors
 from muonsw.distributed.rounds import ROUNDS, SMALLEST_ROUND
 from muonsw.lab.model import (
@@ -216,7 +217,7 @@ def run_flops(config: RunConfig) -> float:
     each = _flops_per_token(config.model)
     evaluations = 1 + math.ceil(config.steps / config.eval_every)
     validated = evaluations * (config.data.eval_windows or 0) * config.model.sequence
-    muon = orthogonalizer_flops(config.model) if config.optimizer.algorithm == "muon" else 0.0
+    muon = orthogonalizer_flops(config.model) if ALGORITHMS[config.optimizer.matrix_algorithm].matrices else 0.0
     return config.steps * (config.tokens_per_step * each + muon) + validated * each / 3.0
 
 

@@ -222,6 +222,11 @@ class Run:
         return self._result("seconds")
 
     @property
+    def state_bytes(self) -> float:
+        """Bytes of optimizer state on a rank; not a number where that is not known."""
+        return self._result("state_bytes")
+
+    @property
     def losses(self) -> Points:
         """Steps and losses of the evaluations."""
         return self.evals.known("loss")

@@ -12,6 +12,7 @@ from muonsw.lab.studies.training import (
     best_rules,
     cases,
     dynamics,
+    family,
     frontier_models,
     gradient_growth,
     lambda_scaling,
@@ -176,6 +177,15 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         claims=lambda_scaling.judge_scaling,
         own_tables=lambda_scaling.scaling_tables,
         notes={"cpu": "So short that decay hardly acts."},
+    ),
+    TrainingStudy(
+        name="family",
+        title="each member of the family at its best learning rate and lambda, under constant and scaled decay",
+        reference=family.BEYOND.reference,
+        comparisons=family.family,
+        claims=family.judge_family,
+        own_tables=family.family_tables,
+        notes={"cpu": "So short that decay acts only where lambda is large."},
     ),
     TrainingStudy(
         name="hard-cases",

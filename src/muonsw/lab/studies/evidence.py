@@ -40,7 +40,7 @@ TEXTS: Mapping[str, str] = {
     **dict.fromkeys(("regret", "best-rules", "hard-cases", "main-table", "adamw", "steady-state"), "enwiki-23M"),
     **dict.fromkeys(("diagnostics", "width-transfer", "horizon-transfer"), "enwiki-23M"),
     **dict.fromkeys(("long", "repeated-text", "schedules", "rate-drift"), "enwiki-123M"),
-    **dict.fromkeys(("lambda-scaling", "gradient-growth"), "enwiki-123M"),
+    **dict.fromkeys(("lambda-scaling", "gradient-growth", "family"), "enwiki-123M"),
 }
 # The texts of the map and of the longer runs, as tables name them.
 MAP_TEXT, FRESH_TEXT = "23M tokens", "123M tokens"

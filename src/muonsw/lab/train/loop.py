@@ -22,6 +22,7 @@ from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sin
 from muonsw.lab.train.shared import SharedShelf, check
 from muonsw.lab.train.state import Training, own_device, with_fingerprint
 from muonsw.lab.train.world import World, agreed
+from muonsw.state import state_bytes
 
 # Between checkpoints that the clock asks for lies at least so many times what the last one took: 2 % of the time.
 SAVING_INTERVALS = 50
@@ -259,5 +260,6 @@ def _result(training: Training) -> dict[str, Any]:
         training.task.unit: training.step * training.task.per_step,
         **({} if (epochs := training.task.epochs(training.step)) is None else {"epochs": epochs}),
         "seconds": training.seconds,
+        "state_bytes": sum(state_bytes(training.optimizer.param_groups).values()),
         "skipped": training.guard.skipped,
     }
