@@ -135,6 +135,16 @@ def _flipped(state: State, specs: Specs) -> State:
     return {key: tensor.mT if specs.get(key, ELEMENTWISE).shape is None else tensor for key, tensor in state.items()}
 
 
+def rescaled(U: Tensor, factor: Tensor) -> Tensor:
+    """Directions times factors of float32 or better, computed in that; stored as the directions are on accelerators.
+
+    CPUs multiply tensors of two dtypes slowly, and add such a direction to a weight slowly.
+    """
+    if U.device.type == "cpu":
+        return U.to(factor.dtype) * factor
+    return torch.mul(U, factor, out=torch.empty_like(U))
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of state that has a shape of its own."""
     return torch.float64 if dtype == torch.float64 else torch.float32

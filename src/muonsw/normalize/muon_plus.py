@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.slots import Options, SlotMember, State, wide_dtype
+from muonsw.slots import Options, SlotMember, State, rescaled, wide_dtype
 
 
 def muon_plus(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
     """Scale each direction (count, m, n) to the norm sqrt(min(m, n)); zero stays zero."""
     norm = torch.linalg.vector_norm(U, dim=(-2, -1), keepdim=True, dtype=wide_dtype(U.dtype))
     factor = min(U.shape[-2:]) ** 0.5 / torch.where(norm > 0, norm, 1.0)
-    return torch.mul(U, factor, out=torch.empty_like(U)), {}
+    return rescaled(U, factor), {}
 
 
 MUON_PLUS = SlotMember(muon_plus, {})

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.slots import MatrixState, Options, SlotMember, Specs, State
+from muonsw.slots import MatrixState, Options, SlotMember, Specs, State, rescaled
 
 ROWS, LONGER = "rows", "longer"
 
@@ -43,7 +43,7 @@ def normuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
     average = torch.lerp(state[key], squares / U.shape[along], 1 - options["beta2"])
     divisor = average.sqrt() + eps
     factor = gain * target / (_norm(squares / divisor.square()) + eps) / divisor
-    return torch.mul(U, factor, out=torch.empty_like(U)), {key: average}  # computed in float32, stored as U is
+    return rescaled(U, factor), {key: average}
 
 
 def _norm(squares: Tensor) -> Tensor:
