@@ -116,3 +116,29 @@ def test_a_wrong_name_or_option_is_told_from_the_right_one(options, message):
 def test_another_algorithm_has_no_slots():
     with pytest.raises(ValueError, match="'normalize' is an option of muon, not of adamw"):
         AdamWSW(matrices((4, 6)), lr=0.1, normalize="normuon")
+
+
+def test_a_member_may_be_changed_in_a_run_and_its_state_is_left_behind_on_load():
+    params = matrices((4, 6), (6, 4))
+    optimizer = MuonSW(params, lr=0.05, ns_dtype="float32", normalize="normuon")
+    run(optimizer, params, 2)
+    group = optimizer.param_groups[0]
+    group["normalize"], group["normalize_axis"] = "adamuon", None
+    group["precondition"] = "muon2"
+    run(optimizer, params, 2, start=2)
+    resumed = clones(params)
+    other = MuonSW(resumed, lr=0.05, ns_dtype="float32")
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert sorted(other.state[resumed[0]]) == ["exp_avg_sq", "exp_avg_sq_direction", "momentum_buffer"]
+    run(optimizer, params, 2, start=4)
+    run(other, resumed, 2, start=4)
+    assert_same(params, resumed)
+
+
+def test_an_axis_may_be_changed_in_a_run():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, ns_dtype="float32", normalize="normuon")
+    run(optimizer, params, 2)
+    optimizer.param_groups[0]["normalize_axis"] = "longer"
+    run(optimizer, params, 2, start=2)
+    assert optimizer.state[params[0]]["exp_avg_sq_slice"].shape == (1, 6)

@@ -17,7 +17,7 @@ from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakBeforeLoad, PeakLRWarning
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
-from muonsw.state import as_state, own_shape, placed
+from muonsw.state import as_state, own_shape, placed, state_keys
 from muonsw.text import users_line
 from muonsw.work import Group, label_of
 
@@ -228,7 +228,8 @@ def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
                 f"the saved state of {name} holds {', '.join(state)} but algorithm={saved['algorithm']!r} "
                 f"needs {', '.join(missing)}; it was saved by another algorithm"
             )
-        for key, value in state.items():
+        for key in state_keys(saved, param):
+            value = state.get(key)
             if isinstance(value, Tensor) and key != "radius" and value.dim():
                 _check_shape(key, value, name, saved, param)
 
@@ -243,14 +244,22 @@ def _check_shape(key: str, value: Tensor, name: str, group: Group, param: Tensor
 def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
     """Give state its own dtype and place again; torch's loading casts it to the parameter's.
 
-    The state is copied: a snapshot that is loaded must not change with the steps that follow.
+    The state is copied: a snapshot that is loaded must not change with the steps that follow. What a member of a slot
+    has left that was changed for another one is let go.
     """
     for old, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for number, param in zip(old["params"], group["params"], strict=True):
             for key, value in (saved["state"].get(number) or {}).items():
-                if key == "step" or isinstance(value, Tensor):
+                if isinstance(value, Tensor) and _was_left(key, value, group, param):
+                    optimizer.state[param].pop(key)
+                elif key == "step" or isinstance(value, Tensor):
                     kept = value if key == "step" else placed(key, value, group, param)
                     optimizer.state[param][key] = as_state(key, kept, group, param)
+
+
+def _was_left(key: str, value: Tensor, group: Group, param: Tensor) -> bool:
+    """Whether this is state of whole matrices that the group's algorithm does not keep."""
+    return value.dim() > 0 and value.shape != param.shape and key not in (*state_keys(group, param), "radius")
 
 
 @contextlib.contextmanager
