@@ -27,6 +27,7 @@ from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, LOW_PRECISION, dtype_name
 from muonsw.precondition import PRECONDITIONERS
 from muonsw.registry import unknown
+from muonsw.slots import EMPTY_SLOTS
 from muonsw.text import listed, users_line
 
 Group = dict[str, Any]
@@ -170,14 +171,17 @@ def completed(group: Group, defaults: Group) -> Group:
     """A group with its options validated, and the rest filled in from the constructor's.
 
     Options that mean the same everywhere come from the constructor; those of an algorithm only where the
-    group uses the constructor's algorithm, else from that algorithm's own defaults.
+    group uses the constructor's algorithm, else from that algorithm's own defaults; those of a member of a slot only
+    where the group has the constructor's member.
     """
     for key in group.keys() - {"params", "param_names"}:
         group[key] = validate_option(key, group[key])
     algorithm = group["algorithm"] if "algorithm" in group else defaults["algorithm"]
     inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)
     common = {key: defaults[key] for key in COMMON}
-    filled: Group = {**inherited, **common, **BOOKKEEPING, **group}
+    changed = [slot for slot in EMPTY_SLOTS if slot in group and group[slot] != inherited.get(slot)]
+    unset = dict.fromkeys(key for slot in changed for key in inherited if key.startswith(f"{slot}_"))
+    filled: Group = {**inherited, **unset, **common, **BOOKKEEPING, **group}
     if "lr" not in group and filled["lr_multiplier"] != 1:  # what a group says of itself is its own
         filled["lr"] = filled["lr"] * filled["lr_multiplier"]
     refuse_running_max(filled)

@@ -142,3 +142,11 @@ def test_an_axis_may_be_changed_in_a_run():
     optimizer.param_groups[0]["normalize_axis"] = "longer"
     run(optimizer, params, 2, start=2)
     assert optimizer.state[params[0]]["exp_avg_sq_slice"].shape == (1, 6)
+
+
+def test_a_group_with_another_member_takes_no_options_of_the_constructors():
+    one, two, three = (matrices((4, 6))[0] for _ in range(3))
+    groups = [{"params": [one]}, {"params": [two], "normalize": None}, {"params": [three], "normalize": "adamuon"}]
+    optimizer = MuonSW(groups, lr=0.05, normalize="normuon", normalize_beta2=0.9, normalize_axis="longer")
+    found = [(group["normalize"], group["normalize_beta2"]) for group in optimizer.param_groups]
+    assert found == [("normuon", 0.9), (None, None), ("adamuon", None)]
