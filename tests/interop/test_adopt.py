@@ -361,6 +361,30 @@ def test_lion_and_dion2_are_taken_over():
     optimizer.step()
 
 
+def test_normuon_of_dion_is_taken_over_with_its_averages():
+    """Of a convolution it has an average for each row of the kernel, which begins anew here."""
+    model = Net()
+    matrices, rest = split(model, head_by_muon=True)
+    own = {"algorithm": "normuon", "muon_beta2": 0.9}
+    other = Dion([{"params": matrices, **own}, {"params": rest, "algorithm": "adamw", "step": 3}])
+    for param in matrices:
+        other.state[param] = {"momentum": torch.randn_like(param), "variance_neuron": torch.rand_like(param[..., :1])}
+    for param in rest:
+        other.state[param] = {"momentum": torch.randn_like(param), "variance": torch.rand_like(param)}
+    optimizer = MuonSW.for_model(model, lr=0.1, decay="constant")
+    optimizer.adopt(other)
+    groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+    for param in matrices:
+        chosen = [groups[param][key] for key in ("normalize", "normalize_beta2", "normalize_eps")]
+        assert chosen == ["normuon", 0.9, 1e-8]
+        if param.dim() == 2:
+            assert torch.equal(optimizer.state[param]["exp_avg_sq_row"], other.state[param]["variance_neuron"])
+        else:
+            assert "exp_avg_sq_row" not in optimizer.state[param]
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+
+
 def test_the_scheduler_is_made_afterwards():
     model = Net()
     optimizer = MuonSW.for_model(model, lr=0.1)

@@ -17,10 +17,10 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.interop.load import translate as translate_torch
 from muonsw.interop.unwrap import unwrap_optimizer
-from muonsw.options import differing_options, validate_option
+from muonsw.options import algorithm_defaults, differing_options, validate_option
 from muonsw.peak import expected_peak, give_where_unrecorded, inherited, scheduler_record
 from muonsw.slots import EMPTY_SLOTS
-from muonsw.state import as_state
+from muonsw.state import as_state, own_shape
 from muonsw.work import Group, names_of
 
 State = dict[str, Any]
@@ -30,6 +30,7 @@ Holders = dict[Tensor, tuple[Optimizer, Group]]
 _RECORDS = ("initial_lr", "max_lr", "min_lr", "lr_scale")
 # How Muon sees a matrix by default: as it is.
 _PLAIN_VIEW: Group = {"split_sizes": None, "heads": None, "transposed": False, "split_dim": 0}
+_DION_NORMUON = {"normalize": "normuon", "normalize_eps": 1e-8, "normalize_axis": "rows", "normalize_snap": False}
 _DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
 
 
@@ -184,14 +185,17 @@ def _dions(name: str, param: Tensor, group: Group, state: State) -> AdoptedParam
         if group.get(key) not in (None, False, 1):
             raise ValueError(f"{name} is in a group of dion with {key}={group[key]!r}, which cannot be taken over")
     algorithm, betas = group["algorithm"], {"betas": (group["beta1"], group["beta2"])}
-    if algorithm in ("muon", "dion2"):
+    if algorithm in ("muon", "normuon", "dion2"):
         options = {"scale": _DION_SCALES[group["adjust_lr"]], **_PLAIN_VIEW}
         options["matrix"] = None if param.dim() == 2 else "flatten" if group["flatten"] else "stack"
-        if algorithm == "muon":
-            options |= {"momentum": group["mu"], "nesterov": group["nesterov"], "momentum_form": "heavy_ball"}
-        else:
+        if algorithm == "dion2":
             options |= {"momentum": group["ef_decay"], "fraction": group["fraction"]}
-        return AdoptedParameter({"algorithm": algorithm, **options}, _renamed(state, momentum="momentum_buffer"))
+        else:
+            options |= {"momentum": group["mu"], "nesterov": group["nesterov"], "momentum_form": "heavy_ball"}
+        if algorithm == "normuon":
+            options |= {**_DION_NORMUON, "normalize_beta2": group["muon_beta2"]}
+        renamed = _renamed(state, momentum="momentum_buffer", variance_neuron="exp_avg_sq_row")
+        return AdoptedParameter({"algorithm": algorithm.removeprefix("nor"), **options}, renamed)
     if algorithm == "lion":
         return AdoptedParameter({"algorithm": "lion", **betas}, _renamed(state, momentum="exp_avg"))
     if algorithm == "adamw":
@@ -233,14 +237,21 @@ def _group(own: Group, options: Group) -> Group:
 
 
 def _checked(name: str, param: Tensor, group: Group, state: State) -> State:
-    """The state in our dtypes, copied; every key that the algorithm needs must be there, or none."""
-    needed = ALGORITHMS[group["algorithm"]].state_keys({**group, **EMPTY_SLOTS})  # what slots keep begins anew
+    """The state in our dtypes, copied; every key that the algorithm needs must be there, or none.
+
+    What slots keep may be missing, or be of another shape: it begins anew.
+    """
+    complete = {**algorithm_defaults(group["algorithm"]), **group}
+    keys = ALGORITHMS[group["algorithm"]].state_keys
     if not state:
         return {}
+    needed = keys({**complete, **EMPTY_SLOTS})
     missing = [key for key in needed if key not in state]
     if missing:
         raise ValueError(f"the state of {name} lacks {', '.join(missing)}, which {group['algorithm']} needs")
-    return {key: as_state(key, state[key], group, param) for key in needed}
+    more = [key for key in keys(complete) if key in state and key not in needed]
+    fits = [key for key in more if state[key].shape == own_shape(key, complete, param)]
+    return {key: as_state(key, state[key], complete, param) for key in (*needed, *fits)}
 
 
 def _refuse_mismatch(optimizer: Optimizer, theirs: Holders) -> None:
