@@ -269,11 +269,11 @@ def test_a_pair_without_a_seed_in_common_has_no_numbers():
     assert pairs_table([nothing]).rows[0][2:] == (None, None, None, None)
 
 
-def written(folder, rule, seed, loss, norms):
+def written(folder, rule, seed, loss, norms, **optimizer):
     """A run with a known final loss and known norms."""
-    path = folder / f"{rule}-{seed}-{norms}"
+    path = folder / f"{rule}-{seed}-{norms}-{optimizer}"
     path.mkdir()
-    config = tiny_run(seed=seed, arm=rule, optimizer={"decay": rule, "weight_decay": 1.0})
+    config = tiny_run(seed=seed, arm=rule, optimizer={"decay": rule, "weight_decay": 1.0, **optimizer})
     (path / "config.json").write_text(json.dumps(config.as_data()), encoding="utf-8")
     records = [
         {"kind": "telemetry", "step": step, "decayed": {"weight_rms": norm}, "all": {"weight_rms": norm}}
@@ -309,6 +309,9 @@ def test_claims_follow_the_interval_and_nothing_moved_is_no_effect(gains, scaled
     assert effects(runs, Outcome(both, (replace(pair, interval=None),))) == []
     unknown = replace(both[1], norm_change=(math.nan,) * 3)
     assert [claim.id for claim in effects(runs, Outcome((both[0], unknown), (pair,)))] == ["loss"]
+    for other in ({"preset": "normuon"}, {"algorithm": "adamw"}, {"lr": 0.5}):  # of which the paper claims nothing
+        runs["scaled"] = [written(tmp_path, "scaled", seed, 2.9, scaled, **other) for seed in range(3)]
+        assert effects(runs, Outcome(both, (pair,))) == []
 
 
 @pytest.mark.parametrize(

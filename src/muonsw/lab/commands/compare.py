@@ -96,11 +96,13 @@ class Compare:
         self.cluster.check(self.device)
         console = Console()
         base = self._task_base(console) if self.own.task is not None else self._decoder_base(console)
+        arms = self._arms(base)
+        compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
         study = CompareStudy(
             base,
-            self._arms(base),
+            arms,
             self.seeds,
-            f"Decay rules on {base.task.name if base.task else f'the {self.preset} preset'}",
+            f"{compared} on {base.task.name if base.task else f'the {self.preset} preset'}",
             control=self.control == "total",
             tune_lambda=self.tune_lambda,
         )

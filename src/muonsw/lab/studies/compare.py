@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -128,7 +128,7 @@ def effects(runs: Runs, outcome: Outcome) -> list[Claim]:
     found = []
     for pair in outcome.pairs:
         one, other = arms[pair.baseline], arms[pair.arm]
-        rules = (one.rule, other.rule) == ("constant", "scaled")
+        rules = (one.rule, other.rule) == ("constant", "scaled") and _same_but_rule(runs, pair)
         if rules and _same_lambda(one, other) and pair.interval is not None:
             statement = f"{pair.arm} ends at a lower validation loss than {pair.baseline}"
             limits = "at this size and length the gain need not be the paper's"
@@ -210,6 +210,13 @@ def _metric(pair: PairOutcome, name: str) -> str:
     low, high = found.interval.low, found.interval.high
     chance = "not beyond chance" if low <= 0.0 <= high else "beyond chance"
     return f"Difference of {name}: {signed(found.mean)}, {chance} (95% t interval {signed(low)} to {signed(high)})."
+
+
+def _same_but_rule(runs: Runs, pair: PairOutcome) -> bool:
+    """Whether two arms share learning rate and optimizer: the paper claims nothing of others."""
+    one, other = (runs[name][0].config.optimizer for name in (pair.baseline, pair.arm))
+    rule = {name: getattr(other, name) for name in ("decay", "unnormalized", "peak", "weight_decay")}
+    return replace(one, **rule) == other
 
 
 def _same_lambda(one: ArmOutcome, other: ArmOutcome) -> bool:
