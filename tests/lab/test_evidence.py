@@ -355,7 +355,7 @@ def test_claims_of_the_family_tell_a_member_that_forgives_and_one_that_moves_lam
         "normuon-scaled-lambda": holds,
     }
     best = family.best_of(results[Key("normuon")], "constant")
-    assert (best.run.config.optimizer.lr, best.edge) == (0.04, False)
+    assert (best.run.config.optimizer.lr, best.edge) == (0.05, False)
 
 
 class MadeRun:

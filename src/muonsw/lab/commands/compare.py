@@ -32,7 +32,7 @@ from muonsw.text import counted
 
 ARMS_HELP = (
     "What is compared, the baseline first: decay rules, presets of other optimizers, or both (scaled, normuon, "
-    "soap/constant), each perhaps with settings (scaled,weight_decay=0.5 or soap,lr=0.003,adam_lr=0.02). "
+    "soap/constant), each perhaps with settings (scaled,weight_decay=0.5 or soap,lr=0.01,adam_lr=0.02). "
     f"Decay rules: {', '.join(DECAY_RULES)}. Presets: {', '.join(PRESETS)}."
 )
 

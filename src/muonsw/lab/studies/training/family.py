@@ -33,13 +33,15 @@ from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.text import sized
 
 MUON = "muon"
-# By member, its middle learning rate over that of the run: Muon's directions have an RMS of 0.2 here. Those at the
-# "original" scale have about 0.09 at width 128, Lion's 1, SOAP's and Shampoo's somewhat less than that.
+# By member, its middle learning rate over that of the run: 0.2, Muon's RMS, over the RMS of its directions at width
+# 128, as the first 25 updates of one layer have it.
 RATES: Mapping[str, float] = {
     MUON: 1.0,
-    **dict.fromkeys(("normuon", "muon2", "aurora", "soap_muon", "dion2"), 2.0),
+    **dict.fromkeys(("normuon", "muon2", "aurora", "soap_muon"), 2.5),
+    "dion2": 5.0,
     **dict.fromkeys(("adamuon", "asgo"), 1.0),
-    **dict.fromkeys(("soap", "shampoo"), 0.25),
+    "soap": 0.5,
+    "shampoo": 0.3,
     "kl_shampoo": 4.0,
     "lion": 0.2,
 }
@@ -57,7 +59,7 @@ def family(scale: Scale) -> list[Comparison]:
         >>> from muonsw.lab.studies.scales import MINI
         >>> one = family(MINI)[1]
         >>> str(one.key), one.base.steps, len(one.arms), one.arms[0].name
-        ('normuon', 400, 18, 'constant, lr 0.02, lambda 0.0573')
+        ('normuon', 400, 18, 'constant, lr 0.025, lambda 0.0459')
     """
     run = family_run(scale)
     seeds = tuple(range(scale.map_seeds))
