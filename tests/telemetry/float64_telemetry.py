@@ -95,8 +95,12 @@ def defects(direction, matrix=None):
     return (norms / min(rows, columns) ** 0.5).tolist()
 
 
-def assert_values(record, expected, rel=2e-5, absolute=1e-6):
-    """A record's values agree with those expected, cosines absolutely and sizes relatively."""
+def assert_values(record, expected, rel=2e-5, absolute=3e-6):
+    """A record's values agree with those expected, cosines absolutely and sizes relatively.
+
+    Expected updates are read off float32 weights, of which small ones are 3e-3: an entry is wrong by 1e-5, a cosine of
+    200 of them by 7e-7 on average, and four times that is allowed.
+    """
     for name, value in expected.items():
         allowed = absolute if name.startswith("alignment") else rel * abs(value)
         assert abs(record[name] - value) <= allowed, f"{name}: {record[name]} instead of {value}"

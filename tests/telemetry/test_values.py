@@ -62,7 +62,8 @@ def test_the_norm_follows_the_recursion_that_the_record_describes(algorithm):
     for now, later in zip(telemetry.records, telemetry.records[1:], strict=False):
         for name in now["parameters"]:
             v, after = now["parameters"][name], later["parameters"][name]["weight_rms"]
-            predicted = next_norm(v["weight_rms"], s=v["update_rms"], phi=v["decay"], a=v["alignment_update"])
+            a = v["alignment_update"] or 0.0  # None where nothing moved, as at SOAP's first step
+            predicted = next_norm(v["weight_rms"], s=v["update_rms"], phi=v["decay"], a=a)
             assert predicted == pytest.approx(after, rel=1e-12)
 
 
