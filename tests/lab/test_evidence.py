@@ -194,6 +194,7 @@ def test_long_runs_from_training_to_the_page(tmp_path):
     assert {path.name for path in tmp_path.glob("*.png")} == {"long-horizons.png", "never-tuned.png"}
 
 
+@pytest.mark.usefixtures("tiny")
 def test_a_run_is_in_the_file_as_soon_as_it_has_ended(tmp_path):
     """A machine on loan may be gone before all runs have ended."""
     path, seen = evidence.file_of("long", tmp_path), []
