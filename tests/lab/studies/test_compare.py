@@ -154,7 +154,7 @@ def test_a_preset_keeps_its_name_from_the_command_to_the_page(tmp_path):
     report = conduct(CompareStudy(base, arms, 1, "members"), by_arm(tmp_path / "runs"), tmp_path, images=False)
     names = ["constant", "normuon/scaled", "lion/constant, lr=0.001"]
     assert [row[0] for row in report.tables[0].rows] == names
-    assert [run["name"] for run in json.loads((tmp_path / "outcome.json").read_text())["arms"]] == names
+    assert [run["name"] for run in json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))["arms"]] == names
     assert {path.name for path in (tmp_path / "runs").iterdir()} >= {"normuon-scaled-seed0", "constant-seed0"}
     page = html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert all(name in page for name in names)
