@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.shards import verify_folder
-from muonsw.lab.errors import UsageError
 from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import train
 from tests.faults.folders import LONG, config, ending, fill_data, folders

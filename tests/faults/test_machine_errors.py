@@ -8,18 +8,19 @@ import threading
 
 import pytest
 
-from muonsw.lab import cli, storage
+from muonsw.lab import cli
+from muonsw.lab.base import storage
+from muonsw.lab.base.errors import MachineError, UsageError
+from muonsw.lab.base.storage import write_json
 from muonsw.lab.cli import main
-from muonsw.lab.errors import MachineError, UsageError
-from muonsw.lab.storage import write_json
 from muonsw.lab.studies import jobs
 from muonsw.lab.studies import program as entry
 from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.train import folder
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.records import tensorboard_sink
+from tests.lab.base.test_storage import files_no_larger_than
 from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison
-from tests.lab.test_storage import files_no_larger_than
 from tests.lab.train.small_runs import losses, small_run
 
 FULL = "cannot be written: File too large; make room on the disk"

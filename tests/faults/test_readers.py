@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import read_json
 from muonsw.lab.data.shards import RECORD, fingerprint, load_tokenizer, open_split, read_record, verify_folder
 from muonsw.lab.data.tokenizers import BPETokenizer
 from muonsw.lab.diagnose.diagnosis import as_data, diagnose
-from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
-from muonsw.lab.storage import read_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import load_model
 from muonsw.lab.train.folder import read_config

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan
 from muonsw.lab.cost import Setup
-from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder
 from muonsw.lab.studies.arms import parse_arm
 from muonsw.lab.train.config import OptimizerConfig

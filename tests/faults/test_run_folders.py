@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.loop import Watch, train

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.lab.test_processes import IN_PROC, assert_gone, children_of
+from tests.lab.base.test_processes import IN_PROC, assert_gone, children_of
 
 COMMAND = [sys.executable, "-m", "muonsw", "reproduce", "theory", "--processes", "2", "--out"]
 

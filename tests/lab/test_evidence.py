@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import ByteTokenizer
-from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import Run, load_run
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.records import SAMPLED, Records

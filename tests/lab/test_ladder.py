@@ -8,14 +8,7 @@ import pytest
 import muonsw.lab
 
 LADDER = (
-    "errors",
-    "storage",
-    "settings",
-    "launcher",
-    "terminal",
-    "tables",
-    "progress",
-    "processes",
+    "base",
     "theory",
     "recipes",
     "advice",

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan as PlanCommand
 from muonsw.lab.cost import (
     MOST_STEPS,
@@ -18,7 +19,6 @@ from muonsw.lab.cost import (
     plan_recipe,
     plan_update,
 )
-from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig, moe, preset
 from muonsw.lab.paper import RECIPES
 from muonsw.lab.theory.schedule import warmup_cosine

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from muonsw.distributed.rounds import share_by_cost
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan
 from muonsw.lab.cost import (
     ADAMW_PASSES,
@@ -20,7 +21,6 @@ from muonsw.lab.cost import (
     parts_of,
     plan_update,
 )
-from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, count, preset
 
 MOE = ON_PAPER["moe-1t"]

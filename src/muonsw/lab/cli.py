@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from muonsw import __version__
-from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, install_line
-from muonsw.lab.launcher import end, report_error
-from muonsw.lab.terminal import enduring, harmless
+from muonsw.lab.base.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, install_line
+from muonsw.lab.base.launcher import end, report_error
+from muonsw.lab.base.terminal import enduring, harmless
 
 
 @enduring

@@ -9,13 +9,13 @@ from rich.console import Console
 from torch import nn
 
 from muonsw import machine
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.tables import print_table
 from muonsw.lab.bench import steps
 from muonsw.lab.bench.timing import WARMING_ROUNDS, chosen_device, in_turn, product_rate
 from muonsw.lab.bench.training import Amount, TimedTraining
 from muonsw.lab.cli import main
 from muonsw.lab.commands.bench import steps_table, training_table
-from muonsw.lab.errors import UsageError
-from muonsw.lab.tables import print_table
 from muonsw.lab.train.presets import preset_run
 
 CPU = torch.device("cpu")

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from muonsw.lab.base.storage import plain
 from muonsw.lab.claims import claim as constructors
 from muonsw.lab.claims.claim import Claim, Criterion, Estimate, Interval, Source, Verdict, count_verdicts, failed_first
 from muonsw.lab.claims.statistics import (
@@ -18,7 +19,6 @@ from muonsw.lab.claims.statistics import (
 )
 from muonsw.lab.claims.table import any_failed, claims_table, details
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.storage import plain
 
 
 def claim(criterion, predicted, measured, tolerance=0.0, interval=None):

@@ -11,10 +11,10 @@ import pytest
 import tyro
 from rich.console import Console
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.progress import showing
 from muonsw.lab.commands.data import DATA_COMMANDS, PREPARING, Data, Tally
 from muonsw.lab.data.prepare import Group, prepare_default, read_record
-from muonsw.lab.errors import UsageError
-from muonsw.lab.progress import showing
 from tests.lab.data.small_shards import damage
 
 SMALL = ["--source", "synthetic", "--limit-characters", "70000", "--vocab", "300", "--group-characters", "20000"]
@@ -188,7 +188,7 @@ def shown(*, terminal, size):
 
 
 def test_progress_counts_documents_and_bytes(monkeypatch):
-    monkeypatch.setattr("muonsw.lab.progress.SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr("muonsw.lab.base.progress.SECONDS_BETWEEN_LINES", -1.0)
     for size in (12_000_000, None):
         lines = shown(terminal=False, size=size).splitlines()
         assert lines[:2] == ["making the tokenizer", "encoding"]

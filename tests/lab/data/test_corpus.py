@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.corpus import Corpus, fineweb_documents, python_roots, source_files
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.errors import UsageError
 from tests.lab.data.test_formats import write_parquet
 
 

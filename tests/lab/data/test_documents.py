@@ -10,9 +10,9 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.corpus import python_roots, source_files, text_documents
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.errors import UsageError
 
 
 def write(root, files):

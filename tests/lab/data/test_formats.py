@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.corpus import text_documents
 from muonsw.lab.data.formats import pieces
-from muonsw.lab.errors import UsageError
 
 TEXTS = ["one\ntwo", "zwö", "third " * 5000, "ﬁn"]
 ROWS = [{"text": text, "id": str(number), "url": "none"} for number, text in enumerate([*TEXTS[:2], "", *TEXTS[2:]])]

@@ -6,13 +6,13 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data import prepare as module
 from muonsw.lab.data.loader import TokenLoader, ValidationLoader
 from muonsw.lab.data.prepare import RECORD, is_validation, open_split, prepare, read_record
 from muonsw.lab.data.shards import ShardError, verify_folder
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import ByteTokenizer
-from muonsw.lab.errors import UsageError
 from tests.lab.data.small_shards import damage
 
 DOCUMENTS = list(islice(MarkovSource(seed=0, mean_length=100.0), 200))

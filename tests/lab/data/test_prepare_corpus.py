@@ -7,6 +7,8 @@ from itertools import islice
 
 import pytest
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import LOCK
 from muonsw.lab.data import prepare as module
 from muonsw.lab.data.corpus import Corpus
 from muonsw.lab.data.loader import TokenLoader, ValidationLoader
@@ -21,8 +23,6 @@ from muonsw.lab.data.prepare import (
 from muonsw.lab.data.shards import load_tokenizer, read_record
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import BPETokenizer
-from muonsw.lab.errors import UsageError
-from muonsw.lab.storage import LOCK
 
 SMALL = {"source": "synthetic", "vocab": 300, "limit_characters": 100_000}
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import LOCK
 from muonsw.lab.data.prepare import RECORD, locked, open_split, prepare, read_record
 from muonsw.lab.data.shards import ShardError, open_shard
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import BPETokenizer, ByteTokenizer
-from muonsw.lab.errors import UsageError
-from muonsw.lab.storage import LOCK
 from tests.faults.killing import files_no_larger_than
 from tests.lab.data.test_prepare import Counting
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data import shards as module
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.shards import (
@@ -25,7 +26,6 @@ from muonsw.lab.data.shards import (
     write_shard,
 )
 from muonsw.lab.data.tokenizers import ByteTokenizer
-from muonsw.lab.errors import UsageError
 from tests.faults.killing import in_child
 from tests.lab.data.small_shards import DIGEST, damage, make_shards, record_of
 

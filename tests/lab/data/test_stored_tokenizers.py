@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.prepare import open_split, prepare, read_record
 from muonsw.lab.data.shards import load_tokenizer
 from muonsw.lab.data.tokenizers import BPE_FILE, GPT2_FILES, BPETokenizer, ByteTokenizer, GPT2Tokenizer
-from muonsw.lab.errors import UsageError
 from tests.lab.data.test_tokenizers import CORPUS, gpt2_files
 
 GPT2 = os.environ.get("MUONSW_GPT2_FILES")

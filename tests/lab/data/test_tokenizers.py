@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.tokenizers import END_TEXT, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer, padded_vocab
-from muonsw.lab.errors import UsageError
 
 CORPUS = ["the quick brown fox jumps over the lazy dog. " * 20, "def the_function(there): return there\n" * 20]
 NAMES = {"bytes": None, "bpe": "tokenizers", "gpt2": "tiktoken"}

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.diagnose import Diagnose
 from muonsw.lab.diagnose import figures
 from muonsw.lab.diagnose.diagnosis import as_data, diagnose, print_diagnosis
 from muonsw.lab.diagnose.figures import FIGURES, draw, legend
-from muonsw.lab.errors import UsageError
 from muonsw.lab.report.theme import LIGHT, arm_styles
 from muonsw.lab.runs import load_run
 from tests.lab.diagnose.runs import make_run, simulate

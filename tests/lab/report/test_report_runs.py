@@ -9,9 +9,10 @@ import re
 import numpy as np
 import pytest
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Criterion
 from muonsw.lab.commands.report import Report, find_runs
-from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import BEGINNING, Charts, loss_axis
 from muonsw.lab.report.own import is_own, require_own, require_own_folder
 from muonsw.lab.report.page import page
@@ -21,7 +22,6 @@ from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import DARK, LIGHT, arm_styles
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.curves import extremes, median_curve
-from muonsw.lab.tables import Table
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.test_report import contrast, parse
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from muonsw.decay import DECAY_RULES
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
-from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies.arms import Arm, decay_factors, parse_arm, same_total
 from muonsw.lab.studies.compare import CompareStudy, effects, verdict

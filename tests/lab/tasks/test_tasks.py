@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.tasks.check import check_task, same
 from muonsw.lab.tasks.functions import TaskConfig, load_functions
 from muonsw.lab.tasks.task import rows_between, rows_of

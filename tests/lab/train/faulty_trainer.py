@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from muonsw.lab.launcher import end
+from muonsw.lab.base.launcher import end
 from muonsw.lab.studies.program import main
 from muonsw.lab.train.state import Training
 

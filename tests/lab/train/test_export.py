@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.settings import from_data
 from muonsw.lab.cli import main
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizers import ByteTokenizer
-from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig
-from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import DataConfig, RunConfig
 from muonsw.lab.train.export import export, load_model, sample
 from muonsw.lab.train.loop import train

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from muonsw.lab.base.errors import Diverged, UsageError
+from muonsw.lab.base.processes import torch_threads
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.errors import Diverged, UsageError
-from muonsw.lab.processes import torch_threads
 from muonsw.lab.theory.schedule import lr_scheduler
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, train

@@ -441,7 +441,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(harm, tmp_path):
 
 def test_a_rank_that_fails_on_its_own_is_heard_and_the_others_do_not_hang(tmp_path):
     """Its data cannot be read, say; the others know only that it is gone."""
-    from muonsw.lab.errors import UsageError
+    from muonsw.lab.base.errors import UsageError
 
     def fail(_training):
         raise UsageError("shard 7 cannot be read: prepare it again")

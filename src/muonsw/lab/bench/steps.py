@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muonsw import SGDSW, AdamWSW, MuonSW, ScheduleFree
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.bench.timing import WARMING_ROUNDS, in_turn, milliseconds, peak_extra_bytes
-from muonsw.lab.errors import UsageError
 from muonsw.replay import SETTLED
 
 LR, LAMBDA = 1e-3, 0.1

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from muonsw import machine
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
 
 Result = TypeVar("Result")
 WARMING_ROUNDS = 2

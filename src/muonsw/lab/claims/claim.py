@@ -9,8 +9,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+from muonsw.lab.base.storage import plain
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.storage import plain
 
 
 class Criterion(StrEnum):

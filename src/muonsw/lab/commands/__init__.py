@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import NamedTuple, cast
 
+from muonsw.lab.base.errors import USAGE
+from muonsw.lab.base.terminal import harmless
 from muonsw.lab.commands.parsing import Command, parse, width
-from muonsw.lab.errors import USAGE
-from muonsw.lab.terminal import harmless
 from muonsw.registry import unknown
 
 

@@ -11,9 +11,9 @@ from tyro.conf import FlagCreatePairsOff, arg
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.advice import Advice, advise
-from muonsw.lab.errors import UsageError
-from muonsw.lab.storage import plain
-from muonsw.lab.terminal import say
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import plain
+from muonsw.lab.base.terminal import say
 
 RULES_HELP = f"Decay rules to compare; the verdict is about the first. Known rules: {', '.join(DECAY_RULES)}."
 

@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, arg
 
+from muonsw.lab.base.errors import FAILED, OK, UsageError
+from muonsw.lab.base.tables import Column, Table, print_table
+from muonsw.lab.base.terminal import say
 from muonsw.lab.bench.steps import PACKAGES, SETS, MatrixSource, WrongStepError, check, contenders, measure
 from muonsw.lab.bench.timing import chosen_device, environment, product_rate
 from muonsw.lab.bench.training import Amount, WrongLossError, measure_training
-from muonsw.lab.errors import FAILED, OK, UsageError
 from muonsw.lab.model import preset
-from muonsw.lab.tables import Column, Table, print_table
-from muonsw.lab.terminal import say
 from muonsw.text import counted
 
 # What takes a minute or two.

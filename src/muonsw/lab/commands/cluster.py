@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.studies.cluster import Cluster
 from muonsw.lab.studies.workshop import on_cpu
 

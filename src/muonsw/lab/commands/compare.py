@@ -11,20 +11,20 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw import machine
 from muonsw.decay import DECAY_RULES
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.tables import Table
+from muonsw.lab.base.terminal import say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.commands.task import TaskOptions, introduce
 from muonsw.lab.data.shards import read_record
-from muonsw.lab.errors import UsageError
 from muonsw.lab.report.report import check_target
 from muonsw.lab.studies.arms import Arm, parse_arm
 from muonsw.lab.studies.compare import CompareStudy
 from muonsw.lab.studies.study import PAGE, Conclusion, conduct
 from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
-from muonsw.lab.tables import Table
-from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
 from muonsw.presets import PRESETS

@@ -11,11 +11,11 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
 
+from muonsw.lab.base.progress import View, showing
+from muonsw.lab.base.terminal import say
 from muonsw.lab.data.corpus import Corpus
 from muonsw.lab.data.prepare import prepare_corpus
 from muonsw.lab.data.shards import SPLITS, DataRecord, Group, read_record, verify_folder
-from muonsw.lab.progress import View, showing
-from muonsw.lab.terminal import say
 from muonsw.text import counted
 
 PREPARING = "preparing"

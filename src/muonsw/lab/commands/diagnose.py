@@ -10,14 +10,14 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import prepare_folder
+from muonsw.lab.base.terminal import say
 from muonsw.lab.diagnose.diagnosis import as_data, diagnose, print_diagnosis
 from muonsw.lab.diagnose.figures import FIGURES, draw
 from muonsw.lab.diagnose.history import LATE
-from muonsw.lab.errors import UsageError
 from muonsw.lab.report.own import require_own, write_own
 from muonsw.lab.runs import Run, load_runs
-from muonsw.lab.storage import prepare_folder
-from muonsw.lab.terminal import say
 from muonsw.text import counted
 
 

@@ -12,6 +12,10 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.lab.advice import Advice, advise
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import plain
+from muonsw.lab.base.tables import Column, Table, print_table
+from muonsw.lab.base.terminal import say
 from muonsw.lab.cost import (
     DECAYS,
     H200,
@@ -26,12 +30,8 @@ from muonsw.lab.cost import (
     plan,
     plan_recipe,
 )
-from muonsw.lab.errors import UsageError
 from muonsw.lab.model import muon_lr_multiplier, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
-from muonsw.lab.storage import plain
-from muonsw.lab.tables import Column, Table, print_table
-from muonsw.lab.terminal import say
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.lab.train.presets import trained_like
 

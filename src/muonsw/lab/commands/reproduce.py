@@ -11,20 +11,20 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from muonsw import machine
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import prepare_folder
+from muonsw.lab.base.tables import Column, Table, Value, print_table
+from muonsw.lab.base.terminal import say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.cost import Cost, amount, cost
-from muonsw.lab.errors import UsageError
 from muonsw.lab.report.report import check_target
-from muonsw.lab.storage import prepare_folder
 from muonsw.lab.studies import evidence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.scales import SCALES, find_data
 from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
 from muonsw.lab.studies.workshop import BySettings, Workshop, gpus_for
-from muonsw.lab.tables import Column, Table, Value, print_table
-from muonsw.lab.terminal import say
 from muonsw.lab.train.state import resolve_device
 from muonsw.text import counted
 

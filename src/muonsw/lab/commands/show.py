@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from muonsw.lab.base.tables import Table, print_table
+from muonsw.lab.base.terminal import harmless, say
 from muonsw.lab.studies.study import Conclusion
-from muonsw.lab.tables import Table, print_table
-from muonsw.lab.terminal import harmless, say
 from muonsw.text import counted
 
 

@@ -17,13 +17,13 @@ from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw import machine
 from muonsw.lab.advice import advise
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.terminal import say
 from muonsw.lab.commands.show import paragraph
-from muonsw.lab.errors import UsageError
 from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import gpus_for, on_cpu
 from muonsw.lab.tasks.check import Checked, check_task
 from muonsw.lab.tasks.functions import TaskConfig, fingerprint
-from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.lab.train.loop import Watch, train

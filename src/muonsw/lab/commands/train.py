@@ -10,11 +10,11 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.decay import DECAY_RULES
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.terminal import say
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.task import TaskOptions, introduce
-from muonsw.lab.errors import UsageError
 from muonsw.lab.studies.program import read_config_file, run
-from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
 from muonsw.lab.train.world import speaker

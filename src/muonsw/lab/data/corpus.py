@@ -17,10 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from muonsw.lab.base.errors import UsageError, needed
 from muonsw.lab.data.formats import KINDS, check_kind, file_documents, is_readable
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import BYTES
-from muonsw.lab.errors import UsageError, needed
 
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
@@ -45,7 +45,7 @@ class Corpus:
         (3, True)
         >>> Corpus("synthetic")
         Traceback (most recent call last):
-        muonsw.lab.errors.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
+        muonsw.lab.base.errors.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
     """
 
     source: Source = "python"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from muonsw.lab.errors import UsageError, needed
+from muonsw.lab.base.errors import UsageError, needed
 
 _PARQUET_ROWS = 256
 # A longer text is cut into documents, so that some of it can be held out: about this many, within these sizes.
@@ -34,7 +34,7 @@ def check_kind(path: Path) -> None:
         >>> check_kind(Path("notes.txt.gz"))
         >>> check_kind(Path("notes.pdf"))
         Traceback (most recent call last):
-        muonsw.lab.errors.UsageError: notes.pdf is of no known kind: give .txt, .md, .jsonl, .parquet files...
+        muonsw.lab.base.errors.UsageError: notes.pdf is of no known kind: give .txt, .md, .jsonl, .parquet files...
     """
     if not is_readable(path):
         raise UsageError(f"{path} is of no known kind: give {KINDS}")

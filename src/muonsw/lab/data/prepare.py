@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from muonsw import machine
-from muonsw.lab import storage
+from muonsw.lab.base import storage
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.corpus import TRAINING_CHARACTERS, Corpus, Source, up_to
 from muonsw.lab.data.shards import (
     RECORD,
@@ -37,7 +38,6 @@ from muonsw.lab.data.shards import (
     write_shard,
 )
 from muonsw.lab.data.tokenizers import BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer, store
-from muonsw.lab.errors import UsageError
 
 # What is encoded at a time, for each of so many threads at most: libraries need some hundred bytes for a token while
 # they work, which keeps them below a gigabyte.

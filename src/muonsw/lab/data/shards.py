@@ -18,10 +18,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.settings import from_data
+from muonsw.lab.base.storage import read_object, replacing, write_json
 from muonsw.lab.data.tokenizers import Tokenizer, restore
-from muonsw.lab.errors import UsageError
-from muonsw.lab.settings import from_data
-from muonsw.lab.storage import read_object, replacing, write_json
 
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 Split: TypeAlias = Literal["train", "validation"]

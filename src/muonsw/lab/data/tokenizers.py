@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from muonsw.lab.errors import UsageError, needed
-from muonsw.lab.storage import parse_json, write_atomically
+from muonsw.lab.base.errors import UsageError, needed
+from muonsw.lab.base.storage import parse_json, write_atomically
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 

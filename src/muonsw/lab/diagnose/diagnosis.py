@@ -12,14 +12,14 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from muonsw.lab.base.storage import plain
+from muonsw.lab.base.tables import MISSING, Column, Table, change_text, norm_text, print_table
+from muonsw.lab.base.terminal import harmless, say
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.diagnose.fits import LateFits, late_fits
 from muonsw.lab.diagnose.history import LATE, History, open_history, parts
 from muonsw.lab.diagnose.rules import Finding, Severity, examine
 from muonsw.lab.runs import Run
-from muonsw.lab.storage import plain
-from muonsw.lab.tables import MISSING, Column, Table, change_text, norm_text, print_table
-from muonsw.lab.terminal import harmless, say
 
 SERIES = (
     "weight_rms", "update_rms", "decay", "lr", "alignment_update", "alignment_gradient", "alignment_momentum",

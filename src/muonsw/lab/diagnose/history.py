@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.runs import Points, Run, last
 from muonsw.lab.theory import HypothesisError, NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
 from muonsw.lab.theory.sampled import window_in_steps, windowed_line

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from muonsw.lab.base.tables import norm_text
 from muonsw.lab.diagnose.history import LINEAR, QUADRATIC, History, ratio
 from muonsw.lab.diagnose.live import NEARLY_ALWAYS
-from muonsw.lab.tables import norm_text
 
 # Samples of telemetry: fewer than the first say nothing at all, fewer than the second are too few for fits and slopes.
 MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20

@@ -10,17 +10,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict, Unpack
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.settings import flatten
+from muonsw.lab.base.storage import prepare_folder
+from muonsw.lab.base.tables import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
 from muonsw.lab.claims.table import Claims, any_failed, claims_table
-from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import Charts
 from muonsw.lab.report.own import require_own, require_own_folder
 from muonsw.lab.report.page import write_page
 from muonsw.lab.report.sections import Chart, Document, LegendEntry, Section
 from muonsw.lab.report.static import write_chart
 from muonsw.lab.runs import Run, differences
-from muonsw.lab.settings import flatten
-from muonsw.lab.storage import prepare_folder
-from muonsw.lab.tables import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
 from muonsw.text import counted
 
 OF_ONE_RUN = ("command", "command_line", "argv", "started", "time", "pid", "folder", "cwd")

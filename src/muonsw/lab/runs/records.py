@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.settings import flatten
+from muonsw.lab.base.storage import prepare_folder, write_atomically
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.run import NORMALIZED, SCOPES, Run
-from muonsw.lab.settings import flatten
-from muonsw.lab.storage import prepare_folder, write_atomically
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.folder import identity
 

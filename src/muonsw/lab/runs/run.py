@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import read_object
 from muonsw.lab.model import enters_norm
 from muonsw.lab.runs.metrics import POOLED, Columns, Values, read_metrics
-from muonsw.lab.storage import read_object
 from muonsw.lab.theory import HypothesisError
 from muonsw.lab.theory.tracking import NormHistory, predict_norms
 from muonsw.lab.train.config import RunConfig

@@ -10,10 +10,10 @@ from typing import Any
 
 from muonsw import decay
 from muonsw.decay import DECAY_RULES
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.settings import from_data
 from muonsw.lab.model import muon_lr_multiplier, scalings
 from muonsw.lab.runs import Run
-from muonsw.lab.settings import from_data
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
 from muonsw.norms import FREE, NORM_RULES

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from muonsw.lab import paper
+from muonsw.lab.base.tables import Table, change_text, norm_text
 from muonsw.lab.claims.claim import Claim, Source, above, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import Claims
@@ -32,7 +33,6 @@ from muonsw.lab.studies.outcome import (
 from muonsw.lab.studies.study import PAGE, Conclusion, Study
 from muonsw.lab.studies.tuning import TuningResult, edge_note, sweep_table, tune
 from muonsw.lab.studies.workshop import Workshop
-from muonsw.lab.tables import Table, change_text, norm_text
 from muonsw.lab.train.config import RunConfig
 from muonsw.text import counted
 

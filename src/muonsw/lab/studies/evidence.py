@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.decay import DECAY_RULES
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.tables import markdown
 from muonsw.lab.claims.claim import Estimate
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.data.shards import fingerprint, read_record
-from muonsw.lab.errors import UsageError
 from muonsw.lab.report.sections import Chart, LegendEntry, Sheet
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.runs.records import Records
@@ -28,7 +29,6 @@ from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.studies.training import best_rules, cases, lambda_scaling, regret, untuned
 from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, measurement
 from muonsw.lab.studies.workshop import Workshop
-from muonsw.lab.tables import markdown
 from muonsw.lab.train.folder import RESULT
 
 NAME, FOLDER = "evidence", Path("evidence")

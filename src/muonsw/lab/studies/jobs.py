@@ -17,9 +17,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
-from muonsw.lab.processes import POLL_SECONDS, Tell, explain, stop_requests
-from muonsw.lab.storage import prepare_folder, write_json
+from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError
+from muonsw.lab.base.processes import POLL_SECONDS, Tell, explain, stop_requests
+from muonsw.lab.base.storage import prepare_folder, write_json
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
 from muonsw.lab.train.loop import Watch, train

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from muonsw.lab.base.storage import plain
+from muonsw.lab.base.tables import Cell, Column, Table, Value, change_text, norm_text
 from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.runs import Run, last
-from muonsw.lab.storage import plain
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
-from muonsw.lab.tables import Cell, Column, Table, Value, change_text, norm_text
 from muonsw.lab.theory import relaxation_number
 
 Measure = Callable[[Run], float]

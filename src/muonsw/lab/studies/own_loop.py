@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.errors import UsageError
-from muonsw.lab.processes import environment
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.processes import environment
+from muonsw.lab.base.storage import write_json
+from muonsw.lab.base.tables import plain_text
 from muonsw.lab.report.report import check_target, write_report
 from muonsw.lab.runs import Columns, Run, load_run
-from muonsw.lab.storage import write_json
 from muonsw.lab.studies.compare import verdict
 from muonsw.lab.studies.outcome import Outcome, arms_table, compare, pairs_table
 from muonsw.lab.studies.study import PAGE
-from muonsw.lab.tables import plain_text
 
 EXPECTED = "expected losses, as a list or by update ({100: 2.5}, or {100: {'loss': 2.5, 'accuracy': 0.4}})"
 

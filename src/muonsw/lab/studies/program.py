@@ -16,10 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from muonsw.lab.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
-from muonsw.lab.launcher import report_error
+from muonsw.lab.base.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
+from muonsw.lab.base.launcher import report_error
+from muonsw.lab.base.terminal import enduring, harmless, say
 from muonsw.lab.studies.jobs import train_alone
-from muonsw.lab.terminal import enduring, harmless, say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.loop import train

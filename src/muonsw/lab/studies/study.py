@@ -12,18 +12,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from muonsw.lab.base.processes import environment
+from muonsw.lab.base.storage import plain, write_atomically, write_json
+from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Evidence, Verdict, count_verdicts, failed_first
 from muonsw.lab.claims.table import Claims, any_failed
-from muonsw.lab.processes import environment
 from muonsw.lab.report.report import write_report
 from muonsw.lab.report.sections import Chart
-from muonsw.lab.storage import plain, write_atomically, write_json
 from muonsw.lab.studies.arms import Comparison, Results
 from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.outcome import arms_table, compare, completed, divergences, pairs_table
 from muonsw.lab.studies.scales import CPU, Scale
 from muonsw.lab.studies.workshop import ExperimentResult, Workshop
-from muonsw.lab.tables import Table
 from muonsw.lab.train.config import RunConfig
 from muonsw.registry import Registry
 

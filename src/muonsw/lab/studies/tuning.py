@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muonsw.lab.storage import plain
+from muonsw.lab.base.storage import plain
+from muonsw.lab.base.tables import Column, Table
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, with_lambda
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
-from muonsw.lab.tables import Column, Table
 from muonsw.lab.train.config import RunConfig
 
 SEARCH = Key("search")

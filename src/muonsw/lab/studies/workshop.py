@@ -11,19 +11,19 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from muonsw.lab.base.errors import Diverged
+from muonsw.lab.base.processes import Audience, Tell, run_jobs, stop_at_failure, visible_gpus
+from muonsw.lab.base.progress import View, showing
+from muonsw.lab.base.storage import read_object
+from muonsw.lab.base.terminal import say
 from muonsw.lab.claims.claim import Evidence
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
-from muonsw.lab.errors import Diverged
-from muonsw.lab.processes import Audience, Tell, run_jobs, stop_at_failure, visible_gpus
-from muonsw.lab.progress import View, showing
 from muonsw.lab.runs import Run, load_runs
-from muonsw.lab.storage import read_object
 from muonsw.lab.studies.arms import Arm, Comparison, Results
 from muonsw.lab.studies.cluster import Cluster, run_on_cluster
 from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.jobs import Job, train_job, write_divergence
-from muonsw.lab.terminal import say
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT, identity, refuse_other_settings
 from muonsw.lab.train.progress import numbers_of

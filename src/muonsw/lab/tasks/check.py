@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.tasks.functions import Functions, TaskConfig, load_functions, shown
 from muonsw.lab.tasks.task import Batch, map_tensors, rows_of, tensors_of
 from muonsw.lab.tasks.user import TRAIN, VALIDATION, VALIDATION_SEED, Source, generators_seeded

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.loader import TokenBatch, TokenLoader, ValidationLoader
 from muonsw.lab.data.shards import fingerprint, open_split, read_record
-from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, Losses, ModelConfig, count
 from muonsw.lab.model.moe import MoE
 from muonsw.lab.tasks.task import Task

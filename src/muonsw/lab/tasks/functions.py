@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
 from muonsw.registry import unknown
 
 # What a task consists of, with the arguments that the engine passes; further ones are options.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from muonsw.lab.errors import UsageError
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.tasks.functions import Functions, TaskConfig, fingerprint, listed, load_functions, shown
 from muonsw.lab.tasks.task import Batch, Task, rows_between, rows_of
 

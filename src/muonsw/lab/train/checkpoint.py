@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from muonsw.distributed.shards import is_dtensor, shard_like
-from muonsw.lab.errors import UsageError
-from muonsw.lab.storage import numbered, plain, read_object, reported, sync
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import numbered, plain, read_object, reported, sync
 from muonsw.lab.train.pieces import Reader, own_piece
 
 STATE = "state.json"

@@ -10,8 +10,8 @@ from typing import Any
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES, refuse_unknown_run
+from muonsw.lab.base.settings import as_data, from_data
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
-from muonsw.lab.settings import as_data, from_data
 from muonsw.lab.tasks.decoder import DataConfig
 from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.settings import as_data, from_data
+from muonsw.lab.base.storage import placing, prepare_folder, read_object, remove_leftovers, write_json
 from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
 from muonsw.lab.data.tokenizers import Tokenizer, store
-from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig, unallocated
-from muonsw.lab.settings import as_data, from_data
-from muonsw.lab.storage import placing, prepare_folder, read_object, remove_leftovers, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, read_config, refuse_changes

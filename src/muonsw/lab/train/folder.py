@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from muonsw import machine
-from muonsw.lab.errors import UsageError
-from muonsw.lab.processes import environment
-from muonsw.lab.settings import differences, flatten
-from muonsw.lab.storage import locked, read_object, write_json
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.processes import environment
+from muonsw.lab.base.settings import differences, flatten
+from muonsw.lab.base.storage import locked, read_object, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from muonsw import Telemetry
-from muonsw.lab.errors import Diverged, Interrupted, UsageError
-from muonsw.lab.processes import StopRequest, stop_requests, torch_threads
+from muonsw.lab.base.errors import Diverged, Interrupted, UsageError
+from muonsw.lab.base.processes import StopRequest, stop_requests, torch_threads
 from muonsw.lab.train.checkpoint import CheckpointError, Shelf
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, claimed, write_environment, write_result

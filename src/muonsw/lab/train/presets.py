@@ -9,14 +9,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.settings import as_data, from_data
 from muonsw.lab.data.corpus import matching_files
 from muonsw.lab.data.prepare import SMALL_SHARE, prepare_default
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
-from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
-from muonsw.lab.settings import as_data, from_data
 from muonsw.lab.tasks.check import Checked
 from muonsw.lab.tasks.decoder import DataConfig
 from muonsw.lab.tasks.functions import TaskConfig

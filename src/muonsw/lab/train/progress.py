@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from rich.console import Console
 
-from muonsw.lab.progress import View, showing
+from muonsw.lab.base.progress import View, showing
 from muonsw.lab.train.loop import Watch
 from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import Training

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonsw.lab.errors import UsageError, install_line
-from muonsw.lab.storage import numbered, parse_json, plain, replacing, reported, write_atomically
+from muonsw.lab.base.errors import UsageError, install_line
+from muonsw.lab.base.storage import numbered, parse_json, plain, replacing, reported, write_atomically
 from muonsw.lab.tasks.task import LossParts
 from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Evaluation, Training

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from muonsw.distributed.shards import local
-from muonsw.lab.errors import MachineError
-from muonsw.lab.storage import reported
+from muonsw.lab.base.errors import MachineError
+from muonsw.lab.base.storage import reported
 from muonsw.lab.train.checkpoint import (
     PREFIX,
     ROOM,

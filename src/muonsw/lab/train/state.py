@@ -14,8 +14,8 @@ from torch import Tensor
 
 from muonsw import machine
 from muonsw.distributed.shards import whole
+from muonsw.lab.base.errors import Diverged, UsageError
 from muonsw.lab.data.loader import prefetch
-from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.tasks.decoder import DecoderTask, with_tokens
 from muonsw.lab.tasks.functions import TaskConfig
@@ -331,7 +331,7 @@ class LossGuard:
         >>> guard.watch(2, math.nan)
         Traceback (most recent call last):
         ...
-        muonsw.lab.errors.Diverged: the loss of update 2 is nan; ...
+        muonsw.lab.base.errors.Diverged: the loss of update 2 is nan; ...
     """
 
     def __init__(self, excess: float, most_skipped: int = 1) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from muonsw.lab.errors import MACHINE
-from muonsw.lab.launcher import report_error
+from muonsw.lab.base.errors import MACHINE
+from muonsw.lab.base.launcher import report_error
 
 # Until the first update: importing, compiling and reading a checkpoint take their time.
 STARTING_SECONDS = 1800.0

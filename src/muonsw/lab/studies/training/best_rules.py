@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from muonsw.decay import convert_weight_decay
+from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
@@ -19,7 +20,6 @@ from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_
 from muonsw.lab.studies.outcome import swept_loss
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.regret import at_horizon
-from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, below
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, lambda_arm
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import rules_run
 from muonsw.lab.studies.training.regret import EXACT, RULES, best_against_best, losses_of
-from muonsw.lab.tables import Table
 from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 LITTLE, STRONG = Key("little text"), Key("little text, four times the lambda")

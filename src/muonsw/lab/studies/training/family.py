@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
@@ -28,7 +29,6 @@ from muonsw.lab.studies.outcome import with_interval
 from muonsw.lab.studies.scales import NEVER, Scale
 from muonsw.lab.studies.training.regret import EXACT, RULES, Optimum, at_horizon, losses_of, optimum, vertex
 from muonsw.lab.studies.training.sweeps import mean_losses
-from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.text import sized
 

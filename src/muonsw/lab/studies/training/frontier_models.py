@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from muonsw.lab.base.tables import Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, within_share
 from muonsw.lab.cost import RecipePlan, amount, plan_recipe
 from muonsw.lab.paper import RECIPES, Tolerance
 from muonsw.lab.studies.arms import Comparison, Results
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.tables import Column, Table, Value
 
 # The share of constant decay's total that scaled decay applies under a cosine to a tenth, without warmup: the mean of
 # the squared multiple over that of the multiple.

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
@@ -27,7 +28,6 @@ from muonsw.lab.studies.outcome import over_runs, paired, with_interval
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.cases import ADAMW_RATE
 from muonsw.lab.studies.training.regret import EXACT, RULES
-from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
 ADAMC = Source("AdamC (arXiv 2506.02285); claims written down before the runs", "matrices that a normalization follows")

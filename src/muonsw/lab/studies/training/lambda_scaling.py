@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
@@ -38,7 +39,6 @@ from muonsw.lab.studies.training.regret import (
     vertex,
 )
 from muonsw.lab.studies.training.sweeps import power
-from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.train.config import RunConfig
 
 BATCHES, SIZES = (0.5, 1.0, 2.0), (0.5, 1.0, 1.5)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
@@ -30,7 +31,6 @@ from muonsw.lab.studies.training.sweeps import (
     sweep_tables,
     transfer_cost,
 )
-from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
 HYPERBALL = Source("Hyperball (arXiv 2606.16899), widths 128 to 2,048", "Muon, the same rates at every width")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
@@ -25,7 +26,6 @@ from muonsw.lab.studies.arms import Comparison, Key, Results, Runs, decay_factor
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.sweeps import Losses, mean_losses, power
-from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig
 

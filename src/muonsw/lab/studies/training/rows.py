@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab import paper
+from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose.diagnosis import diagnose
@@ -37,7 +38,6 @@ from muonsw.lab.studies.outcome import (
     steps_to_match,
 )
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.tables import Table
 
 CONTROL = f"constant, {CONTROL_SUFFIX}"
 BEYOND = "beyond the paper"

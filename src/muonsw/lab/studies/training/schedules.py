@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.studies.arms import Comparison, Key, Results
@@ -30,7 +31,6 @@ from muonsw.lab.studies.training.regret import (
     optimum,
 )
 from muonsw.lab.studies.training.sweeps import Losses, mean_losses
-from muonsw.lab.tables import Cell, Column, Table, Value
 from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 TO_ZERO = Source("Straight to Zero (arXiv 2502.15938), with AdamW; claims written down before the runs", "Muon")

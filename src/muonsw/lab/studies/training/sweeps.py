@@ -11,6 +11,7 @@ from statistics import linear_regression
 import numpy as np
 
 from muonsw.lab import paper
+from muonsw.lab.base.tables import Column, Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
@@ -18,7 +19,6 @@ from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.studies.scales import Scale, adamw_sweep, at_width
-from muonsw.lab.tables import Column, Table
 from muonsw.lab.train.config import RunConfig
 
 MUON = "muon"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from muonsw.lab.advice import best_totals
+from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, at_most
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
@@ -30,7 +31,6 @@ from muonsw.lab.studies.training.regret import (
     optimum,
 )
 from muonsw.lab.studies.training.sweeps import Losses, mean_losses
-from muonsw.lab.tables import Cell, Column, Table, Value
 
 # What recipes for language models have, and torch's default.
 KEPT = (0.1, 0.01)

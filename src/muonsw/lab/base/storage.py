@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from muonsw.lab.errors import MachineError, UsageError
+from muonsw.lab.base.errors import MachineError, UsageError
 
 # No JSON file of the lab comes near these; a file beyond them is not one of ours.
 JSON_BYTES = 1 << 28

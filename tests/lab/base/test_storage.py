@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.lab.errors import MachineError, UsageError
-from muonsw.lab.storage import LOCK, locked, read_json, read_object, replacing, write_atomically, write_json
+from muonsw.lab.base.errors import MachineError, UsageError
+from muonsw.lab.base.storage import LOCK, locked, read_json, read_object, replacing, write_atomically, write_json
 from tests.faults.killing import files_no_larger_than
 
 

@@ -10,7 +10,7 @@ from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, cast
 
-from muonsw.lab.errors import MACHINE, OK
+from muonsw.lab.base.errors import MACHINE, OK
 
 if TYPE_CHECKING:
     from rich.console import Console

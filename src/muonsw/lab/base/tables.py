@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from muonsw.lab.terminal import harmless, say
+from muonsw.lab.base.terminal import harmless, say
 
 Value = str | float | int | bool | None
 MISSING = "\N{EN DASH}"

@@ -5,8 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from muonsw.lab import progress
-from muonsw.lab.progress import View, showing
+from muonsw.lab.base import progress
+from muonsw.lab.base.progress import View, showing
 
 NUMBERS = {"update": "12,345/110,000", "loss": "5.2345", "validation": "5.3456", "weight RMS": "0.1234"}
 

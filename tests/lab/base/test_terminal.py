@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from muonsw.lab.terminal import harmless, say
+from muonsw.lab.base.terminal import harmless, say
 
 
 def printed(text):

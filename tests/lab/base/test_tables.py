@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from muonsw.lab.tables import Cell, Column, Table, fitting, plain_text, print_table
+from muonsw.lab.base.tables import Cell, Column, Table, fitting, plain_text, print_table
 
 NUMBERS = ("0.1", "5.2345 ± 0.0123", "5.1234 ± 0.0321", "0.123 ± 0.004", "-60 %", "0.0456", "12.345")
 HEADINGS = ("lambda", "final loss", "best loss", "weight RMS at the end", "change since largest", "update at peak", "N")
