@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec
 
 import torch
+import torch.distributed as dist
 
 from muonsw.precision import AUTO, DTYPES
 
@@ -139,3 +141,27 @@ def cuda_dtype(multiplies_bfloat16: bool, has_tensor_cores: bool) -> torch.dtype
     if multiplies_bfloat16:
         return torch.bfloat16
     return torch.float16 if has_tensor_cores else torch.float32
+
+
+_MATMUL_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply float32 in float32, whatever `torch.set_float32_matmul_precision` says.
+
+    After a gradient spike the small eigenvalues of a factor lie below the rounding of TF32.
+    """
+    before = [backend.fp32_precision for backend in _MATMUL_BACKENDS]
+    try:
+        for backend in _MATMUL_BACKENDS:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(_MATMUL_BACKENDS, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def has_ranks() -> bool:
+    """Whether processes have met as ranks; some builds of torch know none."""
+    return dist.is_available() and dist.is_initialized()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, local, offset
+from muonsw.machine import has_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -204,7 +205,7 @@ class QKClip:
         none = torch.full((), -torch.inf, dtype=torch.float32, device=device)
         found = [none.expand(a.heads) if a.maximum is None else a.maximum.to(device) for a in self.attentions]
         maxima = torch.cat(found)
-        if dist.is_available() and dist.is_initialized():
+        if has_ranks():
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.process_group)
         return maxima
 

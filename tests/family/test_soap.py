@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from muonsw.algorithms.factors import eigenbasis, full_float32
+from muonsw.algorithms.factors import eigenbasis
 from muonsw.algorithms.soap import soap, whitened_momentum
+from muonsw.machine import full_float32
 from tests.family.gradients import gradient, start
 from tests.family.record.soap import RECORDED
 from tests.family.references.soap import ReferenceSOAP

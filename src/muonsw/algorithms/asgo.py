@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from muonsw.algorithms.factors import finite_or, full_float32
+from muonsw.algorithms.factors import finite_or
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
+from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
 from muonsw.slots import Specs, State
 from muonsw.work import Group

@@ -7,31 +7,11 @@ of equal matrices, (count, m, n) for gradients and (count, d, d) for factors, in
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from muonsw.text import users_line
-
-_MATMUL_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """Multiply float32 in float32, whatever `torch.set_float32_matmul_precision` says.
-
-    After a gradient spike the small eigenvalues of a factor lie below the rounding of TF32.
-    """
-    before = [backend.fp32_precision for backend in _MATMUL_BACKENDS]
-    try:
-        for backend in _MATMUL_BACKENDS:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        for backend, precision in zip(_MATMUL_BACKENDS, before, strict=True):
-            backend.fp32_precision = precision
 
 
 def rotate(X: Tensor, left: Tensor, right: Tensor) -> Tensor:

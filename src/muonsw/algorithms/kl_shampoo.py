@@ -15,8 +15,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.factors import finite_or, full_float32, pack, unpack
+from muonsw.algorithms.factors import finite_or, pack, unpack
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm, validate_matrices
+from muonsw.machine import full_float32
 from muonsw.precision import AUTO, DTYPES
 from muonsw.slots import Specs, State
 from muonsw.work import Group

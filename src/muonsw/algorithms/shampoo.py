@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.factors import average_first, full_float32, inverse_root, pack, unpack_first, unpack_second
+from muonsw.algorithms.factors import average_first, inverse_root, pack, unpack_first, unpack_second
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
+from muonsw.machine import full_float32
 from muonsw.slots import Specs, State
 from muonsw.work import Group
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.factors import eigenbasis, full_float32, power_iteration, rotate, rotate_back
+from muonsw.algorithms.factors import eigenbasis, power_iteration, rotate, rotate_back
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm, validate_matrices
+from muonsw.machine import full_float32
 from muonsw.matrices import MatrixView
 from muonsw.slots import Specs, State
 from muonsw.work import Group

@@ -183,7 +183,7 @@ def noise_alignment(*, phi: float, beta: float) -> float:
 
     Examples:
         >>> noise_alignment(phi=0.01, beta=0.0) == 0.0, round(noise_alignment(phi=0.01, beta=0.95), 3)
-        (True, -0.395)
+        (True, -0.394)
     """
     a = _remaining(phi, beta)
     return -beta * math.sqrt((1.0 - a**2) / ((1.0 + a * beta) * (1.0 - a * beta)))
