@@ -530,9 +530,9 @@ def test_a_training_loop_that_frees_its_gradients_is_replayed():
 @on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+@pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd", "lion"])
 def test_one_graph_serves_gradients_wherever_they_lie(algorithm, dtype):
-    """Unasked; none of the earlier gradients is freed, so that each lies elsewhere."""
+    """Unasked, where our own kernels make the step; no earlier gradient is freed, so that each lies elsewhere."""
 
     def run(captured):
         optimizer, params = optimizer_on("cuda", algorithm, dtype=dtype)

@@ -10,7 +10,11 @@ from tests.distributed.test_sharded import along
 from tests.family.algorithms import OPTIONS
 
 CLOSE = 1e-9
-every_algorithm = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+# Variants of an algorithm differ in nothing that ranks could notice.
+every_algorithm = pytest.mark.parametrize(
+    "options",
+    [pytest.param(own, id=name, marks=pytest.mark.slow if "," in name else ()) for name, own in OPTIONS.items()],
+)
 
 
 def every_mesh(options):

@@ -234,7 +234,9 @@ def test_averages_may_be_kept_in_bfloat16_and_factors_stay_in_float32(name):
     assert all(param.isfinite().all() for param in params)
 
 
-@every_algorithm
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "asgo" else pytest.mark.slow) for name in OPTIONS]
+)
 def test_compiled_steps_are_the_same(name):
     eager, compiled = matrices((4, 4), (6, 6)), matrices((4, 4), (6, 6))
     one, two = build(name, eager), build(name, compiled)

@@ -233,7 +233,9 @@ def test_averages_may_be_kept_in_bfloat16(name):
     assert distance(after - before, expected - before) < 0.1
 
 
-@every_member
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "normuon" else pytest.mark.slow) for name in OPTIONS]
+)
 def test_compiled_steps_are_the_same(name):
     eager, compiled = matrices((4, 6), (6, 6)), matrices((4, 6), (6, 6))
     one, two = build(name, eager), build(name, compiled)

@@ -265,8 +265,9 @@ def test_the_tensors_of_an_export_are_a_model_or_a_usage_error_even_with_the_rig
     any_header()
 
 
+@pytest.mark.filterwarnings("ignore::muonsw.PeakLRWarning")
 def test_a_state_with_the_right_checksum_is_resumed_from_or_put_aside():
-    """As only an attacker would write it."""
+    """As only an attacker would write it; a peak that the run was not built for is warned of."""
     run = folders().copy("stopped")
     training = Training(with_fingerprint(config(folders().data)))
     path = run / NEWER / checkpoint.STATE

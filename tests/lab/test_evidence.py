@@ -299,6 +299,7 @@ def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
         assert [[key.width for key in one] for one in rate_drift.by_rule({})] == [[64, 128]] * 3
 
 
+@pytest.mark.slow
 def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, tiny):
     monkeypatch.setattr(evidence, "MINI", replace(tiny, map_seeds=2))
     monkeypatch.setattr(lambda_scaling, "FACTORS", (1.0, 2.0))
@@ -316,6 +317,7 @@ def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, 
     assert all(one["low"] <= one["power"] <= one["high"] for one in known)
 
 
+@pytest.mark.slow
 def test_the_family_from_training_to_the_page(tmp_path, monkeypatch, tiny):
     monkeypatch.setattr(family, "RATES", {name: family.RATES[name] for name in ("muon", "soap")})
     monkeypatch.setattr(evidence, "MINI", replace(tiny, maps=dict.fromkeys((12, 24), (0.5, 1.0)), map_seeds=2))

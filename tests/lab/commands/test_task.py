@@ -61,6 +61,7 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     assert found["claims"] == []
 
 
+@pytest.mark.slow
 def test_lambda_is_tuned_and_options_reach_the_task(tmp_path):
     path = task_file(tmp_path, model="def model(seed, width=8):\n    return nn.Sequential(nn.Linear(4, width), "
                      "nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 3))\n")  # fmt: skip
