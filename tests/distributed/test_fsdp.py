@@ -70,7 +70,9 @@ def fsdp(*mesh_shape, **options):
 
 
 @pytest.mark.parametrize("norm", [name for name in NORM_RULES if name != "free"])
-@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh_shape", [*(pytest.param(one, marks=pytest.mark.slow) for one in ((2,), (4,))), (2, 2)], ids=str
+)
 def test_fsdp_keeps_to_norm_rules_as_one_process_does(pool, mesh_shape, norm):
     for difference, same_summary in pool.run(fsdp, *mesh_shape, norm=norm):
         assert difference < CLOSE

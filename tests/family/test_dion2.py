@@ -172,6 +172,7 @@ def test_a_step_that_is_skipped_leaves_weights_and_momentum(known_by, monkeypatc
     assert_same([t for p in params for t in (p.detach(), optimizer.state[p]["momentum_buffer"])], before)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_the_same():
     torch.compiler.reset()
     params, eager = matrices((6, 8), (8, 5)), matrices((6, 8), (8, 5))

@@ -102,6 +102,7 @@ def test_stacks_and_convolutions(matrix):
     assert_same(params, whole)
 
 
+@pytest.mark.slow
 def test_two_graphs_are_compiled_however_many_steps():
     torch.compiler.reset()
     params, eager = matrices((8, 6)), matrices((8, 6))

@@ -66,6 +66,7 @@ class TestMatrixAlgorithm:
         run(other, resumed, 3, start=4)
         assert_same(params, resumed)
 
+    @pytest.mark.slow
     def test_a_compiled_step_goes_on_counting(self):
         eager, compiled = matrices((4, 6)), matrices((4, 6))
         one, two = build(eager), build(compiled)

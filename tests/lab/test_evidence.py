@@ -268,6 +268,7 @@ def test_claims_of_schedules_tell_where_the_rule_matters(monkeypatch):
         assert claims["scaled-to-zero"].holds
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_the_drift_of_rates_from_training_to_the_page(tmp_path):
     assert (
@@ -401,6 +402,7 @@ class Made(NamedTuple):
     epochs: float = 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_the_growth_of_gradients_from_training_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr("muonsw.lab.runs.records.SAMPLES", 10)
