@@ -34,7 +34,7 @@ MESHES = {
     "copies": ([4], [None]),
 }
 # Of members that differ in nothing that ranks could notice, one is enough in a hurry.
-QUICK = ("normuon", "muon2", "adamuon")
+QUICK = ("normuon", "adamuon")
 DION2 = {"algorithm": "dion2", "fraction": 0.4}
 # Algorithms of their own beside Muon, and a period of which a checkpoint falls into the middle.
 PATTERNS = {

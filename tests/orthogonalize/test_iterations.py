@@ -244,7 +244,7 @@ def test_undefined_entries_are_not_hidden_and_stay_in_their_matrix(fn):
 
 
 @iterative
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_to_one_graph(fn, dynamic):
     """A matrix, a stack and a stack of stacks; with fixed sizes one of them tells as much."""
     torch.compiler.reset()

@@ -76,7 +76,13 @@ def test_learning_rate_and_decay_have_one_name(command, capsys, monkeypatch):
     assert "--shape" not in shown
 
 
-@pytest.mark.parametrize("words", [["plan", "--preset", "w256", "--steps", "100"], ["plan", "--recipe", "glm-4.5"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--preset", "w256", "--steps", "100"],
+        pytest.param(["plan", "--recipe", "glm-4.5"], marks=pytest.mark.slow),
+    ],
+)
 def test_output_that_is_ascii_gets_what_can_be_printed(words):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment["PYTHONIOENCODING"] = "ascii:strict"
