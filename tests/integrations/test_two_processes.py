@@ -78,7 +78,8 @@ LINES = re.findall(r"^\$ (torchrun|accelerate launch) (.*) train.py$", PAGE.read
 def test_the_lines_of_the_page_start_two_processes(tmp_path, launcher, options):
     script = tmp_path / "train.py"
     script.write_text(
-        "from accelerate import PartialState\nprint('world', PartialState(cpu=True).num_processes)", encoding="utf-8"
+        "from accelerate import PartialState\nprint(f'world {PartialState(cpu=True).num_processes}\\n', end='')",
+        encoding="utf-8",
     )
     command = [sys.executable, "-m", LAUNCHERS[launcher], *options.split(), str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
