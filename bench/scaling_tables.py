@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab.commands.plan import link_rows
-from muonsw.lab.cost import H200, ON_PAPER, Setup, Update, parts_of, plan_update
+from muonsw.lab.cost import H200, ON_PAPER, Setup, UpdateCost, parts_of, plan_update
 from muonsw.lab.model import ModelConfig, preset
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -29,12 +29,12 @@ TFLOPS = 460.0
 GIB, MB = 2**30, 1e6
 
 
-def small(setup: Setup) -> Update:
+def small(setup: Setup) -> UpdateCost:
     """A run of width 1024 at the paper's batch."""
     return plan_update(W1024, replace(setup, micro_batch=1, tflops=TFLOPS), SMALL_BATCH)
 
 
-def large(setup: Setup, batch: int = LARGE_BATCH) -> Update:
+def large(setup: Setup, batch: int = LARGE_BATCH) -> UpdateCost:
     """The model of 1T parameters: layers computed again, weights gathered in bfloat16."""
     return plan_update(MOE, replace(setup, micro_batch=1, tflops=TFLOPS, gathered_bytes=2, recompute=True), batch)
 
@@ -145,7 +145,7 @@ def tenth(gpus: int) -> float:
 def periods() -> str:
     """What orthogonalizing whole matrices less often would buy."""
     rows = []
-    cases: list[tuple[str, Callable[[Setup], Update], Setup]] = [
+    cases: list[tuple[str, Callable[[Setup], UpdateCost], Setup]] = [
         ("w1024, 64, fsdp by rows", small, Setup(64, "fsdp", "rows")),
         ("w1024, 64, fsdp", small, Setup(64, "fsdp")),
         ("1T, 4,096, ep", large, Setup(4096, "ep")),

@@ -11,7 +11,7 @@ from torch import nn
 
 from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine, replay
 from muonsw.kernels import tables
-from muonsw.kernels.graphs import Watch
+from muonsw.kernels.graphs import GradientReads
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
 from muonsw.replay import PATIENCE, SETTLED, Replay, binding
 from muonsw.step import _replays, collect
@@ -192,7 +192,7 @@ class Repeated:
         return self
 
 
-class SeesReads(Watch):
+class SeesReads(GradientReads):
     """On CPUs operations of torch read the gradients, at each repetition instead of at a capture."""
 
     def __init__(self, tensors):
@@ -203,7 +203,7 @@ class SeesReads(Watch):
 @pytest.fixture
 def graphs_on_cpus(monkeypatch):
     monkeypatch.setattr(replay, "recorded", Repeated)
-    monkeypatch.setattr(replay, "Watch", SeesReads)
+    monkeypatch.setattr(replay, "GradientReads", SeesReads)
     monkeypatch.setattr(replay, "obstacle", lambda _work, _nonfinite: "")
 
 

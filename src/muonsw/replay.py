@@ -32,7 +32,7 @@ from muonsw.algorithms.lion import LION
 from muonsw.algorithms.muon import MUON
 from muonsw.algorithms.sgd import SGD
 from muonsw.decay import DECAY_RULES, decays
-from muonsw.kernels.graphs import Watch, recorded
+from muonsw.kernels.graphs import GradientReads, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph
 from muonsw.normalize import NORMALIZE
 from muonsw.norms import FREE
@@ -280,7 +280,7 @@ class Replay:
         assert self._now is not None
         self._captures += 1
         grads = [item.grad for item in sorted(items_of(work), key=itemgetter(0))]  # in the order of the parameters
-        watch = Watch(grads)
+        watch = GradientReads(grads)
         try:
             graph, tables = self._recorded(program, work[0].device, grads, watch)
         except Exception as error:  # the step is taken eagerly now, and raises what the capture did not cause
@@ -297,7 +297,7 @@ class Replay:
         return captured
 
     def _recorded(
-        self, program: Callable[[], None], device: torch.device, grads: list[Tensor], watch: Watch
+        self, program: Callable[[], None], device: torch.device, grads: list[Tensor], watch: GradientReads
     ) -> tuple[torch.cuda.CUDAGraph, GraphTables]:
         """The program as a graph, with room for its tables."""
         pool = self._graphs[0].graph.pool() if self._graphs else None

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import AdamWSW, MuonSW, machine, replay
 from muonsw.kernels import elementwise, finite, momentum, move, symmetric
-from muonsw.kernels.graphs import Watch
+from muonsw.kernels.graphs import GradientReads
 from muonsw.kernels.tables import GraphTables, in_graph, table
 from muonsw.replay import SETTLED
 from tests.common.problems import cosine, matrices, set_gradients
@@ -157,7 +157,7 @@ def test_operations_and_kernels_that_are_given_a_gradient_are_seen(device):
     grad, other = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
 
     def seen(work):
-        with Watch([grad]) as watch:
+        with GradientReads([grad]) as watch:
             work()
         return watch.seen
 

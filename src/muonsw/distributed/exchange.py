@@ -28,7 +28,7 @@ Blocks = dict[Shape, Tensor]
 States = dict[Shape, State]
 
 
-class Block(NamedTuple):
+class EqualTensors(NamedTuple):
     """Equal tensors of the matrices that this rank owns: how many, the shape of one, and each rank's piece of it."""
 
     matrices: int
@@ -59,13 +59,13 @@ class Exchange(Protocol):
     def gather_beside(self, batches: Sequence[ExchangeBatch], one: Round, sizes: Sizes) -> Transfer:
         """Send what travels with the matrices."""
 
-    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[EqualTensors]) -> list[Tensor]:
         """What this rank owns, put together from what has arrived: (count, *shape) for each block."""
 
     def scatter(self, one: Round, send: Tensor, sizes: Sizes) -> Transfer:
         """Send what this rank owns to the ranks that hold pieces of it."""
 
-    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[Block]) -> list[Tensor]:
+    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[EqualTensors]) -> list[Tensor]:
         """What this rank owns in the pieces that `scatter` sends."""
 
 
@@ -107,15 +107,15 @@ def _arrived(one: Round, gathering: Transfers) -> tuple[Blocks, States]:
     return matrices, {shape: {kept.key: next(tensors) for kept in shape.companions} for shape in one.counts}
 
 
-def _owned(one: Round) -> list[Block]:
+def _owned(one: Round) -> list[EqualTensors]:
     """The matrices that this rank owns."""
-    return [Block(count, shape.cell, shape.pieces) for shape, count in one.counts.items()]
+    return [EqualTensors(count, shape.cell, shape.pieces) for shape, count in one.counts.items()]
 
 
-def _beside(one: Round, *, returning: bool = False) -> list[Block]:
+def _beside(one: Round, *, returning: bool = False) -> list[EqualTensors]:
     """What travels with the matrices that this rank owns."""
     return [
-        Block(count, kept.shape, kept.pieces)
+        EqualTensors(count, kept.shape, kept.pieces)
         for shape, count in one.counts.items()
         for kept in shape.companions
         if kept.returns or not returning
@@ -203,7 +203,7 @@ class Shards:
         send = _packed(_held_beside(batches, one.units), one.wire.beside, one)
         return _all_to_all(one, send, sizes.held, sizes.pieces)
 
-    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[EqualTensors]) -> list[Tensor]:
         """Put the pieces of all ranks together."""
         found = [arrived.new_empty(block.matrices, *block.shape) for block in blocks]
         start = 0
@@ -214,7 +214,7 @@ class Shards:
                 start += piece.numel()
         return found
 
-    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[Block]) -> list[Tensor]:
+    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[EqualTensors]) -> list[Tensor]:
         """The pieces of all ranks."""
         pairs = list(zip(results, blocks, strict=True))
         return [_cut(whole, block, rank) for rank in range(one.wire.ranks) for whole, block in pairs]
@@ -239,14 +239,14 @@ class Copies:
         """Lay what belongs to the owned matrices side by side."""
         return Transfer(_packed(_held_beside(batches, one.owned[one.wire.me]), one.wire.beside, one), [])
 
-    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[Block]) -> list[Tensor]:  # noqa: ARG002
+    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[EqualTensors]) -> list[Tensor]:  # noqa: ARG002
         """What is owned lies there already."""
         pieces = (
             arrived.split_with_sizes([block.matrices * math.prod(block.shape) for block in blocks]) if blocks else ()
         )
         return [piece.view(-1, *block.shape) for block, piece in zip(blocks, pieces, strict=True)]
 
-    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[Block]) -> list[Tensor]:  # noqa: ARG002
+    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[EqualTensors]) -> list[Tensor]:  # noqa: ARG002
         """All of it, since every rank gets it whole."""
         return list(results)
 
@@ -324,7 +324,7 @@ def _part(batches: Sequence[ExchangeBatch], unit: Unit) -> Part:
     return Part(batches[unit.shape.batch].items[unit.place], unit.region)
 
 
-def _cut(whole: Tensor, block: Block, rank: int) -> Tensor:
+def _cut(whole: Tensor, block: EqualTensors, rank: int) -> Tensor:
     """The piece of a rank within whole tensors (count, *shape)."""
     return Region(tuple((axis + 1, start, length) for axis, start, length in block.pieces[rank].cuts)).of(whole)
 

@@ -44,7 +44,7 @@ def recorded(
     return graph
 
 
-class Watch(TorchDispatchMode):
+class GradientReads(TorchDispatchMode):
     """Finds out whether anything reads or writes some tensors directly, and not through a table of addresses.
 
     Attributes:

@@ -352,7 +352,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateCost:
     """What one update takes."""
 
     setup: Setup
@@ -382,7 +382,7 @@ class Update:
         return self.optimizer_seconds / self.seconds
 
 
-def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_TOKENS) -> Update:
+def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_TOKENS) -> UpdateCost:
     """Predict an update of so many tokens, on all GPUs together.
 
     Examples:
@@ -398,7 +398,7 @@ def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATC
     flops = _flops_per_token(model) * (4 / 3 if setup.recompute else 1.0)
     traffic = list(_model_traffic(model, parts, setup, batch_tokens / setup.gpus))
     moved = MUON_PASSES * sum(sharding.held(part) for part, sharding in muon) + ADAMW_PASSES * as_rest.held(rest)
-    return Update(
+    return UpdateCost(
         setup=setup,
         memory=_memory(model, parts, setup),
         model_bytes=sum(size for size, _ in traffic),
@@ -616,7 +616,7 @@ class RunPlan:
     flops_per_token: int  # forward and backward
     flops: float  # of the whole run, without the orthogonalizer
     orthogonalizer_share: float  # what Newton-Schulz adds to them
-    update: Update  # memory and times of one update
+    update: UpdateCost  # memory and times of one update
     hours: float  # of all updates
 
 

@@ -154,7 +154,7 @@ def test_tables_fit_into_80_columns():
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--micro-batch", "0"], "--micro-batch must be at least 1"),
         (["--device", "tpu"], "--device is auto, cpu or cuda"),
-        (["--only", "nobody"], "there is no optimizer 'nobody' to time"),
+        (["--only", "unknown"], "there is no optimizer 'unknown' to time"),
     ],
 )
 def test_mistakes_are_reported_before_any_work(arguments, message, capsys):

@@ -64,8 +64,8 @@ def test_fineweb_that_cannot_be_had_is_said(fineweb, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UsageError, match=r"the dataset nobody/nothing \(sample-10BT\) cannot be read"):
-        list(fineweb_documents("nobody/nothing"))
+    with pytest.raises(UsageError, match=r"the dataset unknown/dataset \(sample-10BT\) cannot be read"):
+        list(fineweb_documents("unknown/dataset"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UsageError, match=r"needs the package datasets: run pip install '\.\[data\]'"):
         list(fineweb_documents(fineweb))

@@ -187,7 +187,7 @@ def test_what_cannot_be_diagnosed_is_refused_before_anything_is_written(tmp_path
     assert "say which run" in refused()
     assert "does not exist" in refused(tmp_path / "nowhere")
     assert "no config.json" in refused(tmp_path)
-    assert "role:experts, role:hidden" in refused(run, scope="role:nobody")
+    assert "role:experts, role:hidden" in refused(run, scope="role:unknown")
     assert "--late" in refused(run, late=0.0)
     assert "at most 1, got 1.5" in refused(run, late=1.5)
     silent = make_run(tmp_path / "silent", telemetry=False, **FEW)

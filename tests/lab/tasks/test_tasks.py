@@ -12,7 +12,7 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.tasks.check import check_task, same
 from muonsw.lab.tasks.functions import TaskConfig, load_functions
 from muonsw.lab.tasks.task import rows_between, rows_of
-from muonsw.lab.tasks.user import Source, UserTask
+from muonsw.lab.tasks.user import BatchSource, UserTask
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import identity
 from muonsw.lab.train.loop import Watch, train
@@ -117,14 +117,14 @@ def batches(split, seed):
 
 
 def test_rows_of_dicts_are_cut_and_what_belongs_to_all_stays(tmp_path):
-    source = Source(load_functions(TaskConfig(str(task_file(tmp_path, batches=DICTS)))), "train", 0)
+    source = BatchSource(load_functions(TaskConfig(str(task_file(tmp_path, batches=DICTS)))), "train", 0)
     part = rows_between(source.batch(0), 3, 5)
     assert torch.equal(part["x"], source.batch(0)["x"][3:5])
     assert (part["scale"], part["name"]) == (torch.tensor(2.0), "a")
 
 
 def test_drawing_batches_leaves_the_generators_alone(tmp_path):
-    source = Source(load_functions(TaskConfig(str(task_file(tmp_path)))), "train", 0)
+    source = BatchSource(load_functions(TaskConfig(str(task_file(tmp_path)))), "train", 0)
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)

@@ -24,7 +24,7 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on one sentence, which it learns by heart."""
+    """A run on one sentence, which it memorizes."""
     folder = tmp_path_factory.mktemp("sentence")
     documents = (SENTENCE * 20 + str(number) for number in range(40))
     prepare(islice(documents, 40), ByteTokenizer(), folder / "data", validation_fraction=0.2)

@@ -24,7 +24,7 @@ from muonsw.lab.cost import (
     RecipePlan,
     RunPlan,
     Setup,
-    Update,
+    UpdateCost,
     amount,
     parse_amount,
     plan,
@@ -221,7 +221,7 @@ def run_rows(result: RunPlan) -> list[Row]:
     ]
 
 
-def update_rows(update: Update) -> list[Row]:
+def update_rows(update: UpdateCost) -> list[Row]:
     """What is printed about an update on the GPU that holds the most; of links only where there are some."""
     setup, memory = update.setup, update.memory
     room = "of" if memory.total <= H200.capacity else "more than"
@@ -245,7 +245,7 @@ def update_rows(update: Update) -> list[Row]:
     return rows if setup.gpus == 1 else rows + link_rows(update)
 
 
-def link_rows(update: Update) -> list[Row]:
+def link_rows(update: UpdateCost) -> list[Row]:
     """What GPUs send each other in an update; rates of links are assumed, and all overlap is taken for perfect."""
     hidden = "hidden behind products" if update.exchange_seconds <= update.product_seconds else "not hidden"
     links = "hidden behind computing" if update.model_link_seconds <= update.model_seconds else "not hidden"

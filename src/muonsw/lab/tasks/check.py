@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.tasks.functions import Functions, TaskConfig, load_functions, shown
 from muonsw.lab.tasks.task import Batch, map_tensors, rows_of, tensors_of
-from muonsw.lab.tasks.user import TRAIN, VALIDATION, VALIDATION_SEED, Source, generators_seeded
+from muonsw.lab.tasks.user import TRAIN, VALIDATION, VALIDATION_SEED, BatchSource, generators_seeded
 from muonsw.text import counted
 
 # What the records of an evaluation have anyway.
@@ -48,7 +48,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
         UsageError: With the function, what it returned and what was expected.
     """
     functions = load_functions(config)
-    train, held_out = Source(functions, TRAIN, seed), Source(functions, VALIDATION, VALIDATION_SEED)
+    train, held_out = BatchSource(functions, TRAIN, seed), BatchSource(functions, VALIDATION, VALIDATION_SEED)
     batch = train.batch(0)
     _require_tensors(functions, TRAIN, batch)
     validation = next(held_out.first(1), None)
@@ -145,9 +145,9 @@ def _metrics(functions: Functions, model: nn.Module, batch: Batch) -> dict[str, 
     return {name: float(value) for name, value in found.items()}
 
 
-def _drawn_again(functions: Functions, train: Source, seed: int) -> str:
+def _drawn_again(functions: Functions, train: BatchSource, seed: int) -> str:
     """A note if a batch that is drawn a second time is another one."""
-    again = Source(functions, TRAIN, seed)
+    again = BatchSource(functions, TRAIN, seed)
     if all(same(train.batch(number), again.batch(number)) for number in (0, LATER)):
         return ""
     return (
@@ -157,7 +157,7 @@ def _drawn_again(functions: Functions, train: Source, seed: int) -> str:
     )
 
 
-def _alike(train: Source, validation: Batch) -> str:
+def _alike(train: BatchSource, validation: Batch) -> str:
     """A note if batches repeat each other where they should not."""
     if same(train.batch(0), validation):
         return "the first batches of 'train' and 'validation' are equal: the loss would be measured on what is learned"

@@ -66,8 +66,8 @@ class UserTask(Task):
     def __init__(self, config: TaskConfig, *, batch: int, seed: int) -> None:
         self.config, self.per_step = config, batch
         self.functions = load_functions(config)
-        self.train = Source(self.functions, TRAIN, seed)
-        self.held_out = Source(self.functions, VALIDATION, VALIDATION_SEED)
+        self.train = BatchSource(self.functions, TRAIN, seed)
+        self.held_out = BatchSource(self.functions, VALIDATION, VALIDATION_SEED)
 
     def model(self, seed: int) -> nn.Module:
         """The model with its initial weights; the generators stay seeded, for dropout."""
@@ -133,7 +133,7 @@ class UserTask(Task):
 
 
 @dataclass
-class Source:
+class BatchSource:
     """The batches of a split, by number: what `batches(split, seed)` returns, whichever kind it is."""
 
     functions: Functions

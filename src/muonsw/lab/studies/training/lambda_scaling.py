@@ -50,7 +50,7 @@ SIZE_SLACK = Tolerance(0.4, "what four sizes of nanochat leave open")
 
 
 @dataclass(frozen=True)
-class Axis:
+class Growth:
     """A direction in which runs grow: by what, and the exponent that was published."""
 
     name: str
@@ -60,9 +60,9 @@ class Axis:
 
 
 AXES = (
-    Axis("width", "the width at the same updates", 0.0, replace(BEYOND, hypothesis="a constant total of decay")),
-    Axis("batch", "the batch at the same tokens", 1.0, Source("Power Lines (arXiv 2505.13738), AdamW", "Muon")),
-    Axis("size", "the width at the same tokens for each weight", -2.0, Source("nanochat's log, 2026-01-10", "Muon")),
+    Growth("width", "the width at the same updates", 0.0, replace(BEYOND, hypothesis="a constant total of decay")),
+    Growth("batch", "the batch at the same tokens", 1.0, Source("Power Lines (arXiv 2505.13738), AdamW", "Muon")),
+    Growth("size", "the width at the same tokens for each weight", -2.0, Source("nanochat's log, 2026-01-10", "Muon")),
 )
 
 
@@ -104,17 +104,17 @@ def lambda_scaling(scale: Scale) -> list[Comparison]:
     return found
 
 
-def along(axis: Axis, results: Results) -> dict[int, Runs]:
+def along(axis: Growth, results: Results) -> dict[int, Runs]:
     """The points of an axis, by what grows along it."""
     own = {key: arms for key, arms in results.items() if key.name.split()[0] == axis.name}
     return {_grown(axis, first_run(arms).config): arms for arms in own.values()}
 
 
-def _grown(axis: Axis, run: RunConfig) -> int:
+def _grown(axis: Growth, run: RunConfig) -> int:
     return run.batch if axis.name == "batch" else run.model.width
 
 
-def exponent(axis: Axis, results: Results, rule: str) -> Estimate | None:
+def exponent(axis: Growth, results: Results, rule: str) -> Estimate | None:
     """The power of what grows that the best lambda follows, seed by seed; None of fewer than two points."""
     found = {grown: [vertex(one) for one in losses_of(arms, rule)] for grown, arms in along(axis, results).items()}
     if len(found) < 2:
