@@ -85,7 +85,6 @@ test-slurm: install  ## runs as jobs of a real Slurm: preempted, requeued, cance
 test-gpu:  ## the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu $$(grep -rl --include='*.py' 'mark.gpu' tests)
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels  # which run wherever they can
-	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels
 
 test-kernels: $(KERNELS_INSTALLED)  ## the Triton kernels in its interpreter, on any CPU
 	OMP_NUM_THREADS=1 $(KERNELS_VENV)/bin/python -m pytest -q -n $(WORKERS) tests/kernels
