@@ -64,6 +64,7 @@ class ScaledDecayOptimizer(Optimizer):
     _ranks: Ranks
     _replay: Replay
     _before_update: BeforeUpdate | None
+    _has_compiled: bool
 
     def __init__(
         self,
@@ -381,3 +382,4 @@ class ScaledDecayOptimizer(Optimizer):
         self._ranks = Ranks()
         self._replay = Replay()
         self._before_update = None
+        self._has_compiled = False

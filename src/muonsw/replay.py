@@ -175,7 +175,7 @@ class Replay:
 
     def pays(self, groups: Sequence[Group]) -> bool:
         """Whether steps of these parameters, the first of which is on a GPU, are quicker replayed, and could be."""
-        if torch.version.hip is not None or not all(map(_is_ours_alone, groups)):  # graphs were not tried on AMD's
+        if torch.version.hip is not None or not all(map(is_ours_alone, groups)):  # graphs were not tried on AMD's
             return False
         counts = tuple([len(group["params"]) for group in groups])
         if counts != self._counted:
@@ -316,7 +316,7 @@ class Replay:
         raise TooManyEntriesError(f"its tables have more than {_ROOMS[-1]} entries")
 
 
-def _is_ours_alone(group: Group) -> bool:
+def is_ours_alone(group: Group) -> bool:
     """Whether our own kernels make a group's step; what users register may depend on more than the tensors it sees."""
     return (
         any(ALGORITHMS.get(group["algorithm"]) is known for known in (MUON, ADAMW, SGD, LION))

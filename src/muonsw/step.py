@@ -15,6 +15,7 @@ and `captured_step` has the last two in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from muonsw import norms, peak, rates, replay
+from muonsw import kernels, norms, peak, rates, replay
 from muonsw.algorithms import ALGORITHMS, Budget, Update
 from muonsw.algorithms.base import FusedUpdate, Rates
 from muonsw.apply import apply_update
@@ -120,7 +121,9 @@ def _take_local(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
         skip(optimizer, work)
         return
     flag = ok if isinstance(ok, Flag) else None
-    for batch, batch_rates in zip(work, final_rates(optimizer, work, flag), strict=True):
+    all_rates = final_rates(optimizer, work, flag)
+    compile_ahead(optimizer, work, all_rates)
+    for batch, batch_rates in zip(work, all_rates, strict=True):
         update(optimizer, batch.group, batch.items, batch_rates)
 
 
@@ -157,8 +160,10 @@ def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     def program(work: list[Batch], on_device: list[Rates]) -> None:
         ok = decide(optimizer, work, finite(optimizer, work, counted=True, captured=True))
         flag = ok if isinstance(ok, Flag) else None
-        for batch, batch_rates in zip(work, on_device, strict=True):
-            update(optimizer, batch.group, batch.items, batch_rates._replace(flag=flag))
+        all_rates = [batch_rates._replace(flag=flag) for batch_rates in on_device]
+        compile_ahead(optimizer, work, all_rates)
+        for batch, batch_rates in zip(work, all_rates, strict=True):
+            update(optimizer, batch.group, batch.items, batch_rates)
 
     on_host = final_rates(optimizer, work, None)
     asked, measured = bool(optimizer.replay), optimizer._observer is not None
@@ -468,6 +473,42 @@ def final_rates(
 
 
 # update and apply
+
+
+def compile_ahead(optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[Rates]) -> None:
+    """Compile the kernels of an optimizer's first step all at once, before it launches them one after another.
+
+    They are found by taking the step on other weights and state, without launching any.
+    """
+    if not work or optimizer._has_compiled or torch.compiler.is_compiling():
+        return
+    optimizer._has_compiled = True
+    device = work[0].device
+    ours = [pair for pair in zip(work, all_rates, strict=True) if _compiles(pair[0], device)]
+    if not ours:
+        return
+    with suppress(RuntimeError), kernels.compiled_together(device):  # there may be no memory for other weights
+        for batch, known in ours:
+            for one in updates_here(optimizer, batch.group, stand_ins(batch.items), known):
+                apply_update(batch.group, one, known)
+
+
+def _compiles(batch: Batch, device: torch.device) -> bool:
+    """Whether kernels make the step of a batch, and can be compiled now."""
+    if batch.device != device or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return False
+    return kernels.available(device) and replay.is_ours_alone(batch.group)
+
+
+def stand_ins(items: list[Item]) -> list[Item]:
+    """Items with the same gradients and other weights and state, one for all weights of a layout."""
+    made: dict[Any, tuple[Tensor, dict[str, Tensor]]] = {}
+    layouts = [(item.param.shape, item.param.stride()) for item in items]
+    for item, layout in zip(items, layouts, strict=True):
+        if layout not in made:
+            made[layout] = torch.empty_like(item.param), {}
+    others = [made[layout] for layout in layouts]
+    return [item._replace(param=param, state=state) for item, (param, state) in zip(items, others, strict=True)]
 
 
 def update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:

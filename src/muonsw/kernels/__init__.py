@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -87,7 +90,54 @@ def launch_on(device: torch.device, kernel: Any, grid: tuple[int, ...], *argumen
     for look in watches:
         look(arguments)
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        kernel[grid](*arguments, **options)
+        _launch(kernel, grid, arguments, options)
         return
     with torch.cuda.device(device):
+        _launch(kernel, grid, arguments, options)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: dict[str, Any]) -> None:
+    if _only_compiles.get():
+        kernel.warmup(*arguments, grid=grid, **options)
+    else:
         kernel[grid](*arguments, **options)
+
+
+# Kernels that are compiled at a time: most of it is done by programs of their own, such as ptxas and the C compiler.
+_COMPILED_AT_ONCE = 8
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+
+
+@contextmanager
+def compiled_together(device: torch.device) -> Iterator[None]:
+    """Compile the kernels that are launched meanwhile all at once, in threads, and launch none of them.
+
+    One that cannot be compiled is compiled again when it is launched, and raises its error there.
+    """
+    from triton import AsyncCompileMode
+
+    with _Compilers(device) as threads, AsyncCompileMode(threads, ignore_errors=True):
+        token = _only_compiles.set(True)
+        try:
+            yield
+        finally:
+            _only_compiles.reset(token)
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels and load them on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(_COMPILED_AT_ONCE)
+        self._device = device
+
+    def submit(self, compiled: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        """Call `compiled`, and let the kernel that it returns build its launcher, which it does when asked for it."""
+
+        def loaded() -> Any:
+            kernel = compiled()
+            with torch.cuda.device(self._device):
+                _ = kernel.run
+            return kernel
+
+        return super().submit(loaded)
