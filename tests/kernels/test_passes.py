@@ -119,6 +119,7 @@ def test_layouts_without_a_kernel_are_refused(device):
     straight = torch.randn(2, 8, 6, device=device)
     stacks = [straight, torch.randn(2, 16, 6, device=device)[:, :8]]
     assert takes(stacks, stacks, torch.float16)
+    assert not takes([straight[0], straight[0, :, :3]], stacks, torch.float16)
     assert not takes([straight, straight.mT.contiguous().mT], stacks, torch.float16)
     assert not takes(stacks, stacks, torch.float64)
     assert not takes([straight, straight.double()], stacks, torch.float16)

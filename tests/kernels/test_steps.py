@@ -72,6 +72,17 @@ def test_muon(options, dtype, device, kernels_on):
     assert largest_difference(lambda p: muon(p, **options), device, dtype, kernels_on) < bound
 
 
+@pytest.mark.parametrize("split_dim", [0, 1])
+def test_blocks_of_one_matrix(split_dim, device, kernels_on):
+    """Those along the second axis are not contiguous."""
+
+    def build(params):
+        options = {"split_sizes": (12, 12), "split_dim": split_dim, "ns_dtype": "float16"}
+        return MuonSW([{"params": params[:2], **options}], lr=0.05, weight_decay=0.3)
+
+    assert largest_difference(build, device, torch.float32, kernels_on) < 5e-4
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

@@ -119,7 +119,9 @@ def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype
     return dtype in DTYPES and all(
         tensors[0].dtype in DTYPES
         and one_dtype(tensors)
-        and (all_contiguous(tensors) or all(t.dim() <= 3 and t[0].is_contiguous() for t in tensors))
+        and (
+            all_contiguous(tensors) or all(t.is_contiguous() or t.dim() == 3 and t[0].is_contiguous() for t in tensors)
+        )
         for tensors in (grads, momenta)
     )
 
