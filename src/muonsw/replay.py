@@ -29,7 +29,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.base import Rates
 from muonsw.algorithms.lion import LION
-from muonsw.algorithms.muon import MUON
+from muonsw.algorithms.muon import MUON, in_kernels
 from muonsw.algorithms.sgd import SGD
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.graphs import GradientReads, recorded
@@ -38,6 +38,7 @@ from muonsw.normalize import NORMALIZE
 from muonsw.norms import FREE
 from muonsw.options import algorithm_defaults
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
+from muonsw.precondition import PRECONDITION
 from muonsw.work import Batch, Group, all_contiguous, elements, items_of
 
 # Elements of all parameters below which steps are replayed unless the user says no: with more of them the device is
@@ -58,9 +59,6 @@ _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 
 # Steps in a row without a replay after which the user is warned.
 PATIENCE = 50
-
-# The library's own; what users register may depend on more than the tensors it sees.
-_OUR_NORMALIZERS = (None, *NORMALIZE.members.values())
 
 # Takes the step of these batches, with the rates of each.
 StepTaker = Callable[[list[Batch], list[Rates]], None]
@@ -320,11 +318,11 @@ def is_ours_alone(group: Group) -> bool:
     """Whether our own kernels make a group's step; what users register may depend on more than the tensors it sees."""
     return (
         any(ALGORITHMS.get(group["algorithm"]) is known for known in (MUON, ADAMW, SGD, LION))
-        and any(NORMALIZE.member(group) is known for known in _OUR_NORMALIZERS)
+        and in_kernels(NORMALIZE.member(group))
+        and in_kernels(PRECONDITION.member(group))
         and ORTHOGONALIZERS.get(group.get("orthogonalizer", "auto")) in ITERATIONS
         and group["norm"] == FREE
         and group["fused"] is not False
-        and group.get("precondition") is None
         and not isinstance(group["lr"], Tensor)
         and not rates.counts_steps(group)
     )

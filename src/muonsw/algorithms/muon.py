@@ -8,6 +8,7 @@ and after it, turn Muon into its relatives (`muonsw.precondition`, `muonsw.norma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from muonsw.algorithms.base import (
     clean,
     look_ahead,
 )
-from muonsw.algorithms.whole import VIEW_OPTIONS, apply_slot, validate_matrices
+from muonsw.algorithms.whole import VIEW_OPTIONS, StateBatch, apply_slot, validate_matrices
 from muonsw.algorithms.whole import state_keys as keys_of
 from muonsw.machine import product_dtype
 from muonsw.matrices import (
@@ -38,12 +39,15 @@ from muonsw.matrices import (
     views,
 )
 from muonsw.nonfinite import Flag
-from muonsw.normalize import NORMALIZE
+from muonsw.normalize import ADAMUON, MUON_PLUS, NORMALIZE, NORMUON
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS, aurora
 from muonsw.precision import LOW_PRECISION, state_dtype
-from muonsw.precondition import PRECONDITION
-from muonsw.slots import Specs, State, wide_dtype
+from muonsw.precondition import EQUALIZE, MUON2, PRECONDITION, SIGN
+from muonsw.slots import SlotMember, Specs, State, wide_dtype
 from muonsw.work import Group, Item
+
+if TYPE_CHECKING:
+    from muonsw.kernels.momentum import Precondition
 
 # The options of orthogonalizer="aurora", by default its authors' choice; a group holds None for these.
 AURORA: Group = {"aurora_iterations": 2, "aurora_beta": 0.5, "aurora_polar": "simple_quintic"}
@@ -71,23 +75,22 @@ def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget)
     """Orthogonalized momentum of parts with equal matrices, each in the shape of its part."""
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    flag, first = budget.flag, group["precondition"]
-    matrices = None if group["fused"] is False or first else _by_kernel(group, bucket, grads, momenta, flag)
+    matrices = None if group["fused"] is False else _by_kernel(group, bucket, parts, grads, momenta, budget.flag)
     if matrices is None:
         ahead = empty_batch(momenta, bucket.rows, bucket.columns)
-        _advance(group, grads, momenta, scatter(ahead, momenta), budget.ok)
-        if first is not None:
+        _advance(group, grads, momenta, scatter(ahead, momenta), budget.flag)
+        if group["precondition"] is not None:
             ahead = apply_slot(PRECONDITION, group, bucket, parts, ahead.to(wide_dtype(ahead.dtype)), budget.ok)
         matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
-        if flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
+        if budget.flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
             matrices = matrices.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
-    if group["normalize"] is not None:
+    if group["normalize"] is not None and not _normalized_by_kernel(group, bucket, parts, matrices, budget.flag):
         matrices = apply_slot(NORMALIZE, group, bucket, parts, matrices, budget.ok)
     return scatter(matrices, grads)
 
 
 def _by_kernel(
-    group: Group, bucket: Bucket, grads: list[Tensor], momenta: list[Tensor], flag: Flag | None
+    group: Group, bucket: Bucket, parts: list[Part], grads: list[Tensor], momenta: list[Tensor], flag: Flag | None
 ) -> Tensor | None:
     """The same from a kernel that reads gradients and momenta where they lie; None where there is none for them."""
     device = grads[0].device
@@ -98,7 +101,8 @@ def _by_kernel(
 
     grads, momenta = _as_matrices(grads, bucket), _as_matrices(momenta, bucket)
     dtype = iteration.inner(product_dtype(group["ns_dtype"], bucket.dtype, device), device)
-    if not takes(grads, momenta, dtype):
+    first = None if group["precondition"] is None else _precondition_of_kernel(group, bucket, parts)
+    if not takes(grads, momenta, dtype) or (first is None and group["precondition"] is not None):
         return None
     X = normalized_momentum(
         grads,
@@ -109,19 +113,73 @@ def _by_kernel(
         maximize=group["maximize"],
         flag=flag,
         dtype=dtype,
+        precondition=first,
     )
     steps = group["ns_steps"] or iteration.steps
     return iteration.run(X.mT, steps).mT if bucket.rows > bucket.columns else iteration.run(X, steps)
 
 
+def in_kernels(member: SlotMember | None) -> bool:
+    """Whether our kernels do what a member of a slot does, where tensors are laid out as they read them."""
+    return member is None or any(member is known for known in (SIGN, MUON2, EQUALIZE, NORMUON, ADAMUON, MUON_PLUS))
+
+
+def _precondition_of_kernel(group: Group, bucket: Bucket, parts: list[Part]) -> Precondition | None:
+    """What the momentum kernel is to do before the norm; None where it cannot."""
+    from muonsw.kernels.momentum import LONGEST_ROW, Precondition, are_matrices
+
+    member = PRECONDITION.member(group)
+    if member is SIGN:
+        return Precondition("sign")
+    if member is EQUALIZE and not group["transposed"] and bucket.columns <= LONGEST_ROW:
+        return Precondition("equalize")
+    if member is MUON2:
+        squares = _as_matrices([part.state("exp_avg_sq") for part in parts], bucket)
+        options = PRECONDITION.options(group)
+        if are_matrices(squares):
+            return Precondition("muon2", squares, options["beta2"], options["eps"])
+    return None
+
+
+def _normalized_by_kernel(
+    group: Group, bucket: Bucket, parts: list[Part], directions: Tensor, flag: Flag | None
+) -> bool:
+    """Run the group's normalizer on directions in place; False, and nothing done, where there is no kernel for it."""
+    member = NORMALIZE.member(group)
+    if group["fused"] is False or not in_kernels(member) or not kernels.available(directions.device):
+        return False
+    from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_, takes
+
+    batch, options = StateBatch(MatrixView.of(group), bucket, parts, NORMALIZE.specs(group)), NORMALIZE.options(group)
+    state = [tensor for key in NORMALIZE.specs(group) for tensor in batch.matrices(key)]
+    if not takes(directions, state) or (member is NORMUON and state[0].dtype != torch.float32):
+        return False
+    if member is NORMUON:
+        by_row = (state[0].shape[-1] == 1) != group["transposed"]
+        beta2, eps, snap = options["beta2"], options["eps"], options["snap"]
+        normuon_(directions, state, by_row=by_row, beta2=beta2, eps=eps, snap=snap, flag=flag)
+    elif member is ADAMUON:
+        adamuon_(directions, state, beta2=options["beta2"], eps=options["eps"], flag=flag)
+    else:
+        muon_plus_(directions)
+    return True
+
+
 def _advance(
-    group: Group, grads: list[Tensor], momenta: list[Tensor], targets: list[Tensor] | None, ok: Tensor | None
+    group: Group, grads: list[Tensor], momenta: list[Tensor], targets: list[Tensor] | None, flag: Flag | None
 ) -> None:
     """Advance momenta in place, and write what is to be orthogonalized to `targets`, if there are any."""
-    form, beta = group["momentum_form"], group["momentum"]
-    grads = clean(grads, momenta, group["maximize"], ok)
+    form, beta, nesterov, maximize = (group[key] for key in ("momentum_form", "momentum", "nesterov", "maximize"))
+    if group["fused"] is not False and kernels.available(grads[0].device):
+        from muonsw.kernels.momentum import advance_momenta
+
+        options = {"form": form, "beta": beta, "nesterov": nesterov, "maximize": maximize, "flag": flag}
+        if advance_momenta(grads, momenta, targets, **options):
+            return
+    ok = None if flag is None else flag.ok
+    grads = clean(grads, momenta, maximize, ok)
     advance_momentum(form, momenta, grads, beta, ok)
-    if targets is not None and group["nesterov"]:
+    if targets is not None and nesterov:
         look_ahead(form, momenta, grads, beta, out=targets)
     elif targets is not None:
         torch._foreach_copy_(targets, momenta)
@@ -166,7 +224,7 @@ def _as_matrices(tensors: list[Tensor], bucket: Bucket) -> list[Tensor]:
 def _advance_parts(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
     momenta = [part.state("momentum_buffer") for part in parts]
     grads = [part.grad for part in parts]
-    _advance(group, grads, momenta, targets, ok)
+    _advance(group, grads, momenta, targets, None if ok is None else Flag.from_ok(ok))
     if _runs_on_shards(group):
         _precondition_shards(group, parts, targets, ok)
 

@@ -58,6 +58,11 @@ class StateBatch:
             for key, spec in specs.items()
         }
 
+    def matrices(self, key: str) -> list[Tensor]:
+        """A tensor of the state where it lies, of each part: one matrix, or a stack of them where its layout allows."""
+        shape = self._shapes[key]
+        return [t.view(-1, *shape) if t.is_contiguous() else t for t in self._views[key]]
+
     def gathered(self) -> State:
         """Every tensor as one batch (count, r, c), in float32 or better."""
         batches = {key: _batched(tensors, self._shapes[key]) for key, tensors in self._views.items()}

@@ -2,7 +2,8 @@
 
 | module | one pass for | its torch twin |
 |---|---|---|
-| `momentum` | momentum, Nesterov, sum of squares, cast; then division by the norm | `base.advance_momentum` |
+| `momentum` | momentum, Nesterov, `precondition`, squares, cast; then division by the norm | `base.advance_momentum` |
+| `normalize` | NorMuon, AdaMuon and Muon+ on directions, their state where it lies | `muonsw.normalize` |
 | `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
 | `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
 | `adamw`, `lion`, `sgd` | the whole step, from gradient to weight | `algorithms` of these names and `apply` |

@@ -1,14 +1,17 @@
-"""Momentum of many equal matrices in one pass, and their normalisation in a second over half the bytes.
+"""Momentum of many matrices in one pass; of equal ones also their normalisation, in a second over half the bytes.
 
 The first pass reads gradient and momentum, writes the momentum and, in the dtype of the products, what is to be
 orthogonalized. Its norm is known only afterwards, and float16 has little range: so each block of entries is stored
 divided by the power of two of its largest entry, which changes no bit, beside that power and the sum of its squares.
 The second pass multiplies the blocks, in place, by what is left: no scale over- or underflows.
+
+Preconditioners that treat each element, or each row, on its own are part of the first pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import DTYPES, advance, flag_or, limit, look_ahead, start
-from muonsw.kernels.tables import addresses, table
+from muonsw.kernels.common import DTYPES, advance, flag_or, lerp, limit, look_ahead, start, whole_number
+from muonsw.kernels.tables import addresses, block_map, lengths, table
 from muonsw.nonfinite import Flag
 from muonsw.work import all_contiguous, one_dtype
 
@@ -27,6 +30,48 @@ WARPS = 4
 # and of others, so that two kernels are compiled and not one for each shape.
 BLOCKS_RESCALED = 4
 SUMS_READ = (128, 1024)
+
+# What the first pass does to momentum, by the names of `precondition=`; and the longest row that is one block.
+SIGN, MUON2, EQUALIZE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+PRECONDITIONS = {"sign": 1, "muon2": 2, "equalize": 3}
+LONGEST_ROW = 8192
+
+
+class Precondition(NamedTuple):
+    """A preconditioner of the first pass by its name; what Muon^2 needs beside it."""
+
+    name: str
+    squares: Sequence[Tensor] = ()
+    beta2: float = 0.0
+    eps: float = 0.0
+
+
+@triton.jit
+def _advance_block(
+    grads,
+    momenta,
+    offsets,
+    live,
+    beta,
+    gain,
+    MAXIMIZE: tl.constexpr,
+    EMA: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    GAIN_SMALL: tl.constexpr,
+    BETA_SMALL: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+):
+    """Advance momentum in memory; give the gradient, pointing downhill, and the direction."""
+    g = tl.load(grads + offsets, mask=live, other=0.0).to(tl.float32)
+    m = tl.load(momenta + offsets, mask=live, other=0.0).to(tl.float32)
+    if MAXIMIZE:
+        g = -g
+    advanced = advance(m, g, beta, gain, EMA, GAIN_SMALL).to(MOMENTUM)
+    tl.store(momenta + offsets, advanced, mask=live)
+    ahead = advanced.to(tl.float32)
+    if NESTEROV:
+        ahead = look_ahead(ahead, g, beta, EMA, BETA_SMALL)
+    return g, ahead
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -38,7 +83,10 @@ def _advance(
     bad,
     beta,
     gain,
+    gain2,
+    eps,
     numel,
+    length,
     blocks,
     HAS_FLAG: tl.constexpr,
     MAXIMIZE: tl.constexpr,
@@ -48,32 +96,55 @@ def _advance(
     BETA_SMALL: tl.constexpr,
     GRAD: tl.constexpr,
     MOMENTUM: tl.constexpr,
+    PRECONDITION: tl.constexpr,
+    SQUARES: tl.constexpr,
+    GAIN2_SMALL: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # one axis of programs, because the others end at 65,535
     place = tl.program_id(0)
+    matrices = tl.num_programs(0) // blocks
     matrix, block = place // blocks, place % blocks
-    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    within = tl.arange(0, BLOCK)
+    offsets = block.to(tl.int64) * length + within
     inside, live = offsets < numel, offsets < limit(numel, bad, HAS_FLAG)
-    grads = start(pointers, matrix, GRAD, ALIGNED)
-    momenta = start(pointers, tl.num_programs(0) // blocks + matrix, MOMENTUM, ALIGNED)
-    g = tl.load(grads + offsets, mask=live, other=0.0).to(tl.float32)
-    m = tl.load(momenta + offsets, mask=live, other=0.0).to(tl.float32)
-    if MAXIMIZE:
-        g = -g
-    advanced = advance(m, g, beta, gain, EMA, GAIN_SMALL).to(MOMENTUM)
-    tl.store(momenta + offsets, advanced, mask=live)
-    ahead = advanced.to(tl.float32)
-    if NESTEROV:
-        ahead = look_ahead(ahead, g, beta, EMA, BETA_SMALL)
+    if PRECONDITION == EQUALIZE:  # a block is a row
+        inside, live = inside & (within < length), live & (within < length)
+    g, ahead = _advance_block(
+        start(pointers, matrix, GRAD, ALIGNED),
+        start(pointers, matrices + matrix, MOMENTUM, ALIGNED),
+        offsets,
+        live,
+        beta,
+        gain,
+        MAXIMIZE,
+        EMA,
+        NESTEROV,
+        GAIN_SMALL,
+        BETA_SMALL,
+        MOMENTUM,
+    )
+    if PRECONDITION == SIGN:
+        ahead = (ahead > 0).to(tl.float32) - (ahead < 0).to(tl.float32)
+    if PRECONDITION == MUON2:
+        squares = start(pointers, 2 * matrices + matrix, SQUARES, ALIGNED)
+        v = lerp(tl.load(squares + offsets, mask=live, other=0.0).to(tl.float32), g * g, gain2, GAIN2_SMALL)
+        tl.store(squares + offsets, v.to(SQUARES), mask=live)
+        ahead = tl.where(live, ahead / (tl.sqrt(v) + eps), 0.0)
 
     # the exponent of the largest entry, kept where its power of two and the inverse are ordinary numbers
     largest = tl.max(tl.abs(ahead), axis=0)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
     ahead = ahead * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    tl.store(sums + place, tl.sum(ahead * ahead, axis=0))
-    tl.store(exponents + place, exponent)
+    square = tl.sum(ahead * ahead, axis=0)
+    if PRECONDITION == EQUALIZE:  # all blocks but zeros have one norm and one exponent
+        ahead = ahead / tl.where(square > 0.0, tl.sqrt(square), 1.0)
+        square = (square > 0.0).to(tl.float32)
+        tl.store(exponents + place, 127)
+    else:
+        tl.store(exponents + place, exponent)
+    tl.store(sums + place, square)
     tl.store(out + matrix.to(tl.int64) * numel + offsets, ahead.to(out.dtype.element_ty), mask=inside)
 
 
@@ -83,6 +154,7 @@ def _normalize(
     sums,
     exponents,
     numel,
+    length,
     blocks,
     BLOCK: tl.constexpr,
     BLOCKS_RESCALED: tl.constexpr,
@@ -107,23 +179,73 @@ def _normalize(
         if block < blocks:
             below = tl.load(exponents + first + block) - top
             factor = tl.exp2(below.to(tl.float32)) / norm
-            offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            inside = offsets < numel
+            within = tl.arange(0, BLOCK)
+            offsets = block.to(tl.int64) * length + within
+            inside = (offsets < numel) & (within < length)
             pointers = out + matrix.to(tl.int64) * numel + offsets
             x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
             tl.store(pointers, (x * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether all matrices of these stacks are contiguous and in dtypes that the kernel reads."""
-    return dtype in DTYPES and all(
+@triton.jit(do_not_specialize=["tensors"])
+def _advance_only(
+    pointers,
+    sizes,
+    blocks,
+    tensors,
+    bad,
+    beta,
+    gain,
+    HAS_FLAG: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    EMA: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    GAIN_SMALL: tl.constexpr,
+    BETA_SMALL: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    TARGET: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    owner = tl.load(blocks + program)
+    offsets = tl.load(blocks + tl.num_programs(0) + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = whole_number(sizes, owner, ALIGNED)
+    _, ahead = _advance_block(
+        start(pointers, owner, GRAD, ALIGNED),
+        start(pointers, tensors + owner, MOMENTUM, ALIGNED),
+        offsets,
+        offsets < limit(size, bad, HAS_FLAG),
+        beta,
+        gain,
+        MAXIMIZE,
+        EMA,
+        NESTEROV,
+        GAIN_SMALL,
+        BETA_SMALL,
+        MOMENTUM,
+    )
+    if TARGET is not None:
+        targets = start(pointers, 2 * tensors + owner, TARGET, ALIGNED)
+        tl.store(targets + offsets, ahead.to(TARGET), mask=offsets < size)
+
+
+def are_matrices(tensors: Sequence[Tensor]) -> bool:
+    """Whether these are contiguous matrices, or stacks of such, of one dtype that kernels read."""
+    return (
         tensors[0].dtype in DTYPES
         and one_dtype(tensors)
         and (
-            all_contiguous(tensors) or all(t.is_contiguous() or t.dim() == 3 and t[0].is_contiguous() for t in tensors)
+            all_contiguous(tensors)
+            or all(t.is_contiguous() or (t.dim() == 3 and t[0].is_contiguous()) for t in tensors)
         )
-        for tensors in (grads, momenta)
     )
+
+
+def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether all matrices of these stacks are contiguous and in dtypes that the kernel reads."""
+    return dtype in DTYPES and are_matrices(grads) and are_matrices(momenta)
 
 
 def matrix_addresses(stacks: Sequence[Tensor]) -> list[int]:
@@ -151,6 +273,7 @@ def normalized_momentum(
     maximize: bool,
     flag: Flag | None,
     dtype: torch.dtype,
+    precondition: Precondition | None = None,
 ) -> Tensor:
     """Advance momenta in place; return the directions, divided by their norms, as one batch `(n, rows, columns)`.
 
@@ -163,53 +286,136 @@ def normalized_momentum(
         maximize: whether gradients point uphill.
         flag: where it forbids the step, nothing changes and the directions are zero.
         dtype: of the result.
+        precondition: what is done to directions first.
     """
     rows, columns = grads[0].shape[-2:]
     device, numel = grads[0].device, rows * columns
-    sources, targets = matrix_addresses(grads), matrix_addresses(momenta)
-    out = torch.empty(len(sources), rows, columns, dtype=dtype, device=device)
-    blocks = triton.cdiv(numel, BLOCK)
-    sums = torch.empty(len(sources), blocks, dtype=torch.float32, device=device)
-    exponents = torch.empty(len(sources), blocks, dtype=torch.int32, device=device)
-    pointers, is_aligned = table((sources, targets), device)
-    gain = 1 - beta if form == "ema" else 1.0
+    given = precondition or Precondition("")
+    block = length = BLOCK
+    if given.name == "equalize":
+        block, length = max(128, triton.next_power_of_2(columns)), columns
+    matrices = [matrix_addresses(tensors) for tensors in (grads, momenta, given.squares) if tensors]
+    count, blocks = len(matrices[0]), triton.cdiv(numel, length)
+    out = torch.empty(count, rows, columns, dtype=dtype, device=device)
+    sums = torch.empty(count, blocks, dtype=torch.float32, device=device)
+    exponents = torch.empty(count, blocks, dtype=torch.int32, device=device)
+    pointers, is_aligned = table(matrices, device)
+    scalars, choices = _momentum_arguments(form, beta, nesterov, maximize, flag, grads, momenta)
     launch_on(
         device,
         _advance,
-        (len(sources) * blocks,),
+        (count * blocks,),
         pointers,
         out,
         sums,
         exponents,
         flag_or(flag, out),
-        beta,
-        gain,
+        *scalars,
+        1 - given.beta2,
+        given.eps,
         numel,
+        length,
         blocks,
-        HAS_FLAG=flag is not None,
-        MAXIMIZE=maximize,
-        EMA=form == "ema",
-        NESTEROV=nesterov,
-        GAIN_SMALL=gain < 0.5,
-        BETA_SMALL=beta < 0.5,
-        GRAD=DTYPES[grads[0].dtype],
-        MOMENTUM=DTYPES[momenta[0].dtype],
+        **choices,
+        PRECONDITION=PRECONDITIONS.get(given.name, 0),
+        SQUARES=DTYPES[given.squares[0].dtype] if given.squares else None,
+        GAIN2_SMALL=1 - given.beta2 < 0.5,
         ALIGNED=is_aligned,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
+        BLOCK=block,
+        num_warps=WARPS if block <= BLOCK else 2 * WARPS,
     )
+    rescaled = BLOCKS_RESCALED * max(1, BLOCK // block)
     launch_on(
         device,
         _normalize,
-        (len(sources) * triton.cdiv(blocks, BLOCKS_RESCALED),),
+        (count * triton.cdiv(blocks, rescaled),),
         out,
         sums,
         exponents,
         numel,
+        length,
         blocks,
-        BLOCK=BLOCK,
-        BLOCKS_RESCALED=BLOCKS_RESCALED,
+        BLOCK=block,
+        BLOCKS_RESCALED=rescaled,
         SUMS_READ=SUMS_READ[blocks > SUMS_READ[0]],
         num_warps=WARPS,
     )
     return out
+
+
+def advance_momenta(
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    targets: Sequence[Tensor] | None,
+    *,
+    form: str,
+    beta: float,
+    nesterov: bool,
+    maximize: bool,
+    flag: Flag | None,
+) -> bool:
+    """Advance momenta of any shapes in place, and write directions to targets; False, and nothing done, if it cannot.
+
+    Args are those of `normalized_momentum`; targets, if any, have the shapes of the momenta and one dtype.
+    """
+    pieces = _contiguous_pieces([grads, momenta, *([] if targets is None else [targets])])
+    if pieces is None:
+        return False
+    device, sizes = grads[0].device, lengths(pieces[0])
+    pointers, is_aligned = table((*map(addresses, pieces), sizes), device)
+    blocks = block_map(sizes, BLOCK, device)
+    scalars, choices = _momentum_arguments(form, beta, nesterov, maximize, flag, grads, momenta)
+    launch_on(
+        device,
+        _advance_only,
+        (blocks.shape[1],),
+        pointers,
+        pointers[-1],
+        blocks,
+        len(sizes),
+        flag_or(flag, pointers),
+        *scalars,
+        **choices,
+        TARGET=None if targets is None else DTYPES[targets[0].dtype],
+        ALIGNED=is_aligned,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+    return True
+
+
+def _momentum_arguments(
+    form: str,
+    beta: float,
+    nesterov: bool,
+    maximize: bool,
+    flag: Flag | None,
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+) -> tuple[tuple[float, float], dict[str, object]]:
+    """The scalars of a momentum kernel, and what it is compiled for."""
+    gain = 1 - beta if form == "ema" else 1.0
+    return (beta, gain), {
+        "HAS_FLAG": flag is not None,
+        "MAXIMIZE": maximize,
+        "EMA": form == "ema",
+        "NESTEROV": nesterov,
+        "GAIN_SMALL": gain < 0.5,
+        "BETA_SMALL": beta < 0.5,
+        "GRAD": DTYPES[grads[0].dtype],
+        "MOMENTUM": DTYPES[momenta[0].dtype],
+    }
+
+
+def _contiguous_pieces(lists: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]] | None:
+    """The same tensors, in all lists cut into matrices where a stack is not contiguous; None if a kernel cannot."""
+    if not all(tensors and are_matrices(tensors) for tensors in lists):
+        return None
+    if all(map(all_contiguous, lists)):
+        return lists
+    pieces: list[list[Tensor]] = [[] for _ in lists]
+    for alike in zip(*lists, strict=True):
+        whole = all_contiguous(alike)
+        for found, tensor in zip(pieces, alike, strict=True):
+            found.extend([tensor] if whole else tensor.unbind())
+    return pieces

@@ -15,4 +15,4 @@ NORMALIZERS.register("muon_plus", MUON_PLUS)
 
 NORMALIZE = Slot("normalize", NORMALIZERS)
 
-__all__ = ["NORMALIZE", "NORMALIZERS"]
+__all__ = ["ADAMUON", "MUON_PLUS", "NORMALIZE", "NORMALIZERS", "NORMUON"]

@@ -1,0 +1,256 @@
+"""What the `normalize` slot does to one batch of directions, in place; state is read and written where it lies.
+
+Directions are seen as slices: the rows of a matrix, or its columns. Three launches: the squares of slices are summed
+(AdaMuon's division goes before that, in the same pass); one program for each matrix turns them into factors, and
+advances NorMuon's averages; then slices are multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muonsw.kernels import launch_on
+from muonsw.kernels.common import DTYPES, flag_or, lerp, limit, start
+from muonsw.kernels.momentum import are_matrices, matrix_addresses
+from muonsw.kernels.tables import table
+from muonsw.nonfinite import Flag
+
+# Elements of a tile across memory and along it, and sums that are read at a time.
+SHORT, LONG = 16, 256
+WARPS = 4
+SUMS_READ = 1024
+
+
+@triton.jit
+def _tile(group, begin, slices, along, slice_stride, step, SLICES: tl.constexpr, ALONG: tl.constexpr):
+    """The offsets of a tile of one matrix, (SLICES, ALONG), and which of them are inside it."""
+    s, k = group * SLICES + tl.arange(0, SLICES), begin + tl.arange(0, ALONG)
+    return s[:, None] * slice_stride + k[None, :] * step, (s[:, None] < slices) & (k[None, :] < along)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _sum_squares(
+    directions,
+    sums,
+    pointers,
+    bad,
+    gain2,
+    eps,
+    area,
+    slices,
+    along,
+    slice_stride,
+    step,
+    groups,
+    HAS_FLAG: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    GAIN2_SMALL: tl.constexpr,
+    STATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SLICES: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    matrix, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    first = directions + matrix.to(tl.int64) * area
+    total = tl.zeros((SLICES, ALONG), dtype=tl.float32)
+    for begin in range(0, along, ALONG):
+        offsets, inside = _tile(group, begin, slices, along, slice_stride, step, SLICES, ALONG)
+        x = tl.load(first + offsets, mask=inside, other=0.0).to(tl.float32)
+        if DIVIDE:
+            averages = start(pointers, matrix, STATE, ALIGNED)
+            live = inside
+            if HAS_FLAG:
+                live = inside & (offsets < tl.where(tl.load(bad) == 0.0, area, 0))
+            v = lerp(tl.load(averages + offsets, mask=live, other=0.0).to(tl.float32), x * x, gain2, GAIN2_SMALL)
+            tl.store(averages + offsets, v.to(STATE), mask=live)
+            x = tl.where(live, x / (tl.sqrt(v) + eps), 0.0)
+            tl.store(first + offsets, x.to(directions.dtype.element_ty), mask=inside)
+        total += x * x
+    s = group * SLICES + tl.arange(0, SLICES)
+    tl.store(sums + matrix.to(tl.int64) * slices + s, tl.sum(total, axis=1), mask=s < slices)
+
+
+@triton.jit
+def _turn_into_factors(
+    sums,
+    pointers,
+    bad,
+    gain2,
+    eps,
+    orthogonal,
+    slices,
+    along,
+    HAS_FLAG: tl.constexpr,
+    SNAP: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    GAIN2_SMALL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SUMS_READ: tl.constexpr,
+):
+    """Replace sums of squares by factors: as `normalize.normuon` says, or, without averages, by that of the norm."""
+    matrix = tl.program_id(0)
+    first = sums + matrix.to(tl.int64) * slices
+    total = 0.0
+    for begin in range(0, slices, SUMS_READ):
+        place = begin + tl.arange(0, SUMS_READ)
+        total += tl.sum(tl.load(first + place, mask=place < slices, other=0.0), axis=0)
+    norm = tl.sqrt(total)
+    target = norm
+    if SNAP:
+        target = orthogonal
+    gain = target / tl.where(norm > 0.0, norm, 1.0)
+    if AVERAGE:
+        averages = start(pointers, matrix, tl.float32, ALIGNED)
+        after = 0.0
+        for begin in range(0, slices, SUMS_READ):
+            place = begin + tl.arange(0, SUMS_READ)
+            inside = place < slices
+            square = tl.load(first + place, mask=inside, other=0.0) * gain * gain
+            v = lerp(tl.load(averages + place, mask=inside, other=0.0), square / along, gain2, GAIN2_SMALL)
+            divisor = tl.sqrt(v) + eps
+            after += tl.sum(tl.where(inside, square / divisor / divisor, 0.0), axis=0)
+        common = gain * target / (tl.sqrt(after) + eps)
+        for begin in range(0, slices, SUMS_READ):
+            place = begin + tl.arange(0, SUMS_READ)
+            inside = place < slices
+            square = tl.load(first + place, mask=inside, other=0.0) * gain * gain
+            v = lerp(tl.load(averages + place, mask=inside, other=0.0), square / along, gain2, GAIN2_SMALL)
+            tl.store(averages + place, v, mask=place < limit(slices, bad, HAS_FLAG))
+            tl.store(first + place, common / (tl.sqrt(v) + eps), mask=inside)
+    else:
+        factor = target / (tl.where(norm > 0.0, norm, 1.0) + eps)
+        for begin in range(0, slices, SUMS_READ):
+            place = begin + tl.arange(0, SUMS_READ)
+            tl.store(first + place, tl.zeros((SUMS_READ,), dtype=tl.float32) + factor, mask=place < slices)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _multiply(
+    directions,
+    factors,
+    area,
+    slices,
+    along,
+    slice_stride,
+    step,
+    groups,
+    SLICES: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    matrix, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    first = directions + matrix.to(tl.int64) * area
+    s = group * SLICES + tl.arange(0, SLICES)
+    factor = tl.load(factors + matrix.to(tl.int64) * slices + s, mask=s < slices, other=0.0)
+    for begin in range(0, along, ALONG):
+        offsets, inside = _tile(group, begin, slices, along, slice_stride, step, SLICES, ALONG)
+        x = tl.load(first + offsets, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
+        tl.store(first + offsets, x.to(directions.dtype.element_ty), mask=inside)
+
+
+def takes(directions: Tensor, state: Sequence[Tensor]) -> bool:
+    """Whether the kernels read these directions, and this state of their matrices."""
+    return (
+        directions.dtype in DTYPES
+        and directions.is_contiguous()
+        and directions[0].numel() < 2**31
+        and (not state or are_matrices(state))
+    )
+
+
+def normuon_(
+    directions: Tensor,
+    averages: Sequence[Tensor],
+    *,
+    by_row: bool,
+    beta2: float,
+    eps: float,
+    snap: bool,
+    flag: Flag | None,
+) -> None:
+    """`normalize.normuon` on directions (count, rows, columns), in place.
+
+    Args:
+        directions: contiguous.
+        averages: of mean squares in float32, one for each row (or column) of each matrix: (m, 1) or stacks of that.
+        by_row: whether slices are rows, as matrices are stored.
+        beta2: the averages' decay.
+        eps: what is added to divisors.
+        snap: whether norms are first set to that of an orthogonal matrix.
+        flag: where it forbids the step, the averages stay.
+    """
+    _normalize_slices(directions, (), averages, by_row=by_row, beta2=beta2, eps=eps, snap=snap, flag=flag)
+
+
+def adamuon_(directions: Tensor, averages: Sequence[Tensor], *, beta2: float, eps: float, flag: Flag | None) -> None:
+    """`normalize.adamuon` on directions, in place; averages are stacks of matrices in the shape of theirs."""
+    _normalize_slices(directions, averages, (), beta2=beta2, eps=eps, snap=True, flag=flag)
+
+
+def muon_plus_(directions: Tensor) -> None:
+    """`normalize.muon_plus` on directions, in place."""
+    _normalize_slices(directions, (), (), eps=0.0, snap=True)
+
+
+def _normalize_slices(
+    directions: Tensor,
+    averages: Sequence[Tensor],
+    slice_averages: Sequence[Tensor],
+    *,
+    eps: float,
+    snap: bool,
+    by_row: bool = True,
+    beta2: float = 0.0,
+    flag: Flag | None = None,
+) -> None:
+    """Divide elements by the roots of `averages`, or slices by those of `slice_averages`, and set norms."""
+    (count, rows, columns), device = directions.shape, directions.device
+    slices, along, strides = (rows, columns, (columns, 1)) if by_row else (columns, rows, (1, columns))
+    short = SHORT // 2 if averages else SHORT  # elements in registers are fewer where there are more of each
+    tile = {"SLICES": short, "ALONG": LONG} if by_row else {"SLICES": LONG, "ALONG": short}
+    groups = triton.cdiv(slices, tile["SLICES"])
+    sums = torch.empty(count, slices, dtype=torch.float32, device=device)
+    state = averages or slice_averages
+    pointers, is_aligned = table([matrix_addresses(state)], device) if state else (sums, False)
+    shared = {"HAS_FLAG": flag is not None, "GAIN2_SMALL": 1 - beta2 < 0.5, "ALIGNED": is_aligned}
+    sizes = (rows * columns, slices, along, *strides, groups)
+    launch_on(
+        device,
+        _sum_squares,
+        (count * groups,),
+        directions,
+        sums,
+        pointers,
+        flag_or(flag, sums),
+        1 - beta2,
+        eps,
+        *sizes,
+        DIVIDE=bool(averages),
+        STATE=DTYPES[averages[0].dtype] if averages else None,
+        **shared,
+        **tile,
+        num_warps=WARPS,
+    )
+    launch_on(
+        device,
+        _turn_into_factors,
+        (count,),
+        sums,
+        pointers,
+        flag_or(flag, sums),
+        1 - beta2,
+        eps,
+        min(rows, columns) ** 0.5,
+        slices,
+        along,
+        SNAP=snap,
+        AVERAGE=bool(slice_averages),
+        **shared,
+        SUMS_READ=SUMS_READ,
+        num_warps=WARPS,
+    )
+    launch_on(device, _multiply, (count * groups,), directions, sums, *sizes, **tile, num_warps=WARPS)
