@@ -426,6 +426,25 @@ def test_replayed_steps_are_the_written_ones_bit_for_bit(algorithm, dtype, optio
 
 @on_a_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {"normalize": "normuon"},
+        {"normalize": "muon_plus", "precondition": "muon2"},
+        {"normalize": "adamuon", "precondition": "sign"},
+        {"precondition": "equalize"},
+    ],
+    ids=str,
+)
+def test_slots_are_replayed_wherever_gradients_lie(slots, dtype):
+    optimizer, params = trained("muon", captured=True, dtype=dtype, **slots)
+    assert not optimizer._replay._is_bound_to_places
+    assert_same(tensors_of(optimizer, params), tensors_of(*trained("muon", captured=False, dtype=dtype, **slots)))
+
+
+@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 def test_replayed_steps_are_those_of_a_plain_optimizer_up_to_rounding(algorithm):
     optimizer, params = optimizer_on("cuda", algorithm, replay=False)
