@@ -213,6 +213,23 @@ def test_a_run_is_in_the_file_as_soon_as_it_has_ended(tmp_path):
 
 
 @pytest.mark.usefixtures("tiny")
+def test_two_programs_add_to_one_file(tmp_path):
+    """Each began when the file held nothing of the other's; a run that both have is there once."""
+    evidence.gather("regret", by_settings(tmp_path / "runs"), tmp_path / "made.jsonl")
+    made, path = Records.read(tmp_path / "made.jsonl"), tmp_path / "records.jsonl"
+    folders = sorted(one for one in (tmp_path / "runs").iterdir() if one.is_dir())
+    runs = [load_run(folder) for folder in folders]
+    config = replace(made.base, data=replace(made.base.data, path=tokens()))
+    first, second = Records.open(path, config, tokens=1), Records.open(path, config, tokens=1)
+    first.add(runs[:3])
+    second.add(runs[2:5])
+    first.add(runs[5:])
+    assert set(Records.read(path).runs) == set(made.runs) == set(first.runs)
+    assert len(path.read_text().splitlines()) == 1 + len(runs)
+    assert {line["losses"][-1][1] for line in first.lines} == {line["losses"][-1][1] for line in made.lines}
+
+
+@pytest.mark.usefixtures("tiny")
 def test_repeated_text_from_training_to_the_page(tmp_path):
     assert (
         evidence.gather("repeated-text", by_settings(tmp_path / "runs"), evidence.file_of("repeated-text", tmp_path))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import flatten
-from muonsw.lab.base.storage import prepare_folder, write_atomically
+from muonsw.lab.base.storage import locked, write_atomically
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.run import NORMALIZED, SCOPES, Run
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
@@ -31,6 +32,8 @@ SAMPLED = (
 )
 OF_NORMALIZED = ("weight_rms", "update_rms", "gradient_rms", "decay", "lr")
 DIGITS = 5
+# Seconds in which another process that adds runs to a file is done with it.
+PATIENCE = 60.0
 MADE_WITH = ("device", "torch", "muonsw")
 
 
@@ -38,9 +41,11 @@ class Records:
     """The runs of one text, by identity; `base` has the settings that a run has unless its line says otherwise."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-        self.path, self.header, self.lines = path, dict(header), list(lines)
+        self.path, self.header = path, dict(header)
         self.base = RunConfig.from_data(self.header["config"])
-        self.runs = {identity(run.config): run for run in map(self._run, self.lines)}
+        self.lines: list[Mapping[str, Any]] = []
+        self.runs: dict[str, Run] = {}
+        self._take(lines)
 
     @classmethod
     def read(cls, path: Path) -> Records:
@@ -55,11 +60,13 @@ class Records:
         Raises:
             UsageError: If it holds runs on other tokens.
         """
-        if not path.exists():
-            # The optimizer's defaults: settings that are saved only where they are chosen must not pass to other runs.
-            base = replace(config, data=replace(config.data, path=""), optimizer=OptimizerConfig(), arm="")
-            return cls(path, {**about, "fingerprint": config.data.fingerprint, "config": base.as_data()}, ())
-        found = cls.read(path)
+        with _held(path):
+            if not path.exists():
+                # The optimizer's defaults: what is saved only where it is chosen must not pass to other runs.
+                base = replace(config, data=replace(config.data, path=""), optimizer=OptimizerConfig(), arm="")
+                header = {**about, "fingerprint": config.data.fingerprint, "config": base.as_data()}
+                write_atomically(path, json.dumps(header) + "\n")
+            found = cls.read(path)
         if found.base.data.fingerprint != config.data.fingerprint:
             other = f"{path} has runs on other text ({found.base.data.fingerprint})"
             raise UsageError(f"{other} than --data has ({config.data.fingerprint}): give that text, or another --out")
@@ -84,14 +91,22 @@ class Records:
         return {run.config.telemetry_every for run in self.runs.values()}
 
     def add(self, runs: Sequence[Run], **about: Any) -> None:
-        """Export runs and write the file anew."""
-        new = [run for run in runs if identity(run.config) not in self.runs]
-        if not new:
+        """Export runs to the file, to which other processes may have added theirs meanwhile."""
+        if all(identity(run.config) in self.runs for run in runs):
             return
-        self.lines += [{**self._line(run), **about} for run in new]
-        self.runs |= {identity(run.config): run for run in new}
-        prepare_folder(self.path.parent)
-        write_atomically(self.path, "\n".join(json.dumps(line) for line in (self.header, *self.lines)) + "\n")
+        with _held(self.path):
+            written = self.path.read_text(encoding="utf-8")
+            self._take(map(json.loads, written.splitlines()[1 + len(self.lines) :]))
+            new = {identity(run.config): {**self._line(run), **about} for run in runs}
+            lines = [line for name, line in new.items() if name not in self.runs]
+            write_atomically(self.path, written + "".join(json.dumps(line) + "\n" for line in lines))
+            self._take(lines)
+
+    def _take(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            run = self._run(line)
+            self.lines.append(line)
+            self.runs[identity(run.config)] = run
 
     def _line(self, run: Run) -> dict[str, Any]:
         usual = flatten(self.header["config"])
@@ -114,6 +129,11 @@ class Records:
         if NORMALIZED in line:
             tables["telemetry"][NORMALIZED] = _columns(("step", *OF_NORMALIZED), line[NORMALIZED])
         return Run(settings.get("arm") or "", self.path, settings, {}, dict(line["result"]), tables)
+
+
+def _held(path: Path) -> AbstractContextManager[None]:
+    busy = f"another process holds the folder of {path}: end it, then run the same command again"
+    return locked(path.parent, busy, wait=PATIENCE)
 
 
 def _telemetry(run: Run) -> dict[str, Any]:
