@@ -22,6 +22,7 @@ from muonsw.lab.studies.jobs import Job, compiling_alone
 from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.studies.training import rows
 from muonsw.lab.studies.workshop import ByArm, Workshop, describe
+from muonsw.lab.train import state
 from muonsw.lab.train.config import ScheduleConfig
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.small_experiments import SMALL
@@ -170,7 +171,7 @@ def test_runs_of_one_model_in_one_process_share_their_compiled_code(monkeypatch)
     assert graphs[3] > 0
 
 
-def test_processes_compile_a_model_one_after_the_other(tmp_path):
+def test_processes_compile_a_model_one_after_the_other(tmp_path, monkeypatch):
     """The second waits until the first has taken an update: its code is then in torch's caches on disk."""
     job = Job("x", tiny_run(compile="on"), tmp_path / "runs" / "x")
     with compiling_alone(job) as compiled:
@@ -181,8 +182,10 @@ def test_processes_compile_a_model_one_after_the_other(tmp_path):
         assert acquired(other)
         other.release()
         compiled()  # every further record says so again
-    with compiling_alone(replace(job, config=tiny_run(compile="off"), folder=Path("/nowhere/x"))):
-        pass  # nothing is compiled on this device, so nothing is locked
+    for config, compiled_shape in ((tiny_run(compile="off"), None), (job.config, state._shape(job.config))):
+        monkeypatch.setattr(state, "_compiled_shape", compiled_shape)
+        with compiling_alone(replace(job, config=config, folder=Path("/nowhere/x"))):
+            pass  # nothing is compiled, or this process has the code already, so nothing is locked
 
 
 def acquired(lock):

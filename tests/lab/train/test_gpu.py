@@ -11,6 +11,7 @@ from muonsw import machine
 from muonsw.lab.train.graph import WARM_CALLS
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
+from muonsw.presets import PRESETS
 from tests.lab.train.ranks import on_ranks, write_config
 from tests.lab.train.small_runs import losses, small_run
 from tests.lab.train.test_torchrun import finished, torchrun
@@ -48,6 +49,27 @@ def test_a_graph_follows_the_schedule_and_the_batches():
     assert training.replayed_update._graph is not None
     assert len(set(seen)) == len(seen), "every replay sees another batch"
     assert training.optimizer.summary().groups[0].lr == pytest.approx(float(training.optimizer.param_groups[0]["lr"]))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_member_of_the_family_trains_and_is_replayed_where_its_steps_are_alike(preset):
+    config = small_run(steps=WARM_CALLS + 6, device="cuda", compile="off", optimizer={"preset": preset})
+    training = Training(with_fingerprint(config))
+    found = [float(training.update(batches, measured=False).losses.total) for batches in training.batches()]
+    assert found[-1] < found[0]
+    alike = preset not in ("soap", "soap_muon", "shampoo", "kl_shampoo")
+    assert (training.replayed_update is not None) == alike
+    assert not alike or training.replayed_update._graph is not None
+
+
+def test_an_update_that_cannot_be_captured_stays_eager():
+    """Waiting for the device spoils a capture; the run goes on, and no gradient of the attempt is left."""
+    training = Training(with_fingerprint(small_run(steps=24, device="cuda", compile="off", graphs="on")))
+    training.optimizer.register_step_pre_hook(lambda *_: training.model.embedding.weight.sum().item())
+    with pytest.warns(RuntimeWarning, match="not replayed"):
+        found = [float(training.update(batches, measured=False).losses.total) for batches in training.batches()]
+    assert found[-1] < found[0]
+    assert all(parameter.grad is None for parameter in training.model.parameters())
 
 
 class StoppedError(Exception):

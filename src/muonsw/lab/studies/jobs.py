@@ -24,7 +24,7 @@ from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.records import Record
-from muonsw.lab.train.state import compiles
+from muonsw.lab.train.state import compiles, has_compiled
 from muonsw.lab.train.world import World
 
 # Parts of a record that no display shows; they stay in the process that made them.
@@ -56,10 +56,12 @@ def train_job(job: Job, tell: Tell) -> dict[str, Any]:
 def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
     """Let one process at a time compile a model; the others then take its code from torch's caches on disk.
 
+    A process that has compiled it for an earlier run neither waits nor lets others wait.
+
     Yields:
         What to call once the model is compiled, that is after the first update; nothing happens where none is.
     """
-    if not compiles(job.config):
+    if not compiles(job.config) or has_compiled(job.config):
         yield lambda: None
         return
     prepare_folder(job.folder.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -23,7 +24,8 @@ Result = TypeVar("Result")
 class GraphedFunction(Generic[Result]):
     """A function that is captured once and then replayed on new batches of the same shape.
 
-    What it returns is overwritten by the next call, so use it before.
+    What it returns is overwritten by the next call, so use it before. Where it cannot be captured it stays eager, with
+    a warning.
 
     Args:
         function: Works on tensors of fixed shapes and never waits for the device.
@@ -34,6 +36,7 @@ class GraphedFunction(Generic[Result]):
         self.function = function
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._calls = 0
+        self._refused = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: list[Batch] = []
         self._result: Result | None = None
@@ -41,11 +44,12 @@ class GraphedFunction(Generic[Result]):
     def __call__(self, batches: list[Batch]) -> Result:
         """The function of these batches; the first calls are eager."""
         self._calls += 1
-        if self._calls <= WARM_CALLS or (self._graph is not None and not self._fits(batches)):
+        if self._calls <= WARM_CALLS or self._refused or (self._graph is not None and not self._fits(batches)):
             return self.eager(batches)
         if self._graph is None:
             self._capture(batches)
-        assert self._graph is not None
+        if self._graph is None:
+            return self.eager(batches)
         assert self._result is not None
         for held, given in zip(_tensors(self._batches), _tensors(batches), strict=True):
             held.copy_(given, non_blocking=True)
@@ -71,7 +75,11 @@ class GraphedFunction(Generic[Result]):
         def program() -> None:
             self._result = self.function(self._batches)
 
-        self._graph = recorded(program, self._stream.device, stream=self._stream)
+        try:
+            self._graph = recorded(program, self._stream.device, stream=self._stream)
+        except RuntimeError as error:
+            self._refused = True
+            warnings.warn(f"updates are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _tensors(batches: list[Batch]) -> list[Tensor]:

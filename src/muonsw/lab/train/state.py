@@ -28,6 +28,7 @@ from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
 from muonsw.lab.train.parallel import place_model
 from muonsw.lab.train.world import World
+from muonsw.rates import counts_steps
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
@@ -95,7 +96,8 @@ class Training:
         group = self.placed.process_group
         self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, group, patterns)
         graphs = self.world.alone and uses_graphs(config)
-        self.replayed_update = GraphedFunction(self.plain_update, self.device) if graphs else None
+        same = not any(map(counts_steps, self.optimizer.param_groups))  # else a graph would repeat one step's work
+        self.replayed_update = GraphedFunction(self.plain_update, self.device) if graphs and same else None
         self.replayed_score = GraphedFunction(self.score, self.device) if graphs else None
         self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
         require_decay_below_one(self.optimizer)
@@ -161,14 +163,18 @@ class Training:
         Raises:
             UsageError: If the optimizer refuses its learning rate or its decay; nothing is changed then.
         """
-        losses = self.forward_backward(batches)
-        norm = self.clip()
+        try:
+            losses, norm = self.forward_backward(batches), self.clip()
+            self._take_step()
+        finally:  # a capture that fails must leave no gradients to the next update
+            self.optimizer.zero_grad(set_to_none=True)
+        return UpdateResult(losses, norm)
+
+    def _take_step(self) -> None:
         try:
             self.optimizer.step()
         except ValueError as error:
             raise UsageError(f"update {self.step + 1} cannot be taken: {error}") from error
-        self.optimizer.zero_grad(set_to_none=True)
-        return UpdateResult(losses, norm)
 
     def clip(self) -> Tensor:
         """Scale the gradients down to the largest norm allowed; returns the norm before, on the device."""
@@ -218,7 +224,7 @@ class Training:
     def _compiled(self) -> Callable[..., LossParts]:
         if not compiles(self.config):
             return self.placed.forward
-        _forget_other_models(self.config.task or self.config.model)
+        _forget_other_shapes(self.config)
         compiled: Callable[..., LossParts] = torch.compile(self.placed.forward)
         return compiled
 
@@ -304,18 +310,28 @@ def compiles(config: RunConfig) -> bool:
     return config.compile == "on" or (wanted and resolve_device(config.device).type == "cuda")
 
 
-_compiled_model: ModelConfig | TaskConfig | None = None
+# What decides the code that the compiler makes: the model and the rows of a batch.
+_compiled_shape: tuple[ModelConfig | TaskConfig, int] | None = None
 
 
-def _forget_other_models(model: ModelConfig | TaskConfig) -> None:
-    """Drop compiled code of a model of another shape; code of the same shape serves the next run in this process.
+def has_compiled(config: RunConfig) -> bool:
+    """Whether this process has compiled code for the model and the batches of a run."""
+    return _shape(config) == _compiled_shape
+
+
+def _shape(config: RunConfig) -> tuple[ModelConfig | TaskConfig, int]:
+    return config.task or config.model, config.batch // config.accumulation
+
+
+def _forget_other_shapes(config: RunConfig) -> None:
+    """Drop compiled code of other shapes; code of the same shape serves the next run in this process.
 
     The compiler keeps few variants of a function, and runs without any, silently, once there are more.
     """
-    global _compiled_model  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
-    if model != _compiled_model:
+    global _compiled_shape  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
+    if not has_compiled(config):
         torch.compiler.reset()
-        _compiled_model = model
+        _compiled_shape = _shape(config)
 
 
 class LossGuard:
