@@ -70,7 +70,7 @@ def test_every_record_is_a_run_of_a_study(found):
     """So that no number on the page comes from settings that cannot be looked up, and no line is there twice."""
     for path in {evidence.file_of(name, ROOT / "evidence") for name in found.records}:
         records = Records.read(path)
-        planned = [config for name in evidence.TEXTS for config in found.studies[name].runs()]
+        planned = [config for name in evidence.TEXTS for config in found.studies[name].runs(found.results[name])]
         made = {identity(run.config) for config in planned if (run := records.find(config))}
         assert made == set(records.runs)
         assert len(records.runs) == len(records.lines)
@@ -337,37 +337,68 @@ def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_the_family_from_training_to_the_page(tmp_path, monkeypatch, tiny):
+    """A search of two members on a seed of its own; then three lambdas at the rate that was found, on others."""
     monkeypatch.setattr(family, "RATES", {name: family.RATES[name] for name in ("muon", "soap")})
-    monkeypatch.setattr(evidence, "MINI", replace(tiny, maps=dict.fromkeys((12, 24), (0.5, 1.0)), map_seeds=2))
-    shop = by_settings(tmp_path / "runs")
-    assert evidence.gather("family", shop, evidence.file_of("family", tmp_path)) == 2 * 18 * 2
+    monkeypatch.setattr(evidence, "MINI", replace(tiny, maps=dict.fromkeys((24, 48), (0.5, 1.0)), map_seeds=2))
+    shop, path = by_settings(tmp_path / "runs"), evidence.file_of("family", tmp_path)
+    assert evidence.gather("family", shop, path) == 2 * 18 + 2 * 6 * 2
+    assert evidence.gather("family", shop, path) == 0
+    assert not list((tmp_path / "runs").glob("*/checkpoints"))
     grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    results = grown.results["family"]
+    assert {key.steps: {run.seed for runs in arms.values() for run in runs} for key, arms in results.items()} == {
+        12: {2},
+        24: {0, 1},
+    }
+    for member in ("muon", "soap"):
+        for rule in ("constant", "scaled"):
+            searched = [runs[0] for runs in results[Key(member, steps=12)].values() if runs[0].rule == rule]
+            best = min(searched, key=lambda run: run.final_loss).config.optimizer.lr
+            tuned = [runs[0] for runs in results[Key(member, steps=24)].values() if runs[0].rule == rule]
+            assert {run.config.optimizer.lr for run in tuned} == {best}
     page = evidence.page(grown, "{family}")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith(("| muon |", "| soap |"))]
-    assert [row[1] for row in rows] == ["constant", "scaled"] * 2
-    assert all("KiB" in row[-1] for row in rows)
+    assert [row[1] for row in rows] == ["constant", "scaled"] * 4
+    assert all("KiB" in row[-1] for row in rows[:4])
     assert rows[0][-1] != rows[2][-1]  # SOAP has more state
     assert "soap, scaled decay: total of the best lambda over Muon's, in octaves" in page
     assert {run.config.optimizer.preset for run in grown.records["family"].runs.values()} == {"", "soap"}
 
 
+def test_after_the_search_lambda_takes_as_much_over_the_longer_run(monkeypatch):
+    """The best of the search is its lowest rate and largest lambda; in twice the updates lambda is half as large."""
+    short, run = family.family_run(evidence.MINI, shorter=2), family.family_run(evidence.MINI)
+    monkeypatch.setattr(regret, "swept_loss", lambda one: one.loss)
+    arms = {
+        arm.name: [MadeRun(arm.optimizer, short, 3, arm.optimizer.lr / arm.optimizer.weight_decay)]
+        for arm in family.grid(short, "soap")
+    }
+    found = family.family({Key("soap", steps=200): arms}, evidence.MINI)
+    (soap,) = [one for one in found if one.key.name == "soap"]
+    for arm, more in zip(soap.arms, (1.0, 4.0, 16.0, 1.0, 4.0, 16.0), strict=True):
+        constant = replace(arm.optimizer, decay="constant")
+        assert arm.optimizer.lr == 0.005
+        assert sum(decay_factors(run, constant)) == pytest.approx(more, rel=1e-2)
+
+
 @pytest.mark.parametrize(("share", "moves", "holds"), [(0.4, 1.0, True), (0.8, 0.25, False)])
 def test_claims_of_the_family_tell_a_member_that_forgives_and_one_that_moves_lambda(share, moves, holds, monkeypatch):
     """Basins over log lambda: scaled decay's is flatter by a share, normuon's best lambda another than Muon's."""
-    run = family.family_run(evidence.MINI)
+    monkeypatch.setattr(regret, "swept_loss", lambda one: one.loss)
 
-    def losses(member, rule, lr, lam):
-        total = math.log(lam * lr * 218 / (0.6 if member == "muon" else 0.6 * moves), 4)
+    def losses(member, rule, lr, lam, steps):
+        total = math.log(lam * lr * 0.545 * steps / (0.6 if member == "muon" else 0.6 * moves), 4)
         rate = math.log2(lr / (0.02 * family.RATES[member]))
         return 3.0 + 0.05 * rate**2 + 0.1 * (share if rule == "scaled" else 1.0) * total**2
 
-    def made(member):
-        arms = family.member_arms(run, member)
-        return {arm.name: [MadeRun(arm.optimizer, run, seed, losses(member, arm.optimizer.decay, arm.optimizer.lr,
-            arm.optimizer.weight_decay) + 1e-4 * seed) for seed in (0, 1)] for arm in arms}  # fmt: skip
+    def made(one):
+        return {arm.name: [MadeRun(arm.optimizer, one.base, seed, losses(one.key.name, arm.optimizer.decay,
+            arm.optimizer.lr, arm.optimizer.weight_decay, one.base.steps) + 1e-4 * seed) for seed in one.seeds]
+            for arm in one.arms}  # fmt: skip
 
-    results = {Key(member): made(member) for member in ("muon", "normuon")}
-    monkeypatch.setattr(regret, "swept_loss", lambda one: one.loss)
+    members = ("muon", "normuon")
+    results = {one.key: made(one) for one in family.search(evidence.MINI) if one.key.name in members}
+    results |= {one.key: made(one) for one in family.family(results, evidence.MINI) if one.key.name in members}
     claims = {claim.id: claim for claim in family.judge_family(results, evidence.MINI)}
     assert {name: claim.holds for name, claim in claims.items()} == {
         "muon-forgives": holds,
@@ -375,7 +406,7 @@ def test_claims_of_the_family_tell_a_member_that_forgives_and_one_that_moves_lam
         "normuon-constant-lambda": holds,
         "normuon-scaled-lambda": holds,
     }
-    best = family.best_of(results[Key("normuon")], "constant")
+    best = family.tuned_members(results, evidence.MINI)["normuon"]["constant"]
     assert (best.run.config.optimizer.lr, best.edge) == (0.05, False)
 
 

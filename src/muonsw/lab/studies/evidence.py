@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from muonsw.lab.data.shards import fingerprint, read_record
 from muonsw.lab.report.sections import Chart, LegendEntry, Sheet
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.arms import Comparison, Results, Runs
+from muonsw.lab.studies.arms import Comparison, Key, Results, Runs
 from muonsw.lab.studies.catalogue import find_study
 from muonsw.lab.studies.jobs import Job
 from muonsw.lab.studies.outcome import last_loss, paired
@@ -29,7 +30,7 @@ from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.studies.training import best_rules, cases, lambda_scaling, regret, untuned
 from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, measurement
 from muonsw.lab.studies.workshop import Workshop
-from muonsw.lab.train.folder import RESULT
+from muonsw.lab.train.folder import CHECKPOINTS, RESULT
 
 NAME, FOLDER = "evidence", Path("evidence")
 TEMPLATE = "evidence.md.in"
@@ -109,23 +110,31 @@ def gather(name: str, workshop: Workshop, path: Path) -> int:
         UsageError: If the file holds runs on other text, or a run cannot start.
         Interrupted: If the process was asked to stop; all runs were saved.
     """
-    jobs = list(workshop.jobs(part(name).planned()).values())
-    text = read_record(Path(jobs[0].config.data.path))
+    study = part(name)
+    first = study.comparisons(study.scale)
+    config = next(iter(workshop.jobs(first).values())).config
+    text = read_record(Path(config.data.path))
     sizes = {"documents": text.documents, "tokens": text.tokens("train"), "vocabulary": text.vocab_size}
-    records = Records.open(path, jobs[0].config, **sizes)
-    todo = [job for job in jobs if records.find(job.config) is None]
-    before = len(records.runs)
+    records = Records.open(path, config, **sizes)
+    made = _train_missing(first, workshop, records)
+    return made + _train_missing(study.then(results_of(study, records), study.scale), workshop, records)
+
+
+def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, records: Records) -> int:
+    todo = [job for job in workshop.jobs(comparisons).values() if records.find(job.config) is None]
 
     def export(jobs: Sequence[Job]) -> None:
         ended = [job.folder for job in jobs if (job.folder / RESULT).exists()]
         records.add(load_runs(ended), workers=workshop.workers)
+        for folder in ended:  # hundreds of runs would fill the disk
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
     export(todo)
     try:
         workshop.bring_to_end(todo, after=lambda job: export([job]))  # a machine on loan may be gone at any time
     finally:
         export(todo)
-    return len(records.runs) - before
+    return sum(records.find(job.config) is not None for job in todo)
 
 
 def read_records(folder: Path = FOLDER) -> dict[str, Records]:
@@ -136,7 +145,14 @@ def read_records(folder: Path = FOLDER) -> dict[str, Records]:
 
 def results_of(study: TrainingStudy, records: Records | None) -> Results:
     """What the records have of a study: of each comparison the seeds that all its arms have."""
-    found = {one.key: _runs_of(one, records) for one in study.planned()} if records else {}
+    if records is None:
+        return {}
+    found = _found(study.comparisons(study.scale), records)
+    return found | _found(study.then(found, study.scale), records)
+
+
+def _found(comparisons: Sequence[Comparison], records: Records) -> dict[Key, Runs]:
+    found = {one.key: _runs_of(one, records) for one in comparisons}
     return {key: arms for key, arms in found.items() if arms}
 
 
@@ -153,7 +169,8 @@ def _runs_of(one: Comparison, records: Records) -> Runs:
 
 def missing(study: TrainingStudy, records: Records | None) -> int:
     """How many runs of a study have no record."""
-    return sum(records is None or records.find(config) is None for config in study.runs())
+    planned = study.runs(results_of(study, records))
+    return sum(records is None or records.find(config) is None for config in planned)
 
 
 class EvidencePage:

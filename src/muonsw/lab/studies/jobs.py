@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import signal
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock
 
 from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError
@@ -49,7 +51,17 @@ def train_job(job: Job, tell: Tell) -> dict[str, Any]:
                 compiled()
             tell({key: value for key, value in record.items() if key not in DETAILS})
 
-        return train(job.config, job.folder, Watch(record=record, note=tell))
+        try:
+            return train(job.config, job.folder, Watch(record=record, note=tell))
+        finally:
+            _free_memory()
+
+
+def _free_memory() -> None:
+    """Give back what a run held on a GPU: its graphs lie in cycles, and other processes need their memory."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -233,6 +233,7 @@ class TrainingStudy(Study[Results]):
         title: One line for lists.
         reference: Where the paper has it.
         comparisons: The runs, given a scale.
+        then: Further runs, given what those found; before that, runs of the same sizes, for plans.
         claims: The claims that they allow.
         own_tables: Tables of its own.
         charts: Figures of its own, for the page.
@@ -245,6 +246,7 @@ class TrainingStudy(Study[Results]):
     title: str
     reference: str
     comparisons: Callable[[Scale], Sequence[Comparison]]
+    then: Callable[[Results, Scale], Sequence[Comparison]] = nothing
     claims: Callable[[Results, Scale], Sequence[Claim]] = nothing
     own_tables: Callable[[Results, Scale], Sequence[Table]] = nothing
     charts: Callable[[Results, Scale], Sequence[Chart]] = nothing
@@ -256,17 +258,19 @@ class TrainingStudy(Study[Results]):
         """The study at another scale."""
         return replace(self, scale=scale)
 
-    def planned(self) -> list[Comparison]:
-        """All comparisons."""
-        return list(self.comparisons(self.scale))
+    def planned(self, found: Results | None = None) -> list[Comparison]:
+        """All comparisons, given what was found so far."""
+        return [*self.comparisons(self.scale), *self.then(found or {}, self.scale)]
 
-    def runs(self) -> list[RunConfig]:
+    def runs(self, found: Results | None = None) -> list[RunConfig]:
         """Every run, those that comparisons share once."""
-        return list(dict.fromkeys(config for one in self.planned() for config in one.configs()))
+        return list(dict.fromkeys(config for one in self.planned(found) for config in one.configs()))
 
     def run(self, workshop: Workshop) -> Results:
-        """Train everything."""
-        return workshop.train(self.planned())
+        """Train everything, one stage after the other."""
+        found = workshop.train(self.comparisons(self.scale))
+        more = self.then(found, self.scale)
+        return {**found, **workshop.train(more)} if more else found
 
     def judge(self, found: Results) -> Claims:
         """The claims about runs that were completed; those that failed first."""
@@ -278,7 +282,7 @@ class TrainingStudy(Study[Results]):
 
         A sweep keeps them: a learning rate at which training diverges is a bad one.
         """
-        sweeps = {one.key for one in self.planned() if not one.paired}
+        sweeps = {one.key for one in self.planned(found) if not one.paired}
         kept = {
             key: arms if key in sweeps else {arm: completed(runs) for arm, runs in arms.items()}
             for key, arms in found.items()
@@ -308,7 +312,7 @@ class TrainingStudy(Study[Results]):
 
     def record(self, found: Results, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
         """Everything except the curves."""
-        seeds = {one.key: one.seeds for one in self.planned()}
+        seeds = {one.key: one.seeds for one in self.planned(found)}
         return {
             "study": self.name,
             "title": self.title,
@@ -332,7 +336,7 @@ class TrainingStudy(Study[Results]):
     def tables(self, found: Results) -> list[Table]:
         """Its own, then losses and norms of every arm, and of pairs where there is a baseline."""
         tables = [*self.own_tables(found, self.scale)]
-        for place, one in enumerate(one for one in self.planned() if one.key in found):
+        for place, one in enumerate(one for one in self.planned(found) if one.key in found):
             outcome = compare(found[one.key])
             for table in (arms_table(outcome), pairs_table(outcome.pairs))[: 2 if one.paired else 1]:
                 tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {one.key}"))

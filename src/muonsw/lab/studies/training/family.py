@@ -1,10 +1,11 @@
-"""The family: each member at its best learning rate and lambda, constant against scaled decay.
+"""The family: each member at its best learning rate and lambda, constant against scaled decay, in two stages.
 
-Three learning rates times three lambdas under both rules, in short runs of one model; what AdamW owns keeps its rate.
-The rates lie a factor of two apart around one at which a member moves weights about as far as Muon does, the lambdas a
-factor of four apart around the one whose decay adds up to 1 over the run, as that of Muon's best lambdas does. So at
-every rate the totals are the same, and the next lambda of the grid is four times as large. The claims were written down
-before the runs:
+A search on one seed that nothing else uses, in runs half as long: three learning rates times three lambdas under both
+rules; what AdamW owns keeps its rate. The rates lie a factor of two apart around one at which a member moves weights
+about as far as Muon does, the lambdas a factor of four apart around the one whose decay adds up to 1 over the run, as
+that of Muon's best lambdas does. Then, on other seeds and in full length, each rule at its best rate with three
+lambdas: the best one, counted as what decay takes over the run, and four times less and more. The claims were written
+down before the runs:
 
 - Scaled decay forgives a large lambda for every member, as it does for Muon: four times the best lambda costs it at
   most 0.6 of what it costs constant decay.
@@ -25,11 +26,11 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs
-from muonsw.lab.studies.outcome import with_interval
+from muonsw.lab.studies.outcome import loss_cell, swept_loss, with_interval
 from muonsw.lab.studies.scales import NEVER, Scale
 from muonsw.lab.studies.training.regret import EXACT, RULES, Optimum, at_horizon, losses_of, optimum, vertex
 from muonsw.lab.studies.training.sweeps import mean_losses
-from muonsw.lab.train.config import OptimizerConfig, RunConfig
+from muonsw.lab.train.config import RunConfig
 from muonsw.text import sized
 
 MUON = "muon"
@@ -47,49 +48,84 @@ RATES: Mapping[str, float] = {
 }
 RATE_FACTORS, LAMBDA_FACTORS = (0.5, 1.0, 2.0), (0.25, 1.0, 4.0)
 TOTAL = 1.0
+# How many times shorter the search's runs are, and updates between records: the first one lets others compile.
+SHORTER, LOGGED = 2, 20
 FORGIVEN = 0.6
 BEYOND = Source("beyond the paper; claims written down before the runs", "each at the best of nine settings")
 OCTAVE = Tolerance(1.0, "a factor of two, the bound that was stated before the runs")
 
 
-def family(scale: Scale) -> list[Comparison]:
-    """Nine settings of every member under both rules.
+def search(scale: Scale) -> list[Comparison]:
+    """Nine settings of every member under both rules, in short runs.
 
     Examples:
         >>> from muonsw.lab.studies.scales import MINI
-        >>> one = family(MINI)[1]
-        >>> str(one.key), one.base.steps, len(one.arms), one.arms[0].name
-        ('normuon', 400, 18, 'constant, lr 0.025, lambda 0.0459')
+        >>> one = search(MINI)[1]
+        >>> str(one.key), one.seeds, len(one.arms), one.arms[0].name
+        ('normuon, 200 updates', (3,), 18, 'constant, lr 0.025, lambda 0.0917')
     """
-    run = family_run(scale)
-    seeds = tuple(range(scale.map_seeds))
-    return [Comparison(Key(member), run, member_arms(run, member), seeds, paired=False) for member in RATES]
+    run = family_run(scale, shorter=SHORTER)
+    seeds = (scale.map_seeds,)
+    keys = {member: Key(member, steps=run.steps) for member in RATES}
+    return [Comparison(key, run, grid(run, member), seeds, paired=False) for member, key in keys.items()]
 
 
-def family_run(scale: Scale) -> RunConfig:
+def family(found: Results, scale: Scale) -> list[Comparison]:
+    """Three lambdas of every member under both rules, at the rates that the search found; before it the middle ones.
+
+    Examples:
+        >>> from muonsw.lab.studies.scales import MINI
+        >>> one = family({}, MINI)[1]
+        >>> str(one.key), one.seeds, [arm.name for arm in one.arms[:2]]
+        ('normuon, 400 updates', (0, 1, 2), ['constant, lr 0.05, lambda 0.0229', 'constant, lr 0.05, lambda 0.0917'])
+    """
+    run, seeds = family_run(scale), tuple(range(scale.map_seeds))
+    tuned = {key.name: arms for key, arms in found.items() if key.steps != run.steps}
+    keys = {member: Key(member, steps=run.steps) for member in RATES}
+    return [
+        Comparison(key, run, around(run, member, tuned.get(member)), seeds, paired=False)
+        for member, key in keys.items()
+    ]
+
+
+def family_run(scale: Scale, *, shorter: int = 1) -> RunConfig:
     """The shortest run of the regret map with half its batch; only infinite losses end it."""
-    run = at_horizon(scale.map_run, next(iter(scale.maps)))
+    run = at_horizon(scale.map_run, next(iter(scale.maps)) // shorter)
     optimizer = replace(run.optimizer, muon_lr="none", peak="group", adam_lr=run.optimizer.lr)
-    return replace(run, optimizer=optimizer, batch=max(1, run.batch // 2), diverged=NEVER, eval_every=run.steps)
+    run = replace(run, eval_every=run.steps, telemetry_every=0, log_every=LOGGED)
+    return replace(run, optimizer=optimizer, batch=max(1, run.batch // 2), diverged=NEVER)
 
 
-def member_arms(run: RunConfig, member: str) -> tuple[Arm, ...]:
-    """The settings of a member; Muon is the run's own."""
+def grid(run: RunConfig, member: str) -> tuple[Arm, ...]:
+    """The settings of a member that the search tries."""
+    rates = [run.optimizer.lr * RATES[member] * faster for faster in RATE_FACTORS]
+    return tuple(_arm(run, member, rule, lr, more) for lr in rates for more in LAMBDA_FACTORS for rule in RULES)
+
+
+def around(run: RunConfig, member: str, tuned: Runs | None) -> tuple[Arm, ...]:
+    """The settings of a member around the best of each rule."""
+    arms: list[Arm] = []
+    for rule in RULES:
+        lr, total = run.optimizer.lr * RATES[member], TOTAL
+        if tuned is not None:
+            best = best_of(tuned, rule).run.config
+            lr, total = best.optimizer.lr, best.optimizer.weight_decay * best.optimizer.lr * _rates_sum(best)
+        arms += [_arm(run, member, rule, lr, total * more) for more in LAMBDA_FACTORS]
+    return tuple(arms)
+
+
+def _arm(run: RunConfig, member: str, rule: str, lr: float, total: float) -> Arm:
+    """A member, Muon being the run's own, with the lambda that takes so much over the run under constant decay."""
     base = replace(run.optimizer, preset="" if member == MUON else member)
-    multiple = run.schedule.multiple(run.steps)
-    middle = TOTAL / math.fsum(multiple(step) for step in range(run.steps))
-    return tuple(
-        _arm(base, rule, base.lr * RATES[member] * faster, middle * more)
-        for faster in RATE_FACTORS
-        for more in LAMBDA_FACTORS
-        for rule in RULES
-    )
-
-
-def _arm(base: OptimizerConfig, rule: str, lr: float, phi: float) -> Arm:
     lr = float(f"{lr:.3g}")
-    lam = float(f"{phi / lr:.3g}")
+    lam = float(f"{total / _rates_sum(run) / lr:.3g}")
     return Arm(f"{rule}, lr {lr:g}, lambda {lam:g}", replace(base, decay=rule, lr=lr, weight_decay=lam))
+
+
+def _rates_sum(run: RunConfig) -> float:
+    """The learning rates of a run, added up, over their peak."""
+    multiple = run.schedule.multiple(run.steps)
+    return math.fsum(multiple(step) for step in range(run.steps))
 
 
 @dataclass(frozen=True)
@@ -140,9 +176,22 @@ def _larger(seeds: list[dict[float, float]], lam: float) -> list[float] | None:
     return None if place == len(grid) else [losses[grid[place]] - losses[lam] for losses in seeds]
 
 
-def judge_family(results: Results, _scale: Scale) -> list[Claim]:
+def tuned_members(results: Results, scale: Scale) -> dict[str, dict[str, Best]]:
+    """By member and rule, what the runs after the search found; whether a rate is an edge is known from the search."""
+    steps = family_run(scale).steps
+    searches = {key.name: arms for key, arms in results.items() if key.steps != steps}
+    return {
+        key.name: {
+            rule: replace(best_of(arms, rule), edge=best_of(searches.get(key.name, arms), rule).edge) for rule in RULES
+        }
+        for key, arms in results.items()
+        if key.steps == steps
+    }
+
+
+def judge_family(results: Results, scale: Scale) -> list[Claim]:
     """Whether scaled decay forgives a large lambda for each member, and whether a member moves the best one."""
-    found = {key.name: {rule: best_of(arms, rule) for rule in RULES} for key, arms in results.items()}
+    found = tuned_members(results, scale)
     claims = []
     for member, rules in found.items():
         constant, scaled = (rules[rule].larger for rule in RULES)
@@ -160,21 +209,25 @@ def judge_family(results: Results, _scale: Scale) -> list[Claim]:
     return claims
 
 
-def family_tables(results: Results, _scale: Scale) -> list[Table]:
-    """Every member at its best under both rules, with what it costs."""
-    numbers = ("learning rate", "lambda", "total (Σφ)", "loss", "at 4 times lambda", "ms an update", "state")
+def family_tables(results: Results, scale: Scale) -> list[Table]:
+    """Every member at its best under both rules, with the size of its state; and the search."""
+    return [table for table in (_members_table(results, scale), _search_table(results, scale)) if table.rows]
+
+
+def _members_table(results: Results, scale: Scale) -> Table:
+    numbers = ("learning rate", "lambda", "total (Σφ)", "loss", "seeds", "at 4 times lambda", "ms an update", "state")
     columns = [Column("member"), Column("rule"), *(Column(name, number=True) for name in numbers)]
     rows: list[list[Value | Cell]] = []
-    for key, arms in results.items():
-        for rule in RULES:
-            rows.append([key.name, rule, *_best_cells(best_of(arms, rule)), *_cost_cells(arms)])
+    for member, rules in tuned_members(results, scale).items():
+        for rule, best in rules.items():
+            rows.append([member, rule, *_best_cells(best), *_cost_cells(best.run)])
     note = (
-        "The best of three learning rates and three lambdas: validation loss, mean over seeds with half of its 95% t "
-        "interval; what four times that lambda costs, in nats; the median time of an update with its forward and "
-        "backward pass; bytes of optimizer state. An asterisk: the lowest or highest that was tried, so perhaps better "
-        "beyond it."
+        "At the rate that the search found, the best of three lambdas: validation loss, mean over seeds with half of "
+        "its 95% t interval; what four times that lambda costs, in nats; the time of an update with its forward and "
+        "backward pass, where runs do not share a GPU; bytes of optimizer state. An asterisk: the lowest or highest "
+        "that was tried, so perhaps better beyond it."
     )
-    return [Table("family", "Every member at its best", columns, rows, note)]
+    return Table("family", "Every member at its best", columns, rows, note)
 
 
 def _best_cells(best: Best) -> list[Value | Cell]:
@@ -186,13 +239,28 @@ def _best_cells(best: Best) -> list[Value | Cell]:
         f"{optimizer.weight_decay:g}{ends}",
         f"{best.optimum.best * best.optimum.per_lambda:.2f}",
         with_interval(best.losses),
+        len(best.seeds),
         larger,
     ]
 
 
-def _cost_cells(arms: Runs) -> list[Value | Cell]:
-    """Medians over all runs of a member: the first one compiles."""
-    runs = [run for those in arms.values() for run in those]
-    took = statistics.median(run.seconds / run.config.steps for run in runs)
-    held = runs[0].state_bytes
-    return [f"{1000 * took:.1f}", None if math.isnan(held) else sized(int(held))]
+def _cost_cells(run: Run) -> list[Value | Cell]:
+    """Runs that share a GPU say nothing about time; on a CPU each has a core of its own."""
+    took = f"{1000 * run.seconds / run.config.steps:.1f}" if run.config.device == "cpu" else None
+    return [took, None if math.isnan(run.state_bytes) else sized(int(run.state_bytes))]
+
+
+def _search_table(results: Results, scale: Scale) -> Table:
+    numbers = [f"{rate:g} x rate, {total:g}" for rate in RATE_FACTORS for total in LAMBDA_FACTORS]
+    columns = [Column("member"), Column("rule"), *(Column(name, number=True) for name in numbers)]
+    rows: list[list[Value | Cell]] = []
+    for key, arms in results.items():
+        for rule in RULES if key.steps != family_run(scale).steps else ():
+            runs = [those[0] for those in arms.values() if those[0].config.optimizer.decay == rule]
+            losses = {float(place): swept_loss(run) for place, run in enumerate(runs)}
+            rows.append([key.name, rule, *(loss_cell(losses, place) for place in losses)])
+    note = (
+        "Validation loss on the seed of the search, the best of each row marked: multiples of the member's middle "
+        "learning rate, and what decay takes over the run under constant decay."
+    )
+    return Table("family-search", "The search", columns, rows, note)
