@@ -182,6 +182,9 @@ def test_processes_compile_a_model_one_after_the_other(tmp_path, monkeypatch):
         assert acquired(other)
         other.release()
         compiled()  # every further record says so again
+    with compiling_alone(job):  # all others at once
+        assert acquired(other)
+        other.release()
     for config, compiled_shape in ((tiny_run(compile="off"), None), (job.config, state._shape(job.config))):
         monkeypatch.setattr(state, "_compiled_shape", compiled_shape)
         with compiling_alone(replace(job, config=config, folder=Path("/nowhere/x"))):

@@ -66,9 +66,7 @@ def _free_memory() -> None:
 
 @contextmanager
 def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
-    """Let one process at a time compile a model; the others then take its code from torch's caches on disk.
-
-    A process that has compiled it for an earlier run neither waits nor lets others wait.
+    """Let one process compile a model while the others wait, which then take its code from torch's caches on disk.
 
     Yields:
         What to call once the model is compiled, that is after the first update; nothing happens where none is.
@@ -77,11 +75,19 @@ def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     prepare_folder(job.folder.parent)
-    model = hashlib.sha256(json.dumps(asdict(job.config.task or job.config.model)).encode()).hexdigest()[:10]
-    lock = FileLock(job.folder.parent / f".compiling-{model}")
+    shape = job.config.batch // job.config.accumulation, asdict(job.config.task or job.config.model)
+    name = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:10]
+    done, lock = job.folder.parent / f".compiled-{name}", FileLock(job.folder.parent / f".compiling-{name}")
+
+    def compiled() -> None:
+        done.touch()
+        lock.release()
+
     lock.acquire()
+    if done.exists():
+        lock.release()
     try:
-        yield lock.release
+        yield compiled
     finally:
         lock.release()
 
