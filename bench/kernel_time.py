@@ -92,7 +92,8 @@ def products(shape: tuple[int, int, int], turned: bool, tiles: Tiles | None) -> 
 
 def passes(block: int, warps: int) -> dict:
     """The passes over memory: milliseconds and TB/s."""
-    momentum.BLOCK = elementwise.BLOCK = move.BLOCK = finite.BLOCK = block
+    momentum.BLOCK = elementwise.BLOCK = move.BLOCK = block
+    finite.BLOCK_BYTES = 4 * block
     momentum.WARPS = elementwise.WARPS = move.WARPS = finite.WARPS = warps
     shape = (8, 1024, 2816)
     grads = [torch.randn(shape, device="cuda") for _ in range(5)]
@@ -151,6 +152,28 @@ def passes(block: int, warps: int) -> dict:
     return result | {"torch fused adamw ms": fused, "torch norm ms": norms}
 
 
+def low_precision(block: int, warps: int, by_four: bool) -> dict:
+    """AdamW of bfloat16 weights and gradients with float32 state, stochastic rounding; and torch's, all in bfloat16."""
+    elementwise.BLOCK, elementwise.WARPS, elementwise.MIXED_BY_FOUR = block, warps, by_four
+    shape, some = (16, 1024, 2816), range(5)
+    weights, grads = ([torch.randn(shape, device="cuda").bfloat16() for _ in some] for _ in range(2))
+    averages, squares = ([torch.rand(shape, device="cuda") for _ in some] for _ in range(2))
+    steps = [torch.ones((), device="cuda") for _ in some]
+    flag, count = Flag(torch.zeros((), device="cuda")), 5 * 16 * 1024 * 2816
+    eta, phi = torch.tensor(1e-3, device="cuda"), torch.tensor(1e-4, device="cuda")
+    motion = elementwise.Motion(eta, phi, flag, 1.0, False)
+    rounded = elementwise.Weights(weights, "stochastic", counters=steps, keys=list(some))
+    ours = milliseconds(lambda: adamw.adamw(rounded, grads, averages, squares, steps, (0.9, 0.95), 1e-8, False, motion))
+    check = milliseconds(lambda: finite.find_bad(grads, flag.bad))
+    both = {"adamw ms": ours, "adamw TB/s": 22 * count / ours / 1e9, "finite ms": check}
+    low = [[t.bfloat16() for t in tensors] for tensors in (averages, squares)]
+    hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+    fused = milliseconds(
+        lambda: torch._fused_adamw_(weights, grads, *low, [], steps, **hyper, amsgrad=False, maximize=False)
+    )
+    return both | {"finite TB/s": 2 * count / check / 1e9, "torch fused bfloat16 ms": fused}
+
+
 def of_the_model(tokens: int, width: int, ff: int, vocab: int) -> dict:
     """The kernels of the lab's model: milliseconds and TB/s of what must be read and written."""
     rows, cuda = 2 * tokens, {"device": "cuda"}
@@ -195,6 +218,9 @@ def main() -> None:
     record: dict[str, dict] = {}
     for block, warps in ((4096, 8), (2048, 8), (2048, 4), (1024, 4), (4096, 4)):
         record[f"passes {block} {warps}"] = guarded(f"passes {block} {warps}", lambda b=block, w=warps: passes(b, w))
+    for variant in ((2048, 4, False), (2048, 4, True), (1024, 4, True), (4096, 8, True), (4096, 4, True)):
+        record[f"bfloat16 {variant}"] = guarded(f"bfloat16 {variant}", lambda v=variant: low_precision(*v))
+    elementwise.BLOCK, elementwise.WARPS, elementwise.MIXED_BY_FOUR = 2048, 4, True
     for sizes in ((32768, 256, 768, 4096), (65536, 256, 768, 50304), (65536, 1024, 2816, 50304)):
         record[f"model {sizes}"] = guarded(f"model {sizes}", lambda s=sizes: of_the_model(*s))
     for shape in SHAPES:

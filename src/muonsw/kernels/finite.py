@@ -13,7 +13,7 @@ from muonsw.kernels.common import DTYPES, start, whole_number
 from muonsw.kernels.tables import addresses, block_map, lengths, table
 from muonsw.work import all_contiguous
 
-BLOCK = 2048
+BLOCK_BYTES = 8192
 WARPS = 4
 
 
@@ -42,8 +42,8 @@ def find_bad(grads: Sequence[Tensor], bad: Tensor) -> None:
     dtypes = {grad.dtype for grad in grads}
     for dtype in dtypes:
         same = grads if len(dtypes) == 1 else [grad for grad in grads if grad.dtype == dtype]
-        sizes = lengths(same)
-        both, blocks = table((addresses(same), sizes), device), block_map(sizes, BLOCK, device)
+        sizes, block = lengths(same), BLOCK_BYTES // dtype.itemsize
+        both, blocks = table((addresses(same), sizes), device), block_map(sizes, block, device)
         programs = blocks.shape[1]
         launch_on(
             device,
@@ -56,6 +56,6 @@ def find_bad(grads: Sequence[Tensor], bad: Tensor) -> None:
             programs,
             DTYPE=DTYPES[dtype],
             ALIGNED=both.aligned,
-            BLOCK=BLOCK,
+            BLOCK=block,
             num_warps=WARPS,
         )
