@@ -198,8 +198,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "soap_muon": ours(precondition="soap"),
         "aurora": ours("aurora"),
         "aurora, polar_express": ours("aurora", aurora_polar="polar_express"),
-        "dion2": ours(own={"algorithm": "dion2"}),
-        "lion": ours(own={"algorithm": "lion"}),
+        **{name: ours(own={"algorithm": name}) for name in ("soap", "shampoo", "kl_shampoo", "asgo", "dion2", "lion")},
         "hyperball": ours(norm="hyperball"),
         "torch.optim.Muon": theirs(
             lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")

@@ -40,7 +40,8 @@ class Bench:
     """Sets of matrices to step on: small, square512, wide, and w256, w512, w768, w1024 of the paper's models."""
 
     only: Annotated[tuple[str, ...], arg(metavar="NAME...")] = ()
-    """Time these alone, such as muonsw, torch.optim.Muon, "muonsw eager", AdamWSW, dion."""
+    """Time these alone: muonsw, "muonsw eager", torch.optim.Muon, AdamWSW, dion, members of the family such as normuon,
+    adamuon, muon2, aurora, soap, shampoo, lion. A name that is not known gets the whole list."""
 
     preset: str = ""
     """Model whose training is timed; demo on a CPU and mini on a GPU unless given, none for no training."""
