@@ -41,7 +41,7 @@ def state_keys(group: Group) -> tuple[str, ...]:
 
 
 # Entries that a CPU decays in one pass and moves in a second, before its cache has lost them.
-CACHED = 2**17
+CACHED = 2**18
 
 
 class SGDTensors(NamedTuple):
