@@ -55,14 +55,14 @@ def test_nothing_imports_a_module_that_is_for_one_other_package():
         assert not special & set(imports(path)), path.name
 
 
-def test_importing_the_library_loads_nothing_but_torch():
+def test_importing_the_library_loads_nothing_that_torch_has_not():
+    """Not even torch's own compiler or its DTensors, which take longer to import than all of ours."""
     code = (
         "import sys, torch; before = set(sys.modules); from muonsw import *; "
         "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    loaded = set(ast.literal_eval(printed)) - set(STANDARD)
-    assert loaded <= {"muonsw", "torch"}
+    assert set(ast.literal_eval(printed)) - set(STANDARD) == {"muonsw"}
 
 
 def test_the_public_names_are_what_the_package_says():
