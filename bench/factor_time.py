@@ -99,18 +99,27 @@ def state_bytes(optimizer: Optimizer) -> int:
 def measure(algorithm: str, args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
     matrices, source = SETS[args.set], MatrixSource(device)
     optimizers = {"muonsw": ours(algorithm, args.frequency, matrices, source)}
+    grads: dict[str, list[tuple[nn.Parameter, Any]]] = {"muonsw": []}
     for name, load in theirs(args.clones, args.frequency)[algorithm].items():
         try:
-            optimizers[name] = load()(source.make(matrices.plain))
+            params = source.make(matrices.plain)
+            gradients = [param.grad for param in params]
+            optimizers[name] = load()(params)
+            grads[name] = list(zip(params, gradients, strict=True))
             optimizers[name].step()
         except Exception as error:  # whatever a peer may raise
             optimizers.pop(name, None)
             print(f"{algorithm}: {name} left out: {type(error).__name__}: {str(error)[:200]}")
 
-    def several(optimizer: Optimizer) -> float:
-        return milliseconds(lambda: [optimizer.step() for _ in range(args.frequency)], device) / float(args.frequency)
+    def step(name: str) -> float:
+        for param, grad in grads[name]:  # some take the gradients away
+            param.grad = grad
+        return milliseconds(optimizers[name].step, device)
 
-    ways = {name: lambda optimizer=optimizer: several(optimizer) for name, optimizer in optimizers.items()}
+    def mean(name: str) -> float:
+        return sum(step(name) for _ in range(args.frequency)) / float(args.frequency)
+
+    ways = {name: lambda name=name: mean(name) for name in optimizers}
     times = in_turn(ways, args.rounds)
     size = matrices.parameters()
     return {
