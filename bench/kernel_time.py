@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muonsw.algorithms import base
 from muonsw.kernels import adamw, elementwise, finite, momentum, move
+from muonsw.kernels import normalize as normalize_kernels
 from muonsw.kernels.symmetric import Tiles, symmetric_product
 from muonsw.lab.bench.timing import device_milliseconds as milliseconds
 from muonsw.lab.bench.timing import save
@@ -32,6 +33,9 @@ TILES = [
     Tiles(128, 2, 64, 8, 3), Tiles(128, 2, 64, 8, 4), Tiles(128, 1, 128, 4, 2), Tiles(64, 2, 64, 4, 4),
     Tiles(128, 1, 64, 4, 3, True), Tiles(128, 1, 64, 4, 4, True), Tiles(128, 1, 64, 8, 3, True),
     Tiles(128, 2, 64, 8, 3, True), Tiles(128, 2, 64, 8, 4, True), Tiles(128, 1, 128, 4, 2, True),
+    Tiles(128, 1, 64, 4, 3, True, stores=True), Tiles(128, 1, 64, 4, 3, True, once=True),
+    Tiles(128, 1, 64, 4, 3, True, stores=True, once=True), Tiles(128, 1, 64, 4, 2, True, registers=168),
+    Tiles(128, 1, 64, 4, 2, True, stores=True, registers=168), Tiles(128, 1, 32, 4, 4, True, registers=168),
 ]  # fmt: skip
 SHAPES = [(40, 1024, 2816), (96, 768, 2048), (96, 512, 1408), (192, 256, 768)]
 
@@ -174,6 +178,37 @@ def low_precision(block: int, warps: int, by_four: bool) -> dict:
     return both | {"finite TB/s": 2 * count / check / 1e9, "torch fused bfloat16 ms": fused}
 
 
+def slots(short: int, long: int, warps: int) -> dict:
+    """What members of the two slots add to Muon: milliseconds and TB/s of what must be read and written."""
+    normalize_kernels.SHORT, normalize_kernels.LONG, normalize_kernels.WARPS = short, long, warps
+    shape, result = (40, 1024, 2816), {}
+    U = torch.randn(shape, device="cuda").half()
+    V, rows, columns = (torch.rand(s, device="cuda") for s in (shape, (40, 1024, 1), (40, 1, 2816)))
+    grads, momenta, squares = (list(torch.rand(shape, device="cuda").split(8)) for _ in range(3))
+    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": None}
+    snapped = {"beta2": 0.95, "eps": 1e-10, "snap": False, "flag": None}
+
+    def preconditioned(*chosen: object) -> Callable[[], Tensor]:
+        first = momentum.Precondition(*chosen) if chosen else None
+        return lambda: momentum.normalized_momentum(grads, momenta, **options, dtype=torch.float16, precondition=first)
+
+    times = {
+        "normuon rows": (lambda: normalize_kernels.normuon_(U, [rows], by_row=True, **snapped), 6),
+        "normuon columns": (lambda: normalize_kernels.normuon_(U, [columns], by_row=False, **snapped), 6),
+        "muon_plus": (lambda: normalize_kernels.muon_plus_(U), 6),
+        "adamuon": (lambda: normalize_kernels.adamuon_(U, [V], beta2=0.95, eps=1e-8, flag=None), 16),
+        "momentum": (preconditioned(), 18),
+        "sign": (preconditioned("sign"), 18),
+        "muon2": (preconditioned("muon2", squares, 0.95, 1e-10), 26),
+        "equalize": (preconditioned("equalize"), 18),
+        "momentum alone": (lambda: momentum.advance_momenta(grads, momenta, squares, **options), 16),
+    }
+    for name, (work, size) in times.items():
+        ms = milliseconds(work)
+        result |= {f"{name} ms": ms, f"{name} TB/s": size * U.numel() / ms / 1e9}
+    return result
+
+
 def of_the_model(tokens: int, width: int, ff: int, vocab: int) -> dict:
     """The kernels of the lab's model: milliseconds and TB/s of what must be read and written."""
     rows, cuda = 2 * tokens, {"device": "cuda"}
@@ -214,20 +249,29 @@ def of_the_model(tokens: int, width: int, ff: int, vocab: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("out/bench/kernel_time.json"))
+    parser.add_argument("--only", nargs="+", default=["passes", "bfloat16", "slots", "model", "products"])
     args = parser.parse_args()
     record: dict[str, dict] = {}
+
+    def add(kind: str, name: str, work: Callable[[], dict]) -> None:
+        if kind in args.only:
+            record[name] = guarded(name, work)
+
     for block, warps in ((4096, 8), (2048, 8), (2048, 4), (1024, 4), (4096, 4)):
-        record[f"passes {block} {warps}"] = guarded(f"passes {block} {warps}", lambda b=block, w=warps: passes(b, w))
+        add("passes", f"passes {block} {warps}", lambda b=block, w=warps: passes(b, w))
     for variant in ((2048, 4, False), (2048, 4, True), (1024, 4, True), (4096, 8, True), (4096, 4, True)):
-        record[f"bfloat16 {variant}"] = guarded(f"bfloat16 {variant}", lambda v=variant: low_precision(*v))
-    elementwise.BLOCK, elementwise.WARPS, elementwise.MIXED_BY_FOUR = 2048, 4, True
+        add("bfloat16", f"bfloat16 {variant}", lambda v=variant: low_precision(*v))
+    momentum.BLOCK, momentum.WARPS = move.BLOCK, move.WARPS = elementwise.BLOCK, elementwise.WARPS = 2048, 4
+    elementwise.MIXED_BY_FOUR, finite.BLOCK_BYTES, finite.WARPS = True, 8192, 4
+    for tile in ((16, 256, 4), (8, 256, 4), (32, 128, 4), (8, 512, 4), (32, 256, 8)):
+        add("slots", f"slots {tile}", lambda t=tile: slots(*t))
     for sizes in ((32768, 256, 768, 4096), (65536, 256, 768, 50304), (65536, 1024, 2816, 50304)):
-        record[f"model {sizes}"] = guarded(f"model {sizes}", lambda s=sizes: of_the_model(*s))
+        add("model", f"model {sizes}", lambda s=sizes: of_the_model(*s))
     for shape in SHAPES:
         for turned in (False, True) if shape[2] == 2816 else (False,):
             for tiles in (None, *TILES):
                 name = f"{shape} {'turned ' if turned else ''}{tuple(tiles) if tiles else 'torch'}"
-                record[name] = guarded(name, lambda s=shape, u=turned, t=tiles: products(s, u, t))
+                add("products", name, lambda s=shape, u=turned, t=tiles: products(s, u, t))
     save(record, args.json)
 
 
