@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine, replay
 from muonsw.kernels import tables
@@ -165,6 +166,22 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
     optimizer = AdamWSW(matrices((4, 4)), lr=0.1)
     assert optimizer.replay is None
     assert not _replays(optimizer)
+
+
+@pytest.mark.parametrize(("algorithm", "reads_it"), [("muon", False), ("sgd", False), ("adamw", True), ("lion", True)])
+def test_a_scheduler_that_cycles_the_first_beta_makes_those_steps_eager_that_read_it(algorithm, reads_it, monkeypatch):
+    """OneCycleLR cycles it in all groups, unless it is asked not to."""
+    optimizer, params = optimizer_on("cpu", algorithm)
+    feed(params, 0)
+    optimizer.step()
+    monkeypatch.setattr(kernels, "available", lambda _: True)
+    assert Replay().pays(optimizer.param_groups)
+    OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
+    assert Replay().pays(optimizer.param_groups) != reads_it
+    before = bound(optimizer)
+    for group in optimizer.param_groups:
+        group["betas"] = (0.87, *group["betas"][1:])
+    assert (bound(optimizer) == before) != reads_it
 
 
 def test_many_ranks_and_replays_are_refused_together():

@@ -60,6 +60,9 @@ _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 # Steps in a row without a replay after which the user is warned.
 PATIENCE = 50
 
+# The algorithms whose steps our own kernels make.
+OURS = (MUON, ADAMW, SGD, LION)
+
 # Takes the step of these batches, with the rates of each.
 StepTaker = Callable[[list[Batch], list[Rates]], None]
 
@@ -132,8 +135,10 @@ def _options(group: Group) -> tuple[Any, ...]:
 
 @cache
 def _frozen_options(algorithm: str) -> Callable[[Group], tuple[Any, ...]]:
-    names = algorithm_defaults(algorithm).keys() - {"lr", "weight_decay"}
-    return itemgetter("algorithm", *sorted(names - {"algorithm"}))
+    names = algorithm_defaults(algorithm).keys() - {"lr", "weight_decay", "algorithm"}
+    if any(ALGORITHMS[algorithm] is known for known in OURS):  # which read no other momentum than their own
+        names -= {"momentum", "betas"} - ALGORITHMS[algorithm].defaults.keys()
+    return itemgetter("algorithm", *sorted(names))
 
 
 class _Captured(NamedTuple):
@@ -174,6 +179,8 @@ class Replay:
     def pays(self, groups: Sequence[Group]) -> bool:
         """Whether steps of these parameters, the first of which is on a GPU, are quicker replayed, and could be."""
         if torch.version.hip is not None or not all(map(is_ours_alone, groups)):  # graphs were not tried on AMD's
+            return False
+        if any(map(_cycles_beta, groups)):
             return False
         counts = tuple([len(group["params"]) for group in groups])
         if counts != self._counted:
@@ -317,7 +324,7 @@ class Replay:
 def is_ours_alone(group: Group) -> bool:
     """Whether our own kernels make a group's step; what users register may depend on more than the tensors it sees."""
     return (
-        any(ALGORITHMS.get(group["algorithm"]) is known for known in (MUON, ADAMW, SGD, LION))
+        any(ALGORITHMS.get(group["algorithm"]) is known for known in OURS)
         and in_kernels(NORMALIZE.member(group))
         and in_kernels(PRECONDITION.member(group))
         and ORTHOGONALIZERS.get(group.get("orthogonalizer", "auto")) in ITERATIONS
@@ -326,6 +333,11 @@ def is_ours_alone(group: Group) -> bool:
         and not isinstance(group["lr"], Tensor)
         and not rates.counts_steps(group)
     )
+
+
+def _cycles_beta(group: Group) -> bool:
+    """Whether a scheduler cycles the first beta, as OneCycleLR does in all groups, and the steps depend on it."""
+    return "max_momentum" in group and "betas" in ALGORITHMS[group["algorithm"]].defaults
 
 
 def _flattened(rates: Sequence[Rates]) -> list[float]:
