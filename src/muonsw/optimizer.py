@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw import norms, peak, rates
+from muonsw import kernels, norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.apply import Observer
 from muonsw.counters import Counters
@@ -89,6 +89,8 @@ class ScaledDecayOptimizer(Optimizer):
         given: Any = params if isinstance(params, Tensor) else list(params)
         super().__init__(given, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})
         peak.share(self.defaults["peak_lr"], self.param_groups, given)
+        for param in self.param_groups[0]["params"][:1]:
+            kernels.load_ahead(param.device)
 
     @classmethod
     def for_model(

@@ -99,3 +99,15 @@ def test_a_kernel_that_is_compiled_together_with_others_is_not_launched(device):
     assert not bad.any()
     find_bad([torch.full((16,), float("nan"), device=device)], bad[0])
     assert bad[0] == 1
+
+
+def test_the_key_of_tritons_cache_is_computed_before_the_first_step(monkeypatch):
+    from triton.runtime.cache import triton_key
+
+    monkeypatch.setattr(kernels, "_loading", [])
+    MuonSW(matrices((4, 4)), lr=0.1)
+    assert not kernels._loading  # on a CPU there is nothing to compile
+    triton_key.cache_clear()
+    kernels.load_ahead(torch.device("cuda", 0))
+    kernels._loading[0].join()
+    assert triton_key.cache_info().currsize == 1

@@ -18,8 +18,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from threading import Thread
 from typing import Any
 
 import torch
@@ -56,9 +57,28 @@ def available(device: torch.device) -> bool:
 _USABLE: dict[torch.device, bool] = {}
 
 
+def load_ahead(device: torch.device) -> None:
+    """Import Triton, and let a thread compute the key of its cache until the first step asks for kernels.
+
+    The key is a hash of all of Triton, 400 MB, and takes as long as everything else that a first step waits for.
+    """
+    if device.type != "cuda" or _loading or os.environ.get(SWITCH) == "0" or not machine.triton():
+        return
+    with suppress(Exception):  # the first step says what is wrong
+        from triton.runtime.cache import triton_key  # not in the thread: a fork of it could never import Triton
+
+        _loading.append(Thread(target=triton_key, daemon=True))
+        _loading[0].start()
+
+
+_loading: list[Thread] = []
+
+
 def _usable(device: torch.device) -> bool:
     if os.environ.get(SWITCH) == "0":
         return False
+    for thread in _loading:
+        thread.join()
     reason = _failure(device) if machine.triton() else "Triton is not installed"
     if reason:
         warnings.warn(
