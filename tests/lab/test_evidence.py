@@ -57,7 +57,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def found():
-    return evidence.EvidencePage(evidence.read_records(ROOT / "evidence"))
+    return evidence.read_page(ROOT / "evidence")
 
 
 def test_the_page_is_what_the_records_give(found):
@@ -192,6 +192,7 @@ def test_long_runs_from_training_to_the_page(tmp_path):
     assert "best of scaled minus best of constant at 32 updates, minus the same at 8, in nats" in page
     evidence.draw(grown, tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {"long-horizons.png", "never-tuned.png"}
+    assert "One seed, so without an interval: 32 updates, 8 updates." not in page  # more were not planned
 
 
 @pytest.mark.usefixtures("tiny")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from muonsw.lab.base.tables import Cell, Column, Table
 from muonsw.lab.claims.claim import Claim, Criterion, failed_first
+from muonsw.lab.claims.statistics import ONE_SEED
 
 Claims = Mapping[str, Sequence[Claim]]
 SIGNS = {Criterion.AT_MOST: "≤ ", Criterion.AT_LEAST: "≥ ", Criterion.ABOVE: "> ", Criterion.BELOW: "< "}
@@ -32,7 +33,8 @@ def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours"), 
     for claim in ordered:
         name, word = f"{owners[id(claim)]}/{claim.id}", str(claim.verdict)
         statement = Cell(claim.statement, note=f"{name} · {details(claim)}")
-        numbers = Cell(predicted_text(claim)), Cell(measured_text(claim)), Cell(word, tone=word)
+        verdict = Cell(f"{word}, one seed" if ONE_SEED in claim.limits else word, tone=word)
+        numbers = Cell(predicted_text(claim)), Cell(measured_text(claim)), verdict
         rows.append((statement, *([Cell(name)] if named else []), *numbers))
     return Table("claims", "Claims", columns, rows)
 

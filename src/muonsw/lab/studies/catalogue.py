@@ -146,7 +146,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rate_drift.rate_drift,
         claims=rate_drift.judge_drift,
         own_tables=rate_drift.drift_tables,
-        charts=sweeps.width_charts,
+        charts=rate_drift.drift_charts,
         notes={"cpu": "So short that decay hardly acts."},
     ),
     TrainingStudy(
@@ -176,6 +176,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=lambda_scaling.lambda_scaling,
         claims=lambda_scaling.judge_scaling,
         own_tables=lambda_scaling.scaling_tables,
+        charts=lambda_scaling.scaling_charts,
         notes={"cpu": "So short that decay hardly acts."},
     ),
     TrainingStudy(
@@ -186,6 +187,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         then=family.family,
         claims=family.judge_family,
         own_tables=family.family_tables,
+        charts=family.family_charts,
         notes={"cpu": "So short that decay acts only where lambda is large."},
     ),
     TrainingStudy(
@@ -202,6 +204,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=cases.repeated_text,
         claims=cases.judge_repeated,
         own_tables=cases.case_tables,
+        charts=cases.repeated_charts,
     ),
     TrainingStudy(
         name="schedules",
@@ -210,6 +213,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=schedules.schedules,
         claims=schedules.judge_schedules,
         own_tables=schedules.schedule_tables,
+        charts=schedules.schedule_charts,
         notes={"cpu": "Decay hardly acts."},
     ),
     TrainingStudy(

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.tables import markdown
-from muonsw.lab.claims.claim import Estimate
+from muonsw.lab.claims.claim import Estimate, Verdict
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.data.shards import fingerprint, read_record
@@ -24,16 +26,26 @@ from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.arms import Comparison, Key, Results, Runs
 from muonsw.lab.studies.catalogue import find_study
 from muonsw.lab.studies.jobs import Job
-from muonsw.lab.studies.outcome import last_loss, paired
+from muonsw.lab.studies.outcome import last_loss, over_runs, paired
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
-from muonsw.lab.studies.training import best_rules, cases, lambda_scaling, regret, untuned
+from muonsw.lab.studies.training import (
+    best_rules,
+    cases,
+    family,
+    gradient_growth,
+    lambda_scaling,
+    rate_drift,
+    regret,
+    untuned,
+)
 from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, measurement
+from muonsw.lab.studies.training.sweeps import best_rate, mean_losses
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.train.folder import CHECKPOINTS, RESULT
 
 NAME, FOLDER = "evidence", Path("evidence")
-TEMPLATE = "evidence.md.in"
+TEMPLATE, FAMILY_TIME = "evidence.md.in", "family-time.json"
 PAGE, ASSETS = Path("docs/evidence.md"), Path("docs/assets")
 MEASURED = Path("src/muonsw/lab/measured.json")
 # By study, the file of its records in `FOLDER`: a file holds the runs of one text.
@@ -65,7 +77,18 @@ PICTURES = {
         "settles; the recursion lies on both. Beside it the alignment of weights and updates.",
     ),
     "long": ("long-horizons", "Regret over lambda under both rules, for both lengths on fresh text."),
-}
+    "lambda-scaling": ("lambda-scaling", "The best lambda of both rules over width, batch and size, beside what was "
+                       "published."),
+    "family": ("family", "Loss of both rules over what decay takes in all, a panel for each member of the family."),
+    "repeated-text": ("repeated-text", "Loss of constant, scaled and rising decay over lambda on repeated text."),
+    "schedules": ("schedules", "Loss of both rules over lambda, a panel for each schedule."),
+    "gradient-growth": ("gradient-growth", "The gradient over the run under both rules, a panel for each optimizer and "
+                        "peak rate."),
+    "rate-drift": ("rate-drift", "The best learning rate over the width, and loss over the rate at each width, under "
+                   "constant and scaled decay and Hyperball."),
+}  # fmt: skip
+# Panels of a picture in a row.
+MOST_COLUMNS = 4
 # Totals of the best lambdas within this factor count as one: basins are flatter than that.
 SAME_TOTAL = 3.0
 
@@ -137,6 +160,12 @@ def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, record
     return sum(records.find(job.config) is not None for job in todo)
 
 
+def read_page(folder: Path = FOLDER) -> EvidencePage:
+    """Everything that the page is made of."""
+    times = folder / FAMILY_TIME
+    return EvidencePage(read_records(folder), json.loads(times.read_text("utf-8")) if times.exists() else None)
+
+
 def read_records(folder: Path = FOLDER) -> dict[str, Records]:
     """The records of every study whose file is there."""
     files = {path: Records.read(path) for path in {file_of(name, folder) for name in TEXTS} if path.exists()}
@@ -174,35 +203,41 @@ def missing(study: TrainingStudy, records: Records | None) -> int:
 
 
 class EvidencePage:
-    """What all records say, study by study."""
+    """What all records say, study by study; and what members of the family take, as `bench/family_time.py` wrote it."""
 
-    def __init__(self, records: Mapping[str, Records]) -> None:
-        self.records = records
+    def __init__(self, records: Mapping[str, Records], family_time: Mapping[str, Any] | None = None) -> None:
+        self.records, self.family_time = records, family_time
         self.studies = {name: part(name) for name in TEXTS}
         self.results = {name: results_of(study, records.get(name)) for name, study in self.studies.items()}
 
     def section(self, name: str) -> str:
-        """Claims and tables of a study, and what is missing of it."""
+        """What came out of a study, its picture, tables and claims, and what is missing of it."""
         study, found = self.studies[name], self.results[name]
         lacking = missing(study, self.records.get(name))
-        lack = f"{lacking} of {len(study.runs())} planned runs of `{name}` are missing."
+        lack = f"{lacking} of {len(study.runs(found))} planned runs of `{name}` are missing."
         if not found:
             return f"Not measured yet: {lack}"
+        said = SENTENCES[name](found) if name in SENTENCES else ""
+        picture = "![{1}](assets/{0}.png)".format(*PICTURES[name]) if self._charts(name) else ""
         tables = [markdown(table) for table in study.own_tables(found, study.scale)]
         claims = study.judge(found)[name]
-        pictures = [f"![{words}](assets/{file}.png)" for file, words in [PICTURES[name]]] if name in PICTURES else []
-        judged = [markdown(claims_table({name: claims}, ("asked", "found")))] if claims else []
-        return "\n\n".join([*pictures, *tables, *judged, *([lack] if lacking else [])])
+        judged = markdown(claims_table({name: claims}, ("asked", "found"))) if claims else ""
+        planned = [one.key for one in study.planned(found) if len(one.seeds) > 1]
+        alone = [str(key) for key in planned if len(next(iter(found.get(key, {"": ()}).values()))) == 1]
+        one = f"One seed, so without an interval: {', '.join(alone)}." if alone else ""
+        return "\n\n".join(filter(None, (said, picture, *tables, judged, one, lack if lacking else "")))
 
     def optima(self) -> list[Optimum]:
         """The best lambda of every rule and horizon of the map."""
         return regret.optima(self.results["regret"]) if self.results["regret"] else []
 
     def prices(self) -> list[untuned.Price]:
-        """What a lambda that is never tuned costs in the runs of the map, and in those on fresh text."""
+        """What a lambda that is never tuned costs in runs of the map, on fresh text, and at other widths."""
         known = self.optima()
         maps = untuned.prices(MAP_TEXT, self.results["regret"], known, leave_out=True)
-        return maps + untuned.prices(FRESH_TEXT, self.results["long"], known, leave_out=False)
+        widths = {key: arms for key, arms in self.results["lambda-scaling"].items() if key.name == "width"}
+        fresh = untuned.prices(FRESH_TEXT, {**self.results["long"], **widths}, known, leave_out=False)
+        return maps + sorted(fresh, key=lambda one: (one.steps, one.width))
 
     def untuned(self) -> str:
         """Their picture, table and claims."""
@@ -210,7 +245,8 @@ class EvidencePage:
         if not found:
             return "Not measured yet."
         file, words = PICTURES[UNTUNED]
-        claims = untuned.judge_prices(found, FRESH_TEXT)
+        own = [one for one in found if one.width == MINI.map_run.model.width]
+        claims = untuned.judge_prices(own, FRESH_TEXT)
         judged = [markdown(claims_table({UNTUNED: claims}, ("asked", "found")))] if claims else []
         return "\n\n".join([f"![{words}](assets/{file}.png)", markdown(untuned.price_table(found)), *judged])
 
@@ -218,17 +254,19 @@ class EvidencePage:
         """The pictures of the page."""
         for name, (file, _) in PICTURES.items():
             if charts := self._charts(name):
-                yield Sheet(file, "", charts, columns=len(charts))
+                rows = math.ceil(len(charts) / MOST_COLUMNS)
+                yield Sheet(file, "", charts, columns=math.ceil(len(charts) / rows))
 
     def _charts(self, name: str) -> Sequence[Chart]:
         if name == UNTUNED:
-            return untuned.price_charts(self.prices())
-        return self.studies[name].charts(self.results[name], MINI) if self.results[name] else ()
+            return untuned.price_charts(self.prices(), MINI.map_run.model.width)
+        found = self.results[name] if name in PICTURES else {}
+        return self.studies[name].charts(found, MINI) if found else ()
 
 
 def write_page(root: Path = Path()) -> None:
     """Rebuild the page, its pictures, and what advice knows, from the records alone."""
-    evidence = EvidencePage(read_records(root / FOLDER))
+    evidence = read_page(root / FOLDER)
     (root / PAGE).write_text(page(evidence, (root / FOLDER / TEMPLATE).read_text("utf-8")), encoding="utf-8")
     (root / MEASURED).write_text(json.dumps(measured(evidence), indent=1) + "\n", encoding="utf-8")
     draw(evidence, root / ASSETS)
@@ -241,6 +279,7 @@ def page(evidence: EvidencePage, template: str) -> str:
     values = {name: evidence.section(name) for name in TEXTS}
     values |= {
         UNTUNED: evidence.untuned(),
+        "family-time": markdown(family.time_table(evidence.family_time)) if evidence.family_time else "",
         "conclusion": conclusion(evidence),
         "runs": str(len(lines)),
         "minutes": f"{minutes:.0f}",
@@ -255,7 +294,8 @@ def draw(evidence: EvidencePage, folder: Path) -> None:
     from muonsw.lab.report.static import write_sheet  # nothing else here needs what draws
 
     for sheet in evidence.sheets():
-        for path in write_sheet(sheet, [LegendEntry(rule, rule) for rule in RULES], folder):
+        arms = dict.fromkeys((*RULES, *(curve.arm for chart in sheet.charts for curve in chart.curves)))
+        for path in write_sheet(sheet, [LegendEntry(arm, arm) for arm in arms], folder):
             if path.suffix == ".svg":
                 path.unlink()
 
@@ -360,7 +400,15 @@ def _length(evidence: EvidencePage) -> str:
     lengths = sorted(losses["constant"])
     gaps = [regret.best_against_best(losses["scaled"][steps], losses["constant"][steps]) for steps in lengths]
     ends = " and ".join(f"{_nats(gap)} at {steps:,} updates" for gap, steps in zip(gaps, lengths, strict=True))
-    return f"On fresh text, each at its best lambda, scaled decay ends {ends} from constant decay." if ends else ""
+    costs = [row for row in regret.too_large(regret.optima(evidence.results["long"])) if row.constant > GOOD]
+    large = ", ".join(
+        f"{row.constant:.3f} and {row.scaled:.3f} at lambda {row.lam:g} and {row.constant_at.steps:,} updates"
+        for row in sorted(costs, key=lambda row: (row.constant_at.steps, row.lam))
+    )
+    more = f" Too large a lambda costs constant and scaled decay {large}." if large else ""
+    return (
+        f"On fresh text, each at its best lambda, scaled decay ends {ends} from constant decay.{more}" if ends else ""
+    )
 
 
 def _rules(evidence: EvidencePage) -> str:
@@ -388,6 +436,80 @@ def _little_text(evidence: EvidencePage) -> str:
         f"Where text is seen {constant[0].epochs:.0f} times decay is what keeps a model from memorizing it, and there "
         f"scaled decay ends {_nats(gap)} from constant decay at the same lambda{advice if gap.value > 0 else ''}."
     )
+
+
+def _repeated(results: Results) -> str:
+    losses = {rule: regret.losses_of(results[cases.REPEATED], rule) for rule in (*RULES, "piecewise")}
+    rising, scaled = (
+        _nats(regret.best_against_best(losses[rule], losses["constant"])) for rule in ("piecewise", "scaled")
+    )
+    return f"Each at its best lambda, rising decay ends {rising} from constant decay, and scaled decay {scaled}."
+
+
+def _schedules(results: Results) -> str:
+    """How far apart the rules end under every schedule."""
+    gaps = []
+    for key, arms in results.items():
+        losses = {rule: regret.losses_of(arms, rule) for rule in RULES}
+        gaps.append(f"{_nats(regret.best_against_best(losses['scaled'], losses['constant']))} under {key}")
+    return f"Each at its best lambda, scaled decay ends {'; '.join(gaps)} from constant decay."
+
+
+def _drift(results: Results) -> str:
+    """How far the best rate moves under every rule."""
+    moves = []
+    for sweeps in rate_drift.by_rule(results):
+        best = [best_rate(mean_losses(seeds)) for seeds in sweeps.values()]
+        moves.append(f"{max(best) / min(best):.2f} times under {next(iter(sweeps)).name}")
+        widths = [key.width for key in sweeps]
+    return f"From width {widths[0]} to {widths[-1]} the best learning rate moves {', '.join(moves)}." if moves else ""
+
+
+def _scaling(results: Results) -> str:
+    """The powers that the best lambda follows."""
+    said = []
+    for axis in lambda_scaling.AXES:
+        found = {rule: lambda_scaling.exponent(axis, results, rule) for rule in RULES}
+        powers = " and ".join(f"{one.value:.2f} under {rule} decay" for rule, one in found.items() if one is not None)
+        if powers:
+            said.append(f"{axis.grows} to the power {powers}")
+    return f"The best lambda goes with {'; with '.join(said)}." if said else ""
+
+
+def _gradients(results: Results) -> str:
+    """By how much gradients grow, over all optimizers and rates."""
+    grown = {
+        rule: sorted(
+            math.exp(over_runs(arms[rule], gradient_growth.gradient_growth).value) for arms in results.values()
+        )
+        for rule in RULES
+    }
+    ends = " and ".join(f"{values[0]:.2f} to {values[-1]:.2f} under {rule} decay" for rule, values in grown.items())
+    return f"Over the second half of a run gradients grow by factors of {ends}, over all optimizers and peak rates."
+
+
+def _family(results: Results) -> str:
+    """How many members bear out the two claims, and which do not."""
+    claims = family.judge_family(results, MINI)
+    said = []
+    for what, suffixes in (("forgives a large lambda", ("forgives",)), ("leaves the best lambda", ("lambda",))):
+        verdicts = [(claim.id.split("-")[0], claim.verdict) for claim in claims if claim.id.endswith(suffixes)]
+        counts = Counter(verdict for _, verdict in verdicts)
+        failed = ", ".join(dict.fromkeys(member for member, verdict in verdicts if verdict is Verdict.FAILS))
+        found = ", ".join(f"{verdict.value} {number} times" for verdict, number in counts.items())
+        said.append(f"that it {what}: {found}{f' (fails for {failed})' if failed else ''}" if verdicts else "")
+    return f"The two claims about every member: {'; '.join(filter(None, said))}." if any(said) else ""
+
+
+# By study, what its section begins with; what they say follows from the numbers.
+SENTENCES: Mapping[str, Callable[[Results], str]] = {
+    "repeated-text": _repeated,
+    "schedules": _schedules,
+    "rate-drift": _drift,
+    "lambda-scaling": _scaling,
+    "gradient-growth": _gradients,
+    "family": _family,
+}
 
 
 def _nats(gap: Estimate) -> str:

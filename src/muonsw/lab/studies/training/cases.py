@@ -9,11 +9,12 @@ from dataclasses import replace
 
 from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, below
+from muonsw.lab.report.sections import Chart
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, lambda_arm
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import rules_run
-from muonsw.lab.studies.training.regret import EXACT, RULES, best_against_best, losses_of
+from muonsw.lab.studies.training.regret import EXACT, RULES, basins, best_against_best, losses_of
 from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 LITTLE, STRONG = Key("little text"), Key("little text, four times the lambda")
@@ -69,6 +70,12 @@ def judge_repeated(results: Results, _scale: Scale) -> list[Claim]:
         below("rising-is-better", lower, SLOWRUN, rising, 0.0, EXACT),
         at_least("scaled-is-not", higher, SLOWRUN, scaled, 0.0, EXACT),
     ]
+
+
+def repeated_charts(results: Results, _scale: Scale) -> list[Chart]:
+    """The three rules over lambda."""
+    rules = (*RULES, "piecewise")
+    return [basins(f"repeated-{key.slug}", str(key).capitalize(), arms, rules) for key, arms in results.items()]
 
 
 def adamw_forms(scale: Scale) -> list[Comparison]:

@@ -19,16 +19,27 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.sections import Axis, Chart
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs
 from muonsw.lab.studies.outcome import loss_cell, swept_loss, with_interval
 from muonsw.lab.studies.scales import NEVER, Scale
-from muonsw.lab.studies.training.regret import EXACT, RULES, Optimum, at_horizon, losses_of, optimum, vertex
+from muonsw.lab.studies.training.regret import (
+    EXACT,
+    RULES,
+    Optimum,
+    at_horizon,
+    basins_chart,
+    losses_of,
+    optimum,
+    vertex,
+)
 from muonsw.lab.studies.training.sweeps import mean_losses
 from muonsw.lab.train.config import RunConfig
 from muonsw.text import sized
@@ -248,6 +259,34 @@ def _cost_cells(run: Run) -> list[Value | Cell]:
     """Runs that share a GPU say nothing about time; on a CPU each has a core of its own."""
     took = f"{1000 * run.seconds / run.config.steps:.1f}" if run.config.device == "cpu" else None
     return [took, None if math.isnan(run.state_bytes) else sized(int(run.state_bytes))]
+
+
+def time_table(measured: Mapping[str, Any]) -> Table:
+    """What an update of every member takes, measured alone on a machine."""
+    fastest, where = measured["ms"][MUON], measured["environment"]
+    rows: list[list[Value | Cell]] = [
+        [member, f"{ms:.2f}", f"{ms / fastest:.2f}"]
+        for member, ms in sorted(measured["ms"].items(), key=lambda one: float(one[1]))
+    ]
+    versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
+    note = (
+        f"An update of {measured['tokens_per_update']:,} tokens at width {measured['width']} with its forward and "
+        f"backward pass, alone on {where['device']} ({versions}); medians over blocks of 20 updates."
+    )
+    columns = [Column("member"), Column("ms an update", number=True), Column("over Muon's", number=True)]
+    return Table("family-time", "What an update takes", columns, rows, note)
+
+
+def family_charts(results: Results, scale: Scale) -> list[Chart]:
+    """Both rules over what decay takes over the run, one panel for each member."""
+    charts = []
+    for member, rules in tuned_members(results, scale).items():
+        means = {
+            rule: {lam * best.optimum.per_lambda: loss for lam, loss in best.optimum.losses.items()}
+            for rule, best in rules.items()
+        }
+        charts.append(basins_chart(f"family-{member}", member, means, Axis("total (Σφ)", log=2)))
+    return charts
 
 
 def _search_table(results: Results, scale: Scale) -> Table:

@@ -23,6 +23,7 @@ from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Comparison, Key, Results, Runs
 from muonsw.lab.studies.scales import Scale, at_width
 from muonsw.lab.studies.training.best_rules import rules_run
@@ -189,6 +190,24 @@ def _points_table(results: Results) -> Table:
             rows.append([key.name.split()[0], rule, run.model.width, run.batch, run.steps, best, total, lowest])
     note = "From means over seeds: the vertex of a parabola over log lambda through the lowest and its neighbours."
     return Table("lambda-points", "The best lambda of every point", columns, rows, note)
+
+
+def scaling_charts(results: Results, _scale: Scale) -> list[Chart]:
+    """The best lambda over what grows, one panel for each axis; dashed what was published, through the first point."""
+    charts = []
+    for axis in AXES:
+        curves, grown = [], along(axis, results)
+        for rule in RULES if len(grown) > 1 else ():
+            best = [optimum(losses_of(arms, rule), first_run(arms), rule).best for arms in grown.values()]
+            curves.append(Curve(rule, rule, list(grown), best))
+            published = [best[0] * (one / min(grown)) ** axis.published for one in grown]
+            curves.append(Curve(f"{rule}, published", rule, list(grown), published, line="dashed"))
+        if curves:
+            x = Axis("batch" if axis.name == "batch" else "width", log=2, ticks=list(grown))
+            y, key = Axis("best lambda", log=2), [("dashed", "published")]
+            title = f"Power of {axis.name}"
+            charts.append(Chart(f"lambda-{axis.name}", title, curves, x=x, y=y, points=True, key=key))
+    return charts
 
 
 def scaling_measured(results: Results, scale: Scale) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results
 from muonsw.lab.studies.outcome import with_interval
 from muonsw.lab.studies.scales import NEVER, Scale, at_width
@@ -130,6 +131,35 @@ def _resolution(sweeps: Sweeps, asked: float) -> Tolerance:
     rates = list(next(iter(sweeps.values()))[0])
     size = 0.5 * grid_step(rates) / math.log(_range(sweeps))
     return Tolerance(size / asked, "a quarter of a step of the grid at either end of the widths")
+
+
+def drift_charts(results: Results, _scale: Scale) -> list[Chart]:
+    """The best rate over the width by rule; and excess loss over the rate, one panel for each rule."""
+    found = {next(iter(sweeps)).name: sweeps for sweeps in by_rule(results)}
+    means = {rule: {key: mean_losses(seeds) for key, seeds in sweeps.items()} for rule, sweeps in found.items()}
+    curves, panels = [], []
+    for rule, widths in means.items():
+        numbers = [key.width or 0 for key in widths]
+        curves.append(Curve(rule, rule, numbers, [best_rate(losses) for losses in widths.values()]))
+        panels.append(_excess_chart(rule, widths))
+    x, y = (
+        Axis("width", log=2, ticks=curves[0].x if curves else ()),
+        Axis("best learning rate", log=2, ticks=_rates(found)),
+    )
+    return [Chart("rate-drift", "Best learning rate", curves, x=x, y=y, points=True), *panels] if curves else []
+
+
+def _rates(found: Mapping[str, Sweeps]) -> list[float]:
+    return sorted({rate for sweeps in found.values() for seeds in sweeps.values() for rate in seeds[0]})
+
+
+def _excess_chart(rule: str, widths: Mapping[Key, Losses]) -> Chart:
+    curves = []
+    for key, losses in widths.items():
+        excess = [loss - min(losses.values()) if loss < math.inf else math.nan for loss in losses.values()]
+        curves.append(Curve(str(key), f"width {key.width}", list(losses), excess))
+    x, y = Axis("learning rate", log=2), Axis("above the lowest", "nats")
+    return Chart(f"rate-drift-{rule}", rule.capitalize(), curves, x=x, y=y, points=True)
 
 
 def drift_tables(results: Results, scale: Scale) -> list[Table]:

@@ -404,6 +404,23 @@ def map_charts(results: Results, _scale: Scale) -> list[Chart]:
     ]
 
 
+def basins(name: str, title: str, arms: Runs, rules: Sequence[str] = RULES) -> Chart:
+    """Mean final loss of every rule over lambda, above the lowest of all."""
+    means = {rule: mean_losses(losses_of(arms, rule)) for rule in rules}
+    return basins_chart(name, title, means, Axis("lambda", log=2))
+
+
+def basins_chart(name: str, title: str, means: Mapping[str, Losses], x: Axis) -> Chart:
+    """The same, of losses by anything that goes with lambda."""
+    lowest = min(min(losses.values()) for losses in means.values())
+    curves = [
+        Curve(rule, rule, list(losses), [loss - lowest if loss < math.inf else math.nan for loss in losses.values()])
+        for rule, losses in means.items()
+    ]
+    note = "Mean final loss over seeds minus the lowest of all rules."
+    return Chart(name, title, curves, x=x, y=Axis("above the lowest", "nats"), note=note, points=True)
+
+
 def _regret_curve(arms: Runs, rule: str) -> Curve:
     found = regrets(mean_losses(losses_of(arms, rule)))
     return Curve(rule, rule, list(found), [value if value < math.inf else math.nan for value in found.values()])

@@ -14,6 +14,7 @@ from dataclasses import replace
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.report.sections import Chart
 from muonsw.lab.studies.arms import Comparison, Key, Results
 from muonsw.lab.studies.outcome import loss_cell, with_interval
 from muonsw.lab.studies.scales import Scale
@@ -23,6 +24,7 @@ from muonsw.lab.studies.training.regret import (
     EXACT,
     RULES,
     at_horizon,
+    basins,
     best_against_best,
     best_gaps,
     first_run,
@@ -87,6 +89,11 @@ def judge_schedules(results: Results, _scale: Scale) -> list[Claim]:
 
 def _gaps(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
     return best_gaps(losses["scaled"], losses["constant"])
+
+
+def schedule_charts(results: Results, _scale: Scale) -> list[Chart]:
+    """Both rules over lambda, one panel for each schedule."""
+    return [basins(f"schedule-{key.slug}", str(key).capitalize(), arms) for key, arms in results.items()]
 
 
 def schedule_tables(results: Results, _scale: Scale) -> list[Table]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 from muonsw.lab.advice import best_totals
 from muonsw.lab.base.tables import Cell, Column, Table, Value
@@ -46,6 +47,7 @@ class Price:
 
     Attributes:
         text: What was read.
+        width: Of the model.
         steps: Updates.
         rule: Of decay.
         choice: How lambda was chosen, one of `CHOICES`.
@@ -55,6 +57,7 @@ class Price:
     """
 
     text: str
+    width: int
     steps: int
     rule: str
     choice: str
@@ -93,7 +96,9 @@ def _at_length(text: str, arms: Runs, known: Sequence[Optimum]) -> Iterator[Pric
             if len(costs) == len(lowest):
                 tried = losses[rule][0]
                 beyond = not min(tried) <= lam <= max(tried)
-                yield Price(text, run.config.steps, rule, choice, lam, over_seeds(costs), beyond)
+                yield Price(
+                    text, run.config.model.width, run.config.steps, rule, choice, lam, over_seeds(costs), beyond
+                )
 
 
 def _lowest(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
@@ -122,21 +127,26 @@ def loss_at(losses: Losses, lam: float) -> float | None:
 
 def price_table(found: Sequence[Price]) -> Table:
     """Costs by kind of run and rule; below them the highest of each choice."""
-    columns = [Column("text"), Column("updates", number=True), Column("rule")]
+    columns = [Column("text"), Column("width", number=True), Column("updates", number=True), Column("rule")]
     columns += [Column("as advised" if choice == ADVICE else f"always {choice}", number=True) for choice in CHOICES]
-    kinds = dict.fromkeys((one.text, one.steps, one.rule) for one in found)
     rows: list[list[Value | Cell]] = []
-    for text, steps, rule in kinds:
-        own = {one.choice: one for one in found if (one.text, one.steps, one.rule) == (text, steps, rule)}
-        rows.append([text, steps, rule, *(_cell(own.get(choice)) for choice in CHOICES)])
+    for kind in dict.fromkeys(_kind(one) for one in found):
+        own = {one.choice: one for one in found if _kind(one) == kind}
+        rows.append([*kind, *(_cell(own.get(choice)) for choice in CHOICES)])
     most = {(one.rule, one.choice): one for one in highest(found)}
-    rows += [["the highest", None, rule, *(_cell(most.get((rule, choice))) for choice in CHOICES)] for rule in RULES]
+    rows += [
+        ["the highest", None, None, rule, *(_cell(most.get((rule, choice))) for choice in CHOICES)] for rule in RULES
+    ]
     note = (
         "In nats above the better rule at its best lambda, with 95% t intervals over seeds; in brackets the lambda "
         "that advice gives for such a run from runs of other lengths, or on other text. By lines between the "
         "lambdas that were tried; where one lies beyond them the cost is at least that of the last line."
     )
     return Table("never-tuned", "The price of never tuning", columns, rows, note)
+
+
+def _kind(one: Price) -> tuple[str, int, int, str]:
+    return one.text, one.width, one.steps, one.rule
 
 
 def highest(found: Sequence[Price]) -> list[Price]:
@@ -157,26 +167,41 @@ def _cell(one: Price | None) -> str | None:
     return f"{'≥ ' if one.beyond else ''}{one.cost.value:.3f}{half}{advised}"
 
 
-def price_charts(found: Sequence[Price]) -> list[Chart]:
-    """Costs over the length, one panel for each choice; text that the map does not have is dashed."""
+def price_charts(found: Sequence[Price], width: int) -> list[Chart]:
+    """Costs over the length at one width, one panel for each choice; then over the width, where there are several."""
+    lengths = [one for one in found if one.width == width]
+    charts = [_price_chart(choice, lengths, "updates") for choice in _chosen(lengths)]
+    several = {one.steps for one in found if one.width != width}
+    widths = [one for one in found if one.steps in several and one.text == found[-1].text]
+    return charts + [_price_chart(choice, widths, "width") for choice in _chosen(widths)]
+
+
+def _chosen(found: Sequence[Price]) -> list[str]:
+    return [choice for choice in CHOICES if any(one.choice == choice for one in found)]
+
+
+def _price_chart(choice: str, found: Sequence[Price], over: str) -> Chart:
+    """Costs of a choice over updates or width; text that the first lacks is dashed."""
     texts = list(dict.fromkeys(one.text for one in found))
-    lengths, costs = sorted({one.steps for one in found}), [one.cost.value for one in found] or [1.0]
-    x = Axis("updates", log=2, ticks=lengths)
-    y = Axis("cost", "nats per token", limits=(min(0.0, *costs), 1.1 * max(costs)))
-    charts = []
-    for choice in [choice for choice in CHOICES if any(one.choice == choice for one in found)]:
-        curves = []
-        for text in texts:
-            for rule in RULES:
-                own = [one for one in found if (one.text, one.rule, one.choice) == (text, rule, choice)]
-                points = [one.steps for one in own], [one.cost.value for one in own]
-                curves.append(Curve(f"{rule}, {text}", rule, *points, line="dashed" if text != texts[0] else ""))
-        title = "Lambda as advised" if choice == ADVICE else f"Lambda {choice} for every run"
-        key = [("solid", texts[0]), ("dashed", texts[1])] if len(texts) > 1 else ()
-        charts.append(
-            Chart(f"never-tuned-{choice}", title, curves, x=x, y=y, points=True, levels=[Level(GOOD)], key=key)
-        )
-    return charts
+    where, costs = attrgetter("steps" if over == "updates" else over), [one.cost.value for one in found]
+    curves = []
+    for text in texts:
+        for rule in RULES:
+            own = [one for one in found if (one.text, one.rule, one.choice) == (text, rule, choice)]
+            points = sorted((where(one), one.cost.value) for one in own)
+            x, y = [x for x, _ in points], [y for _, y in points]
+            curves.append(Curve(f"{rule}, {text}", rule, x, y, line="dashed" if text != texts[0] else ""))
+    title = "Lambda as advised" if choice == ADVICE else f"Lambda {choice} for every run"
+    return Chart(
+        f"never-tuned-{over}-{choice}",
+        title,
+        curves,
+        x=Axis(over, log=2, ticks=sorted({where(one) for one in found})),
+        y=Axis("cost", "nats per token", limits=(min(0.0, *costs), 1.1 * max(costs))),
+        points=True,
+        levels=[Level(GOOD)],
+        key=[("solid", texts[0]), ("dashed", texts[1])] if len(texts) > 1 else (),
+    )
 
 
 def judge_prices(found: Sequence[Price], text: str) -> list[Claim]:
