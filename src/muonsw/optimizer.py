@@ -65,6 +65,7 @@ class ScaledDecayOptimizer(Optimizer):
     _replay: Replay
     _before_update: BeforeUpdate | None
     _has_compiled: bool
+    _written: frozenset[str]
 
     def __init__(
         self,
@@ -85,12 +86,29 @@ class ScaledDecayOptimizer(Optimizer):
         self._reset()
         self._ranks = Ranks(process_group, momentum_on_owner=momentum_on_owner)
         checked = {key: validate_option(key, value) for key, value in options.items()}
-        refuse_options_of_others(checked, self.algorithm)
+        algorithm = checked.get("algorithm", self.algorithm)
+        if algorithm != self.algorithm:
+            checked = self._given(checked)
+        refuse_options_of_others(checked, algorithm)
         given: Any = params if isinstance(params, Tensor) else list(params)
-        super().__init__(given, {**algorithm_defaults(self.algorithm), **BOOKKEEPING, **checked})
+        super().__init__(given, {**algorithm_defaults(algorithm), **BOOKKEEPING, **checked})
         peak.share(self.defaults["peak_lr"], self.param_groups, given)
         for param in self.param_groups[0]["params"][:1]:
             kernels.load_ahead(param.device)
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:  # noqa: ARG004
+        """Remember which options were written: under another algorithm the defaults of a signature mean nothing."""
+        made = super().__new__(cls)
+        made._written = frozenset(options)
+        return made
+
+    def _given(self, options: Group) -> Group:
+        """Options without the class's own that were left at their defaults; a subclass may have written them too."""
+        inits = [vars(base).get("__init__") for base in reversed(type(self).__mro__)]
+        signatures = [getattr(init, "__kwdefaults__", None) or {} for init in inits]
+        defaults = {key: value for signature in signatures for key, value in signature.items()}
+        own = ALGORITHMS[self.algorithm].defaults.keys() & (defaults.keys() - self._written)
+        return {key: value for key, value in options.items() if key not in own or value != defaults[key]}
 
     @classmethod
     def for_model(
@@ -146,13 +164,8 @@ class ScaledDecayOptimizer(Optimizer):
     ) -> tuple[Routing, Group]:
         """The groups of a model, and the options that are left for the constructor."""
         rest = {**({} if preset is None else PRESETS[preset]), **options}
-        algorithm = validate_option("algorithm", rest.pop("algorithm", cls.algorithm))
-        routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
-        if algorithm == cls.algorithm:
-            return routing, rest
-        own = {key: rest.pop(key) for key in ALGORITHMS[algorithm].defaults if key in rest}
-        groups = [{**own, **group} if group["algorithm"] == algorithm else group for group in routing.groups]
-        return Routing(groups, routing.reasons), rest
+        algorithm = validate_option("algorithm", rest.get("algorithm", cls.algorithm))
+        return route(model, algorithm, patterns=patterns or {}, adamw=adamw or {}), rest
 
     @classmethod
     def _routed(cls, model: torch.nn.Module, routing: Routing, **options: Any) -> Self:

@@ -38,6 +38,8 @@ class GroupOptions(TypedDict, total=False):
     """Further options that mean the same for every algorithm, for all groups or for one.
 
     Attributes:
+        algorithm: the update rule of groups that name none, a name of `ALGORITHMS`, in place of the class's own.
+            Options of that rule may be given too, and options that are not given have its defaults.
         total_steps: updates of the whole run, for rules that end with it.
         decay_points: (fraction of the run, multiple of weight_decay) for `decay="piecewise"`, linear between points.
         norm: what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its
@@ -63,6 +65,7 @@ class GroupOptions(TypedDict, total=False):
         role: a label for tables and telemetry.
     """
 
+    algorithm: str
     total_steps: int | None
     decay_points: Points | None
     norm: str
@@ -81,7 +84,7 @@ class GroupOptions(TypedDict, total=False):
 
 
 class MuonOptions(GroupOptions, total=False):
-    """Options of the members of Muon's slots, and of its orthogonalizer; None is the member's default.
+    """Options of the members of Muon's slots, of its orthogonalizer, and of other algorithms; None is the default.
 
     Attributes:
         precondition_beta2: decay rate of the averages of squared gradients.
@@ -95,6 +98,15 @@ class MuonOptions(GroupOptions, total=False):
         normalize_eps: added to their root.
         normalize_axis: what has an average of its own: "rows" (outputs), or "longer" (places along the longer axis).
         normalize_snap: set the norm of directions to sqrt(min(m, n)) first.
+        betas: decay rates of the averages of gradients and of their squares, of algorithms that have them.
+        eps: added to the root of the averages of squares, or to eigenvalues.
+        shampoo_beta: decay rate of the factors of "soap" and "shampoo"; None is the second of `betas`.
+        precondition_frequency: steps from one decomposition of these factors to the next.
+        max_precond_dim: from which length on "soap" leaves a side unrotated.
+        block_size: the longest side of a block of "shampoo".
+        grafting: whose step lengths "shampoo" takes.
+        grafting_eps: added to the root of the averages of squares that give them.
+        fraction: of the rows that "dion2" orthogonalizes at a step.
     """
 
     precondition_beta2: float | None
@@ -108,6 +120,15 @@ class MuonOptions(GroupOptions, total=False):
     normalize_eps: float | None
     normalize_axis: str | None
     normalize_snap: bool | None
+    betas: tuple[float, float]
+    eps: float
+    shampoo_beta: float | None
+    precondition_frequency: int
+    max_precond_dim: int
+    block_size: int
+    grafting: str
+    grafting_eps: float
+    fraction: float
 
 
 COMMON: Group = {
@@ -239,13 +260,8 @@ def refuse_settings(nonfinite: str, chunk_bytes: int | None, replay: bool | None
 
 def refuse_options_of_others(options: Group, algorithm: str) -> None:
     """A constructor's options must mean something to its algorithm; those of another belong in a group."""
-    known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys() | {"foreach", *NOT_NEEDED}
+    known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys() | {"algorithm", "foreach", *NOT_NEEDED}
     for key in options:
-        if key == "algorithm":
-            raise ValueError(
-                f"algorithm={options[key]!r} is an option of param groups, [{{'params': ..., 'algorithm': "
-                f"{options[key]!r}}}], and of for_model, which routes a whole model"
-            )
         if key == "preset":
             raise ValueError(f"preset={options[key]!r} is an option of for_model, which routes a whole model")
         if key not in known:

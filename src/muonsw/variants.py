@@ -23,7 +23,7 @@ class MuonSW(ScaledDecayOptimizer):
 
     Args:
         params: parameters, named parameters, or dicts with `params` and options of their own. Any option may
-            be set in a group, and `algorithm`, a name of `ALGORITHMS`, too. For a whole model, see `for_model`.
+            be set in a group. For a whole model, see `for_model`.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: lambda.
         decay: the decay rule: "scaled" (lambda lr^2/peak), "constant" (lambda lr, as torch has it), or another name of
@@ -67,7 +67,7 @@ class MuonSW(ScaledDecayOptimizer):
             orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
         momentum_on_owner: keep the momentum of such a parameter on the rank that orthogonalizes it alone; call
             `gather_state` on every rank before `state_dict`.
-        **options: see `MuonOptions`.
+        **options: see `MuonOptions`; `algorithm`, a name of `ALGORITHMS`, is the update rule of groups that name none.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8), torch.nn.Linear(8, 8))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from muonsw import ALGORITHMS, PRESETS, AdamWSW, MuonSW
+from muonsw import ALGORITHMS, PRESETS, SGDSW, AdamWSW, MuonSW
 from muonsw.state import state_bytes
 from muonsw.text import sized
 
@@ -102,13 +102,52 @@ def test_errors_say_what_was_meant(options, message):
         MuonSW.for_model(model(), lr=0.1, **options)
 
 
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("kind", [MuonSW, AdamWSW, SGDSW])
+def test_a_constructor_takes_an_algorithm_with_its_own_defaults(kind, algorithm):
+    """As the key of a group does; a class that names its own algorithm keeps its signature's."""
+    params = [torch.nn.Parameter(torch.randn(4, 6))]
+    group = kind(params, algorithm=algorithm).param_groups[0]
+    expected = kind([{"params": params, "algorithm": algorithm}]).param_groups[0]
+    assert group == {key: expected[key] for key in group}
+
+
+def test_what_is_written_beside_an_algorithm_is_kept_even_where_it_is_the_default_of_the_class():
+    params = [torch.nn.Parameter(torch.randn(4, 6))]
+    assert MuonSW(params, lr=0.1, algorithm="sgd", momentum=0.95).param_groups[0]["momentum"] == 0.95
+    assert MuonSW(params, lr=0.1, algorithm="soap", betas=(0.8, 0.9)).param_groups[0]["betas"] == (0.8, 0.9)
+    mixed = [{"params": params}, {"params": [torch.nn.Parameter(torch.ones(3))], "algorithm": "adamw"}]
+    groups = MuonSW(mixed, lr=0.1, algorithm="dion2", fraction=0.5).param_groups
+    assert [group["algorithm"] for group in groups] == ["dion2", "adamw"]
+    assert groups[0]["fraction"] == 0.5
+
+
+def test_a_subclass_may_name_the_algorithm():
+    class Soap(MuonSW):
+        def __init__(self, params, lr):
+            super().__init__(params, lr, algorithm="soap", precondition_frequency=3, heads=2)
+
+    group = Soap([torch.nn.Parameter(torch.randn(4, 6))], lr=0.1).param_groups[0]
+    assert (group["algorithm"], group["precondition_frequency"], group["heads"]) == ("soap", 3, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"algorithm": "soap"}, "is an option of param groups"), ({"preset": "soap"}, "is an option of for_model")],
+    [
+        ({"preset": "soap"}, "is an option of for_model"),
+        ({"algorithm": "saop"}, "did you mean 'soap'"),
+        (
+            {"algorithm": "soap", "orthogonalizer": "exact"},
+            "'orthogonalizer' is an option of muon and dion2, not of soap",
+        ),
+        ({"algorithm": "soap", "fractoin": 0.5}, "did you mean 'fraction'"),
+        ({"algoritm": "soap"}, "did you mean 'algorithm'"),
+    ],
+    ids=str,
 )
-def test_constructors_say_where_they_belong(options, message):
+def test_constructors_say_what_was_meant(options, message):
     with pytest.raises(ValueError, match=message):
-        MuonSW(model().parameters(), lr=0.1, **options)
+        MuonSW([torch.nn.Parameter(torch.randn(4, 6))], lr=0.1, **options)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "family.md"
