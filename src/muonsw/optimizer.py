@@ -37,6 +37,7 @@ from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import ensure_state, state_bytes, zeros
 from muonsw.step import BeforeUpdate, OptionCheck, collect, take_step
+from muonsw.stored import refuse_shards
 from muonsw.summary import LastStep, Summary, state_line, summarize
 from muonsw.work import Group, names_of
 
@@ -204,6 +205,7 @@ class ScaledDecayOptimizer(Optimizer):
             for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
+                refuse_shards(name, group, param)
         except ValueError:
             self.param_groups.pop()
             raise

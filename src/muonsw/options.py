@@ -24,7 +24,7 @@ from muonsw.normalize.normuon import LONGER, ROWS
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.peak import RUNNING_MAX
-from muonsw.precision import AUTO, DTYPES, LOW_PRECISION, dtype_name
+from muonsw.precision import AUTO, DTYPES, INT8, LOW_PRECISION, dtype_name
 from muonsw.precondition import PRECONDITIONERS
 from muonsw.registry import unknown
 from muonsw.slots import EMPTY_SLOTS
@@ -54,9 +54,9 @@ class GroupOptions(TypedDict, total=False):
         lr_multiplier: by how much this group's learning rate was multiplied, as under muP. A group that sets it and
             no `lr` gets `lr * lr_multiplier`.
         state_dtype: dtype of the optimizer state; "auto" is float32 for bfloat16 and float16 parameters, else the
-            parameter's own.
+            parameter's own; "bfloat16", and "int8" in 8 bits by block, are rounded stochastically.
         rounding: how bfloat16 and float16 weights are rounded: "stochastic", "kahan" (one more buffer), or
-            "nearest", which loses decay and warns.
+            "nearest", which loses decay and warns, and rounds state in less than float32 to nearest as well.
         rounding_seed: seed of the stochastic rounding.
         maximize: climb instead of descend.
         fused: False computes with torch's plain operations alone, to compare or to search for an error; None and True
@@ -396,11 +396,16 @@ def _polar(name: Any) -> Any:
     return _known(ORTHOGONALIZERS)(name)
 
 
-def _dtype(value: Any) -> str:
-    name = dtype_name(value) if isinstance(value, str | torch.dtype) else ""
-    if name != AUTO and name not in DTYPES:
-        raise ValueError(f"must be 'auto' or one of {', '.join(DTYPES)}")
-    return name
+def _dtype(*more: str) -> Check:
+    names = (*DTYPES, *more)
+
+    def check(value: Any) -> str:
+        name = dtype_name(value) if isinstance(value, str | torch.dtype) else ""
+        if name != AUTO and name not in names:
+            raise ValueError(f"must be 'auto' or one of {', '.join(names)}")
+        return name
+
+    return check
 
 
 def _peak_lr(value: Any) -> Any:
@@ -461,7 +466,7 @@ CHECKS: dict[str, Check] = {
     "peak_lr": _peak_lr,
     "peak": _one_of("group", "base"),
     "lr_multiplier": _number(1e-30),
-    "state_dtype": _dtype,
+    "state_dtype": _dtype(INT8),
     "rounding": _one_of(*ROUNDINGS),
     "rounding_seed": _whole(0),
     "maximize": _flag,
@@ -482,7 +487,7 @@ CHECKS: dict[str, Check] = {
     "grafting_eps": _number(0.0),
     "orthogonalizer": _known(ORTHOGONALIZERS),
     "ns_steps": _optional(_whole(1)),
-    "ns_dtype": _dtype,
+    "ns_dtype": _dtype(),
     "fraction": _fraction,
     "block_period": _optional(_whole(1)),
     "aurora_iterations": _optional(_whole(1)),

@@ -20,6 +20,9 @@ DTYPES = {
 
 AUTO = "auto"
 
+# A name of no dtype in which anything is computed: state in 8 bits by block (`muonsw.stored`).
+INT8 = "int8"
+
 
 def dtype_name(dtype: torch.dtype | str) -> str:
     """The name under which a param group stores a dtype."""
@@ -29,25 +32,27 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 def state_dtype(setting: str, param_dtype: torch.dtype) -> torch.dtype:
     """The dtype of optimizer state; by default float32 for weights in less, else the weight's own.
 
-    An average with a small weight on the new value never moves in bfloat16: its steps are under half an ulp.
+    Rounded to nearest, an average with a small weight on the new value never moves in bfloat16: its steps are under
+    half an ulp. State in 8 bits is computed with as by default.
     """
-    if setting != AUTO:
+    if setting not in (AUTO, INT8):
         return DTYPES[setting]
     return torch.float32 if param_dtype in LOW_PRECISION else param_dtype
 
 
-def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor, sizes: Sequence[int] = ()) -> Tensor:
+def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor, sizes: Sequence[int] = (), origin: int = 0) -> Tensor:
     """Round float32 `x` to a neighbour in `dtype`, up or down with the odds that keep the mean.
 
     The noise is a hash of `seed` (an int32 scalar on x's device) and the position of each entry: it has no
     state of its own, and is the same on every device. A value that `dtype` holds exactly stays as it is.
 
-    Where `x` is a vector of several tensors, of `sizes`, each has its own `seed` and begins at position 0.
+    Where `x` is a vector of several tensors, of `sizes`, each has its own `seed` and begins at position 0. One tensor
+    begins at `origin`.
     """
     ulp = _spacing(x, dtype)
     ulps = x.abs() / ulp
     below = ulps.floor()
-    up = _uniform_hash(x.shape, seed, sizes) < ulps - below
+    up = uniform_hash(x.shape, seed, sizes, origin) < ulps - below
     return torch.where(x.isfinite(), torch.copysign((below + up) * ulp, x), x).to(dtype)
 
 
@@ -58,11 +63,16 @@ def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
     return power.clamp(min=info.smallest_normal).mul_(info.eps)
 
 
-def _uniform_hash(shape: torch.Size, seed: Tensor, sizes: Sequence[int]) -> Tensor:
+def uniform_hash(shape: torch.Size, seed: Tensor, sizes: Sequence[int] = (), origin: int = 0) -> Tensor:
     """Numbers in [0, 1) from 24 bits of an integer hash of (seed, position)."""
     h = torch.arange(shape.numel(), dtype=torch.int32, device=seed.device)
-    h = mix(h.mul_(_ODD[0]).add_(_origin(mix(seed), sizes)))
+    h = mix(h.mul_(_ODD[0]).add_(_origin(mix(seed), sizes)).add_(_wrapped(origin * _ODD[0])))
     return h.bitwise_and(0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(shape)
+
+
+def _wrapped(number: int) -> int:
+    """A whole number as an int32 would hold it after overflow."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def _origin(seed: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -16,10 +16,22 @@ from torch import Tensor
 
 from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.shards import held_state, is_dtensor, local, put_state_like, zeros_like_state
+from muonsw.distributed.shards import held_state, is_dtensor, local, put_state_like, shard_like, zeros_like_state
 from muonsw.matrices import MatrixView
-from muonsw.precision import LOW_PRECISION, state_dtype
+from muonsw.precision import INT8, LOW_PRECISION, state_dtype
 from muonsw.slots import wide_dtype
+from muonsw.stored import (
+    SCALE,
+    STORED,
+    average_keys,
+    code_dtype,
+    decode,
+    encode,
+    is_code,
+    refuse_shards,
+    rounds_state,
+    scale_shape,
+)
 from muonsw.work import Group, Item
 
 # What honest rounding of a low-precision weight remembers.
@@ -30,13 +42,19 @@ def state_keys(group: Group, param: Tensor) -> tuple[str, ...]:
     """Every key that a parameter's state has once it has been stepped."""
     rounding = _ROUNDING_KEYS[group["rounding"]] if param.dtype in LOW_PRECISION else ()
     norm = () if group["norm"] == norms.FREE else norms.state_keys(group)
-    return (*ALGORITHMS[group["algorithm"]].state_keys(group), *rounding, *norm)
+    if group["state_dtype"] not in STORED:
+        return (*ALGORITHMS[group["algorithm"]].state_keys(group), *rounding, *norm)
+    counted = ("step",) if rounds_state(group) else ()
+    return tuple(dict.fromkeys((*average_keys(group, param), *rounding, *norm, *counted)))
 
 
 def dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
     """The dtype in which a tensor of the state is kept."""
-    if key == "step":
+    if key == "step" or _codes_of(key, group, param) is not None:
         return torch.float32
+    code = code_dtype(key, group, param)
+    if code is not None:
+        return code
     if key == "radius" or own_shape(key, group, param) is not None:
         return wide_dtype(param.dtype)
     return param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
@@ -44,6 +62,8 @@ def dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
 
 def own_shape(key: str, group: Group, param: Tensor) -> torch.Size | None:
     """The shape of a tensor of state that is not laid out like its parameter; None of all others."""
+    if _codes_of(key, group, param) is not None:
+        return scale_shape(param)
     matrices = ALGORITHMS[group["algorithm"]].matrices
     base, _, number = key.partition(".")
     spec = None if matrices is None else matrices.state(group).get(base)
@@ -54,9 +74,22 @@ def own_shape(key: str, group: Group, param: Tensor) -> torch.Size | None:
     return torch.Size((*param.shape[: view.stack_axes(param.dim())], *spec.shape(*view.out_in(rows, columns))))
 
 
-def refuse_other_shapes(group: Group, name: str, param: Tensor, state: dict[str, Any]) -> None:
+def _codes_of(key: str, group: Group, param: Tensor) -> str | None:
+    """The key of the codes that a key holds the scales of; None where it holds no scales."""
+    codes = key.removesuffix(SCALE)
+    return None if codes == key or code_dtype(codes, group, param) is None else codes
+
+
+def refuse_unfit_state(group: Group, name: str, param: Tensor, state: dict[str, Any]) -> None:
     """Refuse options with which the state that a parameter has does not fit, as after a change in mid-run."""
+    refuse_shards(name, group, param)
     for key in [key for key in state_keys(group, param) if key in state]:
+        if (code_dtype(key, group, param) is not None) != is_code(state[key]):
+            raise ValueError(
+                f"{key} of {name} is kept in {str(state[key].dtype).removeprefix('torch.')}, and state_dtype of its "
+                f"group is now {group['state_dtype']!r}; to change it in mid-run, set it in the param_groups of "
+                f"optimizer.state_dict() and load that"
+            )
         shape = own_shape(key, group, param)
         if shape is not None and state[key].shape != shape:
             raise ValueError(
@@ -69,7 +102,11 @@ def ensure_state(group: Group, items: Sequence[Item], leave_out: tuple[str, ...]
     """Create what the state of these parameters of one dtype lacks, except for keys that another rank keeps."""
     if not items:
         return
-    for key in state_keys(group, items[0].param):
+    if group["state_dtype"] == INT8 and len(items) > 1:  # the keys then depend on the shape
+        for item in items:
+            ensure_state(group, [item], leave_out)
+        return
+    for key in state_keys(group, items[0].parameter):
         if key not in leave_out:
             for item in [item for item in items if key not in item.state]:
                 item.state[key] = _fresh(key, group, item)
@@ -80,10 +117,37 @@ def as_state(key: str, value: Any, group: Group, param: Tensor) -> Tensor:
     dtype = dtype_of(key, group, param)
     if not isinstance(value, Tensor):  # older states count steps in plain numbers
         return torch.tensor(value, dtype=dtype, device=param.device)
+    if is_code(value):
+        return value.to(param.device, dtype, copy=True).contiguous()
     alike = key not in ("step", "radius") and own_shape(key, group, param) is None and value.shape == param.shape
     if not alike or value.stride() == param.stride():
         return value.to(param.device, dtype, copy=True)
     return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
+
+
+def in_form(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, Any]:
+    """A saved state of a parameter in the form in which its group keeps it: float tensors as codes, or the reverse."""
+    found = dict(state)
+    for key in [key for key, value in state.items() if isinstance(value, Tensor) and key != "step"]:
+        wanted, value = code_dtype(key, group, param), state[key]
+        if wanted is not None and not is_code(value):
+            found |= _encoded(key, local(placed(key, value, group, param)), group, param)
+        elif wanted is None and is_code(value) and f"{key}{SCALE}" in state:
+            scale = placed(f"{key}{SCALE}", found.pop(f"{key}{SCALE}"), group, param)
+            found[key] = _decoded(placed(key, value, group, param), scale, param)
+    return found
+
+
+def _encoded(key: str, value: Tensor, group: Group, param: Tensor) -> dict[str, Tensor]:
+    """What this rank holds of a tensor of state as codes and scales, placed like the parameter."""
+    codes, scale = (zeros(one, group, local(param), param) for one in (key, f"{key}{SCALE}"))
+    encode(value.to(codes.device), codes, local(scale))
+    return {key: shard_like(param, codes) if is_dtensor(param) else codes, f"{key}{SCALE}": scale}
+
+
+def _decoded(codes: Tensor, scale: Tensor, param: Tensor) -> Tensor:
+    value = decode(local(codes), local(scale))
+    return shard_like(param, value) if is_dtensor(param) else value
 
 
 def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
@@ -92,7 +156,7 @@ def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
     for group in groups:
         for param in group["params"]:
             for key in state_keys(group, param):
-                base = key.partition(".")[0]
+                base = key.partition(".")[0].removesuffix(SCALE)
                 found[base] = found.get(base, 0) + _elements(key, group, param) * dtype_of(key, group, param).itemsize
     return found
 
@@ -115,7 +179,9 @@ def placed(key: str, value: Tensor, group: Group, param: Tensor) -> Tensor:
 
 def _own_axis(key: str, group: Group, param: Tensor) -> int | None:
     """The first axis of a tensor of state that its parameter has not; None where it has all."""
-    return None if own_shape(key, group, param) is None else MatrixView.of(group).stack_axes(param.dim())
+    if own_shape(key, group, param) is None:
+        return None
+    return 2 if _codes_of(key, group, param) is not None else MatrixView.of(group).stack_axes(param.dim())
 
 
 def _fresh(key: str, group: Group, item: Item) -> Tensor:
@@ -126,11 +192,14 @@ def _fresh(key: str, group: Group, item: Item) -> Tensor:
 
 def zeros(key: str, group: Group, param: Tensor, parameter: Tensor) -> Tensor:
     """A tensor of state as it begins, for what this rank holds of a parameter."""
-    dtype, shape = dtype_of(key, group, param), own_shape(key, group, parameter)
+    dtype, shape = dtype_of(key, group, parameter), own_shape(key, group, parameter)
     if key == "step":
         return torch.zeros((), dtype=dtype, device=param.device)
-    if shape is None:
+    if shape is None and not dtype.is_floating_point:  # codes lie in rows, whatever the strides of the parameter
+        return torch.zeros(local(param).shape, dtype=dtype, device=param.device)
+    axis = _own_axis(key, group, parameter)
+    if shape is None or axis is None:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     if is_dtensor(parameter):
-        return zeros_like_state(parameter, shape, MatrixView.of(group).stack_axes(parameter.dim()), dtype)
+        return zeros_like_state(parameter, shape, axis, dtype)
     return torch.zeros(shape, dtype=dtype, device=param.device)

@@ -35,7 +35,8 @@ from muonsw.distributed.agreement import asked_by
 from muonsw.distributed.shards import is_dtensor, local_item
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.options import algorithm_defaults, validate_option
-from muonsw.state import ensure_state, refuse_other_shapes
+from muonsw.state import ensure_state, refuse_unfit_state
+from muonsw.stored import STORED, as_computed, average_keys, finish, put_back
 from muonsw.work import Batch, Group, Item, any_dtensor, items_of, label_of, rows_of
 
 if TYPE_CHECKING:
@@ -368,7 +369,7 @@ def _check_options(optimizer: ScaledDecayOptimizer, number: int, group: Group, l
         name = names[place] if place < len(names) else f"parameter {place} of {label}"
         ALGORITHMS[group["algorithm"]].count_matrices(group, param)  # says of what it was if ZeRO has flattened it
         ALGORITHMS[group["algorithm"]].validate(group, name, param)
-        refuse_other_shapes(group, name, param, optimizer.state.get(param, {}))
+        refuse_unfit_state(group, name, param, optimizer.state.get(param, {}))
     optimizer._option_check.found_right(number, group)
 
 
@@ -513,17 +514,31 @@ def stand_ins(items: list[Item]) -> list[Item]:
 
 def update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
     """Update parameters whose matrices are whole on this rank."""
+    (_update_uncompiled if group["state_dtype"] in STORED else _update)(optimizer, group, items, batch_rates)
+
+
+def _update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
     for one in updates_here(optimizer, group, items, batch_rates):
         _apply(optimizer, group, one, batch_rates)
         del one  # its directions need not outlive it
 
 
+_update_uncompiled = _disable_dynamo(_update)  # rounding is never compiled
+
+
 def updates_here(
     optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates
 ) -> Iterator[Update | FusedUpdate]:
-    """Updates of parameters whose matrices are whole on this rank."""
+    """Updates of parameters whose matrices are whole on this rank, each to be applied before the next."""
     _begin(group, items, batch_rates.flag)
-    yield from ALGORITHMS[group["algorithm"]].updates(group, items, _budget(optimizer, group, items, batch_rates))
+    stored = group["state_dtype"] in STORED
+    computed = as_computed(group, items) if stored else items
+    for one in ALGORITHMS[group["algorithm"]].updates(group, computed, _budget(optimizer, group, items, batch_rates)):
+        yield one
+        if stored:
+            put_back(one.parts, batch_rates.ok)
+    if stored:
+        finish(computed, batch_rates.ok)
 
 
 def update_sharded(
@@ -561,9 +576,13 @@ def sharded_updates(
         if sorted_items.exchanged is not None:
             away = ranks.release(group, sorted_items.exchanged.items)
             _begin(group, sorted_items.exchanged.items, batch_rates.flag, away)
-            exchanged.append((sorted_items.exchanged, batch_rates))
+            computed = as_computed(group, sorted_items.exchanged.items)
+            exchanged.append((sorted_items.exchanged._replace(items=computed), batch_rates))
     for number, one in _exchange(optimizer, exchanged):
         yield exchanged[number][0].group, one, exchanged[number][1]
+        put_back(one.parts, None)
+    for sent, _ in exchanged:
+        finish(sent.items, None)
 
 
 def _exchange(
@@ -579,7 +598,8 @@ def _exchange(
 
 def _begin(group: Group, items: list[Item], flag: Flag | None, away: Sequence[Item] = ()) -> None:
     """Create the state that is missing, except for the momenta of items `away` on other ranks, and count the step."""
-    ensure_state(group, away, leave_out=ALGORITHMS[group["algorithm"]].state_keys(group))
+    for item in away:
+        ensure_state(group, [item], leave_out=average_keys(group, item.parameter))
     elsewhere = {id(item) for item in away}
     ensure_state(group, [item for item in items if id(item) not in elsewhere] if away else items)
     counters = [item.state["step"] for item in items if "step" in item.state]
@@ -618,7 +638,8 @@ def _budget(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], ba
         most = REPLAYED_CHUNK_BYTES  # which a graph keeps, and the user has not asked for one
     if plain and ALGORITHMS[group["algorithm"]].matrices is None:
         most = max(most, *(item.param.numel() * item.param.element_size() for item in items))
-    return Budget(most, batch_rates.flag, batch_rates.on_host, plain or fused is False, optimizer._observer is not None)
+    cut = optimizer._observer is not None or group["state_dtype"] in STORED
+    return Budget(most, batch_rates.flag, batch_rates.on_host, plain or fused is False, cut)
 
 
 def chunk_bytes(optimizer: ScaledDecayOptimizer, device: torch.device) -> int:

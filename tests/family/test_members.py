@@ -227,7 +227,7 @@ def test_averages_may_be_kept_in_bfloat16(name):
     own = {key for slot in (PRECONDITION, NORMALIZE) for key, spec in slot.specs(group).items() if spec.shape}
     for param in narrow:
         dtypes = {key: value.dtype for key, value in low.state[param].items()}
-        assert dtypes == {key: torch.float32 if key in own else torch.bfloat16 for key in dtypes}
+        assert dtypes == {key: torch.float32 if key in (*own, "step") else torch.bfloat16 for key in dtypes}
     after, expected = (torch.cat([param.detach().flatten() for param in params]) for params in (narrow, wide))
     before = torch.cat([param.detach().flatten() for param in matrices((8, 8), (6, 6))])
     assert distance(after - before, expected - before) < 0.1

@@ -103,14 +103,15 @@ class Budget(NamedTuple):
     `flag` is None where the host has already checked; where it forbids the step, state and weights must stay exactly
     as they are. `on_host` says that learning rate and decay are numbers that the host knows, and the learning rate is
     not zero, as torch's fused kernels want. `plain` asks for directions and no fused update, because something is to be
-    done with them; `measured` says that telemetry copies the weights before each update.
+    done with them; `cut` asks for chunks even where a kernel needs none, because telemetry copies the weights or state
+    is decoded for each.
     """
 
     chunk_bytes: int
     flag: Flag | None = None
     on_host: bool = False
     plain: bool = False
-    measured: bool = False
+    cut: bool = False
 
     @property
     def ok(self) -> Tensor | None:
@@ -300,7 +301,7 @@ def uncut(items: Sequence[Item], budget: Budget) -> bool:
 
     Weights that are rounded with noise are always cut in the same way, because the noise depends on it.
     """
-    return not (budget.plain or budget.measured) and items[0].param.dtype not in LOW_PRECISION
+    return not (budget.plain or budget.cut) and items[0].param.dtype not in LOW_PRECISION
 
 
 def whole_parts(items: Sequence[Item]) -> list[Part]:

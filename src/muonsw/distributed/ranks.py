@@ -16,6 +16,7 @@ from muonsw.distributed.agreement import Agreement, Member, StepAgreement
 from muonsw.distributed.layout import COPIES, HERE, OTHER, Layout, Layouts
 from muonsw.distributed.rounds import ExchangeBatch, Round, make_rounds, share_by_cost
 from muonsw.distributed.shards import as_dtensor, is_dtensor
+from muonsw.stored import average_keys
 from muonsw.text import users_line
 from muonsw.work import Group, Item
 
@@ -133,7 +134,7 @@ class Ranks:
         """Let go of momenta that other ranks keep, and return the items that they belong to."""
         away = [item for item in items if self.is_elsewhere(item.parameter)] if self._owners else []
         for item in away:
-            for key in ALGORITHMS[group["algorithm"]].state_keys(group):
+            for key in average_keys(group, item.parameter):
                 item.state.pop(key, None)
             self.elsewhere[item.parameter] = item.name
         return away
@@ -159,7 +160,7 @@ class Ranks:
         `fresh` makes room for a key.
         """
         owner, me = self._owners[param], dist.get_rank(self.process_group)
-        for key in ALGORITHMS[group["algorithm"]].state_keys(group):
+        for key in average_keys(group, param):
             has = torch.tensor(int(key in state), dtype=torch.int64, device=param.device)
             dist.broadcast(has, group=self.process_group, group_src=owner)
             if has:

@@ -197,11 +197,14 @@ def offset(param: Tensor) -> tuple[int, ...]:
     return box_at(mine, like.shape, like.placements, like.device_mesh.shape, order).starts
 
 
+def position(param: Tensor) -> int:
+    """The position of this shard's first element in the whole."""
+    return sum(begin * math.prod(param.shape[axis + 1 :]) for axis, begin in enumerate(offset(param)))
+
+
 def noise_place(param: Tensor) -> int:
     """A number for the place of this shard in the whole: shards are rounded with noise of their own, copies alike."""
-    if param.dtype not in LOW_PRECISION:
-        return 0
-    return sum(begin * math.prod(param.shape[axis + 1 :]) for axis, begin in enumerate(offset(param)))
+    return position(param) if param.dtype in LOW_PRECISION else 0
 
 
 def local_item(position: int, name: str, param: Tensor, grad: Tensor | None, state: dict[str, Any]) -> Item:

@@ -20,7 +20,8 @@ from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import algorithm_defaults, differing_options, validate_option
 from muonsw.peak import expected_peak, give_where_unrecorded, inherited, scheduler_record
 from muonsw.slots import EMPTY_SLOTS
-from muonsw.state import as_state, own_shape
+from muonsw.state import as_state, in_form, own_shape
+from muonsw.stored import SCALE
 from muonsw.work import Group, names_of
 
 State = dict[str, Any]
@@ -251,7 +252,9 @@ def _checked(name: str, param: Tensor, group: Group, state: State) -> State:
         raise ValueError(f"the state of {name} lacks {', '.join(missing)}, which {group['algorithm']} needs")
     more = [key for key in keys(complete) if key in state and key not in needed]
     fits = [key for key in more if state[key].shape == own_shape(key, complete, param)]
-    return {key: as_state(key, state[key], complete, param) for key in (*needed, *fits)}
+    taken = {key: state[key] for key in state if key.removesuffix(SCALE) in (*needed, *fits)}
+    formed = in_form(taken, complete, param)
+    return {key: as_state(key, value, complete, param) for key, value in formed.items()}
 
 
 def _refuse_mismatch(optimizer: Optimizer, theirs: Holders) -> None:

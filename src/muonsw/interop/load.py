@@ -17,7 +17,8 @@ from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakBeforeLoad, PeakLRWarning
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
-from muonsw.state import as_state, own_shape, placed, state_keys
+from muonsw.state import as_state, in_form, own_shape, placed, state_keys
+from muonsw.stored import SCALE, is_code, refuse_shards
 from muonsw.text import users_line
 from muonsw.work import Group, label_of
 
@@ -170,6 +171,7 @@ def _refuse_unfit(group: Group, own: Group, label: str) -> None:
     names = own.get("param_names") or [f"parameter {place} of {label}" for place in range(len(own["params"]))]
     for name, param in zip(names, own["params"], strict=True):
         ALGORITHMS[group["algorithm"]].validate(group, name, param)
+        refuse_shards(name, group, param)
 
 
 def plain_name(name: str) -> str:
@@ -228,6 +230,9 @@ def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
                 f"the saved state of {name} holds {', '.join(state)} but algorithm={saved['algorithm']!r} "
                 f"needs {', '.join(missing)}; it was saved by another algorithm"
             )
+        codes = [key for key, value in state.items() if isinstance(value, Tensor) and is_code(value)]
+        for key in [key for key in codes if f"{key}{SCALE}" not in state]:
+            raise ValueError(f"the saved {key} of {name} is in 8 bits, and {key}{SCALE}, its scales, is missing")
         for key in state_keys(saved, param):
             value = state.get(key)
             if isinstance(value, Tensor) and key != "radius" and value.dim():
@@ -249,7 +254,11 @@ def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
     """
     for old, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for number, param in zip(old["params"], group["params"], strict=True):
-            for key, value in (saved["state"].get(number) or {}).items():
+            state = saved["state"].get(number) or {}
+            formed = in_form(state, group, param)
+            for key in state.keys() - formed.keys():
+                optimizer.state[param].pop(key)
+            for key, value in formed.items():
                 if isinstance(value, Tensor) and _was_left(key, value, group, param):
                     optimizer.state[param].pop(key)
                 elif key == "step" or isinstance(value, Tensor):

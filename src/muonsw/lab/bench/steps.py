@@ -200,6 +200,8 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "aurora, polar_express": ours("aurora", aurora_polar="polar_express"),
         **{name: ours(own={"algorithm": name}) for name in ("soap", "shampoo", "kl_shampoo", "asgo", "dion2", "lion")},
         "hyperball": ours(norm="hyperball"),
+        "muonsw bfloat16": ours(state_dtype="bfloat16"),
+        "muonsw int8": ours(state_dtype="int8"),
         "torch.optim.Muon": theirs(
             lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
         ),
@@ -208,6 +210,10 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
             lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, nonfinite="propagate"), stacked=True
         ),
         "AdamWSW eager": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, replay=False), stacked=True),
+        "AdamWSW bfloat16": theirs(
+            lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, state_dtype="bfloat16"), stacked=True
+        ),
+        "AdamWSW int8": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, state_dtype="int8"), stacked=True),
         "schedule_free": theirs(_schedule_free, stacked=True),
         "torch AdamW fused": theirs(
             lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True), stacked=True

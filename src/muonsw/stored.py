@@ -1,0 +1,259 @@
+"""State that is kept in another form than a step computes with: 8 bits by block, or bfloat16.
+
+A step sees float32. What it reads is decoded when an algorithm asks for it, and encoded once the weights have moved: a
+chunk at a time, so that only what a step works on is ever there in full.
+
+In 8 bits the first axis of a parameter counts rows, and each row is cut into blocks of about 256 elements. A block
+keeps its largest magnitude s as float32, under `<key>_scale`; an element is `s (c / 127)^4` with a code c in int8, or
+`s (c / 255)^4` in uint8 where it is an average of squares (keys with `_sq`). The fourth power resolves elements down to
+1e-9 of s, which the roots of squares need, and adds 1.5% of noise to a block of normal numbers (2: 1%, but nothing
+below 1e-5). A square above zero never becomes zero, since updates divide by its root. Blocks never cross rows, so
+parameters that are sharded along their first axis have the same codes on any number of ranks.
+
+Rounding is stochastic, by a hash of seed, step and position: averages that move by less than half of what is between
+two codes would stay where they are. Rounded to the nearest code, the root of an average of squares with beta2=0.999
+was still 4 times too large 2,500 steps after gradients had become 10 times smaller, as against 0.97 times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from muonsw.algorithms import ALGORITHMS
+from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, position
+from muonsw.matrices import Part, Region
+from muonsw.precision import INT8, mix, stochastic_round, uniform_hash
+from muonsw.work import Group, Item
+
+# The values of `state_dtype` with which state is kept in another form.
+STORED = (INT8, "bfloat16")
+
+BLOCK, SHORTEST_BLOCK = 256, 16
+
+# Parameters with fewer elements keep float32: norms and biases need it, and have little state.
+SMALLEST = 4096
+
+SCALE = "_scale"
+
+# The largest code by dtype; zero is zero.
+_LEVELS = {torch.int8: 127, torch.uint8: 255}
+
+# Elements that are encoded at a time: several passes over them are then made in a CPU's cache.
+_AT_A_TIME = {"cpu": 2**18, "cuda": 2**26}
+
+
+@cache
+def block_length(shape: tuple[int, ...]) -> int | None:
+    """How many elements of a row share a scale: a divisor of its length near 256; None where state stays in float32.
+
+    Examples:
+        >>> block_length((768, 3072)), block_length((512, 512, 3, 3)), block_length((1000, 1009)), block_length((9000,))
+        (256, 256, 1009, None)
+    """
+    row = math.prod(shape[1:])
+    if len(shape) < 2 or math.prod(shape) < SMALLEST or row < SHORTEST_BLOCK:
+        return None
+    divisors = [size for size in range(1, row + 1) if row % size == 0]
+    shorter = max(size for size in divisors if size <= BLOCK)
+    return shorter if shorter >= min(BLOCK // 4, row) else min(size for size in divisors if size > BLOCK)
+
+
+def code_dtype(key: str, group: Group, param: Tensor) -> torch.dtype | None:
+    """The dtype of the codes of a tensor of state that has an element for each of its parameter's; None without."""
+    if group["state_dtype"] != INT8 or block_length(tuple(param.shape)) is None or not _is_average(key, group):
+        return None
+    return torch.uint8 if "_sq" in key else torch.int8
+
+
+def _is_average(key: str, group: Group) -> bool:
+    """Whether a key of an algorithm has an element for each element of a parameter."""
+    algorithm = ALGORITHMS[group["algorithm"]]
+    own = None if algorithm.matrices is None else algorithm.matrices.state(group).get(key.partition(".")[0])
+    return key != "step" and (own is None or own.shape is None) and key in algorithm.state_keys(group)
+
+
+def scale_shape(param: Tensor) -> torch.Size:
+    """The shape of the scales of a parameter's codes: (rows, blocks in a row)."""
+    length = block_length(tuple(param.shape))
+    assert length is not None
+    return torch.Size((param.shape[0], math.prod(param.shape[1:]) // length))
+
+
+def average_keys(group: Group, param: Tensor) -> tuple[str, ...]:
+    """The keys of a parameter's state for its group's algorithm, with those of scales."""
+    keys = ALGORITHMS[group["algorithm"]].state_keys(group)
+    if group["state_dtype"] != INT8:
+        return keys
+    return (*keys, *(f"{key}{SCALE}" for key in keys if code_dtype(key, group, param) is not None))
+
+
+def is_code(value: Tensor) -> bool:
+    """Whether a tensor of state holds codes."""
+    return value.dtype in _LEVELS
+
+
+def rounds_state(group: Group) -> bool:
+    """Whether state is rounded when it is put back, so that steps must be counted for the noise."""
+    return group["state_dtype"] in STORED and group["rounding"] != "nearest"
+
+
+def refuse_shards(name: str, group: Group, param: Tensor) -> None:
+    """Refuse a parameter whose shards cut through blocks, which could be saved for this number of ranks alone."""
+    length = block_length(tuple(param.shape)) if group["state_dtype"] == INT8 and is_dtensor(param) else None
+    if length is None:
+        return
+    mesh, places, shape = as_dtensor(param).device_mesh.shape, as_dtensor(param).placements, param.shape
+    axes = [(size, getattr(place, "dim", 0)) for size, place in zip(mesh, places, strict=True)]
+    pieces = math.prod(size for size, axis in axes if axis == 1)
+    even = shape[1] % pieces == 0 and shape[1] // pieces * math.prod(shape[2:]) % length == 0
+    if not even or any(axis > 1 for _, axis in axes) or cutting_order(places, mesh) is None:
+        raise ValueError(
+            f"state_dtype='int8' keeps {name} in blocks of {length} along its rows, through which {places} on a mesh "
+            f"of {tuple(mesh)} cuts; shard it along its first axis, or give its group state_dtype='bfloat16'"
+        )
+
+
+def encode(x: Tensor, codes: Tensor, scale: Tensor, noise: Noise | None = None) -> None:
+    """Write a float tensor as codes and scales: to the nearest code, or up or down with the odds that keep the mean."""
+    rows = _in_blocks(codes, scale)
+    x, row = x.reshape(rows.shape), math.prod(rows.shape[1:])
+    step = max(1, _AT_A_TIME.get(x.device.type, 2**26) // row)
+    for start in range(0, rows.shape[0], step):
+        some = slice(start, start + step)
+        part = x[some].float()
+        chances = None if noise is None else noise.of(part.shape, start * row)
+        scale[some] = part.abs().amax(-1)
+        rows[some] = _codes(part, scale[some, :, None], codes.dtype, chances)
+
+
+def _in_blocks(x: Tensor, scale: Tensor) -> Tensor:
+    """A tensor (rows, ...) as (rows, blocks, elements)."""
+    return x.view(x.shape[0], scale.shape[1], math.prod(x.shape[1:]) // scale.shape[1])
+
+
+def _codes(x: Tensor, scale: Tensor, dtype: torch.dtype, chances: Tensor | None) -> Tensor:
+    levels = _LEVELS[dtype]
+    t = x.abs().div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
+    below = t.sqrt().sqrt_().mul_(levels).floor_().clamp_(max=levels - 1)
+    power, gap = _fourth(below), _fourth(below + 1)
+    share = t.mul_(levels**4).sub_(power).div_(gap.sub_(power))
+    code = below.add_(share > (0.5 if chances is None else chances))
+    return torch.maximum(code, x > 0).to(dtype) if dtype == torch.uint8 else torch.copysign(code, x).to(dtype)
+
+
+def _fourth(x: Tensor) -> Tensor:
+    square = x * x
+    return square.mul_(square)
+
+
+def decode(codes: Tensor, scale: Tensor) -> Tensor:
+    """The float32 values of codes, in their shape."""
+    x = codes.to(torch.float32).div_(_LEVELS[codes.dtype])
+    power = torch.copysign(_fourth(x), x)
+    return _in_blocks(power, scale).mul_(scale[:, :, None]).view(codes.shape)
+
+
+class Noise:
+    """Numbers in [0, 1) for each element of a tensor of state at a step.
+
+    Args:
+        seed: an int32 scalar on the device of the state.
+        origin: the position in the whole parameter at which this rank's shard begins.
+    """
+
+    def __init__(self, seed: Tensor, origin: int) -> None:
+        self.seed, self.origin = seed, origin
+
+    def of(self, shape: torch.Size, start: int) -> Tensor:
+        """The numbers of the elements from `start` on."""
+        return uniform_hash(shape, self.seed, origin=self.origin + start)
+
+
+class StoredState(dict[str, Tensor]):
+    """The state of a parameter as a step computes with it: decoded when it is asked for, put back when all is moved.
+
+    Args:
+        group: the options of the parameter.
+        item: the parameter, with its state as it is kept.
+    """
+
+    def __init__(self, group: Group, item: Item) -> None:
+        averages = [key for key in ALGORITHMS[group["algorithm"]].state_keys(group) if key in item.state]
+        self._group, self._item, self._kept = group, item, item.state
+        self._forms = [key for key in averages if item.state[key].dtype in (*_LEVELS, torch.bfloat16)]
+        super().__init__({key: value for key, value in item.state.items() if key not in self._forms})
+        self._left = item.param.numel()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
+
+    def __missing__(self, key: str) -> Tensor:
+        kept, param = self._kept[key], self._item.param
+        value = kept.float() if kept.dtype == torch.bfloat16 else decode(kept, self._kept[f"{key}{SCALE}"])
+        if param.dtype == torch.float64:
+            value = value.double()
+        if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
+            value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+        self[key] = value
+        return value
+
+    def moved(self, elements: int, ok: Tensor | None) -> None:
+        """Count elements whose weights have moved, and put the state back after the last."""
+        self._left -= elements
+        if self._left <= 0:
+            self.put_back(ok)
+
+    def put_back(self, ok: Tensor | None) -> None:
+        """Encode what was decoded, unless `ok` is false."""
+        for number, key in enumerate(self._forms):
+            if key in self.keys():
+                self._write(key, self.pop(key), self._noise(number), ok)
+
+    def _write(self, key: str, value: Tensor, noise: Noise | None, ok: Tensor | None) -> None:
+        kept = [self._kept[key], *([self._kept[f"{key}{SCALE}"]] if f"{key}{SCALE}" in self._kept else [])]
+        new = kept if ok is None else [torch.empty_like(tensor) for tensor in kept]
+        if len(new) == 2:
+            encode(value, new[0], new[1], noise)
+        elif noise is not None:
+            new[0].copy_(stochastic_round(value.float(), torch.bfloat16, noise.seed, origin=noise.origin))
+        else:
+            new[0].copy_(value)
+        if ok is not None:
+            for tensor, after in zip(kept, new, strict=True):
+                tensor.copy_(torch.where(ok, after, tensor))
+
+    def _noise(self, number: int) -> Noise | None:
+        if not rounds_state(self._group):
+            return None
+        key = (self._group["rounding_seed"] * 0x9E3779B1 + self._item.position * 0x10001 + number + 1) & 0x7FFFFFFF
+        return Noise(mix(self._kept["step"].to(torch.int32) ^ key), position(self._item.parameter))
+
+
+def as_computed(group: Group, items: Sequence[Item]) -> list[Item]:
+    """Items with their state as a step computes with it."""
+    if not rounds_state(group) and group["state_dtype"] != INT8:
+        return list(items)
+    return [item._replace(state=StoredState(group, item)) for item in items]
+
+
+def finish(items: Iterable[Item], ok: Tensor | None) -> None:
+    """Put back whatever state of items is still decoded."""
+    for item in items:
+        if isinstance(item.state, StoredState):
+            item.state.put_back(ok)
+
+
+def put_back(parts: Iterable[Part], ok: Tensor | None) -> None:
+    """Put the state of parts back whose weights have moved."""
+    for part in parts:
+        if isinstance(part.item.state, StoredState):
+            part.item.state.moved(_elements(part.item.param, part.region), ok)
+
+
+def _elements(param: Tensor, region: Region) -> int:
+    return math.prod(region.lengths) if region.flat else math.prod(region.shape_in(param.shape))

@@ -1,0 +1,230 @@
+"""State in 8 bits by block and in bfloat16: what is lost, what is saved, and that nothing else notices."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw.state import state_bytes
+from muonsw.stored import Noise, block_length, decode, encode, scale_shape
+
+KINDS = {
+    "muon": (MuonSW, {"ns_dtype": "float32"}),
+    "normuon": (MuonSW, {"ns_dtype": "float32", "normalize": "adamuon"}),
+    "adamw": (AdamWSW, {}),
+    "sgd": (SGDSW, {"momentum": 0.9}),
+    "lion": (AdamWSW, {"algorithm": "lion"}),
+    "soap": (MuonSW, {"algorithm": "soap", "precondition_frequency": 2}),
+}
+LEVELS = {torch.int8: 127, torch.uint8: 255}
+
+
+def stored(x, dtype=torch.int8, noise=None):
+    codes, scale = torch.zeros(x.shape, dtype=dtype), torch.zeros(scale_shape(x))
+    encode(x, codes, scale, noise)
+    return codes, scale
+
+
+def wide_and_narrow(rows=16, columns=512, seed=0):
+    """Numbers from 1e-6 to 1e3, some of them zero."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=g) * torch.exp(3 * torch.randn(rows, columns, generator=g))
+    return torch.where(torch.rand(rows, columns, generator=g) < 0.05, 0.0, x)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_a_decoded_number_is_one_of_its_two_neighbours(dtype, noisy):
+    """With t = |x|/s between (k/N)^4 and ((k+1)/N)^4: half that gap away at most, or all of it with noise."""
+    x = wide_and_narrow() if dtype == torch.int8 else wide_and_narrow().square()
+    noise = Noise(torch.tensor(3, dtype=torch.int32), 0) if noisy else None
+    codes, scale = stored(x, dtype, noise)
+    found, x, s = decode(codes, scale).double(), x.double(), scale.double().repeat_interleave(256, 1)
+    below = (LEVELS[dtype] * (x.abs() / s) ** 0.25).floor().clamp(max=LEVELS[dtype] - 1)
+    gap = s * (((below + 1) / LEVELS[dtype]) ** 4 - (below / LEVELS[dtype]) ** 4)
+    most = gap * (1 if noisy else 0.5) * (1 + 1e-5) + 1e-6 * x.abs()  # float32 in between
+    smallest = s * LEVELS[dtype] ** -4.0 * (1 + 1e-5)
+    most = torch.maximum(most, smallest) if dtype == torch.uint8 else most  # squares never become zero
+    assert ((found - x).abs() <= most).all()
+    assert torch.equal(found == 0, x == 0) if dtype == torch.uint8 else (found[x == 0] == 0).all()
+    largest = x.abs().view(16, 2, 256).amax(-1)
+    assert torch.equal(found.abs().view(16, 2, 256).amax(-1), largest)
+
+
+def test_noise_keeps_the_mean():
+    """The mean of 4,000 roundings is within five standard errors, whatever the number; to nearest it is not."""
+    x = torch.linspace(1e-4, 1, 256).repeat(16, 1)
+    every = torch.stack([decode(*stored(x, noise=Noise(torch.tensor(n, dtype=torch.int32), 0))) for n in range(250)])
+    every = every.view(4000, 256)
+    error = (every.double().mean(0) - x[0]).abs()
+    assert (error <= 5 * every.double().std(0) / 4000**0.5 + 1e-7).all()
+    assert ((decode(*stored(x))[0] - x[0]).abs() > 10 * error).float().mean() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [((16, 512), 256), ((64, 96), 96), ((64, 640), 160), ((8, 1009), 1009), ((512, 4, 3, 3), 36), ((66, 63), 63),
+     ((9000,), None), ((16, 255), None), ((4096, 8), None)],
+)  # fmt: skip
+def test_blocks_divide_a_row(shape, length):
+    assert block_length(shape) == length
+
+
+def problem(name, **options):
+    kind, own = KINDS[name]
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(32, 256) / 16), nn.Parameter(torch.randn(64, 96) / 10)]
+    small = nn.Parameter(torch.randn(8, 8)) if name in ("muon", "normuon", "soap") else nn.Parameter(torch.randn(8))
+    return [*params, small], kind([*params, small], lr=0.01, weight_decay=0.1, **own, **options)
+
+
+def steps(params, optimizer, count, seed=0):
+    for step in range(count):
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator) * 0.1 + param.detach()
+        optimizer.step()
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    for key in left:
+        assert left[key].dtype == right[key].dtype
+        assert torch.equal(left[key], right[key]), key
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_run_that_was_saved_goes_on_as_if_it_had_not_stopped(name, dtype):
+    params, optimizer = problem(name, state_dtype=dtype)
+    steps(params, optimizer, 3)
+    file = io.BytesIO()
+    torch.save((params, optimizer.state_dict()), file)
+    steps(params, optimizer, 3, seed=1)
+    file.seek(0)
+    again, fresh = problem(name, state_dtype=dtype)
+    weights, saved = torch.load(file, weights_only=True)
+    for param, weight in zip(again, weights, strict=True):
+        param.data.copy_(weight)
+    fresh.load_state_dict(saved)
+    for key, value in saved["state"].items():
+        same(value, fresh.state[again[key]])
+    steps(again, fresh, 3, seed=1)
+    assert all(map(torch.equal, params, again))
+    for one, other in zip(params, again, strict=True):
+        same(optimizer.state[one], fresh.state[other])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_follows_float32_and_takes_a_quarter_of_its_memory(name):
+    params, optimizer = problem(name, state_dtype="int8")
+    exact, reference = problem(name)
+    bytes_of = [sum(v for k, v in state_bytes(o.param_groups).items() if "exp_avg" in k or "mom" in k)
+                for o in (optimizer, reference)]  # fmt: skip
+    assert bytes_of[0] < 0.27 * bytes_of[1]
+    begin = [param.detach().clone() for param in exact]
+    steps(params, optimizer, 5)
+    steps(exact, reference, 5)
+    assert torch.equal(params[2], exact[2])  # small tensors keep float32
+    for param, other, start in list(zip(params, exact, begin, strict=True))[:2]:
+        assert (param - other).norm() < 0.1 * (other - start).norm()
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_a_skipped_step_leaves_codes_as_they_are(name, dtype, monkeypatch):
+    """On the device a skipped step runs with a flag that forbids it; here the same flag is handed over on the CPU."""
+    from muonsw import nonfinite, step
+
+    params, optimizer = problem(name, state_dtype=dtype)
+    steps(params, optimizer, 2)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    params[0].grad = torch.full_like(params[0], torch.nan)
+    flag = nonfinite.Flag(torch.tensor(1.0))
+    monkeypatch.setattr(step, "finite", lambda *_, **__: flag)
+    optimizer.step()
+    for param, state in zip(params, before.values(), strict=True):
+        same(optimizer.state[param], state)
+
+
+def test_states_of_torch_are_encoded_on_load_and_decoded_again():
+    params = [nn.Parameter(wide_and_narrow()), nn.Parameter(torch.randn(4))]
+    theirs = torch.optim.AdamW(params, lr=0.01)
+    steps(params, theirs, 3)
+    ours = AdamWSW(params, lr=0.01, state_dtype="int8", peak_lr=0.01)
+    ours.load_state_dict(theirs.state_dict())
+    state, float32 = ours.state[params[0]], theirs.state[params[0]]
+    same({"codes": state["exp_avg"], "scale": state["exp_avg_scale"]},
+         dict(zip(("codes", "scale"), stored(float32["exp_avg"]), strict=True)))  # fmt: skip
+    assert torch.equal(ours.state[params[1]]["exp_avg"], theirs.state[params[1]]["exp_avg"])
+    saved = ours.state_dict()
+    saved["param_groups"][0]["state_dtype"] = "float32"
+    back = AdamWSW(params, lr=0.01)
+    back.load_state_dict(saved)
+    assert back.state[params[0]].keys() == {"exp_avg", "exp_avg_sq", "step"}
+    assert torch.equal(back.state[params[0]]["exp_avg_sq"], decode(*stored(float32["exp_avg_sq"], torch.uint8)))
+    steps(params, back, 1)
+
+
+def test_another_form_in_mid_run_is_refused_with_the_way_to_do_it():
+    params, optimizer = problem("adamw", state_dtype="int8")
+    steps(params, optimizer, 1)
+    optimizer.param_groups[0]["state_dtype"] = "float32"
+    with pytest.raises(ValueError, match="is kept in int8, and state_dtype of its group is now 'float32'"):
+        optimizer.step()
+
+
+def test_codes_without_scales_are_refused():
+    params, optimizer = problem("adamw", state_dtype="int8")
+    steps(params, optimizer, 1)
+    saved = optimizer.state_dict()
+    del saved["state"][0]["exp_avg_scale"]
+    with pytest.raises(ValueError, match="exp_avg_scale, its scales, is missing"):
+        problem("adamw", state_dtype="int8")[1].load_state_dict(saved)
+
+
+@pytest.mark.parametrize("chunk_bytes", [256, 40_000, None])
+@pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
+def test_how_a_step_is_cut_does_not_matter(name, chunk_bytes):
+    """Parameters in pieces are decoded and encoded once; splits of a fused weight are apart in the plan."""
+    found = []
+    for most in (None, chunk_bytes):
+        params, optimizer = problem(name, state_dtype="int8", chunk_bytes=most)
+        steps(params, optimizer, 3)
+        found.append((params, [dict(optimizer.state[param]) for param in params]))
+    (params, states), (others, other_states) = found
+    assert all(map(torch.equal, params, others))
+    for one, other in zip(states, other_states, strict=True):
+        same(one, other)
+
+
+def test_layouts_with_gaps_and_fused_weights():
+    weight = nn.Parameter(torch.randn(256, 96).t())
+    fused = nn.Parameter(torch.randn(96, 128))
+    groups = [{"params": [weight]}, {"params": [fused], "split_sizes": (32, 64)}]
+    optimizer = MuonSW(groups, lr=0.01, state_dtype="int8", ns_dtype="float32", chunk_bytes=256)
+    steps([weight, fused], optimizer, 3)
+    assert optimizer.state[weight]["momentum_buffer"].is_contiguous()
+    for param in (weight, fused):
+        state = optimizer.state[param]
+        assert decode(state["momentum_buffer"], state["momentum_buffer_scale"]).abs().amax() > 0.01
+
+
+def test_bfloat16_state_forgets_no_small_contributions():
+    """An average with beta2=0.999 of squares that have become 100 times smaller: rounded to nearest it stays."""
+    left = {}
+    for rounding in ("stochastic", "nearest"):
+        param = nn.Parameter(torch.zeros(64, 64))
+        optimizer = AdamWSW([param], lr=0.0, betas=(0.9, 0.999), state_dtype="bfloat16", rounding=rounding)
+        for size in (*[1.0] * 50, *[0.1] * 450):
+            param.grad = torch.full_like(param, size)
+            optimizer.step()
+        left[rounding] = optimizer.state[param]["exp_avg_sq"].double().mean().item()
+    v = 0.0
+    for size in (*[1.0] * 50, *[0.1] * 450):
+        v = 0.999 * v + 0.001 * size**2
+    assert left["stochastic"] == pytest.approx(v, rel=0.02)
+    assert left["nearest"] > 1.2 * v
