@@ -20,6 +20,7 @@ from muonsw.distributed import Ranks
 from muonsw.interop import adopt, load
 from muonsw.interop.unwrap import unwrap_optimizer, unwrap_scheduler
 from muonsw.nonfinite import Flag
+from muonsw.offload import wait_for_host
 from muonsw.options import (
     BOOKKEEPING,
     algorithm_defaults,
@@ -337,8 +338,15 @@ class ScaledDecayOptimizer(Optimizer):
             warnings.warn(f"this state is not whole: {error}", stacklevel=2)
         self._warn_of_device()
         self._counters.warn_of_excess()
+        self._wait_for_host()
         with load.saved_as_numbers(self):
             return super().state_dict()
+
+    def _wait_for_host(self) -> None:
+        """Wait for state that is on its way to host memory."""
+        offloaded = [param for group in self.param_groups if group["offload"] for param in group["params"]]
+        for device in {param.device for param in offloaded if param.is_cuda}:
+            wait_for_host(device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of torch's Muon, AdamW or SGD, and go on from there.
@@ -371,6 +379,7 @@ class ScaledDecayOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._ranks.require_whole_state()
+        self._wait_for_host()
         settings = {"nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes, "replay": self.replay}
         return {**super().__getstate__(), **settings, "_reasons": self._reasons}
 

@@ -55,6 +55,8 @@ class GroupOptions(TypedDict, total=False):
             no `lr` gets `lr * lr_multiplier`.
         state_dtype: dtype of the optimizer state; "auto" is float32 for bfloat16 and float16 parameters, else the
             parameter's own; "bfloat16", and "int8" in 8 bits by block, are rounded stochastically.
+        offload: keep state in pinned host memory, from which it is copied to the GPU and back beside the step; nothing
+            is done for parameters on the CPU. Wait for the device before you read `optimizer.state` yourself.
         rounding: how bfloat16 and float16 weights are rounded: "stochastic", "kahan" (one more buffer), or
             "nearest", which loses decay and warns, and rounds state in less than float32 to nearest as well.
         rounding_seed: seed of the stochastic rounding.
@@ -75,6 +77,7 @@ class GroupOptions(TypedDict, total=False):
     cautious: bool
     lr_multiplier: float
     state_dtype: torch.dtype | str
+    offload: bool
     rounding: str
     rounding_seed: int
     maximize: bool
@@ -146,6 +149,7 @@ COMMON: Group = {
     "peak": "group",
     "lr_multiplier": 1.0,
     "state_dtype": AUTO,
+    "offload": False,
     "rounding": "stochastic",
     "rounding_seed": 0,
     "maximize": False,
@@ -467,6 +471,7 @@ CHECKS: dict[str, Check] = {
     "peak": _one_of("group", "base"),
     "lr_multiplier": _number(1e-30),
     "state_dtype": _dtype(INT8),
+    "offload": _flag,
     "rounding": _one_of(*ROUNDINGS),
     "rounding_seed": _whole(0),
     "maximize": _flag,

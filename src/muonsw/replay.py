@@ -355,6 +355,8 @@ def obstacle(work: Sequence[Batch], nonfinite: str) -> str:
     for group in [batch.group for batch in work]:
         if "exact" in (group.get("orthogonalizer"), group.get("aurora_polar")):
             return "orthogonalizer='exact' waits for the device"
+        if group["offload"]:
+            return "offload=True copies state from the host and back"
         if rates.counts_steps(group):
             return f"algorithm={group['algorithm']!r} does something else every few steps"
         if isinstance(group["lr"], Tensor) or isinstance(group["weight_decay"], Tensor):

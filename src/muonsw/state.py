@@ -28,6 +28,7 @@ from muonsw.stored import (
     decode,
     encode,
     is_code,
+    is_offloaded,
     refuse_shards,
     rounds_state,
     scale_shape,
@@ -84,6 +85,11 @@ def refuse_unfit_state(group: Group, name: str, param: Tensor, state: dict[str, 
     """Refuse options with which the state that a parameter has does not fit, as after a change in mid-run."""
     refuse_shards(name, group, param)
     for key in [key for key in state_keys(group, param) if key in state]:
+        if local(state[key]).device != local(param).device and not group["offload"]:
+            raise ValueError(
+                f"{key} of {name} is on {local(state[key]).device} and the parameter on {local(param).device}; set "
+                f"offload=True in its group again, or load optimizer.state_dict(), which brings it to the parameter"
+            )
         if (code_dtype(key, group, param) is not None) != is_code(state[key]):
             raise ValueError(
                 f"{key} of {name} is kept in {str(state[key].dtype).removeprefix('torch.')}, and state_dtype of its "
@@ -117,6 +123,8 @@ def as_state(key: str, value: Any, group: Group, param: Tensor) -> Tensor:
     dtype = dtype_of(key, group, param)
     if not isinstance(value, Tensor):  # older states count steps in plain numbers
         return torch.tensor(value, dtype=dtype, device=param.device)
+    if is_offloaded(key, group, param):
+        return torch.empty_like(value, dtype=dtype, device="cpu", pin_memory=True).copy_(value)
     if is_code(value):
         return value.to(param.device, dtype, copy=True).contiguous()
     alike = key not in ("step", "radius") and own_shape(key, group, param) is None and value.shape == param.shape
@@ -195,11 +203,14 @@ def zeros(key: str, group: Group, param: Tensor, parameter: Tensor) -> Tensor:
     dtype, shape = dtype_of(key, group, parameter), own_shape(key, group, parameter)
     if key == "step":
         return torch.zeros((), dtype=dtype, device=param.device)
+    home: dict[str, Any] = {"dtype": dtype, "device": param.device}
+    if is_offloaded(key, group, parameter):
+        home = {"dtype": dtype, "device": "cpu", "pin_memory": True}
     if shape is None and not dtype.is_floating_point:  # codes lie in rows, whatever the strides of the parameter
-        return torch.zeros(local(param).shape, dtype=dtype, device=param.device)
+        return torch.zeros(param.shape, **home)
     axis = _own_axis(key, group, parameter)
     if shape is None or axis is None:
-        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        return torch.zeros_like(param, memory_format=torch.preserve_format, **home)
     if is_dtensor(parameter):
         return zeros_like_state(parameter, shape, axis, dtype)
-    return torch.zeros(shape, dtype=dtype, device=param.device)
+    return torch.zeros(shape, **home)

@@ -514,7 +514,7 @@ def stand_ins(items: list[Item]) -> list[Item]:
 
 def update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
     """Update parameters whose matrices are whole on this rank."""
-    (_update_uncompiled if group["state_dtype"] in STORED else _update)(optimizer, group, items, batch_rates)
+    (_update_uncompiled if _is_stored(group) else _update)(optimizer, group, items, batch_rates)
 
 
 def _update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
@@ -526,14 +526,19 @@ def _update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], ba
 _update_uncompiled = _disable_dynamo(_update)  # rounding is never compiled
 
 
+def _is_stored(group: Group) -> bool:
+    """Whether state is kept in another form than a step computes with."""
+    return group["state_dtype"] in STORED or group["offload"]
+
+
 def updates_here(
     optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates
 ) -> Iterator[Update | FusedUpdate]:
     """Updates of parameters whose matrices are whole on this rank, each to be applied before the next."""
     _begin(group, items, batch_rates.flag)
-    stored = group["state_dtype"] in STORED
-    computed = as_computed(group, items) if stored else items
-    for one in ALGORITHMS[group["algorithm"]].updates(group, computed, _budget(optimizer, group, items, batch_rates)):
+    stored, budget = _is_stored(group), _budget(optimizer, group, items, batch_rates)
+    computed = as_computed(group, items, budget.chunk_bytes) if stored else items
+    for one in ALGORITHMS[group["algorithm"]].updates(group, computed, budget):
         yield one
         if stored:
             put_back(one.parts, batch_rates.ok)
@@ -576,7 +581,8 @@ def sharded_updates(
         if sorted_items.exchanged is not None:
             away = ranks.release(group, sorted_items.exchanged.items)
             _begin(group, sorted_items.exchanged.items, batch_rates.flag, away)
-            computed = as_computed(group, sorted_items.exchanged.items)
+            most = chunk_bytes(optimizer, batch.device)
+            computed = as_computed(group, sorted_items.exchanged.items, most)
             exchanged.append((sorted_items.exchanged._replace(items=computed), batch_rates))
     for number, one in _exchange(optimizer, exchanged):
         yield exchanged[number][0].group, one, exchanged[number][1]
@@ -638,7 +644,7 @@ def _budget(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], ba
         most = REPLAYED_CHUNK_BYTES  # which a graph keeps, and the user has not asked for one
     if plain and ALGORITHMS[group["algorithm"]].matrices is None:
         most = max(most, *(item.param.numel() * item.param.element_size() for item in items))
-    cut = optimizer._observer is not None or group["state_dtype"] in STORED
+    cut = optimizer._observer is not None or _is_stored(group)
     return Budget(most, batch_rates.flag, batch_rates.on_host, plain or fused is False, cut)
 
 

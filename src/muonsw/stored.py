@@ -1,7 +1,7 @@
-"""State that is kept in another form than a step computes with: 8 bits by block, or bfloat16.
+"""State that is kept in another form than a step computes with: 8 bits by block, bfloat16, or in host memory.
 
-A step sees float32. What it reads is decoded when an algorithm asks for it, and encoded once the weights have moved: a
-chunk at a time, so that only what a step works on is ever there in full.
+A step sees float32 on its device. What it reads is fetched and decoded when an algorithm asks for it, encoded and
+returned once the weights have moved: a chunk at a time, so that only what a step works on is ever there in full.
 
 In 8 bits the first axis of a parameter counts rows, and each row is cut into blocks of about 256 elements. A block
 keeps its largest magnitude s as float32, under `<key>_scale`; an element is `s (c / 127)^4` with a code c in int8, or
@@ -27,6 +27,7 @@ from torch import Tensor
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, position
 from muonsw.matrices import Part, Region
+from muonsw.offload import HostCopies
 from muonsw.precision import INT8, mix, stochastic_round, uniform_hash
 from muonsw.work import Group, Item
 
@@ -102,8 +103,23 @@ def rounds_state(group: Group) -> bool:
     return group["state_dtype"] in STORED and group["rounding"] != "nearest"
 
 
+def is_offloaded(key: str, group: Group, param: Tensor) -> bool:
+    """Whether a tensor of state is kept in host memory: all but single numbers, of parameters on a GPU."""
+    if not group["offload"] or not param.is_cuda or key == "step":
+        return False
+    return key == "compensation" or key in average_keys(group, param)
+
+
 def refuse_shards(name: str, group: Group, param: Tensor) -> None:
-    """Refuse a parameter whose shards cut through blocks, which could be saved for this number of ranks alone."""
+    """Refuse a parameter whose shards cannot have their state in the form that its group asks for.
+
+    Blocks that are cut through could be saved for this number of ranks alone.
+    """
+    if group["offload"] and is_dtensor(param):
+        raise ValueError(
+            f"offload=True keeps state in host memory, where that of {name}, a DTensor, cannot be; use FSDP's own, "
+            f"fully_shard(offload_policy=CPUOffloadPolicy())"
+        )
     length = block_length(tuple(param.shape)) if group["state_dtype"] == INT8 and is_dtensor(param) else None
     if length is None:
         return
@@ -180,27 +196,42 @@ class StoredState(dict[str, Tensor]):
     Args:
         group: the options of the parameter.
         item: the parameter, with its state as it is kept.
+        copies: brings what is in host memory, and its number there; None where nothing is.
     """
 
-    def __init__(self, group: Group, item: Item) -> None:
-        averages = [key for key in ALGORITHMS[group["algorithm"]].state_keys(group) if key in item.state]
-        self._group, self._item, self._kept = group, item, item.state
-        self._forms = [key for key in averages if item.state[key].dtype in (*_LEVELS, torch.bfloat16)]
-        super().__init__({key: value for key, value in item.state.items() if key not in self._forms})
+    def __init__(self, group: Group, item: Item, copies: tuple[HostCopies, int] | None = None) -> None:
+        self._group, self._item, self._kept, self._copies = group, item, item.state, copies
         self._left = item.param.numel()
+        self._near: dict[str, Tensor] = {}
+        averages = [key for key in ALGORITHMS[group["algorithm"]].state_keys(group) if key in item.state]
+        self._rounded = [key for key in averages if _is_rounded(group, item.state[key])]
+        forms = {*self._rounded, *(() if copies is None else offloaded(group, item))}
+        super().__init__({key: value for key, value in item.state.items() if key not in forms})
 
     def __contains__(self, key: object) -> bool:
         return key in self._kept
 
     def __missing__(self, key: str) -> Tensor:
-        kept, param = self._kept[key], self._item.param
-        value = kept.float() if kept.dtype == torch.bfloat16 else decode(kept, self._kept[f"{key}{SCALE}"])
+        value = self._decoded(key) if key in self._rounded else self._on_device(key)
+        self[key] = value
+        return value
+
+    def _decoded(self, key: str) -> Tensor:
+        kept, param = self._on_device(key), self._item.param
+        value = decode(kept, self._on_device(f"{key}{SCALE}")) if is_code(kept) else kept.float()
         if param.dtype == torch.float64:
             value = value.double()
         if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
             value = torch.empty_like(param, dtype=value.dtype).copy_(value)
-        self[key] = value
         return value
+
+    def _on_device(self, key: str) -> Tensor:
+        if self._copies is None or key not in offloaded(self._group, self._item):
+            return self._kept[key]
+        if not self._near:
+            copies, number = self._copies
+            self._near = copies.fetch(number)
+        return self._near[key]
 
     def moved(self, elements: int, ok: Tensor | None) -> None:
         """Count elements whose weights have moved, and put the state back after the last."""
@@ -209,20 +240,25 @@ class StoredState(dict[str, Tensor]):
             self.put_back(ok)
 
     def put_back(self, ok: Tensor | None) -> None:
-        """Encode what was decoded, unless `ok` is false."""
-        for number, key in enumerate(self._forms):
+        """Encode what was decoded, unless `ok` is false, and return what was fetched."""
+        for number, key in enumerate(self._rounded):
             if key in self.keys():
-                self._write(key, self.pop(key), self._noise(number), ok)
+                self._encode(key, self.pop(key), self._noise(number), ok)
+        if self._copies is not None and self._near:
+            copies, number = self._copies
+            copies.give_back(number, self._near)
+            for key in [key for key in self._near if key in self.keys()]:
+                del self[key]
+            self._near = {}
 
-    def _write(self, key: str, value: Tensor, noise: Noise | None, ok: Tensor | None) -> None:
-        kept = [self._kept[key], *([self._kept[f"{key}{SCALE}"]] if f"{key}{SCALE}" in self._kept else [])]
+    def _encode(self, key: str, value: Tensor, noise: Noise | None, ok: Tensor | None) -> None:
+        keys = (key, f"{key}{SCALE}") if is_code(self._on_device(key)) else (key,)
+        kept = [self._on_device(one) for one in keys]
         new = kept if ok is None else [torch.empty_like(tensor) for tensor in kept]
         if len(new) == 2:
             encode(value, new[0], new[1], noise)
         elif noise is not None:
             new[0].copy_(stochastic_round(value.float(), torch.bfloat16, noise.seed, origin=noise.origin))
-        else:
-            new[0].copy_(value)
         if ok is not None:
             for tensor, after in zip(kept, new, strict=True):
                 tensor.copy_(torch.where(ok, after, tensor))
@@ -234,11 +270,41 @@ class StoredState(dict[str, Tensor]):
         return Noise(mix(self._kept["step"].to(torch.int32) ^ key), position(self._item.parameter))
 
 
-def as_computed(group: Group, items: Sequence[Item]) -> list[Item]:
-    """Items with their state as a step computes with it."""
-    if not rounds_state(group) and group["state_dtype"] != INT8:
+def _is_rounded(group: Group, kept: Tensor) -> bool:
+    return is_code(kept) or (kept.dtype == torch.bfloat16 and rounds_state(group))
+
+
+def offloaded(group: Group, item: Item) -> list[str]:
+    """The keys of a parameter's state that are in host memory."""
+    return [key for key, value in item.state.items() if value.device != item.param.device] if group["offload"] else []
+
+
+def as_computed(group: Group, items: Sequence[Item], ahead: int) -> list[Item]:
+    """Items with their state as a step computes with it, of which `ahead` bytes are fetched before they are needed."""
+    if not rounds_state(group) and group["state_dtype"] != INT8 and not group["offload"]:
         return list(items)
-    return [item._replace(state=StoredState(group, item)) for item in items]
+    away = _in_order(group, [item for item in items if offloaded(group, item)])
+    copies = (
+        None if not away else HostCopies(away[0].param.device, [_in_host_memory(group, item) for item in away], ahead)
+    )
+    numbers = {id(item): number for number, item in enumerate(away)}
+    found = []
+    for item in items:
+        place = None if copies is None or id(item) not in numbers else (copies, numbers[id(item)])
+        found.append(item._replace(state=StoredState(group, item, place)))
+    return found
+
+
+def _in_host_memory(group: Group, item: Item) -> dict[str, Tensor]:
+    return {key: item.state[key] for key in offloaded(group, item)}
+
+
+def _in_order(group: Group, items: list[Item]) -> list[Item]:
+    """Items in the order in which a step comes to them: matrices of equal shape together."""
+    if ALGORITHMS[group["algorithm"]].matrices is None:
+        return items
+    order = {shape: number for number, shape in enumerate(dict.fromkeys(item.param.shape for item in items))}
+    return sorted(items, key=lambda item: order[item.param.shape])
 
 
 def finish(items: Iterable[Item], ok: Tensor | None) -> None:

@@ -83,8 +83,9 @@ def _completed(saved: Group, own: Group) -> Group:
         **fresh,
         **saved,
         **names,
-        "capturable": own["capturable"],
-    }  # as the kind of its rate is its own
+        "capturable": own["capturable"],  # as the kind of its rate is its own
+        "offload": own["offload"],
+    }
 
 
 def _by_name(saved: list[Group], groups: list[Group]) -> list[Group] | None:

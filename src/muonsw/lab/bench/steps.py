@@ -202,6 +202,8 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "hyperball": ours(norm="hyperball"),
         "muonsw bfloat16": ours(state_dtype="bfloat16"),
         "muonsw int8": ours(state_dtype="int8"),
+        "muonsw offload": ours(offload=True),
+        "muonsw int8 offload": ours(state_dtype="int8", offload=True),
         "torch.optim.Muon": theirs(
             lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
         ),
@@ -214,6 +216,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
             lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, state_dtype="bfloat16"), stacked=True
         ),
         "AdamWSW int8": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, state_dtype="int8"), stacked=True),
+        "AdamWSW offload": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, offload=True), stacked=True),
         "schedule_free": theirs(_schedule_free, stacked=True),
         "torch AdamW fused": theirs(
             lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True), stacked=True
