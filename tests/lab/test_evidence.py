@@ -116,6 +116,18 @@ def test_runs_are_exported_once_and_read_back_as_they_were(tmp_path, tiny):
         assert read.final_norm == pytest.approx(run.final_norm, rel=1e-4)
         assert read.norm_change == pytest.approx(run.norm_change, abs=2e-4)
         assert read.evals.step.tolist() == [step for step in run.evals.step.tolist() if step]
+    # Two programs add to one file, each begun when it held nothing of the other's; what both have is there once.
+    config = replace(records.base, data=replace(records.base.data, path=tokens()))
+    first, second = (Records.open(tmp_path / "both.jsonl", config, tokens=1) for _ in range(2))
+    runs = list(folders.values())
+    first.add(runs[:3])
+    second.add(runs[2:5])
+    first.add(runs[5:])
+    both = Records.read(tmp_path / "both.jsonl")
+    assert {name: run.final_loss for name, run in both.runs.items()} == {
+        name: run.final_loss for name, run in records.runs.items()
+    }
+    assert len(both.lines) == len(runs) == len(first.lines)
     results = evidence.results_of(study, records)
     assert list(results) == [Key(steps=4), Key(steps=8)]
     tables = study.own_tables(results, tiny)
@@ -211,23 +223,6 @@ def test_a_run_is_in_the_file_as_soon_as_it_has_ended(tmp_path):
     shop = by_settings(tmp_path / "runs")
     evidence.gather("long", Watched(**{one.name: getattr(shop, one.name) for one in fields(shop)}), path)
     assert seen == [1, 2]
-
-
-@pytest.mark.usefixtures("tiny")
-def test_two_programs_add_to_one_file(tmp_path):
-    """Each began when the file held nothing of the other's; a run that both have is there once."""
-    evidence.gather("regret", by_settings(tmp_path / "runs"), tmp_path / "made.jsonl")
-    made, path = Records.read(tmp_path / "made.jsonl"), tmp_path / "records.jsonl"
-    folders = sorted(one for one in (tmp_path / "runs").iterdir() if one.is_dir())
-    runs = [load_run(folder) for folder in folders]
-    config = replace(made.base, data=replace(made.base.data, path=tokens()))
-    first, second = Records.open(path, config, tokens=1), Records.open(path, config, tokens=1)
-    first.add(runs[:3])
-    second.add(runs[2:5])
-    first.add(runs[5:])
-    assert set(Records.read(path).runs) == set(made.runs) == set(first.runs)
-    assert len(path.read_text().splitlines()) == 1 + len(runs)
-    assert {line["losses"][-1][1] for line in first.lines} == {line["losses"][-1][1] for line in made.lines}
 
 
 @pytest.mark.usefixtures("tiny")
