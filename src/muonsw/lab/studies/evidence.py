@@ -10,6 +10,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,14 @@ def chosen(name: str, data: Path, folder: Path = FOLDER) -> list[str]:
     return found
 
 
-def gather(name: str, workshop: Workshop, path: Path) -> int:
+def gather(name: str, workshop: Workshop, path: Path, seeds: int | None = None) -> int:
     """Train the runs of a study that have no record yet, and add each to its file as soon as it has ended.
+
+    Args:
+        name: The study.
+        workshop: Where they are trained.
+        path: The file.
+        seeds: How many of the seeds of each comparison; all unless given.
 
     Returns:
         How many runs were added.
@@ -139,12 +146,13 @@ def gather(name: str, workshop: Workshop, path: Path) -> int:
     text = read_record(Path(config.data.path))
     sizes = {"documents": text.documents, "tokens": text.tokens("train"), "vocabulary": text.vocab_size}
     records = Records.open(path, config, **sizes)
-    made = _train_missing(first, workshop, records)
-    return made + _train_missing(study.then(results_of(study, records), study.scale), workshop, records)
+    made = _train_missing(first, workshop, records, seeds)
+    return made + _train_missing(study.then(results_of(study, records), study.scale), workshop, records, seeds)
 
 
-def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, records: Records) -> int:
-    todo = [job for job in workshop.jobs(comparisons).values() if records.find(job.config) is None]
+def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, records: Records, seeds: int | None) -> int:
+    wanted = workshop.jobs([replace(one, seeds=one.seeds[:seeds]) for one in comparisons])
+    todo = [job for job in wanted.values() if records.find(job.config) is None]
 
     def export(jobs: Sequence[Job]) -> None:
         ended = [job.folder for job in jobs if (job.folder / RESULT).exists()]
