@@ -23,7 +23,7 @@ from muonsw.lab.recipes import IDLE
 from muonsw.lab.theory import NormHistory, norms_with_memory, target_norms
 from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
 from muonsw.lab.theory.tracking import LAG, peak_decay_step
-from muonsw.text import text_table
+from muonsw.text import counted, text_table
 
 # What was measured of a rule at one length, as `measured.json` has it.
 Measurement = Mapping[str, Any]
@@ -510,7 +510,9 @@ def _lengths(rule: str) -> str:
     own = _measurements(rule)
     totals = ", ".join(f"{one['total']:.2g} at {one['steps']:,} ({one['epochs']:.1f} epochs)" for one in own)
     ends = " The best was the smallest or the largest that was tried." if any(one["at_an_end"] for one in own) else ""
-    return f"{rule}: total decay of the best lambda, by updates: {totals}; {own[-1]['seeds']} seeds.{ends}"
+    fewest, most = (choose(one["seeds"] for one in own) for choose in (min, max))
+    seeds = f"{fewest} to {most} seeds" if fewest < most else counted(most, "seed")
+    return f"{rule}: total decay of the best lambda, by updates: {totals}; {seeds}.{ends}"
 
 
 def _beyond(one: RuleAdvice, steps: int) -> str:

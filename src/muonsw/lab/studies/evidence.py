@@ -239,6 +239,11 @@ class EvidencePage:
         """The best lambda of every rule and horizon of the map."""
         return regret.optima(self.results["regret"]) if self.results["regret"] else []
 
+    def longer_optima(self) -> list[Optimum]:
+        """The same of runs on fresh text that are longer than those of the map."""
+        longest = max((one.steps for one in self.optima()), default=math.inf)
+        return [one for one in regret.optima(self.results["long"]) if one.steps > longest]
+
     def prices(self) -> list[untuned.Price]:
         """What a lambda that is never tuned costs in runs of the map, on fresh text, and at other widths."""
         known = self.optima()
@@ -310,15 +315,16 @@ def draw(evidence: EvidencePage, folder: Path) -> None:
 
 def measured(evidence: EvidencePage) -> dict[str, Any]:
     """The best lambda of each decay rule at each horizon, for `muonsw.lab.advice`."""
-    run, found = MINI.map_run, evidence.optima()
-    rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in found)
+    run, found, longer = MINI.map_run, evidence.optima(), evidence.longer_optima()
+    rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in (*found, *longer))
+    fresh = f"; beyond {max(one.steps for one in found):,} with half as many tokens, on fresh text" if longer else ""
     basis = (
         f"width {run.model.width}, {run.model.layers} layers, {run.model.experts} experts, Muon with cosine to a "
-        f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {', '.join(rates)}"
+        f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {', '.join(rates)}{fresh}"
     )
     others = _other_rules(evidence.results["best-rules"])
     scaling = lambda_scaling.scaling_measured(evidence.results["lambda-scaling"], MINI)
-    optima = [measurement(one) for one in (*found, *others)]
+    optima = [measurement(one) for one in (*found, *longer, *others)]
     return {"basis": basis, "good": GOOD, "optima": optima, **({"scaling": scaling} if scaling else {})}
 
 
