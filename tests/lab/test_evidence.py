@@ -364,7 +364,7 @@ def test_the_family_from_training_to_the_page(tmp_path, monkeypatch, tiny):
 
 
 def test_after_the_search_lambda_takes_as_much_over_the_longer_run(monkeypatch):
-    """The best of the search is its lowest rate and largest lambda; in twice the updates lambda is half as large."""
+    """Both rules are best at the lowest rate and the largest lambda; in twice the updates that is half as large."""
     short, run = family.family_run(evidence.MINI, shorter=2), family.family_run(evidence.MINI)
     monkeypatch.setattr(regret, "swept_loss", lambda one: one.loss)
     arms = {
@@ -373,6 +373,12 @@ def test_after_the_search_lambda_takes_as_much_over_the_longer_run(monkeypatch):
     }
     found = family.family({Key("soap", steps=200): arms}, evidence.MINI)
     (soap,) = [one for one in found if one.key.name == "soap"]
+    other = family.around(run, "soap", {name: runs for name, runs in arms.items() if name.startswith("scaled")} | {
+        name: [MadeRun(runs[0].config.optimizer, short, 3, 2 * runs[0].config.optimizer.weight_decay)]
+        for name, runs in arms.items() if name.startswith("constant")})  # fmt: skip
+    assert {arm.optimizer.lr for arm in other} == {0.02, 0.005}  # each has its own best rate
+    totals = [arm.optimizer.lr * arm.optimizer.weight_decay for arm in other]
+    assert totals[:3] == pytest.approx(totals[3:], rel=1e-2)  # and both the same lambdas, as totals
     for arm, more in zip(soap.arms, (1.0, 4.0, 16.0, 1.0, 4.0, 16.0), strict=True):
         constant = replace(arm.optimizer, decay="constant")
         assert arm.optimizer.lr == 0.005
