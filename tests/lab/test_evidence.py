@@ -189,7 +189,7 @@ def test_the_program_makes_runs_and_the_page_grows_with_them(tmp_path, capsys, m
     grown = evidence.EvidencePage(evidence.read_records(tmp_path))
     page = evidence.page(grown, "{hard-cases}\n{regret}\n{conclusion}")
     assert "| little text, four times the lambda | none |" in page
-    assert "One seed, so without an interval: little text, wsd, bfloat16 weights." in page
+    assert "One seed so far, so without intervals." in page
     assert "6 of 15 planned runs of `hard-cases` are missing." in page
     assert "Not measured yet: 8 of 8 planned runs of `regret` are missing." in page
     assert main(["evidence/nothing", *folders]) == 2

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from typing import Any
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.tables import markdown
-from muonsw.lab.claims.claim import Estimate, Verdict
-from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.data.shards import fingerprint, read_record
 from muonsw.lab.report.sections import Chart, LegendEntry, Sheet
@@ -26,22 +23,18 @@ from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.arms import Comparison, Key, Results, Runs
 from muonsw.lab.studies.catalogue import find_study
+from muonsw.lab.studies.conclusions import SENTENCES, conclusion
 from muonsw.lab.studies.jobs import Job
-from muonsw.lab.studies.outcome import last_loss, over_runs, paired
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.studies.training import (
     best_rules,
-    cases,
     family,
-    gradient_growth,
     lambda_scaling,
-    rate_drift,
     regret,
     untuned,
 )
 from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, measurement
-from muonsw.lab.studies.training.sweeps import best_rate, mean_losses
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.train.folder import CHECKPOINTS, RESULT
 
@@ -59,7 +52,6 @@ TEXTS: Mapping[str, str] = {
 # The texts of the map and of the longer runs, as tables name them.
 MAP_TEXT, FRESH_TEXT = "23M tokens", "123M tokens"
 UNTUNED = "untuned"
-ADVISE = "[`muonsw advise`](guide/which-rule.md#which-lambda)"
 # By study whose charts are a picture of the page: the stem of its file, and what it shows.
 PICTURES = {
     UNTUNED: (
@@ -90,8 +82,6 @@ PICTURES = {
 }  # fmt: skip
 # Panels of a picture in a row.
 MOST_COLUMNS = 4
-# Totals of the best lambdas within this factor count as one: basins are flatter than that.
-SAME_TOTAL = 3.0
 
 
 def part(name: str) -> TrainingStudy:
@@ -225,15 +215,25 @@ class EvidencePage:
         lack = f"{lacking} of {len(study.runs(found))} planned runs of `{name}` are missing."
         if not found:
             return f"Not measured yet: {lack}"
-        said = SENTENCES[name](found) if name in SENTENCES else ""
+        said = SENTENCES[name](found, study.scale) if name in SENTENCES else ""
         picture = "![{1}](assets/{0}.png)".format(*PICTURES[name]) if self._charts(name) else ""
         tables = [markdown(table) for table in study.own_tables(found, study.scale)]
         claims = study.judge(found)[name]
         judged = markdown(claims_table({name: claims}, ("asked", "found"))) if claims else ""
-        planned = [one.key for one in study.planned(found) if len(one.seeds) > 1]
-        alone = [str(key) for key in planned if len(next(iter(found.get(key, {"": ()}).values()))) == 1]
-        one = f"One seed, so without an interval: {', '.join(alone)}." if alone else ""
-        return "\n\n".join(filter(None, (said, picture, *tables, judged, one, lack if lacking else "")))
+        lacks = lack if lacking else ""
+        return "\n\n".join(filter(None, (said, picture, *tables, judged, self._of_one_seed(name), lacks)))
+
+    def _of_one_seed(self, name: str) -> str:
+        """Which comparisons, of those for which several seeds were planned, have one."""
+        found = self.results[name]
+        seeds = {
+            one.key: len(next(iter(found[one.key].values())))
+            for one in self.studies[name].planned(found)
+            if one.key in found and len(one.seeds) > 1
+        }
+        alone = [str(key) for key, number in seeds.items() if number == 1]
+        which = "" if len(alone) == len(seeds) else f": {'; '.join(alone)}"
+        return f"One seed so far, so without intervals{which}." if alone else ""
 
     def optima(self) -> list[Optimum]:
         """The best lambda of every rule and horizon of the map."""
@@ -337,196 +337,3 @@ def _other_rules(results: Results) -> list[Optimum]:
                 runs = {arm.name: arms[arm.name] for arm in those if arm.name in arms}
                 found.append(regret.optimum(regret.losses_of(runs, rule), regret.first_run(runs), rule))
     return found
-
-
-def conclusion(evidence: EvidencePage) -> str:
-    """A few sentences with the numbers of the longest horizon; what they say follows from the numbers."""
-    sentences = [
-        said
-        for about in (_untuned, _map, _too_large, _totals, _length, _rules, _little_text)
-        if (said := about(evidence))
-    ]
-    return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
-
-
-def _untuned(evidence: EvidencePage) -> str:
-    """What the highest price of each choice was."""
-    if not (found := evidence.prices()):
-        return ""
-
-    def most(choice: str) -> str:
-        costs = {one.rule: one.cost.value for one in untuned.highest(found) if one.choice == choice}
-        return " and ".join(f"{cost:.3f} under {rule} decay" for rule, cost in costs.items())
-
-    kept = "; ".join(f"{choice} for every run cost up to {most(choice)}" for choice in untuned.CHOICES[:-1])
-    advised = f"The lambda that {ADVISE} gives cost at most {most(untuned.ADVICE)}."
-    return f"Never tuning lambda has a price, in nats: {kept}. {advised}"
-
-
-def _map(evidence: EvidencePage) -> str:
-    if not (found := evidence.optima()):
-        return ""
-    one, losses = max(found, key=lambda one: one.steps), regret.map_of(evidence.results["regret"])
-    gap = regret.best_against_best(losses["scaled"][one.steps], losses["constant"][one.steps])
-    close = "Choose lambda well and the rule hardly matters" if abs(gap.value) <= GOOD else "The rule matters"
-    return (
-        f"{close}: each at the lambda with the lowest mean over seeds, scaled decay ends {_nats(gap)} from constant "
-        f"decay, at {one.steps:,} updates, a peak rate of {one.peak_lr:.3g} and {one.epochs:.1f} epochs."
-    )
-
-
-def _too_large(evidence: EvidencePage) -> str:
-    """What the lambdas above both best ones cost at the longest horizon; and at all of them, one over the other."""
-    costly = [row for row in regret.too_large(evidence.optima()) if row.constant > GOOD]
-    if not costly:
-        return ""
-    longest = max(row.constant_at.steps for row in costly)
-    last = [row for row in costly if row.constant_at.steps == longest]
-    shares = sorted(row.scaled / row.constant for row in costly)
-    cost = ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in last)
-    known = [(row.same_total, row.constant) for row in last if row.same_total is not None]
-    less = all(ours < theirs for ours, theirs in known)
-    how = "so it matters when decay acts, not only how much there is" if less else "so it is the amount that matters"
-    total = ", ".join(f"{ours:.3f}" for ours, _ in known)
-    return (
-        f"Too large a lambda costs scaled decay {shares[0]:.2f} to {shares[-1]:.2f} of what it costs constant decay, "
-        f"over all horizons: at {longest:,} updates constant and scaled end {cost} above their best. Scaled decay of "
-        f"the same total ends {total} above, {how}."
-    )
-
-
-def _totals(evidence: EvidencePage) -> str:
-    totals = sorted(one.best * one.per_lambda for one in evidence.optima())
-    if not totals:
-        return ""
-    took = f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, over all horizons and both rules"
-    if totals[-1] > SAME_TOTAL * totals[0]:
-        return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
-    return (
-        f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "
-        f"longer. {ADVISE} does the sum."
-    )
-
-
-def _length(evidence: EvidencePage) -> str:
-    """Whether the gap at the best lambda grows with the length, on text that is hardly repeated."""
-    losses = regret.map_of(evidence.results["long"])
-    lengths = sorted(losses["constant"])
-    gaps = [regret.best_against_best(losses["scaled"][steps], losses["constant"][steps]) for steps in lengths]
-    ends = " and ".join(f"{_nats(gap)} at {steps:,} updates" for gap, steps in zip(gaps, lengths, strict=True))
-    costs = [row for row in regret.too_large(regret.optima(evidence.results["long"])) if row.constant > GOOD]
-    large = ", ".join(
-        f"{row.constant:.3f} and {row.scaled:.3f} at lambda {row.lam:g} and {row.constant_at.steps:,} updates"
-        for row in sorted(costs, key=lambda row: (row.constant_at.steps, row.lam))
-    )
-    more = f" Too large a lambda costs constant and scaled decay {large}." if large else ""
-    return (
-        f"On fresh text, each at its best lambda, scaled decay ends {ends} from constant decay.{more}" if ends else ""
-    )
-
-
-def _rules(evidence: EvidencePage) -> str:
-    """Whether anything was better than choosing lambda well."""
-    results = evidence.results["best-rules"]
-    claims = best_rules.judge_best_rules(results, MINI) if results else []
-    gaps = {claim.id.removesuffix("-is-as-good"): claim.measured for claim in claims}
-    if not gaps:
-        return ""
-    better = [f"`{rule}`" for rule, gap in gaps.items() if gap < -GOOD]
-    near = ", ".join(f"`{rule}`" for rule, gap in gaps.items() if abs(gap) <= GOOD)
-    first = f"Better: {', '.join(better)}" if better else "No rule is better than choosing lambda well"
-    none = f", no decay at all {gaps['none']:+.3f} from it" if "none" in gaps else ""
-    return f"{first}: at the best of three strengths {near} end within {GOOD} nats of constant decay{none}."
-
-
-def _little_text(evidence: EvidencePage) -> str:
-    """What happens where text is repeated."""
-    if not (little := evidence.results["hard-cases"].get(cases.LITTLE)):
-        return ""
-    constant, scaled = little.values()
-    gap = over_seeds(paired(scaled, constant, last_loss))
-    advice = ", as its total is smaller and its end smallest: use constant decay there, and more of it"
-    return (
-        f"Where text is seen {constant[0].epochs:.0f} times decay is what keeps a model from memorizing it, and there "
-        f"scaled decay ends {_nats(gap)} from constant decay at the same lambda{advice if gap.value > 0 else ''}."
-    )
-
-
-def _repeated(results: Results) -> str:
-    losses = {rule: regret.losses_of(results[cases.REPEATED], rule) for rule in (*RULES, "piecewise")}
-    rising, scaled = (
-        _nats(regret.best_against_best(losses[rule], losses["constant"])) for rule in ("piecewise", "scaled")
-    )
-    return f"Each at its best lambda, rising decay ends {rising} from constant decay, and scaled decay {scaled}."
-
-
-def _schedules(results: Results) -> str:
-    """How far apart the rules end under every schedule."""
-    gaps = []
-    for key, arms in results.items():
-        losses = {rule: regret.losses_of(arms, rule) for rule in RULES}
-        gaps.append(f"{_nats(regret.best_against_best(losses['scaled'], losses['constant']))} under {key}")
-    return f"Each at its best lambda, scaled decay ends {'; '.join(gaps)} from constant decay."
-
-
-def _drift(results: Results) -> str:
-    """How far the best rate moves under every rule."""
-    moves = []
-    for sweeps in rate_drift.by_rule(results):
-        best = [best_rate(mean_losses(seeds)) for seeds in sweeps.values()]
-        moves.append(f"{max(best) / min(best):.2f} times under {next(iter(sweeps)).name}")
-        widths = [key.width for key in sweeps]
-    return f"From width {widths[0]} to {widths[-1]} the best learning rate moves {', '.join(moves)}." if moves else ""
-
-
-def _scaling(results: Results) -> str:
-    """The powers that the best lambda follows."""
-    said = []
-    for axis in lambda_scaling.AXES:
-        found = {rule: lambda_scaling.exponent(axis, results, rule) for rule in RULES}
-        powers = " and ".join(f"{one.value:.2f} under {rule} decay" for rule, one in found.items() if one is not None)
-        if powers:
-            said.append(f"{axis.grows} to the power {powers}")
-    return f"The best lambda goes with {'; with '.join(said)}." if said else ""
-
-
-def _gradients(results: Results) -> str:
-    """By how much gradients grow, over all optimizers and rates."""
-    grown = {
-        rule: sorted(
-            math.exp(over_runs(arms[rule], gradient_growth.gradient_growth).value) for arms in results.values()
-        )
-        for rule in RULES
-    }
-    ends = " and ".join(f"{values[0]:.2f} to {values[-1]:.2f} under {rule} decay" for rule, values in grown.items())
-    return f"Over the second half of a run gradients grow by factors of {ends}, over all optimizers and peak rates."
-
-
-def _family(results: Results) -> str:
-    """How many members bear out the two claims, and which do not."""
-    claims = family.judge_family(results, MINI)
-    said = []
-    for what, suffixes in (("forgives a large lambda", ("forgives",)), ("leaves the best lambda", ("lambda",))):
-        verdicts = [(claim.id.split("-")[0], claim.verdict) for claim in claims if claim.id.endswith(suffixes)]
-        counts = Counter(verdict for _, verdict in verdicts)
-        failed = ", ".join(dict.fromkeys(member for member, verdict in verdicts if verdict is Verdict.FAILS))
-        found = ", ".join(f"{verdict.value} {number} times" for verdict, number in counts.items())
-        said.append(f"that it {what}: {found}{f' (fails for {failed})' if failed else ''}" if verdicts else "")
-    return f"The two claims about every member: {'; '.join(filter(None, said))}." if any(said) else ""
-
-
-# By study, what its section begins with; what they say follows from the numbers.
-SENTENCES: Mapping[str, Callable[[Results], str]] = {
-    "repeated-text": _repeated,
-    "schedules": _schedules,
-    "rate-drift": _drift,
-    "lambda-scaling": _scaling,
-    "gradient-growth": _gradients,
-    "family": _family,
-}
-
-
-def _nats(gap: Estimate) -> str:
-    interval = gap.interval
-    chance = "one seed" if interval is None else f"95% t interval {interval.low:+.3f} to {interval.high:+.3f}"
-    return f"{gap.value:+.3f} nats ({chance})"

@@ -341,8 +341,9 @@ def _losses_table(results: Results, found: Sequence[Optimum]) -> Table:
     ]
     lambdas = sorted({lam for one in columns for lam in one.losses})
     rows += [[f"{lam:g}", *(loss_cell(one.losses, lam) for one in columns)] for lam in lambdas]
-    seeds = sorted({one.seeds for one in columns})
-    note = f"Validation loss, means over {' to '.join(map(str, seeds))} seeds; the best of each column is marked."
+    fewest, most = (choose(one.seeds for one in columns) for choose in (min, max))
+    means = "one seed" if most == 1 else f"means over {f'{fewest} to ' if fewest < most else ''}{most} seeds"
+    note = f"Validation loss, {means}; the best of each column is marked."
     headings = [Column("lambda"), *(Column(f"{one.rule}, {one.steps:,} updates", number=True) for one in columns)]
     return Table("regret-map", "Final loss by lambda", headings, rows, note)
 

@@ -1,0 +1,237 @@
+"""What the evidence comes to, in sentences with numbers; what they say follows from the numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from muonsw.lab.claims.claim import Claim, Estimate, Verdict
+from muonsw.lab.claims.statistics import ONE_SEED, over_seeds
+from muonsw.lab.studies.arms import Results
+from muonsw.lab.studies.outcome import last_loss, over_runs, paired
+from muonsw.lab.studies.scales import Scale
+from muonsw.lab.studies.training import (
+    best_rules,
+    cases,
+    family,
+    gradient_growth,
+    lambda_scaling,
+    rate_drift,
+    regret,
+    untuned,
+)
+from muonsw.lab.studies.training.regret import GOOD, RULES
+from muonsw.lab.studies.training.sweeps import best_rate, mean_losses
+
+if TYPE_CHECKING:
+    from muonsw.lab.studies.evidence import EvidencePage
+
+ADVISE = "[`muonsw advise`](guide/which-rule.md#which-lambda)"
+# Totals of the best lambdas within this factor count as one: basins are flatter than that.
+SAME_TOTAL = 3.0
+
+
+def conclusion(evidence: EvidencePage) -> str:
+    """What the page begins with."""
+    sentences = [
+        said
+        for about in (_untuned, _map, _too_large, _totals, _length, _rules, _little_text)
+        if (said := about(evidence))
+    ]
+    return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
+
+
+def _untuned(evidence: EvidencePage) -> str:
+    """What the highest price of each choice was."""
+    if not (found := evidence.prices()):
+        return ""
+
+    def most(choice: str) -> str:
+        costs = {one.rule: one.cost.value for one in untuned.highest(found) if one.choice == choice}
+        return " and ".join(f"{cost:.3f} under {rule} decay" for rule, cost in costs.items())
+
+    kept = "; ".join(f"{choice} for every run cost up to {most(choice)}" for choice in untuned.CHOICES[:-1])
+    advised = f"The lambda that {ADVISE} gives cost at most {most(untuned.ADVICE)}."
+    return f"Never tuning lambda has a price, in nats: {kept}. {advised}"
+
+
+def _map(evidence: EvidencePage) -> str:
+    if not (found := evidence.optima()):
+        return ""
+    one, losses = max(found, key=lambda one: one.steps), regret.map_of(evidence.results["regret"])
+    gap = regret.best_against_best(losses["scaled"][one.steps], losses["constant"][one.steps])
+    close = "Choose lambda well and the rule hardly matters" if abs(gap.value) <= GOOD else "The rule matters"
+    return (
+        f"{close}: each at the lambda with the lowest mean over seeds, scaled decay ends {_nats(gap)} from constant "
+        f"decay, at {one.steps:,} updates, a peak rate of {one.peak_lr:.3g} and {one.epochs:.1f} epochs."
+    )
+
+
+def _too_large(evidence: EvidencePage) -> str:
+    """What the lambdas above both best ones cost at the longest horizon; and at all of them, one over the other."""
+    costly = [row for row in regret.too_large(evidence.optima()) if row.constant > GOOD]
+    if not costly:
+        return ""
+    longest = max(row.constant_at.steps for row in costly)
+    last = [row for row in costly if row.constant_at.steps == longest]
+    shares = sorted(row.scaled / row.constant for row in costly)
+    cost = ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in last)
+    known = [(row.same_total, row.constant) for row in last if row.same_total is not None]
+    less = all(ours < theirs for ours, theirs in known)
+    how = "so it matters when decay acts, not only how much there is" if less else "so it is the amount that matters"
+    total = ", ".join(f"{ours:.3f}" for ours, _ in known)
+    return (
+        f"Too large a lambda costs scaled decay {shares[0]:.2f} to {shares[-1]:.2f} of what it costs constant decay, "
+        f"over all horizons: at {longest:,} updates constant and scaled end {cost} above their best. Scaled decay of "
+        f"the same total ends {total} above, {how}."
+    )
+
+
+def _totals(evidence: EvidencePage) -> str:
+    totals = sorted(one.best * one.per_lambda for one in evidence.optima())
+    if not totals:
+        return ""
+    took = f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, over all horizons and both rules"
+    if totals[-1] > SAME_TOTAL * totals[0]:
+        return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
+    return (
+        f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "
+        f"longer. {ADVISE} does the sum."
+    )
+
+
+def _length(evidence: EvidencePage) -> str:
+    """Whether the gap at the best lambda grows with the length, on text that is hardly repeated."""
+    losses = regret.map_of(evidence.results["long"])
+    lengths = sorted(losses["constant"])
+    gaps = [regret.best_against_best(losses["scaled"][steps], losses["constant"][steps]) for steps in lengths]
+    ends = " and ".join(f"{_nats(gap)} at {steps:,} updates" for gap, steps in zip(gaps, lengths, strict=True))
+    costs = [row for row in regret.too_large(regret.optima(evidence.results["long"])) if row.constant > GOOD]
+    large = ", ".join(
+        f"{row.constant:.3f} and {row.scaled:.3f} at lambda {row.lam:g} and {row.constant_at.steps:,} updates"
+        for row in sorted(costs, key=lambda row: (row.constant_at.steps, row.lam))
+    )
+    more = f" Too large a lambda costs constant and scaled decay {large}." if large else ""
+    return (
+        f"On fresh text, each at its best lambda, scaled decay ends {ends} from constant decay.{more}" if ends else ""
+    )
+
+
+def _rules(evidence: EvidencePage) -> str:
+    """Whether anything was better than choosing lambda well."""
+    results = evidence.results["best-rules"]
+    claims = best_rules.judge_best_rules(results, evidence.studies["best-rules"].scale) if results else []
+    gaps = {claim.id.removesuffix("-is-as-good"): claim.measured for claim in claims}
+    if not gaps:
+        return ""
+    better = [f"`{rule}`" for rule, gap in gaps.items() if gap < -GOOD]
+    near = ", ".join(f"`{rule}`" for rule, gap in gaps.items() if abs(gap) <= GOOD)
+    first = f"Better: {', '.join(better)}" if better else "No rule is better than choosing lambda well"
+    none = f", no decay at all {gaps['none']:+.3f} from it" if "none" in gaps else ""
+    return f"{first}: at the best of three strengths {near} end within {GOOD} nats of constant decay{none}."
+
+
+def _little_text(evidence: EvidencePage) -> str:
+    """What happens where text is repeated."""
+    if not (little := evidence.results["hard-cases"].get(cases.LITTLE)):
+        return ""
+    constant, scaled = little.values()
+    gap = over_seeds(paired(scaled, constant, last_loss))
+    advice = ", as its total is smaller and its end smallest: use constant decay there, and more of it"
+    return (
+        f"Where text is seen {constant[0].epochs:.0f} times decay is what keeps a model from memorizing it, and there "
+        f"scaled decay ends {_nats(gap)} from constant decay at the same lambda{advice if gap.value > 0 else ''}."
+    )
+
+
+def _repeated(results: Results, _scale: Scale) -> str:
+    losses = {rule: regret.losses_of(results[cases.REPEATED], rule) for rule in (*RULES, "piecewise")}
+    rising, scaled = (
+        _nats(regret.best_against_best(losses[rule], losses["constant"])) for rule in ("piecewise", "scaled")
+    )
+    return f"Each at its best lambda, rising decay ends {rising} from constant decay, and scaled decay {scaled}."
+
+
+def _schedules(results: Results, _scale: Scale) -> str:
+    """How far apart the rules end under every schedule."""
+    gaps = []
+    for key, arms in results.items():
+        losses = {rule: regret.losses_of(arms, rule) for rule in RULES}
+        gaps.append(f"{_nats(regret.best_against_best(losses['scaled'], losses['constant']))} under {key}")
+    return f"Each at its best lambda, scaled decay ends {'; '.join(gaps)} from constant decay."
+
+
+def _drift(results: Results, _scale: Scale) -> str:
+    """How far the best rate moves under every rule."""
+    moves = []
+    for sweeps in rate_drift.by_rule(results):
+        best = [best_rate(mean_losses(seeds)) for seeds in sweeps.values()]
+        moves.append(f"{max(best) / min(best):.2f} times under {next(iter(sweeps)).name}")
+        widths = [key.width for key in sweeps]
+    return f"From width {widths[0]} to {widths[-1]} the best learning rate moves {', '.join(moves)}." if moves else ""
+
+
+def _scaling(results: Results, _scale: Scale) -> str:
+    """The powers that the best lambda follows."""
+    said = []
+    for axis in lambda_scaling.AXES:
+        found = {rule: lambda_scaling.exponent(axis, results, rule) for rule in RULES}
+        powers = " and ".join(f"{one.value:.2f} under {rule} decay" for rule, one in found.items() if one is not None)
+        if powers:
+            said.append(f"{axis.grows} to the power {powers}")
+    return f"The best lambda goes with {'; with '.join(said)}." if said else ""
+
+
+def _gradients(results: Results, _scale: Scale) -> str:
+    """By how much gradients grow, over all optimizers and rates."""
+    grown = {
+        rule: sorted(
+            math.exp(over_runs(arms[rule], gradient_growth.gradient_growth).value) for arms in results.values()
+        )
+        for rule in RULES
+    }
+    ends = " and ".join(f"{values[0]:.2f} to {values[-1]:.2f} under {rule} decay" for rule, values in grown.items())
+    return f"Over the second half of a run gradients grow by factors of {ends}, over all optimizers and peak rates."
+
+
+def _family(results: Results, scale: Scale) -> str:
+    """For which members the two claims hold."""
+    claims = family.judge_family(results, scale)
+    asked = {
+        "forgives": "The largest lambda costs scaled decay at most 0.6 of what it costs constant decay",
+        "lambda": "The best lambda, counted as a total, is within a factor of two of Muon's",
+    }
+    return " ".join(
+        f"{text}: {_members(own)}."
+        for suffix, text in asked.items()
+        if (own := [claim for claim in claims if claim.id.endswith(suffix)])
+    )
+
+
+def _members(claims: Sequence[Claim]) -> str:
+    """Members by verdict, and how much the verdicts rest on."""
+    found: dict[Verdict, list[str]] = {}
+    for claim in claims:
+        member, *rule = claim.id.split("-")[:-1]
+        found.setdefault(claim.verdict, []).append(f"{member}{f' ({rule[0]})' if rule else ''}")
+    words = {Verdict.HOLDS: "holds for", Verdict.FAILS: "fails for", Verdict.UNDECIDED: "undecided for"}
+    said = "; ".join(f"{words[verdict]} {', '.join(found[verdict])}" for verdict in Verdict if verdict in found)
+    return f"{said} (one seed)" if any(ONE_SEED in claim.limits for claim in claims) else said
+
+
+# By study, what its section begins with.
+SENTENCES: Mapping[str, Callable[[Results, Scale], str]] = {
+    "repeated-text": _repeated,
+    "schedules": _schedules,
+    "rate-drift": _drift,
+    "lambda-scaling": _scaling,
+    "gradient-growth": _gradients,
+    "family": _family,
+}
+
+
+def _nats(gap: Estimate) -> str:
+    interval = gap.interval
+    chance = "one seed" if interval is None else f"95% t interval {interval.low:+.3f} to {interval.high:+.3f}"
+    return f"{gap.value:+.3f} nats ({chance})"
