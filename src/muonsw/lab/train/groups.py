@@ -15,6 +15,7 @@ from muonsw.decay import DECAY_RULES, decay_factor
 from muonsw.lab.model import Decoder, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.train.config import MUON_SETTINGS, OptimizerConfig
 from muonsw.peak import eta_max
+from muonsw.presets import PRESETS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +60,6 @@ def build_optimizer(
         model,
         lr=config.lr,
         weight_decay=config.weight_decay,
-        ns_dtype=config.ns_dtype,
         **_directions(config),
         adamw=_for_adamw(config),
         patterns=chosen,
@@ -69,8 +69,12 @@ def build_optimizer(
 
 
 def _directions(config: OptimizerConfig) -> Options:
-    """The preset, or Muon's own settings."""
-    return {"preset": config.preset} if config.preset else {name: getattr(config, name) for name in MUON_SETTINGS}
+    """The preset or Muon's own settings, and the precision of products where the algorithm has products to choose."""
+    products = {"ns_dtype": config.ns_dtype}
+    if not config.preset:
+        return {**products, **{name: getattr(config, name) for name in MUON_SETTINGS}}
+    algorithm = ALGORITHMS[PRESETS[config.preset]["algorithm"]]
+    return {"preset": config.preset, **(products if "ns_dtype" in algorithm.defaults else {})}
 
 
 def _for_adamw(config: OptimizerConfig) -> Options:
