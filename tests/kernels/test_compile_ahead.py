@@ -90,6 +90,26 @@ def test_weights_are_the_same_bits_when_kernels_are_compiled_ahead(replay, devic
 
 
 @pytest.mark.skipif(not machine.gpus(), reason="the interpreter compiles nothing")
+def test_a_first_step_finds_its_kernels_compiled(device, monkeypatch):
+    used = [momentum._advance, momentum._normalize, symmetric._symmetric, move._move]
+    for kernel in used:
+        monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
+    params = [nn.Parameter(torch.randn(shape, device=device)) for shape in [(512, 512), (1024, 512)] * 8]
+    optimizer = MuonSW(params, lr=0.05, replay=False)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    compiled = []
+
+    def count():
+        compiled.append(sum(len(caches[0]) for kernel in used for caches in kernel.device_caches.values()))
+
+    monkeypatch.setattr(step, "update", lambda *given, update=step.update: (count(), update(*given)))
+    optimizer.step()
+    count()
+    assert compiled[0] == compiled[-1] >= len(used)
+
+
+@pytest.mark.skipif(not machine.gpus(), reason="the interpreter compiles nothing")
 def test_a_kernel_that_is_compiled_together_with_others_is_not_launched(device):
     from muonsw.kernels.finite import find_bad
 
