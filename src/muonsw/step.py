@@ -498,7 +498,7 @@ def _compiles(batch: Batch, device: torch.device) -> bool:
     """Whether kernels make the step of a batch, and can be compiled now."""
     if batch.device != device or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False
-    return kernels.available(device) and replay.is_ours_alone(batch.group)
+    return kernels.available(device) and replay.is_ours_alone(batch.group) and not batch.group["offload"]
 
 
 def stand_ins(items: list[Item]) -> list[Item]:
