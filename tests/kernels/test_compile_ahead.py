@@ -44,7 +44,10 @@ def optimizer_with_gradients(device, dtype, **options):
     groups = [{"params": params[:3]}, {"params": params[3:4], "matrix": "stack", "split_sizes": (16, 16)}]
     groups += [{"params": params[4:], "algorithm": "adamw"}]
     optimizer = MuonSW(groups, lr=0.05, weight_decay=0.3, nonfinite="propagate", **options)
-    set_gradients(params, 0)
+    twins = [nn.Parameter(torch.empty(p.shape)) for p in params]
+    set_gradients(twins, 0)
+    for param, twin in zip(params, twins, strict=True):
+        param.grad = twin.grad.to(device, dtype)
     return optimizer, params
 
 
@@ -56,7 +59,7 @@ def test_all_that_a_step_launches_is_found_before_it_and_nothing_changes(
 ):
     kernels_on(True)
     launches = Launches(monkeypatch)
-    optimizer, params = optimizer_with_gradients(device, dtype, ns_dtype="float16", **options)
+    optimizer, params = optimizer_with_gradients(device, dtype, ns_dtype="float16", replay=False, **options)
     before = [p.detach().clone() for p in params], [p.grad.clone() for p in params]
     work = step.collect(optimizer)
     rates = step.final_rates(optimizer, work, None)

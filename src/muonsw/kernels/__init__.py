@@ -58,17 +58,24 @@ _USABLE: dict[torch.device, bool] = {}
 
 
 def load_ahead(device: torch.device) -> None:
-    """Import Triton, and let a thread compute the key of its cache until the first step asks for kernels.
-
-    The key is a hash of all of Triton, 400 MB, and takes as long as everything else that a first step waits for.
-    """
+    """Import Triton, and let a thread load what else a first step would wait for, until it asks for kernels."""
     if device.type != "cuda" or _loading or os.environ.get(SWITCH) == "0" or not machine.triton():
         return
     with suppress(Exception):  # the first step says what is wrong
-        from triton.runtime.cache import triton_key  # not in the thread: a fork of it could never import Triton
+        import triton.tools.tensor_descriptor  # noqa: F401  not in the thread: a fork of it could never import Triton
 
-        _loading.append(Thread(target=triton_key, daemon=True))
+        _loading.append(Thread(target=_load, daemon=True))
         _loading[0].start()
+
+
+def _load() -> None:
+    with suppress(Exception):
+        from triton.runtime import driver
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # opens Triton's cache: a hash of all its 400 MB, which takes longer than all the rest
+        _ = driver.active  # has a module for the GPU, which a C compiler makes once
+        from muonsw.kernels import finite, momentum, move, symmetric  # noqa: F401
 
 
 _loading: list[Thread] = []
@@ -118,15 +125,20 @@ def launch_on(device: torch.device, kernel: Any, grid: tuple[int, ...], *argumen
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: dict[str, Any]) -> None:
-    if _only_compiles.get():
-        kernel.warmup(*arguments, grid=grid, **options)
-    else:
+    found = _only_compiles.get()
+    if found is None:
         kernel[grid](*arguments, **options)
+        return
+    kinds = [one if isinstance(one, int) else getattr(one, "dtype", None) for one in arguments]
+    variant = (id(kernel), *kinds, *options.items())
+    if variant not in found:  # to ask Triton takes a while
+        found.add(variant)
+        kernel.warmup(*arguments, grid=grid, **options)
 
 
 # Kernels that are compiled at a time: most of it is done by programs of their own, such as ptxas and the C compiler.
 _COMPILED_AT_ONCE = 8
-_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+_only_compiles: ContextVar[set[Any] | None] = ContextVar("only_compiles", default=None)
 
 
 @contextmanager
@@ -138,7 +150,7 @@ def compiled_together(device: torch.device) -> Iterator[None]:
     from triton import AsyncCompileMode
 
     with _Compilers(device) as threads, AsyncCompileMode(threads, ignore_errors=True):
-        token = _only_compiles.set(True)
+        token = _only_compiles.set(set())
         try:
             yield
         finally:
