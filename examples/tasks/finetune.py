@@ -1,11 +1,13 @@
-"""Fine-tuning: a model that was pre-trained under each rule learns another text under each rule.
+r"""Fine-tuning: a model that was pre-trained under each rule learns another text under each rule.
 
+    muonsw compare --out out/pre    # the models: both rules, three seeds
     for rule in constant scaled; do
-        muonsw train --decay $rule --out out/pre-$rule
-        muonsw compare --task examples/tasks/finetune.py --task.start out/pre-$rule --task.text new.txt --out out/$rule
+        muonsw compare --task examples/tasks/finetune.py --task.start "out/pre/runs/$rule-seed{seed}" \
+            --task.text new.txt --out out/tuned-$rule
     done
 
-Four arms in all: does the rule of pre-training leave a model that learns better? `old` is the loss on the text of
+Four arms in all: does the rule of pre-training leave a model that learns better? `{seed}` in `start` is the seed of the
+run, so that each begins with another model; a folder without it is every run's. `old` is the loss on the text of
 pre-training, which should not be forgotten.
 """
 
@@ -23,14 +25,19 @@ SETTINGS = {"steps": 200, "lr": 0.002, "weight_decay": 1.0, "ns_dtype": "float32
 
 
 def model(seed, start=""):
-    """The model of a run of `muonsw train`."""
-    return load_model(Path(start))[0]
+    """The model of a run of the decoder."""
+    return load_model(folder(start, seed))[0]
+
+
+def folder(start, seed):
+    """The run that the model of a seed comes from."""
+    return Path(start.replace("{seed}", str(seed)))
 
 
 @cache
 def encoded(start, text):
     """The new text as tokens of that model: a tenth at the end is held out."""
-    _, tokenizer = load_model(Path(start))
+    _, tokenizer = load_model(folder(start, 0))
     tokens = torch.as_tensor(tokenizer.encode(Path(text).read_text(encoding="utf-8"))).long()
     cut = 9 * len(tokens) // 10
     return {"train": tokens[:cut], "validation": tokens[cut:]}
@@ -44,7 +51,7 @@ def windows(tokens, starts, length):
 
 def batches(split, seed, start="", text="", batch=8):
     """Random windows of the new text; for validation also windows of the old one."""
-    tokens, run = encoded(start, text)[split], read_config(Path(start))
+    tokens, run = encoded(start, text)[split], read_config(folder(start, 0))
     length = run.model.sequence
 
     def number(i):

@@ -1,8 +1,9 @@
-"""Preference tuning (DPO): a pre-trained decoder learns to prefer a text's own continuations to corrupted ones.
+r"""Preference tuning (DPO): a pre-trained decoder learns to prefer a text's own continuations to corrupted ones.
 
     muonsw train --out out/pre
     muonsw compare --task examples/tasks/preferences.py --task.start out/pre --task.text new.txt
-    muonsw compare --task examples/tasks/preferences.py --task.start out/pre --task.text new.txt --task.rank 4
+    muonsw compare --task examples/tasks/preferences.py --task.start out/pre --task.text new.txt --task.rank 4 \
+        --lr 0.01
 
 With `--task.rank` only low-rank factors of the attention are trained, by Muon with decay as `patterns` says; without it
 the whole model is.
@@ -64,8 +65,8 @@ def log_likelihood(decoder, tokens):
 
 
 def model(seed, start="", rank=0):
-    """The decoder of a run of `muonsw train`, with its reference."""
-    return Policy(load_model(Path(start))[0], rank)
+    """The decoder of a run of `muonsw train`, with its reference; `{seed}` in `start` is the seed."""
+    return Policy(load_model(Path(start.replace("{seed}", str(seed))))[0], rank)
 
 
 def patterns(model, weight_decay, rank=0):
@@ -76,7 +77,7 @@ def patterns(model, weight_decay, rank=0):
 @cache
 def encoded(start, text):
     """The text as tokens of that model, and how many kinds of them there are."""
-    _, tokenizer = load_model(Path(start))
+    _, tokenizer = load_model(Path(start.replace("{seed}", "0")))
     return torch.as_tensor(tokenizer.encode(Path(text).read_text(encoding="utf-8"))).long(), tokenizer.vocab_size
 
 

@@ -57,11 +57,11 @@ def test_masked_frames_of_recordings_are_filled_in(tmp_path):
 
 @pytest.fixture(scope="module")
 def pre_trained(tmp_path_factory):
-    """Options: a run of the decoder, and another text."""
+    """Options: a run of the decoder for each seed, and another text."""
     folder = tmp_path_factory.mktemp("pre-trained")
-    train(small_run(steps=8), folder / "start")
+    train(small_run(steps=8), folder / "start-0")
     (folder / "new.txt").write_text("the cat sat on the mat and ate. " * 300, encoding="utf-8")
-    return ("batch=4", f"start={folder / 'start'}", f"text={folder / 'new.txt'}")
+    return ("batch=4", f"start={folder / 'start-{seed}'}", f"text={folder / 'new.txt'}")
 
 
 def test_a_pre_trained_decoder_learns_another_text(pre_trained, tmp_path):
@@ -69,7 +69,7 @@ def test_a_pre_trained_decoder_learns_another_text(pre_trained, tmp_path):
     run, notes = short_run("finetune", tmp_path / "run", pre_trained, lr=0.01, **often)
     assert notes == ()
     assert run.evals["loss"][-1] < run.evals["loss"][0] - 0.5
-    start = load_run(pre_trained[1].removeprefix("start="))
+    start = load_run(pre_trained[1].removeprefix("start=").replace("{seed}", "0"))
     assert run.evals["old"][0] == pytest.approx(start.final_loss, rel=0.05)
 
 
