@@ -32,6 +32,7 @@ from muonsw.lab.studies.training import (
     rows,
     schedules,
     untuned,
+    worked_tasks,
 )
 from muonsw.lab.studies.training.best_rules import best_at_an_end, candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import (
@@ -46,6 +47,7 @@ from muonsw.lab.studies.training.regret import (
     vertex,
 )
 from muonsw.lab.studies.workshop import Workshop
+from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.folder import identity
 from muonsw.lab.train.state import schedule_multiple
@@ -186,7 +188,7 @@ def test_the_program_makes_runs_and_the_page_grows_with_them(tmp_path, capsys, m
     folders = ["--data", tokens(), "--records", str(tmp_path), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
     assert main(["evidence/hard-cases", *folders, "--seeds", "1"]) == 0
     assert "hard-cases: 9 runs exported" in capsys.readouterr().out
-    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{hard-cases}\n{regret}\n{conclusion}")
     assert "| little text, four times the lambda | none |" in page
     assert "One seed so far, so without intervals." in page
@@ -199,7 +201,7 @@ def test_the_program_makes_runs_and_the_page_grows_with_them(tmp_path, capsys, m
 def test_long_runs_from_training_to_the_page(tmp_path):
     shop = by_settings(tmp_path / "runs")
     assert evidence.gather("long", shop, evidence.file_of("long", tmp_path)) == 2 * 2 * 5
-    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{conclusion}\n{long}")
     assert "On fresh text, each at its best lambda, scaled decay ends" in page
     assert "assets/long-horizons.png" in page
@@ -233,7 +235,7 @@ def test_repeated_text_from_training_to_the_page(tmp_path):
         evidence.gather("repeated-text", by_settings(tmp_path / "runs"), evidence.file_of("repeated-text", tmp_path))
         == 9
     )
-    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{repeated-text}")
     assert "| repeated text | piecewise, lambda 16 | 16 |" in page
     assert "rising decay minus constant decay, each at its best lambda, in nats" in page
@@ -247,7 +249,7 @@ def test_schedules_from_training_to_the_page(tmp_path, monkeypatch):
     assert (
         evidence.gather("schedules", by_settings(tmp_path / "runs"), evidence.file_of("schedules", tmp_path)) == 6 * 2
     )
-    page = evidence.page(evidence.EvidencePage(evidence.read_records(tmp_path)), "{schedules}")
+    page = evidence.page(evidence.read_page(tmp_path), "{schedules}")
     assert "| linear to 0 | scaled |" in page
     assert "the same under linear to 0, minus the same under wsd to 0, in nats" in page
 
@@ -290,7 +292,7 @@ def test_the_drift_of_rates_from_training_to_the_page(tmp_path):
         evidence.gather("rate-drift", by_settings(tmp_path / "runs"), evidence.file_of("rate-drift", tmp_path))
         == 3 * 2 * 3
     )
-    page = evidence.page(evidence.EvidencePage(evidence.read_records(tmp_path)), "{rate-drift}")
+    page = evidence.page(evidence.read_page(tmp_path), "{rate-drift}")
     assert "| rule | width 16 | width 32 | moves by |" in page
     assert "constant: power of the width by which the best learning rate moves" in page
 
@@ -321,7 +323,7 @@ def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, 
     monkeypatch.setattr(lambda_scaling, "FACTORS", (1.0, 2.0))
     shop = by_settings(tmp_path / "runs")
     assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == 6 * 2 * 2 * 2
-    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{lambda-scaling}")
     assert "| the batch at the same tokens | 1 (Power Lines) |" in page
     assert "| size | scaled | 48 | 2 |" in page
@@ -460,7 +462,7 @@ def test_the_growth_of_gradients_from_training_to_the_page(tmp_path, monkeypatch
     monkeypatch.setattr("muonsw.lab.runs.records.SAMPLES", 10)
     path = evidence.file_of("gradient-growth", tmp_path)
     assert evidence.gather("gradient-growth", by_settings(tmp_path / "runs"), path) == 2 * 3 * 2
-    grown = evidence.EvidencePage(evidence.read_records(tmp_path))
+    grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{gradient-growth}")
     assert "| adamw, lr 0.01 | scaled |" in page
     assert (
@@ -658,3 +660,34 @@ def test_a_loss_between_lambdas_is_on_the_line_between_its_neighbours():
     assert untuned.loss_at(losses, 0.8) == pytest.approx(3.9)
     assert untuned.loss_at(losses, 0.81) is None
     assert untuned.loss_at(losses, 0.04) is None
+
+
+def task_run(task, arm, seed, end):
+    """A run of a task that ended at this loss, and on the old text at one more."""
+    name, *options = task.split()
+    config = RunConfig(task=TaskConfig(name, tuple(options)), optimizer=OptimizerConfig(decay=arm.split(",")[0]))
+    settings = {**config.as_data(), "arm": arm, "seed": seed}
+    evals = Columns(step=np.array([9.0]), old=np.array([end + 1.0]))
+    return Run("", Path(), settings, {}, {"final_loss": end}, {"eval": {"": evals}})
+
+
+def task_comparison(task, **ends):
+    """Constant decay, at one lambda and of the same total, ends at 2; scaled decay ends elsewhere."""
+    arms = {"constant": [2.0, 2.01, 2.02], "constant, same total": [2.0, 2.01, 2.02], **ends}
+    return {Key(task): {arm: [task_run(task, arm, *end) for end in enumerate(those)] for arm, those in arms.items()}}
+
+
+def test_the_claims_of_tasks_tell_worse_from_no_difference():
+    worse, better = [2.1, 2.12, 2.11], [1.9, 1.92, 1.91]
+    tuned = [f"finetune.py start=pre/{rule}-seed{{seed}} text=new.txt" for rule in ("constant", "scaled")]
+    for first, last, verdicts in ((worse, better, ("fails", "holds")), (better, worse, ("holds", "fails"))):
+        found = task_comparison("a.py", scaled=first) | task_comparison("b.py", scaled=first)
+        found |= task_comparison(tuned[0], scaled=first) | task_comparison(tuned[1], scaled=last)
+        claims = {claim.id: str(claim.verdict) for claim in worked_tasks.judge_tasks(found)}
+        expected = zip(
+            ("same-lambda", "same-total", "new", "old"), (v for v in verdicts for _ in range(2)), strict=True
+        )
+        assert claims == dict(expected)
+    (task, *_, gap, control, old), *_ = worked_tasks.tasks_table(found).cells()
+    assert (task.text, gap.text, gap.tone) == ("`a.py`", "-0.100 (-0.125 to -0.075)", "holds")
+    assert (control.text, old.text) == (gap.text, f"old {gap.text}")

@@ -10,6 +10,9 @@ import torch
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
 from muonsw.lab.runs import load_run
+from muonsw.lab.runs.records import Records
+from muonsw.lab.studies.outcome import compare
+from muonsw.lab.studies.training.worked_tasks import recorded
 from tests.lab.tasks.small_tasks import task_file
 
 SHORT = ["--steps", "6", "--workers", "1"]
@@ -36,7 +39,8 @@ def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
 
 def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path, capsys):
     path = task_file(tmp_path)
-    assert main(["compare", "--task", str(path), "--seeds", "2", "--weight-decay", "0.5", *SHORT]) == 0
+    words = ["--seeds", "2", "--weight-decay", "0.5", "--record", "records/tasks.jsonl"]
+    assert main(["compare", "--task", str(path), *words, *SHORT]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "constant and scaled, 2 seeds each: 6 updates of 12 samples" in printed
     assert re.search(r"Difference of accuracy: [+-][\d.]+, (not )?beyond chance", printed)
@@ -59,6 +63,14 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     assert "nats per token" not in page
     assert (tmp_path / "out/compare/report/metric-accuracy.png").exists()
     assert found["claims"] == []
+    # Its records say the same without the folders of the runs.
+    records = Records.read(tmp_path / "records/tasks.jsonl")
+    ((key, kept),) = recorded(records).items()
+    assert str(key) == "small_task.py, 6 updates, lr 0.003, lambda 0.5"
+    pairs = compare(kept).pairs
+    assert [list(pair.differences) for pair in pairs] == [pair["differences"] for pair in found["pairs"]]
+    assert pairs[0].metrics["accuracy"].differences == pytest.approx(gaps, abs=2e-5)  # five digits are kept
+    assert [line["made_with"]["torch"] for line in records.lines] == [torch.__version__] * 4
 
 
 @pytest.mark.slow

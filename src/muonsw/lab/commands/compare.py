@@ -21,11 +21,15 @@ from muonsw.lab.commands.show import paragraph, print_conclusion
 from muonsw.lab.commands.task import TaskOptions, introduce
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.report.report import check_target
+from muonsw.lab.runs import load_runs
+from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.arms import Arm, parse_arm
 from muonsw.lab.studies.compare import CompareStudy
 from muonsw.lab.studies.study import PAGE, Conclusion, conduct
+from muonsw.lab.studies.training.worked_tasks import comparison_key
 from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import RESULT
 from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
 from muonsw.presets import PRESETS
 from muonsw.text import counted
@@ -82,6 +86,8 @@ class Compare:
     """float32, bfloat16 (autocast), or auto for bfloat16 on a GPU."""
     accumulation: int | None = None
     """Micro-batches an update is cut into, for less memory."""
+    record: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Add what the runs of a task found to this file of JSON lines, which needs no run folder any more."""
     verbose: FlagCreatePairsOff[bool] = False
     """Print all tables, with all their columns."""
     cluster: OmitArgPrefixes[ClusterOptions] = field(default_factory=ClusterOptions)
@@ -112,6 +118,10 @@ class Compare:
         conclusion = conduct(study, workshop, self.out)
         tables = self._tables(conclusion)
         print_conclusion(console, conclusion, self.out, tables, verbose=self.verbose)
+        if self.record is not None:
+            ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
+            Records.open(self.record, base).add(load_runs(ended), comparison=comparison_key(base))
+            say(console, f"records of {counted(len(ended), 'run')} are in {self.record}")
         return int(conclusion.failed)
 
     def _tables(self, conclusion: Conclusion) -> list[Table]:
@@ -145,6 +155,8 @@ class Compare:
     def _decoder_base(self, console: Console) -> RunConfig:
         """The run of a preset, after preparing its tokens."""
         self.own.refuse_without_task()
+        if self.record is not None:
+            raise UsageError("--record keeps runs of a task: give --task FILE; those of the decoder are studies")
         if self.data is None and not self.text:
             say(console, "tokens: the Python standard library, prepared once in out/data")
         base = self._base()

@@ -1,4 +1,4 @@
-"""Runs exported to a file of JSON lines and read back: what the runs on one text found, without their weights.
+"""Runs exported to a file of JSON lines and read back: what the runs on one text, or of tasks, found, without weights.
 
 The first line says on which text, and has the settings of a run in full; every other line has a run's settings where
 they differ, its result, its evaluations, its telemetry where that was sampled often, and what it was made with.
@@ -21,6 +21,7 @@ from muonsw.lab.base.settings import flatten
 from muonsw.lab.base.storage import locked, write_atomically
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.run import NORMALIZED, SCOPES, Run
+from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.folder import identity
 
@@ -38,7 +39,7 @@ MADE_WITH = ("device", "torch", "muonsw")
 
 
 class Records:
-    """The runs of one text, by identity; `base` has the settings that a run has unless its line says otherwise."""
+    """The runs of one text, or of tasks, by identity; `base` has what a run has unless its line says otherwise."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
         self.path, self.header = path, dict(header)
@@ -55,21 +56,20 @@ class Records:
 
     @classmethod
     def open(cls, path: Path, config: RunConfig, **about: Any) -> Records:
-        """Read a file, or begin one for runs on the tokens of this config.
+        """Read a file, or begin one for runs on the tokens of this config, or for runs of tasks.
 
         Raises:
             UsageError: If it holds runs on other tokens.
         """
         with _held(path):
             if not path.exists():
-                # The optimizer's defaults: what is saved only where it is chosen must not pass to other runs.
-                base = replace(config, data=replace(config.data, path=""), optimizer=OptimizerConfig(), arm="")
-                header = {**about, "fingerprint": config.data.fingerprint, "config": base.as_data()}
-                write_atomically(path, json.dumps(header) + "\n")
+                text = {} if config.task else {"fingerprint": config.data.fingerprint}
+                write_atomically(path, json.dumps({**about, **text, "config": _usual(config).as_data()}) + "\n")
             found = cls.read(path)
-        if found.base.data.fingerprint != config.data.fingerprint:
-            other = f"{path} has runs on other text ({found.base.data.fingerprint})"
-            raise UsageError(f"{other} than --data has ({config.data.fingerprint}): give that text, or another --out")
+        ours, theirs = (_text(one) for one in (config, found.base))
+        if theirs != ours:
+            other = f"{path} has runs on other text ({theirs})"
+            raise UsageError(f"{other} than --data has ({ours}): give that text, or another --out")
         return found
 
     def ready(self, config: RunConfig) -> RunConfig:
@@ -110,20 +110,22 @@ class Records:
 
     def _line(self, run: Run) -> dict[str, Any]:
         usual = flatten(self.header["config"])
-        settings = flatten({**run.settings, "data": {**run.settings["data"], "path": ""}, "arm": ""})
+        settings = flatten(run.settings if "task" in run.settings else _without_place(run.settings))
         norms = {"end_norm": _short(run.final_norm), "highest_norm": _short(run.highest_norm)}
-        losses = [[int(step), _short(loss)] for step, loss in zip(*run.losses, strict=True) if step > 0]
         return {
             "settings": {name: value for name, value in settings.items() if usual.get(name) != value},
             "result": {**(run.result or {}), **{name: norm for name, norm in norms.items() if norm is not None}},
-            "losses": losses,
+            **({"metrics": run.metrics} if run.metrics else {}),
+            "losses": [row for row in _rows(run.evals, ("loss", *run.metrics)) if row[0]],
             **_telemetry(run),
             "made_with": {name: run.environment[name] for name in MADE_WITH if name in run.environment},
         }
 
     def _run(self, line: Mapping[str, Any]) -> Run:
         settings = _nested(flatten(self.header["config"]) | line["settings"])
-        tables: dict[str, dict[str, Columns]] = {"eval": {"": _columns(("step", "loss"), line["losses"])}}
+        tables: dict[str, dict[str, Columns]] = {
+            "eval": {"": _columns(("step", "loss", *line.get("metrics", ())), line["losses"])}
+        }
         if "samples" in line:
             tables["telemetry"] = dict.fromkeys(("", *SCOPES), _columns(line["sampled"], line["samples"]))
         if NORMALIZED in line:
@@ -134,6 +136,24 @@ class Records:
 def _held(path: Path) -> AbstractContextManager[None]:
     busy = f"another process holds the folder of {path}: end it, then run the same command again"
     return locked(path.parent, busy, wait=PATIENCE)
+
+
+def _usual(config: RunConfig) -> RunConfig:
+    """The settings that lines leave out.
+
+    The optimizer's are defaults: those that are saved only where they are chosen must not pass to other runs.
+    """
+    if config.task is not None:
+        return RunConfig(task=TaskConfig(""))
+    return replace(config, data=replace(config.data, path=""), optimizer=OptimizerConfig(), arm="")
+
+
+def _text(config: RunConfig) -> str | None:
+    return "of tasks" if config.task else config.data.fingerprint
+
+
+def _without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {**settings, "data": {**settings["data"], "path": ""}, "arm": ""}
 
 
 def _telemetry(run: Run) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from muonsw.lab.studies.training import (
     lambda_scaling,
     regret,
     untuned,
+    worked_tasks,
 )
 from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, measurement
 from muonsw.lab.studies.workshop import Workshop
@@ -160,8 +161,12 @@ def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, record
 
 def read_page(folder: Path = FOLDER) -> EvidencePage:
     """Everything that the page is made of."""
-    times = folder / FAMILY_TIME
-    return EvidencePage(read_records(folder), json.loads(times.read_text("utf-8")) if times.exists() else None)
+    times, tasks = folder / FAMILY_TIME, folder / f"{worked_tasks.NAME}.jsonl"
+    return EvidencePage(
+        read_records(folder),
+        json.loads(times.read_text("utf-8")) if times.exists() else None,
+        Records.read(tasks) if tasks.exists() else None,
+    )
 
 
 def read_records(folder: Path = FOLDER) -> dict[str, Records]:
@@ -203,8 +208,13 @@ def missing(study: TrainingStudy, records: Records | None) -> int:
 class EvidencePage:
     """What all records say, study by study; and what members of the family take, as `bench/family_time.py` wrote it."""
 
-    def __init__(self, records: Mapping[str, Records], family_time: Mapping[str, Any] | None = None) -> None:
-        self.records, self.family_time = records, family_time
+    def __init__(
+        self,
+        records: Mapping[str, Records],
+        family_time: Mapping[str, Any] | None = None,
+        own_tasks: Records | None = None,
+    ) -> None:
+        self.records, self.family_time, self.own_tasks = records, family_time, own_tasks
         self.studies = {name: part(name) for name in TEXTS}
         self.results = {name: results_of(study, records.get(name)) for name, study in self.studies.items()}
 
@@ -263,6 +273,14 @@ class EvidencePage:
         judged = [markdown(claims_table({UNTUNED: claims}, ("asked", "found")))] if claims else []
         return "\n\n".join([f"![{words}](assets/{file}.png)", markdown(untuned.price_table(found)), *judged])
 
+    def tasks(self) -> str:
+        """Table and claims of the worked tasks."""
+        if self.own_tasks is None:
+            return "Not measured yet."
+        found = worked_tasks.recorded(self.own_tasks)
+        claims = claims_table({worked_tasks.NAME: worked_tasks.judge_tasks(found)}, ("asked", "found"))
+        return "\n\n".join(map(markdown, (worked_tasks.tasks_table(found), claims)))
+
     def sheets(self) -> Iterable[Sheet]:
         """The pictures of the page."""
         for name, (file, _) in PICTURES.items():
@@ -293,6 +311,7 @@ def page(evidence: EvidencePage, template: str) -> str:
     values |= {
         UNTUNED: evidence.untuned(),
         "family-time": markdown(family.time_table(evidence.family_time)) if evidence.family_time else "",
+        worked_tasks.NAME: evidence.tasks(),
         "conclusion": conclusion(evidence),
         "runs": str(len(lines)),
         "minutes": f"{minutes:.0f}",
