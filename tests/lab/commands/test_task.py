@@ -95,10 +95,12 @@ def test_lambda_is_tuned_and_options_reach_the_task(tmp_path):
 
 def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
     path = task_file(tmp_path, more="SETTINGS = {'steps': 5, 'lr': 0.01, 'shape': 'constant', 'betas': [0.8, 0.9]}\n")
-    assert main(["train", "--task", str(path), "--lr", "0.02", "--precision", "bfloat16", "--accumulation", "2"]) == 0
+    words = ["--lr", "0.02", "--precision", "bfloat16", "--accumulation", "2", "--strategy", "fsdp"]
+    assert main(["train", "--task", str(path), *words]) == 0
     settings = json.loads((tmp_path / "out/train/small_task/config.json").read_text(encoding="utf-8"))
     assert (settings["steps"], settings["optimizer"]["lr"], settings["schedule"]["shape"]) == (5, 0.02, "constant")
     assert (settings["precision"], settings["accumulation"], settings["batch"]) == ("bfloat16", 2, 12)
+    assert settings["parallel"]["strategy"] == "fsdp"
     assert main(["train", "--task", str(path), "--lr", "0.02", "--accumulation", "2", "--precision", "float32"]) == 2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
@@ -72,6 +72,8 @@ class Train:
     """cpu, cuda or auto."""
     precision: str | None = None
     """float32, bfloat16 (autocast), or auto for bfloat16 on a GPU."""
+    strategy: Literal["ddp", "fsdp"] | None = None
+    """How ranks of torchrun share the work: ddp (unless given) keeps the model on each, fsdp divides it."""
     tensorboard: FlagCreatePairsOff[bool] = False
     """Also write TensorBoard events into the run's folder."""
     wandb: str = ""
@@ -89,7 +91,12 @@ class Train:
             if speaker() is None:
                 say(Console(), describe(Path(config.data.path)))
             require_enough_text(config)
-        return run(config, folder)
+        return run(self._divided(config), folder)
+
+    def _divided(self, config: RunConfig) -> RunConfig:
+        if self.strategy is None:
+            return config
+        return replace(config, parallel=replace(config.parallel, strategy=self.strategy))
 
     def _run_task(self, task: str) -> int:
         """Check a task, say how it is routed, and train it."""
@@ -100,7 +107,7 @@ class Train:
         config, checked = self.own.run_config(seed=self.seed, **given, **steps)
         if speaker() is None:
             introduce(Console(), config, checked)
-        return run(config, self.out or Path("out/train") / Path(task).stem)
+        return run(self._divided(config), self.out or Path("out/train") / Path(task).stem)
 
     def _changes(self) -> dict[str, Any]:
         names = ("batch", "accumulation", "checkpoint_every", "telemetry_every", "precision")
