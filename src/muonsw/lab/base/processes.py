@@ -31,7 +31,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 Tell = Callable[[Any], None]
 
-PACKAGES = ("torch", "numpy", "matplotlib", "plotly")
+PACKAGES = ("torch", "numpy", "matplotlib", "plotly", "transformers", "timm")
 POLL_SECONDS = 0.2
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 # What a job may raise as its answer; anything else is a fault of the program, and its process is not used again.

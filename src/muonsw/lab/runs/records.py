@@ -35,7 +35,7 @@ OF_NORMALIZED = ("weight_rms", "update_rms", "gradient_rms", "decay", "lr")
 DIGITS = 5
 # Seconds in which another process that adds runs to a file is done with it.
 PATIENCE = 60.0
-MADE_WITH = ("device", "torch", "muonsw")
+MADE_WITH = ("device", "torch", "muonsw", "transformers", "timm")
 
 
 class Records:
@@ -118,7 +118,7 @@ class Records:
             **({"metrics": run.metrics} if run.metrics else {}),
             "losses": [row for row in _rows(run.evals, ("loss", *run.metrics)) if row[0]],
             **_telemetry(run),
-            "made_with": {name: run.environment[name] for name in MADE_WITH if name in run.environment},
+            "made_with": {name: run.environment[name] for name in MADE_WITH if run.environment.get(name)},
         }
 
     def _run(self, line: Mapping[str, Any]) -> Run:
