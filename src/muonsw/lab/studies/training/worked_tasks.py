@@ -1,7 +1,7 @@
 """Worked tasks under both rules: does the rule carry over to other models, other data and later stages of training?
 
 `muonsw compare --task FILE --control total --record evidence/tasks.jsonl` makes the records. The claims were written
-before the runs, those about pre-training after one model of each rule had suggested them.
+when `vision.py`, `bandit.py`, and `finetune.py` from one model of each rule had been run, and before all others.
 """
 
 from __future__ import annotations
