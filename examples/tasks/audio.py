@@ -60,11 +60,12 @@ def batches(split, seed, folder="", batch=32):
 def spectrograms(folder):
     """The log-mel frames of every file, (frames, MELS), with mean 0 and variance 1 over all of them."""
     paths = sorted(Path(folder).glob("*.wav")) if folder else []
-    if len(paths) < 10:
-        raise ValueError(f"--task.folder {folder!r} has {len(paths)} files *.wav; give a folder with at least 10")
-    found = [log_mel(*read(path)) for path in paths]
+    found = [one for path in paths if len(one := log_mel(*read(path))) >= FRAMES]
+    if len(found) < 10:
+        long = f"{len(found)} files *.wav of at least {FRAMES} frames (2 seconds at 8 kHz)"
+        raise ValueError(f"--task.folder {folder!r} has {long}; give a folder with at least 10")
     everything = torch.cat(found)
-    return [(one - everything.mean()) / everything.std() for one in found if len(one) >= FRAMES]
+    return [(one - everything.mean()) / everything.std() for one in found]
 
 
 def read(path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muonsw.lab.base.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.tasks.check import check_task
 from muonsw.lab.tasks.functions import TaskConfig
@@ -48,7 +49,10 @@ def chirp(path, seed, rate=8000, seconds=4):
 
 def test_masked_frames_of_recordings_are_filled_in(tmp_path):
     for seed in range(10):
-        chirp(tmp_path / f"{seed}.wav", seed)
+        chirp(tmp_path / f"{seed}.wav", seed, seconds=4 if seed else 1)
+    with pytest.raises(UsageError, match=r"has 9 files .* of at least 64 frames"):
+        check_task(TaskConfig(str(EXAMPLES / "audio.py"), (f"folder={tmp_path}",)))
+    chirp(tmp_path / "ten.wav", 10)
     options, often = ("batch=8", "depth=1", f"folder={tmp_path}"), {"eval_every": 60, "telemetry_every": 20}
     run, notes = short_run("audio", tmp_path / "run", options, steps=60, lr=0.01, **often)
     assert notes == ()
