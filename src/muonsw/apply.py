@@ -44,12 +44,12 @@ def apply_update(group: Group, update: Update | FusedUpdate, rates: Rates) -> No
     ):
         return
     eta, phi = rates.applied(weights[0].dtype)
-    move = eta * update.scale
+    move, directions = eta * update.scale, update.stretched
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
         for some in _rounded_together(weights):
-            _apply_rounded(group, update.parts[some], weights[some], update.directions[some], move, phi, rates.ok)
+            _apply_rounded(group, update.parts[some], weights[some], directions[some], move, phi, rates.ok)
     else:
-        shrink_and_move(weights, update.directions, move, phi, group["cautious"])
+        shrink_and_move(weights, directions, move, phi, group["cautious"])
 
 
 def _apply_in_one_pass(group: Group, update: Update, weights: list[Tensor], rates: Rates) -> bool:
@@ -58,7 +58,11 @@ def _apply_in_one_pass(group: Group, update: Update, weights: list[Tensor], rate
     from muonsw.kernels.move import move
 
     motion = Motion(rates.eta, rates.phi, rates.flag, update.scale, group["cautious"])
-    return move(kernel_weights(group, update.parts, weights), update.directions, motion)
+    given, factors = kernel_weights(group, update.parts, weights), update.row_factors
+    if factors is None:
+        return move(given, update.directions, motion)
+    columns = sum(weight.numel() for weight in weights) // factors.numel()
+    return move(given, update.directions, motion, factors, columns)
 
 
 def shrink_and_move(

@@ -7,8 +7,10 @@ from torch import nn
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import MuonSW
-from muonsw.algorithms.base import advance_momentum, look_ahead
+from muonsw.algorithms.base import Update, advance_momentum, look_ahead
+from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.momentum import Precondition, advance_momenta, normalized_momentum
+from muonsw.kernels.move import move
 from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_
 from muonsw.nonfinite import Flag
 from muonsw.normalize import ADAMUON, MUON_PLUS, NORMUON
@@ -144,7 +146,7 @@ def test_a_skipped_step_leaves_all_state_and_gives_zeros(device):
         {"precondition": "equalize"},
         {"precondition": "equalize", "transposed": True, "split_dim": 1},
         {"precondition": "muon2", "orthogonalizer": "aurora"},
-        {"normalize": "normuon", "chunk_bytes": 20_000},
+        {"normalize": "normuon", "chunk_bytes": 20_000, "norm": "hyperball"},
     ],
     ids=str,
 )
@@ -152,6 +154,18 @@ def test_whole_steps(options, device, kernels_on):
     # the bound of `test_muon`; a small element of a row is divided by the root of its own square, twice
     bound = 5e-4 if options.get("normalize") != "adamuon" else 3e-3
     assert largest_difference(lambda p: muon(p, **options), device, torch.float32, kernels_on) < bound
+
+
+def test_the_move_multiplies_rows_on_its_way(device):
+    """Of a stack of blocks and a matrix, rows of 300 that blocks of a kernel cut anywhere."""
+    base, other = torch.randn(2, 40, 300, device=device), torch.randn(20, 300, device=device)
+    weights = [base[:, :20], other]
+    U, factors = torch.randn(3, 20, 300, device=device), torch.rand(3, 20, 1, device=device)
+    update = Update([], [U[:2], U[2]], row_factors=factors)
+    wanted = [w - 0.5 * d for w, d in zip(weights, update.stretched, strict=True)]
+    assert torch.equal(torch.cat([update.stretched[0], update.stretched[1][None]]), U * factors)
+    assert move(Weights(weights), update.directions, Motion(0.5, 0.0, None, 1.0, False), factors, 300)
+    assert all(torch.allclose(w, x, rtol=1e-6, atol=1e-6) for w, x in zip(weights, wanted, strict=True))
 
 
 def test_a_flag_on_the_device_skips_the_slots(device, kernels_on, monkeypatch):

@@ -34,7 +34,8 @@ class Update(NamedTuple):
     """Directions for some parts: each part moves by `-lr * scale * direction`.
 
     Where a norm rule acts, `norms` is what it knows of each part's weights, and `lengths` what it multiplies each
-    direction by.
+    direction by. `row_factors` (count, rows, 1), if any, are what the rows of all directions, which are one batch, are
+    still to be multiplied by: the kernel that moves weights does it on its way.
     """
 
     parts: list[Part]
@@ -42,13 +43,24 @@ class Update(NamedTuple):
     scale: float = 1.0
     norms: list[Norms] | None = None
     lengths: list[Tensor] | None = None
+    row_factors: Tensor | None = None
 
     @property
     def stretched(self) -> list[Tensor]:
-        """The directions in the lengths that a norm rule gives them."""
+        """The directions times their row factors, or in the lengths that a norm rule gives them."""
+        if self.row_factors is not None:
+            return _times_rows(self.directions, self.row_factors)
         if self.lengths is None:
             return self.directions
         return [U.to(length.dtype) * length for U, length in zip(self.directions, self.lengths, strict=True)]
+
+
+def _times_rows(directions: list[Tensor], factors: Tensor) -> list[Tensor]:
+    rows = factors.shape[1]
+    columns = sum(direction.numel() for direction in directions) // factors.numel()
+    counts = [direction.numel() // (rows * columns) for direction in directions]
+    pairs = zip(directions, factors.split_with_sizes(counts), strict=True)
+    return [(U.reshape(-1, rows, columns).to(own.dtype) * own).reshape(U.shape) for U, own in pairs]
 
 
 class Rates(NamedTuple):

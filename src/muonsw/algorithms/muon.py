@@ -7,7 +7,8 @@ and after it, turn Muon into its relatives (`muonsw.precondition`, `muonsw.norma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,12 +68,13 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]
     plan = chunks if torch.compiler.is_compiling() else remembered_chunks
     for bucket, regions in plan(shapes, dtypes, MatrixView.of(group), budget.chunk_bytes):
         parts = [Part(items[index], region) for index, region in regions]
-        directions = _directions(group, bucket, parts, budget)
-        yield Update(parts, directions, _scale(group, bucket.rows, bucket.columns))
+        directions, row_factors = _directions(group, bucket, parts, budget)
+        scale = _scale(group, bucket.rows, bucket.columns)
+        yield Update(parts, directions, scale, row_factors=row_factors)
 
 
-def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget) -> list[Tensor]:
-    """Orthogonalized momentum of parts with equal matrices, each in the shape of its part."""
+def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget) -> tuple[list[Tensor], Tensor | None]:
+    """Orthogonalized momentum of parts with equal matrices, each in the shape of its part; the factors of rows."""
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
     matrices = None if group["fused"] is False else _by_kernel(group, bucket, parts, grads, momenta, budget.flag)
@@ -84,9 +86,12 @@ def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget)
         matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
         if budget.flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
             matrices = matrices.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
-    if group["normalize"] is not None and not _normalized_by_kernel(group, bucket, parts, matrices, budget.flag):
-        matrices = apply_slot(NORMALIZE, group, bucket, parts, matrices, budget.ok)
-    return scatter(matrices, grads)
+    if group["normalize"] is None:
+        return scatter(matrices, grads), None
+    kernel = _normalizing_kernel(group, bucket, parts, matrices, budget)
+    if kernel is not None:
+        return scatter(matrices, grads), kernel()
+    return scatter(apply_slot(NORMALIZE, group, bucket, parts, matrices, budget.ok), grads), None
 
 
 def _by_kernel(
@@ -141,28 +146,28 @@ def _precondition_of_kernel(group: Group, bucket: Bucket, parts: list[Part]) -> 
     return None
 
 
-def _normalized_by_kernel(
-    group: Group, bucket: Bucket, parts: list[Part], directions: Tensor, flag: Flag | None
-) -> bool:
-    """Run the group's normalizer on directions in place; False, and nothing done, where there is no kernel for it."""
+def _normalizing_kernel(
+    group: Group, bucket: Bucket, parts: list[Part], directions: Tensor, budget: Budget
+) -> Callable[[], Tensor | None] | None:
+    """What runs the group's normalizer on directions in place, or gives the factors of their rows; None if none can."""
     member = NORMALIZE.member(group)
     if group["fused"] is False or not in_kernels(member) or not kernels.available(directions.device):
-        return False
+        return None
     from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_, takes
 
-    batch, options = StateBatch(MatrixView.of(group), bucket, parts, NORMALIZE.specs(group)), NORMALIZE.options(group)
-    state = [tensor for key in NORMALIZE.specs(group) for tensor in batch.matrices(key)]
+    specs, options = NORMALIZE.specs(group), NORMALIZE.options(group)
+    batch = StateBatch(MatrixView.of(group), bucket, parts, specs)
+    state = [tensor for key in specs for tensor in batch.matrices(key)]
     if not takes(directions, state) or (member is NORMUON and state[0].dtype != torch.float32):
-        return False
-    if member is NORMUON:
-        by_row = (state[0].shape[-1] == 1) != group["transposed"]
-        beta2, eps, snap = options["beta2"], options["eps"], options["snap"]
-        normuon_(directions, state, by_row=by_row, beta2=beta2, eps=eps, snap=snap, flag=flag)
-    elif member is ADAMUON:
-        adamuon_(directions, state, beta2=options["beta2"], eps=options["eps"], flag=flag)
-    else:
-        muon_plus_(directions)
-    return True
+        return None
+    hand_on = not budget.plain
+    if member is MUON_PLUS:
+        return partial(muon_plus_, directions, hand_on=hand_on)
+    shared = {"beta2": options["beta2"], "eps": options["eps"], "flag": budget.flag, "hand_on": hand_on}
+    if member is ADAMUON:
+        return partial(adamuon_, directions, state, **shared)
+    by_row = (state[0].shape[-1] == 1) != group["transposed"]
+    return partial(normuon_, directions, state, by_row=by_row, snap=options["snap"], **shared)
 
 
 def _advance(

@@ -34,10 +34,13 @@ def _move(
     blocks,
     tensors,
     directions,
+    factors,
+    columns,
     eta,
     phi,
     scale,
     bad,
+    HAS_FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ETA_ON_DEVICE: tl.constexpr,
@@ -53,6 +56,11 @@ def _move(
     owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
     first = whole_number(pointers, STATE_ROW * tensors + owner, ALIGNED)
     direction = tl.load(directions + first + offsets, mask=inside, other=0.0).to(tl.float32)
+    if HAS_FACTORS:
+        begin = first + tl.load(blocks + tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK
+        # a quotient of numbers below 2^21 by one rounded product: a half keeps it away from whole numbers
+        rows = (((begin % columns) + tl.arange(0, BLOCK)).to(tl.float32) + 0.5) * (1.0 / columns)
+        direction *= tl.load(factors + begin // columns + rows.to(tl.int32), mask=inside, other=0.0)
     write(
         pointers,
         tensors,
@@ -74,10 +82,18 @@ def _move(
     )
 
 
-def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
-    """Move weights along directions that lie one after another in memory; False, and nothing done, if they do not."""
+LONGEST_ROW = 2**20
+
+
+def move(
+    weights: Weights, directions: Sequence[Tensor], motion: Motion, row_factors: Tensor | None = None, columns: int = 1
+) -> bool:
+    """Move weights along directions that lie one after another in memory; False, and nothing done, if they do not.
+
+    Each row of so many `columns` is multiplied by its factor, if there are any, in float32.
+    """
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
-    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions):
+    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions) or columns > LONGEST_ROW:
         return False
     if weights.rounding == "nearest" and all_contiguous(weights.tensors):
         begins, sizes, companions = addresses(weights.tensors), lengths(weights.tensors), []
@@ -103,7 +119,10 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
         blocks,
         len(sizes),
         directions[0],
+        directions[0] if row_factors is None else row_factors,
+        columns,
         *scalars(motion, pointers),
+        HAS_FACTORS=row_factors is not None,
         STATE_ROW=1 + len(companions),
         **choices(weights, motion, is_aligned),
         BLOCK=BLOCK,

@@ -2,7 +2,7 @@
 
 Directions are seen as slices: the rows of a matrix, or its columns. Three launches: the squares of slices are summed
 (AdaMuon's division goes before that, in the same pass); one program for each matrix turns them into factors, and
-advances NorMuon's averages; then slices are multiplied.
+advances NorMuon's averages; then slices are multiplied, or the factors of rows are handed on.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def normuon_(
     eps: float,
     snap: bool,
     flag: Flag | None,
-) -> None:
+    hand_on: bool = False,
+) -> Tensor | None:
     """`normalize.normuon` on directions (count, rows, columns), in place.
 
     Args:
@@ -182,18 +183,29 @@ def normuon_(
         eps: what is added to divisors.
         snap: whether norms are first set to that of an orthogonal matrix.
         flag: where it forbids the step, the averages stay.
+        hand_on: whether to return the factors (count, rows, 1) of rows, and leave the multiplication to the caller.
     """
-    _normalize_slices(directions, (), averages, by_row=by_row, beta2=beta2, eps=eps, snap=snap, flag=flag)
+    return _normalize_slices(
+        directions, (), averages, by_row=by_row, beta2=beta2, eps=eps, snap=snap, flag=flag, hand_on=hand_on
+    )
 
 
-def adamuon_(directions: Tensor, averages: Sequence[Tensor], *, beta2: float, eps: float, flag: Flag | None) -> None:
+def adamuon_(
+    directions: Tensor,
+    averages: Sequence[Tensor],
+    *,
+    beta2: float,
+    eps: float,
+    flag: Flag | None,
+    hand_on: bool = False,
+) -> Tensor | None:
     """`normalize.adamuon` on directions, in place; averages are stacks of matrices in the shape of theirs."""
-    _normalize_slices(directions, averages, (), beta2=beta2, eps=eps, snap=True, flag=flag)
+    return _normalize_slices(directions, averages, (), beta2=beta2, eps=eps, snap=True, flag=flag, hand_on=hand_on)
 
 
-def muon_plus_(directions: Tensor) -> None:
+def muon_plus_(directions: Tensor, *, hand_on: bool = False) -> Tensor | None:
     """`normalize.muon_plus` on directions, in place."""
-    _normalize_slices(directions, (), (), eps=0.0, snap=True)
+    return _normalize_slices(directions, (), (), eps=0.0, snap=True, hand_on=hand_on)
 
 
 def _normalize_slices(
@@ -206,7 +218,8 @@ def _normalize_slices(
     by_row: bool = True,
     beta2: float = 0.0,
     flag: Flag | None = None,
-) -> None:
+    hand_on: bool = False,
+) -> Tensor | None:
     """Divide elements by the roots of `averages`, or slices by those of `slice_averages`, and set norms."""
     (count, rows, columns), device = directions.shape, directions.device
     slices, along, strides = (rows, columns, (columns, 1)) if by_row else (columns, rows, (1, columns))
@@ -253,4 +266,7 @@ def _normalize_slices(
         SUMS_READ=SUMS_READ,
         num_warps=WARPS,
     )
+    if hand_on and by_row:
+        return sums[..., None]
     launch_on(device, _multiply, (count * groups,), directions, sums, *sizes, **tile, num_warps=WARPS)
+    return None
