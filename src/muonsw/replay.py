@@ -29,7 +29,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.base import Rates
 from muonsw.algorithms.lion import LION
-from muonsw.algorithms.muon import MUON, in_kernels
+from muonsw.algorithms.muon import MUON, in_kernels, polar_name
 from muonsw.algorithms.sgd import SGD
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.graphs import GradientReads, recorded
@@ -327,7 +327,7 @@ def is_ours_alone(group: Group) -> bool:
         any(ALGORITHMS.get(group["algorithm"]) is known for known in OURS)
         and in_kernels(NORMALIZE.member(group))
         and in_kernels(PRECONDITION.member(group))
-        and ORTHOGONALIZERS.get(group.get("orthogonalizer", "auto")) in ITERATIONS
+        and ORTHOGONALIZERS.get(polar_name(group)) in ITERATIONS
         and group["norm"] == FREE
         and group["fused"] is not False
         and not isinstance(group["lr"], Tensor)
@@ -353,7 +353,7 @@ def obstacle(work: Sequence[Batch], nonfinite: str) -> str:
     if nonfinite == "raise":
         return "nonfinite='raise' waits for the device"
     for group in [batch.group for batch in work]:
-        if "exact" in (group.get("orthogonalizer"), group.get("aurora_polar")):
+        if polar_name(group) == "exact":
             return "orthogonalizer='exact' waits for the device"
         if group["offload"]:
             return "offload=True copies state from the host and back"

@@ -190,6 +190,12 @@ def _advance(
         torch._foreach_copy_(targets, momenta)
 
 
+def polar_name(group: Group) -> str:
+    """The name of a group's orthogonalizer; of Aurora, that of the one inside."""
+    name = group.get("orthogonalizer", "auto")
+    return str((group["aurora_polar"] or AURORA["aurora_polar"]) if name == "aurora" else name)
+
+
 def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Matrices (count, rows, columns) through the group's orthogonalizer, in a dtype."""
     name = group["orthogonalizer"]
