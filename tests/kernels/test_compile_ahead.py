@@ -7,10 +7,10 @@ from torch import nn
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import MuonSW, kernels, machine, step
-from muonsw.kernels import elementwise, finite, momentum, move, symmetric
+from muonsw.kernels import elementwise, finite, momentum, move, normalize, symmetric
 from tests.common.problems import matrices, set_gradients
 
-MODULES = (elementwise, finite, momentum, move, symmetric)
+MODULES = (elementwise, finite, momentum, move, normalize, symmetric)
 SHAPES = [(32, 32), (32, 64), (64, 32), (2, 32, 64), (24,), (24,)]
 
 
@@ -53,7 +53,7 @@ def optimizer_with_gradients(device, dtype, **options):
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"normalize": "normuon", "cautious": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"normalize": "normuon", "precondition": "muon2", "cautious": True}], ids=str)
 def test_all_that_a_step_launches_is_found_before_it_and_nothing_changes(
     dtype, options, device, kernels_on, monkeypatch
 ):
