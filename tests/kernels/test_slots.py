@@ -115,6 +115,24 @@ def test_momentum_alone_is_the_twins(form, nesterov, device):
     assert not advance_momenta([grads[3].mT], [momenta[3].mT], None, **MOMENTUM)
 
 
+@pytest.mark.parametrize("name", ["sign", "muon2"])
+def test_preconditioners_of_elements_run_on_shards_of_any_shape(name, device):
+    shapes = [(5,), (2, 40, 30), (3000,)]
+    grads, momenta, squares = ([torch.rand(s, device=device) for s in shapes] for _ in range(3))
+    after, state = [m.clone() for m in momenta], [v.clone() for v in squares]
+    advance_momentum("ema", after, grads, 0.95, None)
+    targets = [torch.empty(s, device=device) for s in shapes]
+    member, own = (SIGN, ()) if name == "sign" else (MUON2, (squares, 0.95, 1e-10))
+    options = {**MOMENTUM, "nesterov": False}
+    assert advance_momenta(grads, momenta, targets, **options, precondition=Precondition(name, *own))
+    for number, (m, a, t) in enumerate(zip(momenta, after, targets, strict=True)):
+        known = {"exp_avg_sq": state[number], "grad": grads[number]}
+        expected, new = member.apply(member.defaults, a, known)
+        assert torch.allclose(m, a, rtol=1e-6, atol=0)
+        assert torch.allclose(t, expected, rtol=1e-5, atol=0)
+        assert name == "sign" or torch.allclose(squares[number], new["exp_avg_sq"], rtol=1e-6, atol=0)
+
+
 def test_a_skipped_step_leaves_all_state_and_gives_zeros(device):
     flag = Flag(torch.ones((), device=device))
     options = {**MOMENTUM, "flag": flag}

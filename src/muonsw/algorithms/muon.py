@@ -77,7 +77,7 @@ def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget)
     """Orthogonalized momentum of parts with equal matrices, each in the shape of its part; the factors of rows."""
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    matrices = None if group["fused"] is False else _by_kernel(group, bucket, parts, grads, momenta, budget.flag)
+    matrices = _by_kernel(group, bucket, parts, grads, momenta, budget.flag)
     if matrices is None:
         ahead = empty_batch(momenta, bucket.rows, bucket.columns)
         _advance(group, grads, momenta, scatter(ahead, momenta), budget.flag)
@@ -100,13 +100,13 @@ def _by_kernel(
     """The same from a kernel that reads gradients and momenta where they lie; None where there is none for them."""
     device = grads[0].device
     iteration = ITERATIONS.get(ORTHOGONALIZERS[group["orthogonalizer"]])
-    if iteration is None or not kernels.available(device):
+    if iteration is None or not _may_use_kernels(group, grads):
         return None
     from muonsw.kernels.momentum import normalized_momentum, takes
 
     grads, momenta = _as_matrices(grads, bucket), _as_matrices(momenta, bucket)
     dtype = iteration.inner(product_dtype(group["ns_dtype"], bucket.dtype, device), device)
-    first = None if group["precondition"] is None else _precondition_of_kernel(group, bucket, parts)
+    first = None if group["precondition"] is None else _precondition_of_kernel(group, parts, bucket)
     if not takes(grads, momenta, dtype) or (first is None and group["precondition"] is not None):
         return None
     X = normalized_momentum(
@@ -129,18 +129,18 @@ def in_kernels(member: SlotMember | None) -> bool:
     return member is None or any(member is known for known in (SIGN, MUON2, EQUALIZE, NORMUON, ADAMUON, MUON_PLUS))
 
 
-def _precondition_of_kernel(group: Group, bucket: Bucket, parts: list[Part]) -> Precondition | None:
-    """What the momentum kernel is to do before the norm; None where it cannot."""
+def _precondition_of_kernel(group: Group, parts: list[Part], bucket: Bucket | None) -> Precondition | None:
+    """What a momentum kernel is to do to matrices, or without a bucket to shards; None where it cannot."""
     from muonsw.kernels.momentum import LONGEST_ROW, Precondition, are_matrices
 
-    member = PRECONDITION.member(group)
+    member, options = PRECONDITION.member(group), PRECONDITION.options(group)
     if member is SIGN:
         return Precondition("sign")
-    if member is EQUALIZE and not group["transposed"] and bucket.columns <= LONGEST_ROW:
+    if member is EQUALIZE and bucket is not None and not group["transposed"] and bucket.columns <= LONGEST_ROW:
         return Precondition("equalize")
     if member is MUON2:
-        squares = _as_matrices([part.state("exp_avg_sq") for part in parts], bucket)
-        options = PRECONDITION.options(group)
+        squares = [part.state("exp_avg_sq") for part in parts]
+        squares = squares if bucket is None else _as_matrices(squares, bucket)
         if are_matrices(squares):
             return Precondition("muon2", squares, options["beta2"], options["eps"])
     return None
@@ -151,7 +151,7 @@ def _normalizing_kernel(
 ) -> Callable[[], Tensor | None] | None:
     """What runs the group's normalizer on directions in place, or gives the factors of their rows; None if none can."""
     member = NORMALIZE.member(group)
-    if group["fused"] is False or not in_kernels(member) or not kernels.available(directions.device):
+    if not in_kernels(member) or not _may_use_kernels(group, [directions]):
         return None
     from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_, takes
 
@@ -174,13 +174,9 @@ def _advance(
     group: Group, grads: list[Tensor], momenta: list[Tensor], targets: list[Tensor] | None, flag: Flag | None
 ) -> None:
     """Advance momenta in place, and write what is to be orthogonalized to `targets`, if there are any."""
+    if _advance_by_kernel(group, grads, momenta, targets, flag):
+        return
     form, beta, nesterov, maximize = (group[key] for key in ("momentum_form", "momentum", "nesterov", "maximize"))
-    if group["fused"] is not False and kernels.available(grads[0].device):
-        from muonsw.kernels.momentum import advance_momenta
-
-        options = {"form": form, "beta": beta, "nesterov": nesterov, "maximize": maximize, "flag": flag}
-        if advance_momenta(grads, momenta, targets, **options):
-            return
     ok = None if flag is None else flag.ok
     grads = clean(grads, momenta, maximize, ok)
     advance_momentum(form, momenta, grads, beta, ok)
@@ -188,6 +184,36 @@ def _advance(
         look_ahead(form, momenta, grads, beta, out=targets)
     elif targets is not None:
         torch._foreach_copy_(targets, momenta)
+
+
+def _advance_by_kernel(
+    group: Group,
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    targets: list[Tensor] | None,
+    flag: Flag | None,
+    precondition: Precondition | None = None,
+) -> bool:
+    """The same by a kernel, and what it can do of the preconditioner; False, and nothing done, where it cannot."""
+    if not _may_use_kernels(group, grads):
+        return False
+    from muonsw.kernels.momentum import advance_momenta
+
+    return advance_momenta(
+        grads,
+        momenta,
+        targets,
+        form=group["momentum_form"],
+        beta=group["momentum"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        flag=flag,
+        precondition=precondition,
+    )
+
+
+def _may_use_kernels(group: Group, tensors: list[Tensor]) -> bool:
+    return group["fused"] is not False and bool(tensors) and kernels.available(tensors[0].device)
 
 
 def polar_name(group: Group) -> str:
@@ -234,8 +260,13 @@ def _as_matrices(tensors: list[Tensor], bucket: Bucket) -> list[Tensor]:
 
 def _advance_parts(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
     momenta = [part.state("momentum_buffer") for part in parts]
-    grads = [part.grad for part in parts]
-    _advance(group, grads, momenta, targets, None if ok is None else Flag.from_ok(ok))
+    grads, flag = [part.grad for part in parts], None if ok is None else Flag.from_ok(ok)
+    first = None
+    if _runs_on_shards(group) and _may_use_kernels(group, grads):
+        first = _precondition_of_kernel(group, parts, None)
+    if first is not None and _advance_by_kernel(group, grads, momenta, targets, flag, first):
+        return
+    _advance(group, grads, momenta, targets, flag)
     if _runs_on_shards(group):
         _precondition_shards(group, parts, targets, ok)
 

@@ -74,6 +74,32 @@ def _advance_block(
     return g, ahead
 
 
+@triton.jit
+def _precondition(
+    ahead,
+    g,
+    pointers,
+    entry,
+    offsets,
+    live,
+    gain2,
+    eps,
+    PRECONDITION: tl.constexpr,
+    SQUARES: tl.constexpr,
+    GAIN2_SMALL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """What a preconditioner makes of each element; the average squares of Muon^2 are those of an entry of the table."""
+    if PRECONDITION == SIGN:
+        ahead = (ahead > 0).to(tl.float32) - (ahead < 0).to(tl.float32)
+    if PRECONDITION == MUON2:
+        squares = start(pointers, entry, SQUARES, ALIGNED)
+        v = lerp(tl.load(squares + offsets, mask=live, other=0.0).to(tl.float32), g * g, gain2, GAIN2_SMALL)
+        tl.store(squares + offsets, v.to(SQUARES), mask=live)
+        ahead = tl.where(live, ahead / (tl.sqrt(v) + eps), 0.0)
+    return ahead
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _advance(
     pointers,
@@ -125,13 +151,20 @@ def _advance(
         BETA_SMALL,
         MOMENTUM,
     )
-    if PRECONDITION == SIGN:
-        ahead = (ahead > 0).to(tl.float32) - (ahead < 0).to(tl.float32)
-    if PRECONDITION == MUON2:
-        squares = start(pointers, 2 * matrices + matrix, SQUARES, ALIGNED)
-        v = lerp(tl.load(squares + offsets, mask=live, other=0.0).to(tl.float32), g * g, gain2, GAIN2_SMALL)
-        tl.store(squares + offsets, v.to(SQUARES), mask=live)
-        ahead = tl.where(live, ahead / (tl.sqrt(v) + eps), 0.0)
+    ahead = _precondition(
+        ahead,
+        g,
+        pointers,
+        2 * matrices + matrix,
+        offsets,
+        live,
+        gain2,
+        eps,
+        PRECONDITION,
+        SQUARES,
+        GAIN2_SMALL,
+        ALIGNED,
+    )
 
     # the exponent of the largest entry, kept where its power of two and the inverse are ordinary numbers
     largest = tl.max(tl.abs(ahead), axis=0)
@@ -196,6 +229,8 @@ def _advance_only(
     bad,
     beta,
     gain,
+    gain2,
+    eps,
     HAS_FLAG: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     EMA: tl.constexpr,
@@ -204,6 +239,9 @@ def _advance_only(
     BETA_SMALL: tl.constexpr,
     GRAD: tl.constexpr,
     MOMENTUM: tl.constexpr,
+    PRECONDITION: tl.constexpr,
+    SQUARES: tl.constexpr,
+    GAIN2_SMALL: tl.constexpr,
     TARGET: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -212,11 +250,12 @@ def _advance_only(
     owner = tl.load(blocks + program)
     offsets = tl.load(blocks + tl.num_programs(0) + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = whole_number(sizes, owner, ALIGNED)
-    _, ahead = _advance_block(
+    live = offsets < limit(size, bad, HAS_FLAG)
+    g, ahead = _advance_block(
         start(pointers, owner, GRAD, ALIGNED),
         start(pointers, tensors + owner, MOMENTUM, ALIGNED),
         offsets,
-        offsets < limit(size, bad, HAS_FLAG),
+        live,
         beta,
         gain,
         MAXIMIZE,
@@ -226,8 +265,14 @@ def _advance_only(
         BETA_SMALL,
         MOMENTUM,
     )
+    last = 2 * tensors + owner
+    ahead = _precondition(
+        ahead, g, pointers, last, offsets, live, gain2, eps, PRECONDITION, SQUARES, GAIN2_SMALL, ALIGNED
+    )
+    if PRECONDITION == MUON2:
+        last += tensors
     if TARGET is not None:
-        targets = start(pointers, 2 * tensors + owner, TARGET, ALIGNED)
+        targets = start(pointers, last, TARGET, ALIGNED)
         tl.store(targets + offsets, ahead.to(TARGET), mask=offsets < size)
 
 
@@ -300,7 +345,7 @@ def normalized_momentum(
     sums = torch.empty(count, blocks, dtype=torch.float32, device=device)
     exponents = torch.empty(count, blocks, dtype=torch.int32, device=device)
     pointers, is_aligned = table(matrices, device)
-    scalars, choices = _momentum_arguments(form, beta, nesterov, maximize, flag, grads, momenta)
+    scalars, choices = _momentum_arguments(form, beta, nesterov, maximize, flag, grads, momenta, given)
     launch_on(
         device,
         _advance,
@@ -311,15 +356,10 @@ def normalized_momentum(
         exponents,
         flag_or(flag, out),
         *scalars,
-        1 - given.beta2,
-        given.eps,
         numel,
         length,
         blocks,
         **choices,
-        PRECONDITION=PRECONDITIONS.get(given.name, 0),
-        SQUARES=DTYPES[given.squares[0].dtype] if given.squares else None,
-        GAIN2_SMALL=1 - given.beta2 < 0.5,
         ALIGNED=is_aligned,
         BLOCK=block,
         num_warps=WARPS if block <= BLOCK else 2 * WARPS,
@@ -353,18 +393,21 @@ def advance_momenta(
     nesterov: bool,
     maximize: bool,
     flag: Flag | None,
+    precondition: Precondition | None = None,
 ) -> bool:
     """Advance momenta of any shapes in place, and write directions to targets; False, and nothing done, if it cannot.
 
-    Args are those of `normalized_momentum`; targets, if any, have the shapes of the momenta and one dtype.
+    Args are those of `normalized_momentum`; targets, if any, have the shapes of the momenta and one dtype. A
+    preconditioner of rows is none here.
     """
-    pieces = _contiguous_pieces([grads, momenta, *([] if targets is None else [targets])])
+    given = precondition or Precondition("")
+    pieces = _contiguous_pieces([grads, momenta, *(tensors for tensors in (given.squares, targets) if tensors)])
     if pieces is None:
         return False
     device, sizes = grads[0].device, lengths(pieces[0])
     pointers, is_aligned = table((*map(addresses, pieces), sizes), device)
     blocks = block_map(sizes, BLOCK, device)
-    scalars, choices = _momentum_arguments(form, beta, nesterov, maximize, flag, grads, momenta)
+    scalars, choices = _momentum_arguments(form, beta, nesterov, maximize, flag, grads, momenta, given)
     launch_on(
         device,
         _advance_only,
@@ -392,10 +435,11 @@ def _momentum_arguments(
     flag: Flag | None,
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
-) -> tuple[tuple[float, float], dict[str, object]]:
+    given: Precondition,
+) -> tuple[tuple[float, ...], dict[str, object]]:
     """The scalars of a momentum kernel, and what it is compiled for."""
-    gain = 1 - beta if form == "ema" else 1.0
-    return (beta, gain), {
+    gain, gain2 = 1 - beta if form == "ema" else 1.0, 1 - given.beta2
+    return (beta, gain, gain2, given.eps), {
         "HAS_FLAG": flag is not None,
         "MAXIMIZE": maximize,
         "EMA": form == "ema",
@@ -404,6 +448,9 @@ def _momentum_arguments(
         "BETA_SMALL": beta < 0.5,
         "GRAD": DTYPES[grads[0].dtype],
         "MOMENTUM": DTYPES[momenta[0].dtype],
+        "PRECONDITION": PRECONDITIONS.get(given.name, 0),
+        "SQUARES": DTYPES[given.squares[0].dtype] if given.squares else None,
+        "GAIN2_SMALL": gain2 < 0.5,
     }
 
 
