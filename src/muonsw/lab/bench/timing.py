@@ -49,13 +49,18 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
+# How long the GPU is kept busy, some 10 ms, while the host launches what is timed.
+CYCLES_ASLEEP = 20_000_000
+
+
 def device_milliseconds(work: Callable[[], object], repeats: int = 5, calls: int = 10) -> float:
-    """Median time of a call on the GPU, of calls back to back so that launching them is hidden."""
+    """Median time of a call on the GPU, of calls that wait in its queue until all of them are launched."""
     for _ in range(WARMING_ROUNDS):
         work()
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(CYCLES_ASLEEP)  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(calls):
             work()
