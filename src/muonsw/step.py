@@ -51,7 +51,9 @@ BeforeUpdate = Callable[[list[Batch], list[Rates]], None]
 
 CPU_CHUNK_BYTES = 4 * 2**20
 ACCELERATOR_CHUNK_BYTES = 9 * 2**26
-REPLAYED_CHUNK_BYTES = 2**27
+# Little, since a graph keeps it, and just so much that products fill a GPU: of 24 matrices of 768 x 2048 those with one
+# triangle have 504 tiles, and an H200 computes 264 at a time (with 16 matrices a third of the time was waiting).
+REPLAYED_CHUNK_BYTES = 9 * 2**24
 
 
 def take_step(optimizer: ScaledDecayOptimizer) -> None:
