@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import DTYPES, flag_or, lerp, limit, start
+from muonsw.kernels.common import DTYPES, by_four, flag_or, lerp, limit, start
 from muonsw.kernels.momentum import are_matrices, matrix_addresses
 from muonsw.kernels.tables import table
 from muonsw.nonfinite import Flag
@@ -56,7 +56,10 @@ def _sum_squares(
     ALONG: tl.constexpr,
 ):
     matrix, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-    first = directions + matrix.to(tl.int64) * area
+    first = directions
+    if DIVIDE:  # which also reads state, in float32 as a rule
+        first = by_four(directions)
+    first += matrix.to(tl.int64) * area
     total = tl.zeros((SLICES, ALONG), dtype=tl.float32)
     for begin in range(0, along, ALONG):
         offsets, inside = _tile(group, begin, slices, along, slice_stride, step, SLICES, ALONG)
@@ -157,6 +160,7 @@ def takes(directions: Tensor, state: Sequence[Tensor]) -> bool:
     return (
         directions.dtype in DTYPES
         and directions.is_contiguous()
+        and directions.data_ptr() % 16 == 0
         and directions[0].numel() < 2**31
         and (not state or are_matrices(state))
     )
