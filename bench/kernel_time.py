@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import base
-from muonsw.kernels import adamw, elementwise, finite, momentum, move
+from muonsw.kernels import adamw, common, elementwise, finite, momentum, move
 from muonsw.kernels import normalize as normalize_kernels
 from muonsw.kernels.symmetric import Tiles, symmetric_product
 from muonsw.lab.bench.timing import device_milliseconds as milliseconds
@@ -97,8 +97,9 @@ def products(shape: tuple[int, int, int], turned: bool, tiles: Tiles | None) -> 
     }
 
 
-def passes(block: int, warps: int) -> dict:
+def passes(block: int, warps: int, by_four: bool = True) -> dict:
     """The passes over memory: milliseconds and TB/s."""
+    common.MIXED_BY_FOUR = by_four
     momentum.BLOCK = elementwise.BLOCK = move.BLOCK = block
     finite.BLOCK_BYTES = 4 * block
     momentum.WARPS = elementwise.WARPS = move.WARPS = finite.WARPS = warps
@@ -161,7 +162,7 @@ def passes(block: int, warps: int) -> dict:
 
 def low_precision(block: int, warps: int, by_four: bool) -> dict:
     """AdamW of bfloat16 weights and gradients with float32 state, stochastic rounding; and torch's, all in bfloat16."""
-    elementwise.BLOCK, elementwise.WARPS, elementwise.MIXED_BY_FOUR = block, warps, by_four
+    elementwise.BLOCK, elementwise.WARPS, common.MIXED_BY_FOUR = block, warps, by_four
     shape, some = (16, 1024, 2816), range(5)
     weights, grads = ([torch.randn(shape, device="cuda").bfloat16() for _ in some] for _ in range(2))
     averages, squares = ([torch.rand(shape, device="cuda") for _ in some] for _ in range(2))
@@ -262,10 +263,11 @@ def main() -> None:
 
     for block, warps in ((4096, 8), (2048, 8), (2048, 4), (1024, 4), (4096, 4)):
         add("passes", f"passes {block} {warps}", lambda b=block, w=warps: passes(b, w))
+    add("passes", "passes 2048 4, widths as they are", lambda: passes(2048, 4, False))
     for variant in ((2048, 4, False), (2048, 4, True), (1024, 4, True), (4096, 8, True), (4096, 4, True)):
         add("bfloat16", f"bfloat16 {variant}", lambda v=variant: low_precision(*v))
     momentum.BLOCK, momentum.WARPS = move.BLOCK, move.WARPS = elementwise.BLOCK, elementwise.WARPS = 2048, 4
-    elementwise.MIXED_BY_FOUR, finite.BLOCK_BYTES, finite.WARPS = True, 8192, 4
+    common.MIXED_BY_FOUR, finite.BLOCK_BYTES, finite.WARPS = True, 8192, 4
     for tile in ((16, 256, 4), (8, 256, 4), (32, 128, 4), (8, 512, 4), (32, 256, 8)):
         add("slots", f"slots {tile}", lambda t=tile: slots(*t))
     for sizes in ((32768, 256, 768, 4096), (65536, 256, 768, 50304), (65536, 1024, 2816, 50304)):

@@ -31,6 +31,16 @@ def scalar(value, ON_DEVICE: tl.constexpr):
     return number
 
 
+# Whether kernels that read tensors of several widths read as many elements of each at a time.
+MIXED_BY_FOUR = True
+
+
+def alignment(is_aligned: bool, *tensors: Tensor) -> int:
+    """What `ALIGNED` is for a kernel that reads such tensors."""
+    mixed = MIXED_BY_FOUR and len({tensor.element_size() for tensor in tensors}) > 1
+    return BY_FOUR.value if is_aligned and mixed else int(is_aligned)
+
+
 def flag_or(flag: Flag | None, unused: Tensor) -> Tensor:
     """A flag as a kernel takes it, or any tensor where there is none."""
     return unused if flag is None else flag.bad

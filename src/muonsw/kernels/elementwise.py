@@ -17,11 +17,11 @@ from torch import Tensor
 
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import (
-    BY_FOUR,
     DTYPES,
     KAHAN,
     ROUNDINGS,
     STOCHASTIC,
+    alignment,
     flag_or,
     limit,
     scalar,
@@ -36,8 +36,6 @@ from muonsw.work import all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4
-# Whether kernels that read tensors of two widths read them alike.
-MIXED_BY_FOUR = True
 
 
 class Motion(NamedTuple):
@@ -127,8 +125,7 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) 
     rows = (addresses(weights.tensors), *companions, *map(addresses, state), sizes)
     pointers, is_aligned = table(rows, device, loose_rows(weights))
     blocks = block_map(sizes, BLOCK, device)
-    dtypes = {weights.tensors[0].dtype, *(tensors[0].dtype for tensors in state if tensors[0].dim())}
-    by_four = is_aligned and len({dtype.itemsize for dtype in dtypes}) > 1
+    first = [weights.tensors[0], *(tensors[0] for tensors in state if tensors[0].dim())]  # without counters
     launch_on(
         device,
         kernel,
@@ -142,7 +139,7 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) 
         STATE_ROW=1 + len(companions),
         GRAD=DTYPES[state[0][0].dtype],
         **options,
-        **choices(weights, motion, BY_FOUR.value if by_four and MIXED_BY_FOUR else is_aligned),
+        **choices(weights, motion, alignment(is_aligned, *first)),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -173,7 +170,7 @@ def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Ten
     return motion.eta, motion.phi, motion.scale, flag_or(motion.flag, unused)
 
 
-def choices(weights: Weights, motion: Motion, is_aligned: object) -> dict[str, object]:
+def choices(weights: Weights, motion: Motion, aligned: int) -> dict[str, object]:
     """What a kernel is compiled for."""
     dtype = weights.tensors[0].dtype
     info = torch.finfo(dtype)
@@ -186,5 +183,5 @@ def choices(weights: Weights, motion: Motion, is_aligned: object) -> dict[str, o
         "WEIGHT": DTYPES[dtype],
         "EPS": info.eps,
         "SMALLEST": info.smallest_normal,
-        "ALIGNED": is_aligned,
+        "ALIGNED": aligned,
     }

@@ -19,7 +19,19 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import DTYPES, advance, flag_or, lerp, limit, look_ahead, start, whole_number
+from muonsw.kernels.common import (
+    BY_FOUR,
+    DTYPES,
+    advance,
+    alignment,
+    by_four,
+    flag_or,
+    lerp,
+    limit,
+    look_ahead,
+    start,
+    whole_number,
+)
 from muonsw.kernels.tables import addresses, block_map, lengths, table
 from muonsw.nonfinite import Flag
 from muonsw.work import all_contiguous, one_dtype
@@ -178,6 +190,8 @@ def _advance(
     else:
         tl.store(exponents + place, exponent)
     tl.store(sums + place, square)
+    if ALIGNED == BY_FOUR:
+        out = by_four(out)
     tl.store(out + matrix.to(tl.int64) * numel + offsets, ahead.to(out.dtype.element_ty), mask=inside)
 
 
@@ -360,7 +374,7 @@ def normalized_momentum(
         length,
         blocks,
         **choices,
-        ALIGNED=is_aligned,
+        ALIGNED=alignment(is_aligned, out, *(tensors[0] for tensors in (grads, momenta, given.squares) if tensors)),
         BLOCK=block,
         num_warps=WARPS if block <= BLOCK else 2 * WARPS,
     )
@@ -420,7 +434,7 @@ def advance_momenta(
         *scalars,
         **choices,
         TARGET=None if targets is None else DTYPES[targets[0].dtype],
-        ALIGNED=is_aligned,
+        ALIGNED=alignment(is_aligned, *(tensors[0] for tensors in pieces)),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

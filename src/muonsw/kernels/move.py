@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import DTYPES, whole_number
+from muonsw.kernels.common import BY_FOUR, DTYPES, alignment, by_four, whole_number
 from muonsw.kernels.elementwise import (
     BLOCK,
     WARPS,
@@ -55,6 +55,8 @@ def _move(
 ):
     owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
     first = whole_number(pointers, STATE_ROW * tensors + owner, ALIGNED)
+    if ALIGNED == BY_FOUR:
+        directions = by_four(directions)
     direction = tl.load(directions + first + offsets, mask=inside, other=0.0).to(tl.float32)
     if HAS_FACTORS:
         begin = first + tl.load(blocks + tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK
@@ -109,6 +111,7 @@ def move(
     first = [0, *accumulate(sizes[:-1])]
     device = directions[0].device
     pointers, is_aligned = table((begins, *companions, first, sizes), device, loose_rows(weights))
+    is_aligned &= directions[0].data_ptr() % 16 == 0
     blocks = block_map(sizes, BLOCK, device)
     launch_on(
         device,
@@ -124,7 +127,7 @@ def move(
         *scalars(motion, pointers),
         HAS_FACTORS=row_factors is not None,
         STATE_ROW=1 + len(companions),
-        **choices(weights, motion, is_aligned),
+        **choices(weights, motion, alignment(is_aligned, weights.tensors[0], directions[0])),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
