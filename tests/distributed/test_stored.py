@@ -1,0 +1,136 @@
+"""State in 8 bits over shards: the codes of one process on any number of ranks, saved on one and loaded on another."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from muonsw import MuonSW
+from tests.distributed.pool import CaseError
+from tests.distributed.problems import group_of, mesh_of
+
+# Cut unevenly, with an empty shard on four ranks, and three-dimensional.
+SHAPES = [(37, 128), (3, 2048), (9, 16, 64)]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def build(algorithm, mesh=None, axis=0, **options):
+    torch.manual_seed(0)
+    values = [torch.randn(shape) for shape in SHAPES]
+    if mesh is not None:
+        values = [distribute_tensor(value, mesh, [Shard(axis)]) for value in values]
+    group = {"params": [nn.Parameter(value) for value in values], "algorithm": algorithm, "matrix": "stack"}
+    return MuonSW([group], lr=0.01, weight_decay=0.1, ns_dtype="float32", state_dtype="int8", **options)
+
+
+def steps(optimizer, first, count):
+    for step in range(first, first + count):
+        for number, param in enumerate(optimizer.param_groups[0]["params"]):
+            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            sharded = isinstance(param, DTensor)
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements) if sharded else grad
+        optimizer.step()
+
+
+def differences(optimizer, alone):
+    """The keys in which two states differ, and by how much weights do."""
+    pairs = list(zip(optimizer.param_groups[0]["params"], alone.param_groups[0]["params"], strict=True))
+    found = []
+    for param, other in pairs:
+        mine, theirs = optimizer.state[param], alone.state[other]
+        assert mine.keys() == theirs.keys()
+        found += [key for key in mine if not torch.equal(whole(mine[key]), whole(theirs[key]))]
+    return found, max((whole(p) - whole(o)).abs().max().item() for p, o in pairs)
+
+
+def beside_one_process(algorithm, *, on_owner=False, **options):
+    owned = {"process_group": dist.group.WORLD, "momentum_on_owner": True} if on_owner else {}
+    optimizer = build(algorithm, None if on_owner else mesh_of(4), **owned, **options)
+    alone = build(algorithm, **options)
+    steps(optimizer, 0, 3)
+    steps(alone, 0, 3)
+    optimizer.gather_state()
+    return differences(optimizer, alone)
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [
+    ("adamw", {}), ("lion", {}), ("muon", {}), ("muon", {"on_owner": True}), ("muon", {"normalize": "adamuon"}),
+], ids=str)  # fmt: skip
+def test_shards_along_the_first_axis_have_the_codes_of_one_process(pool, algorithm, options):
+    """Of momentum; what is averaged from directions differs where these are summed in another order."""
+    for keys, distance in pool.run(beside_one_process, algorithm, **options):
+        assert [key for key in keys if "direction" not in key] == []
+        assert distance < (1e-3 if "normalize" in options else 1e-5)
+
+
+def saved(folder, algorithm):
+    optimizer = build(algorithm, mesh_of(4))
+    steps(optimizer, 0, 2)
+    dcp.save({"optimizer": optimizer.state_dict()["state"]}, checkpoint_id=folder)
+
+
+def resumed(folder, algorithm, ranks):
+    mesh, group = mesh_of(ranks), group_of(ranks)
+    if group is None:
+        return [], 0.0
+    optimizer, alone = build(algorithm, mesh), build(algorithm)
+    steps(optimizer, 0, 1)
+    found = optimizer.state_dict()
+    dcp.load({"optimizer": found["state"]}, checkpoint_id=folder, process_group=group)
+    steps(alone, 0, 2)
+    with torch.no_grad():
+        for param, other in zip(optimizer.param_groups[0]["params"], alone.param_groups[0]["params"], strict=True):
+            param.copy_(distribute_tensor(other.detach(), mesh, [Shard(0)]))
+    optimizer.load_state_dict(found)
+    steps(optimizer, 2, 2)
+    steps(alone, 2, 2)
+    return differences(optimizer, alone)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, algorithm):
+    pool.run(saved, str(tmp_path / "checkpoint"), algorithm)
+    for ranks in (4, 2, 1):
+        for keys, distance in pool.run(resumed, str(tmp_path / "checkpoint"), algorithm, ranks):
+            assert keys == []
+            assert distance < 1e-5
+
+
+def along_the_second_axis():
+    optimizer, alone = build("adamw", mesh_of(2), axis=1), build("adamw")
+    steps(optimizer, 0, 2)
+    steps(alone, 0, 2)
+    return differences(optimizer, alone)[1]
+
+
+def test_shards_that_cut_through_blocks_are_refused(pool):
+    """37 x 128 is one block a row, which two ranks would halve."""
+    with pytest.raises(CaseError, match=r"blocks of 128 along its rows, through which .*Shard\(dim=1\).* cuts"):
+        pool.run(along_the_second_axis)
+
+
+def from_float_state_and_back():
+    """torch's float states are encoded where the shards are; codes become float32 again in mid-run."""
+    optimizer, alone = (
+        MuonSW([{"params": one.param_groups[0]["params"], "algorithm": "adamw"}], lr=0.01, weight_decay=0.1)
+        for one in (build("adamw", mesh_of(4)), build("adamw"))
+    )
+    for one in (optimizer, alone):
+        steps(one, 0, 1)
+        for dtype in ("int8", "float32", "int8"):
+            state = one.state_dict()
+            state["param_groups"][0]["state_dtype"] = dtype
+            one.load_state_dict(state)
+            steps(one, 1, 1)
+    return differences(optimizer, alone)
+
+
+def test_float_states_load_as_codes_and_the_reverse(pool):
+    for keys, distance in pool.run(from_float_state_and_back):
+        assert keys == []
+        assert distance < 1e-6
