@@ -40,7 +40,7 @@ def wide_and_narrow(rows=16, columns=512, seed=0):
 def test_a_decoded_number_is_one_of_its_two_neighbours(dtype, noisy):
     """With t = |x|/s between (k/N)^4 and ((k+1)/N)^4: half that gap away at most, or all of it with noise."""
     x = wide_and_narrow() if dtype == torch.int8 else wide_and_narrow().square()
-    noise = Noise(torch.tensor(3, dtype=torch.int32), 0) if noisy else None
+    noise = Noise(torch.tensor(3.0), 7) if noisy else None
     codes, scale = stored(x, dtype, noise)
     found, x, s = decode(codes, scale).double(), x.double(), scale.double().repeat_interleave(256, 1)
     below = (LEVELS[dtype] * (x.abs() / s) ** 0.25).floor().clamp(max=LEVELS[dtype] - 1)
@@ -57,7 +57,7 @@ def test_a_decoded_number_is_one_of_its_two_neighbours(dtype, noisy):
 def test_noise_keeps_the_mean():
     """The mean of 4,000 roundings is within five standard errors, whatever the number; to nearest it is not."""
     x = torch.linspace(1e-4, 1, 256).repeat(16, 1)
-    every = torch.stack([decode(*stored(x, noise=Noise(torch.tensor(n, dtype=torch.int32), 0))) for n in range(250)])
+    every = torch.stack([decode(*stored(x, noise=Noise(torch.tensor(float(n)), 7))) for n in range(250)])
     every = every.view(4000, 256)
     error = (every.double().mean(0) - x[0]).abs()
     assert (error <= 5 * every.double().std(0) / 4000**0.5 + 1e-7).all()

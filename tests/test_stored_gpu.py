@@ -54,7 +54,7 @@ def test_codes_are_the_same_on_every_device():
     found = []
     for device in ("cpu", "cuda"):
         codes, scale = torch.zeros(x.shape, dtype=torch.int8, device=device), torch.zeros(scale_shape(x), device=device)
-        encode(x.to(device), codes, scale, Noise(torch.tensor(5, dtype=torch.int32, device=device), 7))
+        encode(x.to(device), codes, scale, Noise(torch.tensor(5.0, device=device), 7, 9))
         found.append((codes.cpu(), scale.cpu(), decode(codes, scale).cpu()))
     assert all(map(torch.equal, *found))
 

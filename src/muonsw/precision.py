@@ -23,6 +23,9 @@ AUTO = "auto"
 # A name of no dtype in which anything is computed: state in 8 bits by block (`muonsw.stored`).
 INT8 = "int8"
 
+# What the key of its scales has behind the key of a tensor of state in 8 bits.
+SCALE = "_scale"
+
 
 def dtype_name(dtype: torch.dtype | str) -> str:
     """The name under which a param group stores a dtype."""

@@ -18,10 +18,9 @@ from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.shards import held_state, is_dtensor, local, put_state_like, shard_like, zeros_like_state
 from muonsw.matrices import MatrixView
-from muonsw.precision import INT8, LOW_PRECISION, state_dtype
+from muonsw.precision import INT8, LOW_PRECISION, SCALE, state_dtype
 from muonsw.slots import wide_dtype
 from muonsw.stored import (
-    SCALE,
     STORED,
     average_keys,
     code_dtype,

@@ -20,15 +20,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonsw import kernels
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, position
 from muonsw.matrices import Part, Region
 from muonsw.offload import HostCopies
-from muonsw.precision import INT8, mix, stochastic_round, uniform_hash
+from muonsw.precision import INT8, SCALE, mix, stochastic_round, uniform_hash
 from muonsw.work import Group, Item
 
 # The values of `state_dtype` with which state is kept in another form.
@@ -38,8 +40,6 @@ BLOCK, SHORTEST_BLOCK = 256, 16
 
 # Parameters with fewer elements keep float32: norms and biases need it, and have little state.
 SMALLEST = 4096
-
-SCALE = "_scale"
 
 # The largest code by dtype; zero is zero.
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
@@ -134,17 +134,44 @@ def refuse_shards(name: str, group: Group, param: Tensor) -> None:
         )
 
 
-def encode(x: Tensor, codes: Tensor, scale: Tensor, noise: Noise | None = None) -> None:
-    """Write a float tensor as codes and scales: to the nearest code, or up or down with the odds that keep the mean."""
+def encode(
+    x: Tensor, codes: Tensor, scale: Tensor, noise: Noise | None = None, ok: Tensor | None = None, *, fused: bool = True
+) -> None:
+    """Write a float tensor as codes and scales, unless `ok` is false.
+
+    To the nearest code, or with noise up or down with the odds that keep the mean.
+    """
+    x = x.reshape(codes.shape).float()
+    if fused and _has_kernel(codes, scale):
+        from muonsw.kernels import stored
+
+        stored.encode(x, codes, scale, _LEVELS[codes.dtype], noise, ok)
+    elif ok is None:
+        _encode_rows(x, codes, scale, noise)
+    else:
+        after = torch.empty_like(codes), torch.empty_like(scale)
+        _encode_rows(x, *after, noise)
+        codes.copy_(torch.where(ok, after[0], codes))
+        scale.copy_(torch.where(ok, after[1], scale))
+
+
+def _has_kernel(codes: Tensor, scale: Tensor) -> bool:
+    if not kernels.available(codes.device):
+        return False
+    from muonsw.kernels.stored import takes
+
+    return takes(codes, scale)
+
+
+def _encode_rows(x: Tensor, codes: Tensor, scale: Tensor, noise: Noise | None) -> None:
     rows = _in_blocks(codes, scale)
-    x, row = x.reshape(rows.shape), math.prod(rows.shape[1:])
+    x, row = x.view(rows.shape), math.prod(rows.shape[1:])
     step = max(1, _AT_A_TIME.get(x.device.type, 2**26) // row)
     for start in range(0, rows.shape[0], step):
         some = slice(start, start + step)
-        part = x[some].float()
-        chances = None if noise is None else noise.of(part.shape, start * row)
-        scale[some] = part.abs().amax(-1)
-        rows[some] = _codes(part, scale[some, :, None], codes.dtype, chances)
+        chances = None if noise is None else noise.of(x[some].shape, start * row)
+        scale[some] = x[some].abs().amax(-1)
+        rows[some] = _codes(x[some], scale[some, :, None], codes.dtype, chances)
 
 
 def _in_blocks(x: Tensor, scale: Tensor) -> Tensor:
@@ -167,23 +194,46 @@ def _fourth(x: Tensor) -> Tensor:
     return square.mul_(square)
 
 
-def decode(codes: Tensor, scale: Tensor) -> Tensor:
+def decode(codes: Tensor, scale: Tensor, *, fused: bool = True) -> Tensor:
     """The float32 values of codes, in their shape."""
+    if fused and _has_kernel(codes, scale):
+        from muonsw.kernels import stored
+
+        return stored.decode(codes, scale, _LEVELS[codes.dtype])
     x = codes.to(torch.float32).div_(_LEVELS[codes.dtype])
     power = torch.copysign(_fourth(x), x)
     return _in_blocks(power, scale).mul_(scale[:, :, None]).view(codes.shape)
 
 
-class Noise:
+def round_bfloat16(x: Tensor, rounded: Tensor, noise: Noise, ok: Tensor | None, *, fused: bool = True) -> None:
+    """Write a float tensor as bfloat16, up or down with the odds that keep the mean, unless `ok` is false."""
+    x = x.float()
+    if fused and kernels.available(x.device) and x.is_contiguous() and rounded.is_contiguous():
+        from muonsw.kernels import stored
+
+        stored.round_bfloat16(x, rounded, noise, ok)
+        return
+    after = stochastic_round(x, torch.bfloat16, noise.seed, origin=noise.origin)
+    rounded.copy_(after if ok is None else torch.where(ok, after, rounded))
+
+
+class Noise(NamedTuple):
     """Numbers in [0, 1) for each element of a tensor of state at a step.
 
-    Args:
-        seed: an int32 scalar on the device of the state.
+    Attributes:
+        counter: the number of the step, on the device of the state.
+        key: a number for this tensor of state, whatever the step.
         origin: the position in the whole parameter at which this rank's shard begins.
     """
 
-    def __init__(self, seed: Tensor, origin: int) -> None:
-        self.seed, self.origin = seed, origin
+    counter: Tensor
+    key: int
+    origin: int = 0
+
+    @property
+    def seed(self) -> Tensor:
+        """Step and key as an int32 scalar."""
+        return mix(self.counter.to(torch.int32) ^ self.key)
 
     def of(self, shape: torch.Size, start: int) -> Tensor:
         """The numbers of the elements from `start` on."""
@@ -218,7 +268,10 @@ class StoredState(dict[str, Tensor]):
 
     def _decoded(self, key: str) -> Tensor:
         kept, param = self._on_device(key), self._item.param
-        value = decode(kept, self._on_device(f"{key}{SCALE}")) if is_code(kept) else kept.float()
+        if is_code(kept):
+            value = decode(kept, self._on_device(f"{key}{SCALE}"), fused=self._group["fused"] is not False)
+        else:
+            value = kept.float()
         if param.dtype == torch.float64:
             value = value.double()
         if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
@@ -252,22 +305,18 @@ class StoredState(dict[str, Tensor]):
             self._near = {}
 
     def _encode(self, key: str, value: Tensor, noise: Noise | None, ok: Tensor | None) -> None:
-        keys = (key, f"{key}{SCALE}") if is_code(self._on_device(key)) else (key,)
-        kept = [self._on_device(one) for one in keys]
-        new = kept if ok is None else [torch.empty_like(tensor) for tensor in kept]
-        if len(new) == 2:
-            encode(value, new[0], new[1], noise)
-        elif noise is not None:
-            new[0].copy_(stochastic_round(value.float(), torch.bfloat16, noise.seed, origin=noise.origin))
-        if ok is not None:
-            for tensor, after in zip(kept, new, strict=True):
-                tensor.copy_(torch.where(ok, after, tensor))
+        kept, fused = self._on_device(key), self._group["fused"] is not False
+        if is_code(kept):
+            encode(value, kept, self._on_device(f"{key}{SCALE}"), noise, ok, fused=fused)
+        else:
+            assert noise is not None  # or it would not be in another form
+            round_bfloat16(value, kept, noise, ok, fused=fused)
 
     def _noise(self, number: int) -> Noise | None:
         if not rounds_state(self._group):
             return None
         key = (self._group["rounding_seed"] * 0x9E3779B1 + self._item.position * 0x10001 + number + 1) & 0x7FFFFFFF
-        return Noise(mix(self._kept["step"].to(torch.int32) ^ key), position(self._item.parameter))
+        return Noise(self._kept["step"], key, position(self._item.parameter))
 
 
 def _is_rounded(group: Group, kept: Tensor) -> bool:

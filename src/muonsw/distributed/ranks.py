@@ -16,7 +16,7 @@ from muonsw.distributed.agreement import Agreement, Member, StepAgreement
 from muonsw.distributed.layout import COPIES, HERE, OTHER, Layout, Layouts
 from muonsw.distributed.rounds import ExchangeBatch, Round, make_rounds, share_by_cost
 from muonsw.distributed.shards import as_dtensor, is_dtensor
-from muonsw.stored import average_keys
+from muonsw.precision import SCALE
 from muonsw.text import users_line
 from muonsw.work import Group, Item
 
@@ -134,7 +134,7 @@ class Ranks:
         """Let go of momenta that other ranks keep, and return the items that they belong to."""
         away = [item for item in items if self.is_elsewhere(item.parameter)] if self._owners else []
         for item in away:
-            for key in average_keys(group, item.parameter):
+            for key in _with_scales(ALGORITHMS[group["algorithm"]].state_keys(group)):
                 item.state.pop(key, None)
             self.elsewhere[item.parameter] = item.name
         return away
@@ -160,7 +160,7 @@ class Ranks:
         `fresh` makes room for a key.
         """
         owner, me = self._owners[param], dist.get_rank(self.process_group)
-        for key in average_keys(group, param):
+        for key in _with_scales(ALGORITHMS[group["algorithm"]].state_keys(group)):
             has = torch.tensor(int(key in state), dtype=torch.int64, device=param.device)
             dist.broadcast(has, group=self.process_group, group_src=owner)
             if has:
@@ -198,6 +198,11 @@ def members(groups: Sequence[Group]) -> Iterator[Member]:
         names = group.get("param_names")
         for place, param in enumerate(group["params"]):
             yield Member(group, names[place] if names else f"parameter {place} of group {number}", param)
+
+
+def _with_scales(keys: Sequence[str]) -> list[str]:
+    """Keys of state, and those of the scales that state in 8 bits has beside each."""
+    return [one for key in keys for one in (key, f"{key}{SCALE}")]
 
 
 def _key(batch: ExchangeBatch) -> Any:

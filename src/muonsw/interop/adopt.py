@@ -19,9 +19,9 @@ from muonsw.interop.load import translate as translate_torch
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import algorithm_defaults, differing_options, validate_option
 from muonsw.peak import expected_peak, give_where_unrecorded, inherited, scheduler_record
+from muonsw.precision import SCALE
 from muonsw.slots import EMPTY_SLOTS
 from muonsw.state import as_state, in_form, own_shape
-from muonsw.stored import SCALE
 from muonsw.work import Group, names_of
 
 State = dict[str, Any]

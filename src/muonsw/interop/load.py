@@ -15,10 +15,11 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.options import CHECKS, differing_options, refuse_running_max, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakBeforeLoad, PeakLRWarning
+from muonsw.precision import SCALE
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
 from muonsw.state import as_state, in_form, own_shape, placed, state_keys
-from muonsw.stored import SCALE, is_code, refuse_shards
+from muonsw.stored import is_code, refuse_shards
 from muonsw.text import users_line
 from muonsw.work import Group, label_of
 

@@ -1,0 +1,198 @@
+"""State in 8 bits by block, and in bfloat16: encoded and decoded in one pass over it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muonsw.kernels import launch_on
+from muonsw.kernels.common import BFLOAT16_EPS, mix, stochastic_round
+
+if TYPE_CHECKING:
+    from muonsw.stored import Noise
+
+# Elements of a program: several blocks of one length.
+TILE = 2048
+WARPS = 4
+
+# The longest block that a program takes.
+LONGEST = 2**13
+
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+@triton.jit
+def _place(blocks, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The blocks of this program, the positions of their elements, and which of these there are."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = (rows < blocks)[:, None] & (columns < LENGTH)[None, :]
+    return rows, rows[:, None] * LENGTH + columns[None, :], inside
+
+
+@triton.jit
+def _fourth(x):
+    square = x * x
+    return square * square
+
+
+@triton.jit(do_not_specialize=["blocks", "key", "origin"])
+def _encode(
+    x,
+    codes,
+    scales,
+    counter,
+    ok,
+    blocks,
+    key,
+    origin,
+    LEVELS: tl.constexpr,
+    POWER: tl.constexpr,
+    SIGNED: tl.constexpr,
+    NOISY: tl.constexpr,
+    HAS_FLAG: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    rows, positions, inside = _place(blocks, LENGTH, ROWS, COLUMNS)
+    if HAS_FLAG:
+        inside = inside & (tl.load(ok) != 0)
+    value = tl.load(x + positions, mask=inside, other=0.0)
+    size = tl.abs(value)
+    largest = tl.max(size, axis=1)
+    share = tl.div_rn(size, tl.maximum(largest, TINY)[:, None] + tl.zeros_like(size))
+    known = share >= 0  # no NaN, which a maximum passes over, nor infinity
+    below = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(share)) * LEVELS), LEVELS - 1)
+    power = _fourth(below)
+    share = tl.div_rn(share * POWER - power, _fourth(below + 1) - power)
+    if NOISY:
+        seed = mix(tl.load(counter).to(tl.int32).to(tl.uint32, bitcast=True) ^ key.to(tl.uint32))
+        noise = mix((positions + origin).to(tl.uint32) * 2654435769 + mix(seed)) & 0xFFFFFF
+        up = share > noise.to(tl.float32) * 5.9604644775390625e-08
+    else:
+        up = share > 0.5
+    code = below + up.to(tl.float32)
+    if SIGNED:
+        code = tl.where(value < 0, -code, code)
+    else:
+        code = tl.maximum(code, (value > 0).to(tl.float32))
+    code = tl.where(known, code, 1.0)
+    tl.store(codes + positions, code.to(tl.int32).to(codes.dtype.element_ty), mask=inside)
+    scale = tl.where(tl.min(known.to(tl.int32), axis=1) > 0, largest, float("nan"))
+    tl.store(scales + rows, scale, mask=tl.max(inside.to(tl.int32), axis=1) > 0)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _decode(
+    codes,
+    scales,
+    x,
+    blocks,
+    LEVELS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    rows, positions, inside = _place(blocks, LENGTH, ROWS, COLUMNS)
+    code = tl.load(codes + positions, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(scales + rows, mask=rows < blocks, other=0.0)
+    power = _fourth(tl.div_rn(code, tl.zeros_like(code) + LEVELS))
+    tl.store(x + positions, tl.where(code < 0, -power, power) * scale[:, None], mask=inside)
+
+
+@triton.jit(do_not_specialize=["elements", "key", "origin"])
+def _round(x, rounded, counter, ok, elements, key, origin, HAS_FLAG: tl.constexpr, BLOCK: tl.constexpr):
+    positions = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = positions < elements
+    if HAS_FLAG:
+        inside = inside & (tl.load(ok) != 0)
+    value = tl.load(x + positions, mask=inside, other=0.0)
+    value = stochastic_round(value, tl.load(counter), key, positions + origin, BFLOAT16_EPS, 0.0)
+    tl.store(rounded + positions, value.to(tl.bfloat16), mask=inside)
+
+
+def takes(codes: Tensor, scale: Tensor) -> bool:
+    """Whether blocks are short enough."""
+    return codes.numel() <= LONGEST * scale.numel()
+
+
+def _tiles(codes: Tensor, scale: Tensor) -> tuple[int, dict[str, int]]:
+    """How many programs there are, and what each of them works on."""
+    length = codes.numel() // scale.numel()
+    columns = triton.next_power_of_2(length)
+    rows = max(1, TILE // columns)
+    return math.ceil(scale.numel() / rows), {"LENGTH": length, "ROWS": rows, "COLUMNS": columns}
+
+
+def encode(x: Tensor, codes: Tensor, scale: Tensor, levels: int, noise: Noise | None, ok: Tensor | None) -> None:
+    """`stored.encode` of contiguous float32 in one pass, unless `ok` is false."""
+    if not codes.numel():
+        return
+    programs, tiles = _tiles(codes, scale)
+    launch_on(
+        codes.device,
+        _encode,
+        (programs,),
+        x,
+        codes,
+        scale,
+        scale if noise is None else noise.counter,
+        scale if ok is None else ok,
+        scale.numel(),
+        0 if noise is None else noise.key,
+        0 if noise is None else noise.origin,
+        LEVELS=float(levels),
+        POWER=float(levels**4),
+        SIGNED=codes.dtype == torch.int8,
+        NOISY=noise is not None,
+        HAS_FLAG=ok is not None,
+        **tiles,
+        num_warps=WARPS,
+        enable_fp_fusion=False,  # as torch rounds
+    )
+
+
+def decode(codes: Tensor, scale: Tensor, levels: int) -> Tensor:
+    """`stored.decode` in one pass."""
+    x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    if codes.numel():
+        programs, tiles = _tiles(codes, scale)
+        launch_on(
+            codes.device,
+            _decode,
+            (programs,),
+            codes,
+            scale,
+            x,
+            scale.numel(),
+            LEVELS=float(levels),
+            **tiles,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+    return x
+
+
+def round_bfloat16(x: Tensor, rounded: Tensor, noise: Noise, ok: Tensor | None) -> None:
+    """`precision.stochastic_round` of contiguous float32 into bfloat16 in one pass, unless `ok` is false."""
+    launch_on(
+        x.device,
+        _round,
+        (math.ceil(x.numel() / TILE),),
+        x,
+        rounded,
+        noise.counter,
+        noise.counter if ok is None else ok,
+        x.numel(),
+        noise.key,
+        noise.origin,
+        HAS_FLAG=ok is not None,
+        BLOCK=TILE,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,67 @@
+"""State in 8 bits and in bfloat16: the kernels make the codes of their torch twins, bit for bit."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from muonsw import stored
+from muonsw.kernels import stored as kernels
+from muonsw.stored import Noise
+
+LEVELS = {torch.int8: 127, torch.uint8: 255}
+
+
+def numbers(rows, columns, device):
+    """From 1e-9 to 1e9, some of them zero, a block of zeros."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=g) * torch.exp(5 * torch.randn(rows, columns, generator=g))
+    x = torch.where(torch.rand(rows, columns, generator=g) < 0.05, 0.0, x)
+    x[1] = 0
+    return x.to(device)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+@pytest.mark.parametrize("shape", [(20, 512), (5, 1009), (70, 96)], ids=str)
+def test_codes_and_what_they_mean_are_the_twins(shape, dtype, noisy, device):
+    x = numbers(*shape, device)
+    x = x if dtype == torch.int8 else x.square()
+    noise = Noise(torch.tensor(3.0, device=device), 77, 2**33 + 5) if noisy else None
+    found = []
+    for encode in (lambda *a: kernels.encode(*a, LEVELS[dtype], noise, None),
+                   lambda *a: stored.encode(*a, noise, fused=False)):  # fmt: skip
+        codes = torch.zeros(shape, dtype=dtype, device=device)
+        scale = torch.zeros(stored.scale_shape(x), device=device)
+        encode(x, codes, scale)
+        found.append((codes, scale))
+    (codes, scale), (others, other_scale) = found
+    assert torch.equal(codes, others)
+    assert torch.equal(scale, other_scale)
+    assert codes.unique().numel() > 50
+    assert torch.equal(kernels.decode(codes, scale, LEVELS[dtype]), stored.decode(codes, scale, fused=False))
+
+
+def test_a_flag_forbids_and_what_is_no_number_is_kept(device):
+    x = numbers(20, 512, device)
+    x[3, 7] = torch.nan
+    codes, scale = torch.ones(x.shape, dtype=torch.int8, device=device), torch.ones(20, 2, device=device)
+    noise = Noise(torch.tensor(3.0, device=device), 77)
+    low = torch.ones(x.shape, dtype=torch.bfloat16, device=device)
+    for ok in (torch.tensor(False, device=device), torch.tensor(True, device=device)):
+        kernels.encode(x, codes, scale, 127, noise, ok)
+        kernels.round_bfloat16(x, low, noise, ok)
+        assert torch.equal(codes == 1, torch.ones_like(codes, dtype=torch.bool)) is not bool(ok)
+        assert (scale == 1).all() == (not ok)
+        assert (low == 1).all() == (not ok)
+    assert kernels.decode(codes, scale, 127).isnan().sum() == 256
+    assert low.isnan().sum() == 1
+
+
+def test_bfloat16_is_rounded_as_the_twin_does(device):
+    x = numbers(20, 513, device)
+    noise, found = Noise(torch.tensor(3.0, device=device), 77, 2**33 + 5), torch.empty(20, 513, device=device)
+    kernels.round_bfloat16(x, low := found.bfloat16(), noise, None)
+    other = torch.empty_like(low)
+    stored.round_bfloat16(x, other, noise, None, fused=False)
+    assert torch.equal(low, other)
