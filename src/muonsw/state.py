@@ -202,14 +202,12 @@ def zeros(key: str, group: Group, param: Tensor, parameter: Tensor) -> Tensor:
     dtype, shape = dtype_of(key, group, parameter), own_shape(key, group, parameter)
     if key == "step":
         return torch.zeros((), dtype=dtype, device=param.device)
-    home: dict[str, Any] = {"dtype": dtype, "device": param.device}
-    if is_offloaded(key, group, parameter):
-        home = {"dtype": dtype, "device": "cpu", "pin_memory": True}
-    if shape is None and not dtype.is_floating_point:  # codes lie in rows, whatever the strides of the parameter
-        return torch.zeros(param.shape, **home)
+    away = is_offloaded(key, group, parameter)
+    device = torch.device("cpu") if away else param.device
+    if shape is None and dtype.is_floating_point:
+        return torch.zeros_like(param, dtype=dtype, device=device, memory_format=torch.preserve_format, pin_memory=away)
     axis = _own_axis(key, group, parameter)
-    if shape is None or axis is None:
-        return torch.zeros_like(param, memory_format=torch.preserve_format, **home)
-    if is_dtensor(parameter):
+    if axis is not None and shape is not None and is_dtensor(parameter):
         return zeros_like_state(parameter, shape, axis, dtype)
-    return torch.zeros(shape, **home)
+    # codes lie in rows, whatever the strides of the parameter
+    return torch.zeros(param.shape if shape is None else shape, dtype=dtype, device=device, pin_memory=away)
