@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, machine
+from muonsw import AdamWSW, MuonSW, kernels, machine
 from muonsw.stored import Noise, decode, encode, scale_shape
 from tests.common.cuda import no_waiting
 
@@ -91,7 +91,8 @@ def test_a_bad_gradient_changes_nothing(name, form):
 
 @pytest.mark.parametrize("form", FORMS[:2], ids=str)
 @pytest.mark.parametrize("name", ["muon", "adamw", "lion"])
-def test_replayed_steps_make_the_same_bits(name, form):
+def test_replayed_steps_make_the_same_bits(name, form, monkeypatch):
+    monkeypatch.setattr(kernels, "TORCH_BELOW", 0)  # torch's own AdamW, which no graph can have, rounds otherwise
     params, eager = problem(name, **form, replay=False)
     others, replayed = problem(name, **form, replay=True)
     steps(params, eager, 8)

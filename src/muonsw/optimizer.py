@@ -67,7 +67,6 @@ class ScaledDecayOptimizer(Optimizer):
     _replay: Replay
     _before_update: BeforeUpdate | None
     _has_compiled: bool
-    _written: frozenset[str]
 
     def __init__(
         self,
@@ -98,18 +97,13 @@ class ScaledDecayOptimizer(Optimizer):
         for param in self.param_groups[0]["params"][:1]:
             kernels.load_ahead(param.device)
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:  # noqa: ARG004
-        """Remember which options were written: under another algorithm the defaults of a signature mean nothing."""
-        made = super().__new__(cls)
-        made._written = frozenset(options)
-        return made
-
     def _given(self, options: Group) -> Group:
-        """Options without the class's own that were left at their defaults; a subclass may have written them too."""
+        """Options without the class's own that are at their defaults, which mean nothing to another algorithm."""
         inits = [vars(base).get("__init__") for base in reversed(type(self).__mro__)]
-        signatures = [getattr(init, "__kwdefaults__", None) or {} for init in inits]
-        defaults = {key: value for signature in signatures for key, value in signature.items()}
-        own = ALGORITHMS[self.algorithm].defaults.keys() & (defaults.keys() - self._written)
+        defaults = {
+            key: value for init in inits for key, value in (getattr(init, "__kwdefaults__", None) or {}).items()
+        }
+        own = ALGORITHMS[self.algorithm].defaults.keys() & defaults.keys()
         return {key: value for key, value in options.items() if key not in own or value != defaults[key]}
 
     @classmethod

