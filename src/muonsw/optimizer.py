@@ -161,7 +161,10 @@ class ScaledDecayOptimizer(Optimizer):
         """The groups of a model, and the options that are left for the constructor."""
         rest = {**({} if preset is None else PRESETS[preset]), **options}
         algorithm = validate_option("algorithm", rest.get("algorithm", cls.algorithm))
-        return route(model, algorithm, patterns=patterns or {}, adamw=adamw or {}), rest
+        routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
+        own = {key: rest[key] for key in ALGORITHMS[algorithm].defaults if key in rest}
+        groups = [{**own, **group} if group["algorithm"] == algorithm else group for group in routing.groups]
+        return Routing(groups, routing.reasons), rest
 
     @classmethod
     def _routed(cls, model: torch.nn.Module, routing: Routing, **options: Any) -> Self:

@@ -8,6 +8,7 @@ from torch import nn
 
 from muonsw import MuonSW
 from muonsw.algorithms.asgo import asgo, inverse_sqrt
+from muonsw.triangles import packed_shape
 from tests.family.gradients import gradient, start
 from tests.family.record.asgo import RECORDED
 from tests.family.references.asgo import ReferenceASGO
@@ -18,7 +19,8 @@ OPTIONS = {"betas": (0.9, 0.8), "eps": 1e-10}
 def directions(gradients, **options):
     """The direction of every step from gradients (steps, count, m, n)."""
     count, m, n = gradients[0].shape
-    state = {"exp_avg": torch.zeros_like(gradients[0]), "factor": gradients[0].new_zeros(count, min(m, n), min(m, n))}
+    factor = gradients[0].new_zeros(count, *packed_shape(min(m, n)))
+    state = {"exp_avg": torch.zeros_like(gradients[0]), "factor": factor}
     for G in gradients:
         direction, state = asgo(OPTIONS | options, G, state)
         yield direction

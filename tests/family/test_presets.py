@@ -81,6 +81,12 @@ def test_an_algorithm_may_be_named_without_a_preset(algorithm):
     trained(built, optimizer)
 
 
+def test_an_option_is_kept_even_where_it_is_a_default_of_the_class():
+    assert MuonSW.for_model(model(), lr=0.02, algorithm="sgd", momentum=0.95).param_groups[0]["momentum"] == 0.95
+    with pytest.raises(ValueError, match="'ns_steps' is an option of muon and dion2, not of soap"):
+        MuonSW.for_model(model(), lr=0.02, algorithm="soap", ns_steps=3)
+
+
 def test_every_class_takes_them():
     built = model()
     optimizer = AdamWSW.for_model(built, lr=0.02, preset="normuon")

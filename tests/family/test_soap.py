@@ -8,6 +8,7 @@ import torch
 from muonsw.algorithms.factors import eigenbasis
 from muonsw.algorithms.soap import soap, whitened_momentum
 from muonsw.machine import full_float32
+from muonsw.triangles import pack, packed_shape
 from tests.family.gradients import gradient, start
 from tests.family.record.soap import RECORDED
 from tests.family.references.soap import ReferenceSOAP
@@ -17,8 +18,8 @@ OPTIONS = {"betas": (0.95, 0.95), "shampoo_beta": None, "eps": 1e-8, "preconditi
 
 def fresh(count, m, n, longest=10000, dtype=torch.float64):
     left, right = (1 if length > longest else length for length in (m, n))
-    square = {"left": (left, left), "right": (right, right)}
-    shapes = {f"{kind}_{side}": shape for kind in ("factor", "basis") for side, shape in square.items()}
+    shapes = {"basis_left": (left, left), "basis_right": (right, right)}
+    shapes |= {"factor_left": packed_shape(left), "factor_right": packed_shape(right)}
     shapes |= {"exp_avg": (m, n), "exp_avg_sq": (m, n), "moves": (1, 1)}
     return {key: torch.zeros(count, *shape, dtype=dtype) for key, shape in shapes.items()}
 
@@ -58,7 +59,7 @@ def test_it_equals_the_reference_over_many_steps(m, n, longest, frequency):
     for axis, side in enumerate(("left", "right")):
         if (m, n)[axis] <= longest:
             whole = torch.diag(torch.arange(1.0, (m, n)[axis] + 1, dtype=torch.float64))
-            state[f"factor_{side}"] += whole
+            state[f"factor_{side}"] += pack(whole)
             for reference in references:
                 reference.factors[axis] = whole
     for step, direction in enumerate(directions(gradients, state, **options)[0]):

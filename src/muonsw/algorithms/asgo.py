@@ -15,6 +15,7 @@ from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
 from muonsw.slots import Specs, State
+from muonsw.triangles import pack, packed_shape, unpack
 from muonsw.work import Group
 
 # Polar Express (Amsel et al. 2025) as the authors of ASGO use it: all polynomials but the last made safe for singular
@@ -43,14 +44,14 @@ def asgo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     Args:
         group: the options.
         G: the gradients.
-        state: `exp_avg` (count, m, n), and `factor` (count, d, d), of the rows where they are fewer, else of the
-            columns.
+        state: `exp_avg` (count, m, n), and `factor`, d x d and packed (`muonsw.triangles`), of the rows where they are
+            fewer, else of the columns.
     """
     beta1, beta2 = group["betas"]
     wide = G.shape[-2] < G.shape[-1]
     exp_avg = state["exp_avg"].lerp(G, 1 - beta1)
-    factor = state["factor"].lerp(G @ G.mT if wide else G.mT @ G, 1 - beta2)
-    root = inverse_sqrt(factor, group["eps"])
+    factor = state["factor"].lerp(pack(G @ G.mT if wide else G.mT @ G), 1 - beta2)
+    root = inverse_sqrt(unpack(factor), group["eps"])
     direction = root @ exp_avg if wide else exp_avg @ root
     rms = direction.square().mean((-2, -1), keepdim=True).sqrt()
     direction = torch.where(rms > 0, ADAMW_RMS / rms, 0) * direction
@@ -75,7 +76,7 @@ def inverse_sqrt(V: Tensor, eps: float) -> Tensor:
 
 def state(group: Group) -> Specs:  # noqa: ARG001
     """Momentum, and the factor of the shorter side."""
-    return {"exp_avg": ELEMENTWISE, "factor": MatrixState(lambda m, n: (min(m, n), min(m, n)))}
+    return {"exp_avg": ELEMENTWISE, "factor": MatrixState(lambda m, n: packed_shape(min(m, n)))}
 
 
 ASGO = matrix_algorithm(

@@ -15,6 +15,7 @@ from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm, 
 from muonsw.machine import full_float32
 from muonsw.matrices import MatrixView
 from muonsw.slots import Specs, State
+from muonsw.triangles import pack, packed_shape, unpack
 from muonsw.work import Group
 
 
@@ -25,9 +26,10 @@ def soap(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     Args:
         group: the options.
         G: the gradients.
-        state: `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `factor_left` and `basis_left` (count, m, m),
-            `factor_right` and `basis_right` (count, n, n), but (count, 1, 1) for a side that is not rotated; `moves`
-            (count, 1, 1), how many gradients there have been. Bases of zeros have not begun.
+        state: `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `basis_left` (count, m, m) and `basis_right`
+            (count, n, n), but (count, 1, 1) for a side that is not rotated; `factor_left` and `factor_right`, packed
+            (`muonsw.triangles`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not
+            begun.
     """
     (beta1, beta2), t = group["betas"], state["moves"]
     bases = _begun(state["basis_left"], t), _begun(state["basis_right"], t)
@@ -60,10 +62,10 @@ def advance_bases(G: Tensor, state: State, beta: float, *, refresh: bool, first:
 
     The first refresh decomposes the factors, later ones improve the bases.
     """
-    if state["factor_left"].shape[-1] == G.shape[-2]:
-        state = state | {"factor_left": state["factor_left"].lerp(G @ G.mT, 1 - beta)}
-    if state["factor_right"].shape[-1] == G.shape[-1]:
-        state = state | {"factor_right": state["factor_right"].lerp(G.mT @ G, 1 - beta)}
+    if state["basis_left"].shape[-1] == G.shape[-2]:
+        state = state | {"factor_left": state["factor_left"].lerp(pack(G @ G.mT), 1 - beta)}
+    if state["basis_right"].shape[-1] == G.shape[-1]:
+        state = state | {"factor_right": state["factor_right"].lerp(pack(G.mT @ G), 1 - beta)}
     return state | _refreshed(state, first) if refresh else state
 
 
@@ -72,11 +74,11 @@ def _refreshed(state: State, first: bool) -> State:
     bases, squares = {}, state["exp_avg_sq"]
     for side, axis in (("left", -2), ("right", -1)):
         factor, basis = state[f"factor_{side}"], state[f"basis_{side}"]
-        rotated = factor.shape[-1] == squares.shape[axis]
+        rotated = basis.shape[-1] == squares.shape[axis]
         if rotated and first:
-            basis = eigenbasis(factor, basis)
+            basis = eigenbasis(unpack(factor), basis)
         elif rotated:
-            basis, order = power_iteration(factor, basis)
+            basis, order = power_iteration(unpack(factor), basis)
             squares = squares.gather(axis, order.unsqueeze(-3 - axis).expand_as(squares))
         bases[f"basis_{side}"] = basis
     if "exp_avg" not in state:
@@ -110,24 +112,24 @@ def whitened_momentum(
     return torch.where(have_begun(max(bases, key=Tensor.numel)), whitened, U), state
 
 
-def _shape(length: int, longest: int) -> tuple[int, int]:
-    """Of a factor and of its basis; a side that is too long keeps one element."""
-    return (length, length) if length <= longest else (1, 1)
+def sides(longest: int) -> Specs:
+    """A factor with its basis for each side; one that is too long keeps an element of each."""
+
+    def size(length: int) -> int:
+        return length if length <= longest else 1
+
+    return {
+        "factor_left": MatrixState(lambda m, _: packed_shape(size(m))),
+        "factor_right": MatrixState(lambda _, n: packed_shape(size(n))),
+        "basis_left": MatrixState(lambda m, _: (size(m), size(m))),
+        "basis_right": MatrixState(lambda _, n: (size(n), size(n))),
+    }
 
 
 def state(group: Group) -> Specs:
     """Two averages, and a factor with its basis for each side."""
-    longest = group["max_precond_dim"]
-    left, right = MatrixState(lambda m, _: _shape(m, longest)), MatrixState(lambda _, n: _shape(n, longest))
-    return {
-        "exp_avg": ELEMENTWISE,
-        "exp_avg_sq": ELEMENTWISE,
-        "factor_left": left,
-        "factor_right": right,
-        "basis_left": left,
-        "basis_right": right,
-        "moves": MatrixState(lambda *_: (1, 1)),
-    }
+    averages = {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE}
+    return {**averages, **sides(group["max_precond_dim"]), "moves": MatrixState(lambda *_: (1, 1))}
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from muonsw.slots import ELEMENTWISE, MatrixState, Options, SlotMember, Specs, State
+from muonsw.slots import ELEMENTWISE, Options, SlotMember, Specs, State
 
 SQUARES = "exp_avg_sq_rotated"
 
@@ -40,11 +40,9 @@ def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 def _state(options: Options) -> Specs:
-    longest = options["max_dim"]
-    left = MatrixState(lambda m, _: (m, m) if m <= longest else (1, 1))
-    right = MatrixState(lambda _, n: (n, n) if n <= longest else (1, 1))
-    sides = {"factor_left": left, "factor_right": right, "basis_left": left, "basis_right": right}
-    return {SQUARES: ELEMENTWISE, **sides}
+    from muonsw.algorithms.soap import sides
+
+    return {SQUARES: ELEMENTWISE, **sides(options["max_dim"])}
 
 
 SOAP = SlotMember(
