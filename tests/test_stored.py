@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
 from muonsw.state import state_bytes
 from muonsw.stored import Noise, block_length, decode, encode, scale_shape
 
@@ -217,7 +217,7 @@ def test_bfloat16_state_forgets_no_small_contributions():
     """An average with beta2=0.999 of squares that have become 100 times smaller: rounded to nearest it stays."""
     left = {}
     for rounding in ("stochastic", "nearest"):
-        param = nn.Parameter(torch.zeros(64, 64))
+        param = nn.Parameter(torch.zeros(32, 32))
         optimizer = AdamWSW([param], lr=0.0, betas=(0.9, 0.999), state_dtype="bfloat16", rounding=rounding)
         for size in (*[1.0] * 50, *[0.1] * 450):
             param.grad = torch.full_like(param, size)
@@ -228,3 +228,49 @@ def test_bfloat16_state_forgets_no_small_contributions():
         v = 0.999 * v + 0.001 * size**2
     assert left["stochastic"] == pytest.approx(v, rel=0.02)
     assert left["nearest"] > 1.2 * v
+
+
+def a_model(seed=0, kind=MuonSW, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 128), nn.RMSNorm(128), nn.Linear(128, 64))
+    own = {"ns_dtype": "float32"} if kind is MuonSW else {}
+    return model, kind.for_model(model, lr=0.02, weight_decay=0.1, **own, **options)
+
+
+def trained(model, optimizer, count, step=None):
+    """Predict the token that follows in a fixed permutation, with noise; the loss of the last tenth."""
+    losses, following = [], torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    for number in range(count):
+        tokens = torch.randint(64, (32,), generator=torch.Generator().manual_seed(number))
+        noisy = torch.where(torch.rand(32) < 0.2, torch.randint(64, (32,)), following[tokens])
+        loss = nn.functional.cross_entropy(model(tokens), noisy)
+        loss.backward()
+        (step or optimizer.step)()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return sum(losses[-count // 10 :]) / (count // 10 or 1)
+
+
+def test_telemetry_and_the_compiler_leave_the_bits_alone():
+    def weights(watch):
+        model, optimizer = a_model(state_dtype="int8")
+        step = torch.compile(optimizer.step, backend="eager") if watch == "compiled" else optimizer.step
+        telemetry = Telemetry(optimizer, every=2) if watch == "measured" else None
+        trained(model, optimizer, 3, step)
+        del telemetry
+        return [param.detach() for param in model.parameters()]
+
+    plain = weights(None)
+    assert all(map(torch.equal, plain, weights("measured")))
+    assert all(map(torch.equal, plain, weights("compiled")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [MuonSW, AdamWSW])
+def test_training_ends_where_float32_state_ends(kind):
+    """The mean difference of five seeds is under one standard deviation between seeds."""
+    ends = {}
+    for dtype in ("float32", "int8", "bfloat16"):
+        ends[dtype] = torch.tensor([trained(*a_model(seed, kind, state_dtype=dtype), 300) for seed in range(5)])
+    for dtype in ("int8", "bfloat16"):
+        assert (ends[dtype] - ends["float32"]).mean().abs() < ends["float32"].std()

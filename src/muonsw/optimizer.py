@@ -194,6 +194,8 @@ class ScaledDecayOptimizer(Optimizer):
         label = f"param group {len(self.param_groups)}"
         rates.require_run(group, label)
         norms.refuse(group, label)
+        if group["offload"] and self._ranks.momentum_on_owner:
+            raise ValueError(f"{label}: momentum_on_owner=True sends state from GPU to GPU; leave out offload or that")
         if "peak_lr" not in param_group:
             peak.inherit(group, self.param_groups)
         peak.join_in_mid_run(group, self.param_groups, label)

@@ -211,6 +211,8 @@ def completed(group: Group, defaults: Group) -> Group:
         filled["lr"] = filled["lr"] * filled["lr_multiplier"]
     refuse_running_max(filled)
     _refuse_for_loop(filled)
+    if filled["offload"] and filled["capturable"]:
+        raise ValueError("offload=True copies state from the host, which no graph can; leave out capturable")
     if filled["constructor_lr"] is None:
         filled["constructor_lr"] = float(filled["lr"])
     return filled

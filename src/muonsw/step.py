@@ -109,7 +109,8 @@ def local_step(optimizer: ScaledDecayOptimizer) -> None:
         _check_uncompiled(optimizer, work)
     else:
         check(optimizer, work)
-    if optimizer._observer is None:
+    rounds = torch.compiler.is_compiling() and True in [_is_stored(group) for group in optimizer.param_groups]
+    if optimizer._observer is None and not rounds:
         _take_local(optimizer, work)
     else:
         _take_local_uncompiled(optimizer, work)
@@ -196,7 +197,8 @@ def _can_be_captured(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> bool
     return not reason
 
 
-# Telemetry measures an eager step, whatever the step was compiled to. torch.compiler.disable would import the compiler.
+# Telemetry measures an eager step, whatever the step was compiled to, and rounding of state is never compiled.
+# torch.compiler.disable would import the compiler.
 _take_local_uncompiled = _disable_dynamo(_take_local)
 
 
@@ -516,16 +518,9 @@ def stand_ins(items: list[Item]) -> list[Item]:
 
 def update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
     """Update parameters whose matrices are whole on this rank."""
-    (_update_uncompiled if _is_stored(group) else _update)(optimizer, group, items, batch_rates)
-
-
-def _update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
     for one in updates_here(optimizer, group, items, batch_rates):
         _apply(optimizer, group, one, batch_rates)
         del one  # its directions need not outlive it
-
-
-_update_uncompiled = _disable_dynamo(_update)  # rounding is never compiled
 
 
 def _is_stored(group: Group) -> bool:
@@ -583,13 +578,16 @@ def sharded_updates(
         if sorted_items.exchanged is not None:
             away = ranks.release(group, sorted_items.exchanged.items)
             _begin(group, sorted_items.exchanged.items, batch_rates.flag, away)
-            most = chunk_bytes(optimizer, batch.device)
-            computed = as_computed(group, sorted_items.exchanged.items, most)
-            exchanged.append((sorted_items.exchanged._replace(items=computed), batch_rates))
+            sent = sorted_items.exchanged
+            if _is_stored(group):
+                sent = sent._replace(items=as_computed(group, sent.items, chunk_bytes(optimizer, batch.device)))
+            exchanged.append((sent, batch_rates))
     for number, one in _exchange(optimizer, exchanged):
-        yield exchanged[number][0].group, one, exchanged[number][1]
-        put_back(one.parts, None)
-    for sent, _ in exchanged:
+        sent, batch_rates = exchanged[number]
+        yield sent.group, one, batch_rates
+        if _is_stored(sent.group):
+            put_back(one.parts, None)
+    for sent in [sent for sent, _ in exchanged if _is_stored(sent.group)]:
         finish(sent.items, None)
 
 
