@@ -141,7 +141,7 @@ def encode(
 
     To the nearest code, or with noise up or down with the odds that keep the mean.
     """
-    x = x.reshape(codes.shape).float()
+    x = x.float().contiguous()
     if fused and _has_kernel(codes, scale):
         from muonsw.kernels import stored
 
@@ -209,6 +209,8 @@ def decode(codes: Tensor, scale: Tensor, *, fused: bool = True) -> Tensor:
 def round_bfloat16(x: Tensor, rounded: Tensor, noise: Noise, ok: Tensor | None, *, fused: bool = True) -> None:
     """Write a float tensor as bfloat16, up or down with the odds that keep the mean, unless `ok` is false."""
     x = x.float()
+    if not x.numel():
+        return
     if fused and kernels.available(x.device) and x.is_contiguous() and rounded.is_contiguous():
         from muonsw.kernels import stored
 

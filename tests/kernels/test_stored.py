@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw import stored
+from muonsw import AdamWSW, stored
 from muonsw.kernels import stored as kernels
 from muonsw.stored import Noise
 
@@ -65,3 +65,32 @@ def test_bfloat16_is_rounded_as_the_twin_does(device):
     other = torch.empty_like(low)
     stored.round_bfloat16(x, other, noise, None, fused=False)
     assert torch.equal(low, other)
+
+
+def test_tensors_with_gaps_are_encoded_in_the_order_of_their_elements(device, kernels_on):
+    x = numbers(512, 20, device).t()
+    found = []
+    for on in (True, False):
+        kernels_on(on)
+        codes, scale = torch.zeros(20, 512, dtype=torch.int8, device=device), torch.zeros(20, 2, device=device)
+        stored.encode(x, codes, scale)
+        found.append(codes)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+def test_steps_with_kernels_follow_those_without(state_dtype, device, kernels_on):
+    """Weights are apart by the rounding of float32; a number that this moves across a code is in the next one."""
+    found = []
+    for on in (True, False):
+        kernels_on(on)
+        param = torch.nn.Parameter(numbers(16, 256, device).sign())
+        optimizer = AdamWSW([param], lr=0.01, state_dtype=state_dtype)
+        for step in range(2):
+            param.grad = numbers(16, 256, device).clamp(-1, 1) * (step + 1)
+            optimizer.step()
+        found.append((param.detach(), optimizer.state[param]))
+    (weights, state), (others, other) = found
+    torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-6)
+    differences = (state["exp_avg"].float() - other["exp_avg"].float()).abs()
+    assert (differences > 0).float().mean() < 0.01
