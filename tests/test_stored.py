@@ -66,8 +66,8 @@ def test_noise_keeps_the_mean():
 
 @pytest.mark.parametrize(
     ("shape", "length"),
-    [((16, 512), 256), ((64, 96), 96), ((64, 640), 160), ((8, 1009), 1009), ((512, 4, 3, 3), 36), ((66, 63), 63),
-     ((9000,), None), ((16, 255), None), ((4096, 8), None)],
+    [((16, 512), 256), ((64, 96), 96), ((64, 640), 160), ((8, 1009), 1009), ((2, 12289), None), ((512, 4, 3, 3), 36),
+     ((2, 4096, 14336), 256), ((66, 63), 63), ((9000,), None), ((16, 255), None), ((4096, 8), None)],
 )  # fmt: skip
 def test_blocks_divide_a_row(shape, length):
     assert block_length(shape) == length

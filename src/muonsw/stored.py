@@ -6,9 +6,9 @@ returned once the weights have moved: a chunk at a time, so that only what a ste
 In 8 bits the first axis of a parameter counts rows, and each row is cut into blocks of about 256 elements. A block
 keeps its largest magnitude s as float32, under `<key>_scale`; an element is `s (c / 127)^4` with a code c in int8, or
 `s (c / 255)^4` in uint8 where it is an average of squares (keys with `_sq`). The fourth power resolves elements down to
-1e-9 of s, which the roots of squares need, and adds 1.5% of noise to a block of normal numbers (2: 1%, but nothing
-below 1e-5). A square above zero never becomes zero, since updates divide by its root. Blocks never cross rows, so
-parameters that are sharded along their first axis have the same codes on any number of ranks.
+1e-9 of s, which the roots of squares need, and puts noise of 1.5% on normal numbers; the square would put 1%, and
+resolve nothing below 1e-5. A square above zero never becomes zero, since updates divide by its root. Blocks never cross
+rows, so parameters that are sharded along their first axis have the same codes on any number of ranks.
 
 Rounding is stochastic, by a hash of seed, step and position: averages that move by less than half of what is between
 two codes would stay where they are. Rounded to the nearest code, the root of an average of squares with beta2=0.999
@@ -36,7 +36,7 @@ from muonsw.work import Group, Item
 # The values of `state_dtype` with which state is kept in another form.
 STORED = (INT8, "bfloat16")
 
-BLOCK, SHORTEST_BLOCK = 256, 16
+BLOCK, SHORTEST_BLOCK, LONGEST_BLOCK = 256, 16, 2**13
 
 # Parameters with fewer elements keep float32: norms and biases need it, and have little state.
 SMALLEST = 4096
@@ -59,9 +59,10 @@ def block_length(shape: tuple[int, ...]) -> int | None:
     row = math.prod(shape[1:])
     if len(shape) < 2 or math.prod(shape) < SMALLEST or row < SHORTEST_BLOCK:
         return None
-    divisors = [size for size in range(1, row + 1) if row % size == 0]
-    shorter = max(size for size in divisors if size <= BLOCK)
-    return shorter if shorter >= min(BLOCK // 4, row) else min(size for size in divisors if size > BLOCK)
+    shorter = next(size for size in range(BLOCK, 0, -1) if row % size == 0)
+    if shorter >= min(BLOCK // 4, row):
+        return shorter
+    return next((size for size in range(BLOCK, LONGEST_BLOCK + 1) if row % size == 0), None)
 
 
 def code_dtype(key: str, group: Group, param: Tensor) -> torch.dtype | None:
@@ -142,7 +143,7 @@ def encode(
     To the nearest code, or with noise up or down with the odds that keep the mean.
     """
     x = x.float().contiguous()
-    if fused and _has_kernel(codes, scale):
+    if fused and kernels.available(codes.device):
         from muonsw.kernels import stored
 
         stored.encode(x, codes, scale, _LEVELS[codes.dtype], noise, ok)
@@ -153,14 +154,6 @@ def encode(
         _encode_rows(x, *after, noise)
         codes.copy_(torch.where(ok, after[0], codes))
         scale.copy_(torch.where(ok, after[1], scale))
-
-
-def _has_kernel(codes: Tensor, scale: Tensor) -> bool:
-    if not kernels.available(codes.device):
-        return False
-    from muonsw.kernels.stored import takes
-
-    return takes(codes, scale)
 
 
 def _encode_rows(x: Tensor, codes: Tensor, scale: Tensor, noise: Noise | None) -> None:
@@ -196,7 +189,7 @@ def _fourth(x: Tensor) -> Tensor:
 
 def decode(codes: Tensor, scale: Tensor, *, fused: bool = True) -> Tensor:
     """The float32 values of codes, in their shape."""
-    if fused and _has_kernel(codes, scale):
+    if fused and kernels.available(codes.device):
         from muonsw.kernels import stored
 
         return stored.decode(codes, scale, _LEVELS[codes.dtype])
@@ -248,17 +241,20 @@ class StoredState(dict[str, Tensor]):
 
     Args:
         group: the options of the parameter.
+        keys: the state of its algorithm.
         item: the parameter, with its state as it is kept.
         copies: brings what is in host memory, and its number there; None where nothing is.
     """
 
-    def __init__(self, group: Group, item: Item, copies: tuple[HostCopies, int] | None = None) -> None:
+    def __init__(
+        self, group: Group, keys: Sequence[str], item: Item, copies: tuple[HostCopies, int] | None = None
+    ) -> None:
         self._group, self._item, self._kept, self._copies = group, item, item.state, copies
         self._left = item.param.numel()
         self._near: dict[str, Tensor] = {}
-        averages = [key for key in ALGORITHMS[group["algorithm"]].state_keys(group) if key in item.state]
-        self._rounded = [key for key in averages if _is_rounded(group, item.state[key])]
-        forms = {*self._rounded, *(() if copies is None else offloaded(group, item))}
+        self._away = set() if copies is None else set(_in_host_memory(item))
+        self._rounded = [key for key in keys if key in item.state and _is_rounded(group, item.state[key])]
+        forms = {*self._rounded, *self._away}
         super().__init__({key: value for key, value in item.state.items() if key not in forms})
 
     def __contains__(self, key: object) -> bool:
@@ -282,7 +278,7 @@ class StoredState(dict[str, Tensor]):
         return value
 
     def _on_device(self, key: str) -> Tensor:
-        if self._copies is None or key not in offloaded(self._group, self._item):
+        if self._copies is None or key not in self._away:
             return self._kept[key]
         if not self._near:
             copies, number = self._copies
@@ -326,29 +322,21 @@ def _is_rounded(group: Group, kept: Tensor) -> bool:
     return is_code(kept) or (kept.dtype == torch.bfloat16 and rounds_state(group))
 
 
-def offloaded(group: Group, item: Item) -> list[str]:
-    """The keys of a parameter's state that are in host memory."""
-    return [key for key, value in item.state.items() if value.device != item.param.device] if group["offload"] else []
-
-
 def as_computed(group: Group, items: Sequence[Item], ahead: int) -> list[Item]:
     """Items with their state as a step computes with it, of which `ahead` bytes are fetched before they are needed."""
     if not rounds_state(group) and group["state_dtype"] != INT8 and not group["offload"]:
         return list(items)
-    away = _in_order(group, [item for item in items if offloaded(group, item)])
-    copies = (
-        None if not away else HostCopies(away[0].param.device, [_in_host_memory(group, item) for item in away], ahead)
-    )
-    numbers = {id(item): number for number, item in enumerate(away)}
-    found = []
-    for item in items:
-        place = None if copies is None or id(item) not in numbers else (copies, numbers[id(item)])
-        found.append(item._replace(state=StoredState(group, item, place)))
-    return found
+    keys, places = ALGORITHMS[group["algorithm"]].state_keys(group), {}
+    away = _in_order(group, [item for item in items if group["offload"] and _in_host_memory(item)])
+    if away:
+        copies = HostCopies(away[0].param.device, list(map(_in_host_memory, away)), ahead)
+        places = {id(item): (copies, number) for number, item in enumerate(away)}
+    return [item._replace(state=StoredState(group, keys, item, places.get(id(item)))) for item in items]
 
 
-def _in_host_memory(group: Group, item: Item) -> dict[str, Tensor]:
-    return {key: item.state[key] for key in offloaded(group, item)}
+def _in_host_memory(item: Item) -> dict[str, Tensor]:
+    """What is kept of a parameter's state on another device than the parameter."""
+    return {key: value for key, value in item.state.items() if value.device != item.param.device}
 
 
 def _in_order(group: Group, items: list[Item]) -> list[Item]:

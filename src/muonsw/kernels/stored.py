@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 TILE = 2048
 WARPS = 4
 
-# The longest block that a program takes.
-LONGEST = 2**13
-
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -115,11 +112,6 @@ def _round(x, rounded, counter, ok, elements, key, origin, HAS_FLAG: tl.constexp
     value = tl.load(x + positions, mask=inside, other=0.0)
     value = stochastic_round(value, tl.load(counter), key, positions + origin, BFLOAT16_EPS, 0.0)
     tl.store(rounded + positions, value.to(tl.bfloat16), mask=inside)
-
-
-def takes(codes: Tensor, scale: Tensor) -> bool:
-    """Whether blocks are short enough."""
-    return codes.numel() <= LONGEST * scale.numel()
 
 
 def _tiles(codes: Tensor, scale: Tensor) -> tuple[int, dict[str, int]]:
