@@ -29,7 +29,8 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.base import Rates
 from muonsw.algorithms.lion import LION
-from muonsw.algorithms.muon import MUON, in_kernels, polar_name
+from muonsw.algorithms.muon import MUON, polar_name
+from muonsw.algorithms.muon_kernels import in_kernels
 from muonsw.algorithms.sgd import SGD
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.graphs import GradientReads, recorded

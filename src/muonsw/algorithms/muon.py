@@ -7,14 +7,13 @@ and after it, turn Muon into its relatives (`muonsw.precondition`, `muonsw.norma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from muonsw import kernels
+from muonsw.algorithms import muon_kernels as by_kernel
 from muonsw.algorithms.base import (
     Algorithm,
     Budget,
@@ -25,7 +24,7 @@ from muonsw.algorithms.base import (
     clean,
     look_ahead,
 )
-from muonsw.algorithms.whole import VIEW_OPTIONS, StateBatch, apply_slot, validate_matrices
+from muonsw.algorithms.whole import VIEW_OPTIONS, apply_slot, validate_matrices
 from muonsw.algorithms.whole import state_keys as keys_of
 from muonsw.machine import product_dtype
 from muonsw.matrices import (
@@ -40,15 +39,12 @@ from muonsw.matrices import (
     views,
 )
 from muonsw.nonfinite import Flag
-from muonsw.normalize import ADAMUON, MUON_PLUS, NORMALIZE, NORMUON
+from muonsw.normalize import NORMALIZE
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS, aurora
 from muonsw.precision import LOW_PRECISION, state_dtype
-from muonsw.precondition import EQUALIZE, MUON2, PRECONDITION, SIGN
-from muonsw.slots import SlotMember, Specs, State, wide_dtype
+from muonsw.precondition import PRECONDITION
+from muonsw.slots import Specs, State, wide_dtype
 from muonsw.work import Group, Item
-
-if TYPE_CHECKING:
-    from muonsw.kernels.momentum import Precondition
 
 # The options of orthogonalizer="aurora", by default its authors' choice; a group holds None for these.
 AURORA: Group = {"aurora_iterations": 2, "aurora_beta": 0.5, "aurora_polar": "simple_quintic"}
@@ -77,10 +73,12 @@ def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget)
     """Orthogonalized momentum of parts with equal matrices, each in the shape of its part; the factors of rows."""
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    matrices = _by_kernel(group, bucket, parts, grads, momenta, budget.flag)
+    matrices, fused = None, _has_kernels(group, grads)
+    if fused:
+        matrices = by_kernel.orthogonalized_momentum(group, bucket, parts, grads, momenta, budget.flag)
     if matrices is None:
         ahead = empty_batch(momenta, bucket.rows, bucket.columns)
-        _advance(group, grads, momenta, scatter(ahead, momenta), budget.flag)
+        _advance(group, parts, grads, momenta, scatter(ahead, momenta), budget.flag)
         if group["precondition"] is not None:
             ahead = apply_slot(PRECONDITION, group, bucket, parts, ahead.to(wide_dtype(ahead.dtype)), budget.ok)
         matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
@@ -88,93 +86,22 @@ def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget)
             matrices = matrices.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
     if group["normalize"] is None:
         return scatter(matrices, grads), None
-    kernel = _normalizing_kernel(group, bucket, parts, matrices, budget)
-    if kernel is not None:
-        return scatter(matrices, grads), kernel()
+    normalize = by_kernel.normalizer(group, bucket, parts, matrices, budget) if fused else None
+    if normalize is not None:
+        return scatter(matrices, grads), normalize()
     return scatter(apply_slot(NORMALIZE, group, bucket, parts, matrices, budget.ok), grads), None
 
 
-def _by_kernel(
-    group: Group, bucket: Bucket, parts: list[Part], grads: list[Tensor], momenta: list[Tensor], flag: Flag | None
-) -> Tensor | None:
-    """The same from a kernel that reads gradients and momenta where they lie; None where there is none for them."""
-    device = grads[0].device
-    iteration = ITERATIONS.get(ORTHOGONALIZERS[group["orthogonalizer"]])
-    if iteration is None or not _may_use_kernels(group, grads):
-        return None
-    from muonsw.kernels.momentum import normalized_momentum, takes
-
-    grads, momenta = _as_matrices(grads, bucket), _as_matrices(momenta, bucket)
-    dtype = iteration.inner(product_dtype(group["ns_dtype"], bucket.dtype, device), device)
-    first = None if group["precondition"] is None else _precondition_of_kernel(group, parts, bucket)
-    if not takes(grads, momenta, dtype) or (first is None and group["precondition"] is not None):
-        return None
-    X = normalized_momentum(
-        grads,
-        momenta,
-        form=group["momentum_form"],
-        beta=group["momentum"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        flag=flag,
-        dtype=dtype,
-        precondition=first,
-    )
-    steps = group["ns_steps"] or iteration.steps
-    return iteration.run(X.mT, steps).mT if bucket.rows > bucket.columns else iteration.run(X, steps)
-
-
-def in_kernels(member: SlotMember | None) -> bool:
-    """Whether our kernels do what a member of a slot does, where tensors are laid out as they read them."""
-    return member is None or any(member is known for known in (SIGN, MUON2, EQUALIZE, NORMUON, ADAMUON, MUON_PLUS))
-
-
-def _precondition_of_kernel(group: Group, parts: list[Part], bucket: Bucket | None) -> Precondition | None:
-    """What a momentum kernel is to do to matrices, or without a bucket to shards; None where it cannot."""
-    from muonsw.kernels.momentum import LONGEST_ROW, Precondition, are_matrices
-
-    member, options = PRECONDITION.member(group), PRECONDITION.options(group)
-    if member is SIGN:
-        return Precondition("sign")
-    if member is EQUALIZE and bucket is not None and not group["transposed"] and bucket.columns <= LONGEST_ROW:
-        return Precondition("equalize")
-    if member is MUON2:
-        squares = [part.state("exp_avg_sq") for part in parts]
-        squares = squares if bucket is None else _as_matrices(squares, bucket)
-        if are_matrices(squares):
-            return Precondition("muon2", squares, options["beta2"], options["eps"])
-    return None
-
-
-def _normalizing_kernel(
-    group: Group, bucket: Bucket, parts: list[Part], directions: Tensor, budget: Budget
-) -> Callable[[], Tensor | None] | None:
-    """What runs the group's normalizer on directions in place, or gives the factors of their rows; None if none can."""
-    member = NORMALIZE.member(group)
-    if not in_kernels(member) or not _may_use_kernels(group, [directions]):
-        return None
-    from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_, takes
-
-    specs, options = NORMALIZE.specs(group), NORMALIZE.options(group)
-    batch = StateBatch(MatrixView.of(group), bucket, parts, specs)
-    state = [tensor for key in specs for tensor in batch.matrices(key)]
-    if not takes(directions, state) or (member is NORMUON and state[0].dtype != torch.float32):
-        return None
-    hand_on = not budget.plain
-    if member is MUON_PLUS:
-        return partial(muon_plus_, directions, hand_on=hand_on)
-    shared = {"beta2": options["beta2"], "eps": options["eps"], "flag": budget.flag, "hand_on": hand_on}
-    if member is ADAMUON:
-        return partial(adamuon_, directions, state, **shared)
-    by_row = (state[0].shape[-1] == 1) != group["transposed"]
-    return partial(normuon_, directions, state, by_row=by_row, snap=options["snap"], **shared)
-
-
 def _advance(
-    group: Group, grads: list[Tensor], momenta: list[Tensor], targets: list[Tensor] | None, flag: Flag | None
+    group: Group,
+    parts: list[Part],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    targets: list[Tensor] | None,
+    flag: Flag | None,
 ) -> None:
     """Advance momenta in place, and write what is to be orthogonalized to `targets`, if there are any."""
-    if _advance_by_kernel(group, grads, momenta, targets, flag):
+    if _has_kernels(group, grads) and by_kernel.advance(group, parts, grads, momenta, targets, flag):
         return
     form, beta, nesterov, maximize = (group[key] for key in ("momentum_form", "momentum", "nesterov", "maximize"))
     ok = None if flag is None else flag.ok
@@ -186,33 +113,7 @@ def _advance(
         torch._foreach_copy_(targets, momenta)
 
 
-def _advance_by_kernel(
-    group: Group,
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    targets: list[Tensor] | None,
-    flag: Flag | None,
-    precondition: Precondition | None = None,
-) -> bool:
-    """The same by a kernel, and what it can do of the preconditioner; False, and nothing done, where it cannot."""
-    if not _may_use_kernels(group, grads):
-        return False
-    from muonsw.kernels.momentum import advance_momenta
-
-    return advance_momenta(
-        grads,
-        momenta,
-        targets,
-        form=group["momentum_form"],
-        beta=group["momentum"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        flag=flag,
-        precondition=precondition,
-    )
-
-
-def _may_use_kernels(group: Group, tensors: list[Tensor]) -> bool:
+def _has_kernels(group: Group, tensors: list[Tensor]) -> bool:
     return group["fused"] is not False and bool(tensors) and kernels.available(tensors[0].device)
 
 
@@ -248,26 +149,15 @@ def _scale(group: Group, rows: int, columns: int) -> float:
     return SHAPE_SCALES[group["scale"]](*MatrixView.of(group).out_in(rows, columns))
 
 
-def _as_matrices(tensors: list[Tensor], bucket: Bucket) -> list[Tensor]:
-    """Each tensor as one matrix or a stack of them, as a view where its layout allows."""
-    shape = torch.Size((bucket.rows, bucket.columns))
-    if all(tensor.shape == shape for tensor in tensors):
-        return tensors
-    return [
-        t.view(-1, *shape) if t.is_contiguous() and not (t.dim() <= 3 and t.shape[-2:] == shape) else t for t in tensors
-    ]
-
-
 def _advance_parts(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
     momenta = [part.state("momentum_buffer") for part in parts]
     grads, flag = [part.grad for part in parts], None if ok is None else Flag.from_ok(ok)
-    first = None
-    if _runs_on_shards(group) and _may_use_kernels(group, grads):
-        first = _precondition_of_kernel(group, parts, None)
-    if first is not None and _advance_by_kernel(group, grads, momenta, targets, flag, first):
+    preconditions = _runs_on_shards(group)
+    fused = preconditions and _has_kernels(group, grads)
+    if fused and by_kernel.advance(group, parts, grads, momenta, targets, flag, precondition=True):
         return
-    _advance(group, grads, momenta, targets, flag)
-    if _runs_on_shards(group):
+    _advance(group, parts, grads, momenta, targets, flag)
+    if preconditions:
         _precondition_shards(group, parts, targets, ok)
 
 
