@@ -33,12 +33,8 @@ TILES = [
     Tiles(128, 2, 64, 8, 3), Tiles(128, 2, 64, 8, 4), Tiles(128, 1, 128, 4, 2), Tiles(64, 2, 64, 4, 4),
     Tiles(128, 1, 64, 4, 3, True), Tiles(128, 1, 64, 4, 4, True), Tiles(128, 1, 64, 8, 3, True),
     Tiles(128, 2, 64, 8, 3, True), Tiles(128, 2, 64, 8, 4, True), Tiles(128, 1, 128, 4, 2, True),
-    Tiles(128, 1, 64, 4, 3, True, stores=True), Tiles(128, 1, 64, 4, 3, True, once=True),
-    Tiles(128, 1, 64, 4, 3, True, stores=True, once=True), Tiles(128, 1, 64, 4, 2, True, registers=168),
-    Tiles(128, 1, 64, 4, 2, True, stores=True, registers=168), Tiles(128, 1, 32, 4, 4, True, registers=168),
     Tiles(64, 1, 64, 4, 3, True), Tiles(64, 1, 64, 4, 4, True), Tiles(64, 2, 64, 4, 3, True),
     Tiles(64, 2, 64, 4, 4, True), Tiles(64, 1, 128, 4, 3, True), Tiles(128, 1, 32, 4, 4, True),
-    Tiles(128, 1, 64, 4, 2, True, stores=True, persistent=2), Tiles(128, 1, 64, 8, 3, True, stores=True, persistent=1),
 ]  # fmt: skip
 SHAPES = [(40, 1024, 2816), (96, 768, 2048), (96, 512, 1408), (192, 256, 768)]
 

@@ -11,7 +11,6 @@ from muonsw.orthogonalize.iterations import NS5, newton_schulz_schedule
 from tests.orthogonalize.test_gram_iteration import hard_spectra, with_spectrum
 
 TILES = [Tiles(32, 1, 16, 4, 2), Tiles(32, 2, 32, 4, 2), Tiles(32, 1, 16, 4, 2, True), Tiles(32, 2, 16, 4, 2, True)]
-TILES += [Tiles(32, 1, 16, 4, 2, True, stores=True, once=True, first=True)]
 # Rounding to float16 once, after sums in float32.
 ONE_ROUNDING = 2.0**-11
 

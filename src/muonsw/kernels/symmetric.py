@@ -13,16 +13,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from muonsw import machine
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import DTYPES
 
 
 class Tiles(NamedTuple):
     """How a product is cut: rows of a tile, its columns as a multiple of them, the depth of a step of the sum.
 
-    `warps` work on a tile and `stages` steps are loaded ahead, by the copy engine of the chip if `engine`, which also
-    stores tiles if `stores`. A tile on the diagonal of `X X^T` reads its rows once if `once`. `registers`, if not 0,
-    bounds those of a thread. `persistent`, if not 0, is how many programs of a multiprocessor share all tiles.
-    `first`: the addend is read before the product, into its sum.
+    `warps` work on a tile and `stages` steps are loaded ahead, by the copy engine of the chip if `engine`.
     """
 
     rows: int
@@ -31,11 +27,6 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     engine: bool = False
-    stores: bool = False
-    once: bool = False
-    registers: int = 0
-    persistent: int = 0
-    first: bool = False
 
 
 # The fastest of 14 ways to cut batches of 256 to 1024 rows on one H200, with the copy engine that chips have from
@@ -61,37 +52,6 @@ def _tile(number, RATIO: tl.constexpr):
     return RATIO * p + rest // (p + 1), rest % (p + 1)
 
 
-@triton.jit
-def _sum(
-    total,
-    left,
-    right,
-    batch,
-    i,
-    j,
-    inner,
-    SAME: tl.constexpr,
-    TURNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """A tile of the product, of what the copy engine reads; SAME says that its two factors are the same."""
-    for begin in range(0, inner, DEPTH):
-        if TURNED:
-            x = left.load([batch, begin, i * ROWS]).reshape(DEPTH, ROWS).trans()
-        else:
-            x = left.load([batch, i * ROWS, begin]).reshape(ROWS, DEPTH)
-        if SAME:
-            y = x.trans()
-        elif TURNED:
-            y = right.load([batch, begin, j * COLUMNS]).reshape(DEPTH, COLUMNS)
-        else:
-            y = right.load([batch, j * COLUMNS, begin]).reshape(COLUMNS, DEPTH).trans()
-        total = tl.dot(x, y, total)
-    return total
-
-
 @triton.jit(do_not_specialize=["tiles"])
 def _symmetric(
     left,
@@ -114,10 +74,6 @@ def _symmetric(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
     ENGINE: tl.constexpr,
-    STORES: tl.constexpr,
-    TYPE: tl.constexpr,
-    ONCE: tl.constexpr,
-    FIRST: tl.constexpr,
     TURNED: tl.constexpr,
     ROWS: tl.constexpr,
     RATIO: tl.constexpr,
@@ -128,18 +84,15 @@ def _symmetric(
     i, j = _tile(tl.program_id(0) % tiles, RATIO)
     rows, columns = i * ROWS + tl.arange(0, ROWS), j * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    if FIRST:  # the addends wait in the sum, and not beside it in registers
-        r, c = rows[:, None], columns[None, :]
-        total = tl.load(addend + batch.to(tl.int64) * size * size + r * size + c).to(tl.float32) * (beta / alpha)
-        total = tl.where(r == c, total + diagonal / alpha, total)
     if ENGINE:
-        if ONCE:
-            if i == j:
-                total = _sum(total, left, left, batch, i, i, inner, True, TURNED, ROWS, COLUMNS, DEPTH)
+        for begin in range(0, inner, DEPTH):
+            if TURNED:
+                x = left.load([batch, begin, i * ROWS]).reshape(DEPTH, ROWS).trans()
+                y = right.load([batch, begin, j * COLUMNS]).reshape(DEPTH, COLUMNS)
             else:
-                total = _sum(total, left, right, batch, i, j, inner, False, TURNED, ROWS, COLUMNS, DEPTH)
-        else:
-            total = _sum(total, left, right, batch, i, j, inner, False, TURNED, ROWS, COLUMNS, DEPTH)
+                x = left.load([batch, i * ROWS, begin]).reshape(ROWS, DEPTH)
+                y = right.load([batch, j * COLUMNS, begin]).reshape(COLUMNS, DEPTH).trans()
+            total = tl.dot(x, y, total)
     else:
         steps = tl.arange(0, DEPTH)
         # what lies outside reads some other row, and is never stored
@@ -164,25 +117,13 @@ def _symmetric(
     if WIDE:
         rows, columns = rows.to(tl.int64), columns.to(tl.int64)
     r, c = rows[:, None], columns[None, :]
+    straight = out + batch.to(tl.int64) * size * size + r * size + c
+    mirrored = out + batch.to(tl.int64) * size * size + columns[:, None] * size + rows[None, :]
     result = alpha * total
-    if not STORES:
-        straight = out + batch.to(tl.int64) * size * size + r * size + c
-        mirrored = out + batch.to(tl.int64) * size * size + columns[:, None] * size + rows[None, :]
-    if STORES:
-        if HAS_TERM and not FIRST:
+    if EVEN:
+        if HAS_TERM:
             result += beta * tl.load(addend + batch.to(tl.int64) * size * size + r * size + c).to(tl.float32)
-        if not FIRST:
-            result = tl.where(r == c, result + diagonal, result)
-        result = result.to(TYPE)
-        out.store([batch, i * ROWS, j * COLUMNS], result.reshape(1, ROWS, COLUMNS))
-        if i // RATIO != j:
-            out.store([batch, j * COLUMNS, i * ROWS], tl.trans(result).reshape(1, COLUMNS, ROWS))
-    elif EVEN:
-        if HAS_TERM and not FIRST:
-            result += beta * tl.load(addend + batch.to(tl.int64) * size * size + r * size + c).to(tl.float32)
-        if not FIRST:
-            result = tl.where(r == c, result + diagonal, result)
-        result = result.to(TYPE)
+        result = tl.where(r == c, result + diagonal, result).to(out.dtype.element_ty)
         tl.store(straight, result)
         if i // RATIO != j:  # strips on the diagonal are computed whole
             tl.store(mirrored, tl.trans(result))
@@ -191,51 +132,10 @@ def _symmetric(
         if HAS_TERM:
             terms = addend + batch.to(tl.int64) * size * size + r * size + c
             result += beta * tl.load(terms, mask=inside, other=0.0).to(tl.float32)
-        result = tl.where(r == c, result + diagonal, result).to(TYPE)
+        result = tl.where(r == c, result + diagonal, result).to(out.dtype.element_ty)
         tl.store(straight, result, mask=inside)
         if i // RATIO != j:
             tl.store(mirrored, tl.trans(result), mask=(columns[:, None] < size) & (rows[None, :] < size))
-
-
-@triton.jit(do_not_specialize=["tiles", "total"])
-def _persistent(
-    left,
-    right,
-    addend,
-    out,
-    size,
-    inner,
-    tiles,
-    total,
-    alpha,
-    beta,
-    diagonal,
-    HAS_TERM: tl.constexpr,
-    TYPE: tl.constexpr,
-    TURNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """The same by as many programs as run at a time, which load the next tile while they store one."""
-    for number in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
-        batch = number // tiles
-        i, j = _tile(number % tiles, 1)
-        product = tl.zeros((ROWS, ROWS), dtype=tl.float32)
-        for begin in range(0, inner, DEPTH):
-            if TURNED:
-                x = left.load([batch, begin, i * ROWS]).reshape(DEPTH, ROWS).trans()
-                y = right.load([batch, begin, j * ROWS]).reshape(DEPTH, ROWS)
-            else:
-                x = left.load([batch, i * ROWS, begin]).reshape(ROWS, DEPTH)
-                y = right.load([batch, j * ROWS, begin]).reshape(ROWS, DEPTH).trans()
-            product = tl.dot(x, y, product)
-        r, c = i * ROWS + tl.arange(0, ROWS)[:, None], j * ROWS + tl.arange(0, ROWS)[None, :]
-        result = alpha * product
-        if HAS_TERM:
-            result += beta * tl.load(addend + batch.to(tl.int64) * size * size + r * size + c).to(tl.float32)
-        result = tl.where(r == c, result + diagonal, result).to(TYPE)
-        out.store([batch, i * ROWS, j * ROWS], result.reshape(1, ROWS, ROWS))
-        out.store([batch, j * ROWS, i * ROWS], tl.trans(result).reshape(1, ROWS, ROWS))
 
 
 def symmetric_product(
@@ -266,39 +166,11 @@ def symmetric_product(
     largest = max(size * size, *(abs(t.stride(1)) * size + abs(t.stride(2)) * inner for t in (left, right)))
     turned = left.stride(1) == 1 and left.stride(2) != 1
     engine = tiles.engine and all(_suits_engine(t, turned) for t in (left, right))
-    even = size % (tiles.rows * tiles.ratio) == 0 and inner % tiles.depth == 0
-    stores = tiles.stores and engine and even and tiles.ratio == 1 and _suits_engine(out, False)
     a, b = left, right
     if engine:
         a = _descriptor(left, tiles.rows, tiles.depth, turned)
         same = right is left and tiles.ratio == 1
         b = a if same else _descriptor(right, tiles.rows * tiles.ratio, tiles.depth, turned)
-    if stores and tiles.persistent:
-        programs = tiles.persistent * torch.cuda.get_device_properties(left.device).multi_processor_count
-        launch_on(
-            left.device,
-            _persistent,
-            (min(programs, batch * number),),
-            a,
-            b,
-            out if term is None else term,
-            _descriptor(out, tiles.rows, tiles.rows, False),
-            size,
-            inner,
-            number,
-            batch * number,
-            alpha,
-            beta,
-            diagonal,
-            HAS_TERM=term is not None,
-            TYPE=DTYPES[out.dtype],
-            TURNED=turned,
-            ROWS=tiles.rows,
-            DEPTH=tiles.depth,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-        return out
     launch_on(
         left.device,
         _symmetric,
@@ -306,7 +178,7 @@ def symmetric_product(
         a,
         b,
         out if term is None else term,
-        _descriptor(out, tiles.rows, tiles.rows, False) if stores else out,
+        out,
         size,
         inner,
         number,
@@ -316,20 +188,15 @@ def symmetric_product(
         *left.stride(),
         *right.stride(),
         HAS_TERM=term is not None,
-        EVEN=even,
+        EVEN=size % (tiles.rows * tiles.ratio) == 0 and inner % tiles.depth == 0,
         WIDE=largest >= 2**31,
         ENGINE=engine,
-        STORES=stores,
-        TYPE=DTYPES[out.dtype],
-        ONCE=tiles.once and engine and right is left and tiles.ratio == 1,
-        FIRST=tiles.first and engine and even and term is not None,
         TURNED=turned,
         ROWS=tiles.rows,
         RATIO=tiles.ratio,
         DEPTH=tiles.depth,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **({"maxnreg": tiles.registers} if tiles.registers else {}),
     )
     return out
 
