@@ -13,12 +13,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from muonsw import machine
 from muonsw.kernels import launch_on
+from muonsw.kernels.common import DTYPES
 
 
 class Tiles(NamedTuple):
     """How a product is cut: rows of a tile, its columns as a multiple of them, the depth of a step of the sum.
 
-    `warps` work on a tile and `stages` steps are loaded ahead, by the copy engine of the chip if `engine`.
+    `warps` work on a tile and `stages` steps are loaded ahead, by the copy engine of the chip if `engine`, which then
+    also stores whole tiles.
     """
 
     rows: int
@@ -74,6 +76,8 @@ def _symmetric(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
     ENGINE: tl.constexpr,
+    STORES: tl.constexpr,
+    TYPE: tl.constexpr,
     TURNED: tl.constexpr,
     ROWS: tl.constexpr,
     RATIO: tl.constexpr,
@@ -84,6 +88,9 @@ def _symmetric(
     i, j = _tile(tl.program_id(0) % tiles, RATIO)
     rows, columns = i * ROWS + tl.arange(0, ROWS), j * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    if STORES and HAS_TERM:  # the addend waits in the sum: beside it, it would take half as many registers again
+        terms = addend + batch.to(tl.int64) * size * size + rows[:, None] * size + columns[None, :]
+        total = tl.load(terms).to(tl.float32) * (beta / alpha)
     if ENGINE:
         for begin in range(0, inner, DEPTH):
             if TURNED:
@@ -117,25 +124,30 @@ def _symmetric(
     if WIDE:
         rows, columns = rows.to(tl.int64), columns.to(tl.int64)
     r, c = rows[:, None], columns[None, :]
-    straight = out + batch.to(tl.int64) * size * size + r * size + c
-    mirrored = out + batch.to(tl.int64) * size * size + columns[:, None] * size + rows[None, :]
     result = alpha * total
-    if EVEN:
-        if HAS_TERM:
-            result += beta * tl.load(addend + batch.to(tl.int64) * size * size + r * size + c).to(tl.float32)
-        result = tl.where(r == c, result + diagonal, result).to(out.dtype.element_ty)
-        tl.store(straight, result)
-        if i // RATIO != j:  # strips on the diagonal are computed whole
-            tl.store(mirrored, tl.trans(result))
+    if STORES:
+        result = tl.where(r == c, result + diagonal, result).to(TYPE)
+        out.store([batch, i * ROWS, j * COLUMNS], result.reshape(1, ROWS, COLUMNS))
+        if i != j:
+            out.store([batch, j * COLUMNS, i * ROWS], tl.trans(result).reshape(1, COLUMNS, ROWS))
     else:
-        inside = (r < size) & (c < size)
-        if HAS_TERM:
-            terms = addend + batch.to(tl.int64) * size * size + r * size + c
-            result += beta * tl.load(terms, mask=inside, other=0.0).to(tl.float32)
-        result = tl.where(r == c, result + diagonal, result).to(out.dtype.element_ty)
-        tl.store(straight, result, mask=inside)
-        if i // RATIO != j:
-            tl.store(mirrored, tl.trans(result), mask=(columns[:, None] < size) & (rows[None, :] < size))
+        straight = batch.to(tl.int64) * size * size + r * size + c
+        mirrored = out + batch.to(tl.int64) * size * size + columns[:, None] * size + rows[None, :]
+        if EVEN:
+            if HAS_TERM:
+                result += beta * tl.load(addend + straight).to(tl.float32)
+            result = tl.where(r == c, result + diagonal, result).to(TYPE)
+            tl.store(out + straight, result)
+            if i // RATIO != j:  # strips on the diagonal are computed whole
+                tl.store(mirrored, tl.trans(result))
+        else:
+            inside = (r < size) & (c < size)
+            if HAS_TERM:
+                result += beta * tl.load(addend + straight, mask=inside, other=0.0).to(tl.float32)
+            result = tl.where(r == c, result + diagonal, result).to(TYPE)
+            tl.store(out + straight, result, mask=inside)
+            if i // RATIO != j:
+                tl.store(mirrored, tl.trans(result), mask=(columns[:, None] < size) & (rows[None, :] < size))
 
 
 def symmetric_product(
@@ -166,6 +178,8 @@ def symmetric_product(
     largest = max(size * size, *(abs(t.stride(1)) * size + abs(t.stride(2)) * inner for t in (left, right)))
     turned = left.stride(1) == 1 and left.stride(2) != 1
     engine = tiles.engine and all(_suits_engine(t, turned) for t in (left, right))
+    even = size % (tiles.rows * tiles.ratio) == 0 and inner % tiles.depth == 0
+    stores = engine and even and tiles.ratio == 1 and largest < 2**31 and alpha != 0
     a, b = left, right
     if engine:
         a = _descriptor(left, tiles.rows, tiles.depth, turned)
@@ -178,7 +192,7 @@ def symmetric_product(
         a,
         b,
         out if term is None else term,
-        out,
+        _descriptor(out, tiles.rows, tiles.rows, False) if stores else out,
         size,
         inner,
         number,
@@ -188,9 +202,11 @@ def symmetric_product(
         *left.stride(),
         *right.stride(),
         HAS_TERM=term is not None,
-        EVEN=size % (tiles.rows * tiles.ratio) == 0 and inner % tiles.depth == 0,
+        EVEN=even,
         WIDE=largest >= 2**31,
         ENGINE=engine,
+        STORES=stores,
+        TYPE=DTYPES[out.dtype],
         TURNED=turned,
         ROWS=tiles.rows,
         RATIO=tiles.ratio,
