@@ -247,9 +247,10 @@ def _gram(X: Tensor, steps: int) -> Tensor:
     return iterate(X, newton_schulz_schedule(steps), LONGEST_SEGMENT if pays else 1)
 
 
-# Multiply-adds that the Gram iteration must save on an accelerator, because it takes more launches. Measured on one
-# H200: 192 matrices of 256 x 768 save 3e10 and gain nothing, the eightfold of 512 x 1408 gains.
-WORTH_MORE_LAUNCHES = 5e10
+# Multiply-adds that the Gram iteration must save on an accelerator, because it takes more launches. On one H200: 192
+# matrices of 256 x 768 save 3e10 and gain nothing; 48 of 512 x 1408, a batch of a replayed step, save 4.8e10, and their
+# products take 11.2 us a matrix where the plain iteration's take 12.7, by the rates of each kind of product.
+WORTH_MORE_LAUNCHES = 4e10
 
 
 def _fastest(X: Tensor, steps: int) -> Tensor:
