@@ -123,13 +123,18 @@ def as_state(key: str, value: Any, group: Group, param: Tensor) -> Tensor:
     if not isinstance(value, Tensor):  # older states count steps in plain numbers
         return torch.tensor(value, dtype=dtype, device=param.device)
     if is_offloaded(key, group, param):
-        return torch.empty_like(value, dtype=dtype, device="cpu", pin_memory=True).copy_(value)
+        return _laid_out(key, value, group, param, torch.device("cpu"), dtype).pin_memory()
+    return _laid_out(key, value, group, param, param.device, dtype)
+
+
+def _laid_out(key: str, value: Tensor, group: Group, param: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A copy on a device, with the strides of the parameter where it has its elements; codes lie in rows."""
     if is_code(value):
-        return value.to(param.device, dtype, copy=True).contiguous()
+        return value.to(device, dtype, copy=True).contiguous()
     alike = key not in ("step", "radius") and own_shape(key, group, param) is None and value.shape == param.shape
     if not alike or value.stride() == param.stride():
-        return value.to(param.device, dtype, copy=True)
-    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
+        return value.to(device, dtype, copy=True)
+    return torch.empty_like(param, dtype=dtype, device=device, memory_format=torch.preserve_format).copy_(value)
 
 
 def in_form(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, Any]:
