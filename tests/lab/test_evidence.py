@@ -341,11 +341,14 @@ def test_the_family_from_training_to_the_page(tmp_path, monkeypatch, tiny):
     monkeypatch.setattr(family, "RATES", {name: family.RATES[name] for name in ("muon", "soap")})
     monkeypatch.setattr(evidence, "MINI", replace(tiny, maps=dict.fromkeys((24, 48), (0.5, 1.0)), map_seeds=2))
     shop, path = by_settings(tmp_path / "runs"), evidence.file_of("family", tmp_path)
-    assert evidence.gather("family", shop, path) == 2 * 18 + 2 * 6 * 2
+    made = evidence.gather("family", shop, path) - (2 * 18 + 2 * 6 * 2)
     assert evidence.gather("family", shop, path) == 0
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
     grown = evidence.EvidencePage(evidence.read_records(tmp_path))
     results = grown.results["family"]
+    best = {key.name: [family.best_of(arms, rule) for rule in ("constant", "scaled")]
+            for key, arms in results.items() if key.steps == 24 and key.name in family.RATES}  # fmt: skip
+    assert made == 4 * sum(any(one.larger is None for one in rules) for rules in best.values())
     assert {key.steps: {run.seed for runs in arms.values() for run in runs} for key, arms in results.items()} == {
         12: {2},
         24: {0, 1},
@@ -361,7 +364,6 @@ def test_the_family_from_training_to_the_page(tmp_path, monkeypatch, tiny):
     assert [row[1] for row in rows] == ["constant", "scaled"] * 4
     assert all("KiB" in row[-1] for row in rows[:4])
     assert rows[0][-1] != rows[2][-1]  # SOAP has more state
-    assert "soap, scaled decay: total of the best lambda over Muon's, in octaves" in page
     assert {run.config.optimizer.preset for run in grown.records["family"].runs.values()} == {"", "soap"}
 
 
@@ -377,7 +379,7 @@ def test_after_the_search_lambda_takes_as_much_over_the_longer_run(monkeypatch):
     (soap,) = [one for one in found if one.key.name == "soap"]
     other = family.around(run, "soap", {name: runs for name, runs in arms.items() if name.startswith("scaled")} | {
         name: [MadeRun(runs[0].config.optimizer, short, 3, 2 * runs[0].config.optimizer.weight_decay)]
-        for name, runs in arms.items() if name.startswith("constant")})  # fmt: skip
+        for name, runs in arms.items() if name.startswith("constant")}, (0.25, 1.0, 4.0))  # fmt: skip
     assert {arm.optimizer.lr for arm in other} == {0.02, 0.005}  # each has its own best rate
     totals = [arm.optimizer.lr * arm.optimizer.weight_decay for arm in other]
     assert totals[:3] == pytest.approx(totals[3:], rel=1e-2)  # and both the same lambdas, as totals
@@ -402,9 +404,9 @@ def test_claims_of_the_family_tell_a_member_that_forgives_and_one_that_moves_lam
             arm.optimizer.lr, arm.optimizer.weight_decay, one.base.steps) + 1e-4 * seed) for seed in one.seeds]
             for arm in one.arms}  # fmt: skip
 
-    members = ("muon", "normuon")
-    results = {one.key: made(one) for one in family.search(evidence.MINI) if one.key.name in members}
-    results |= {one.key: made(one) for one in family.family(results, evidence.MINI) if one.key.name in members}
+    monkeypatch.setattr(family, "RATES", {name: family.RATES[name] for name in ("muon", "normuon")})
+    results = {one.key: made(one) for one in family.search(evidence.MINI)}
+    results |= {one.key: made(one) for one in family.family(results, evidence.MINI)}
     claims = {claim.id: claim for claim in family.judge_family(results, evidence.MINI)}
     assert {name: claim.holds for name, claim in claims.items()} == {
         "muon-forgives": holds,
@@ -414,6 +416,29 @@ def test_claims_of_the_family_tell_a_member_that_forgives_and_one_that_moves_lam
     }
     best = family.tuned_members(results, evidence.MINI)["normuon"]["constant"]
     assert (best.run.config.optimizer.lr, best.edge) == (0.05, False)
+
+
+def test_where_the_largest_lambda_is_the_best_a_larger_one_is_trained_and_judged(monkeypatch):
+    monkeypatch.setattr(family, "RATES", {"muon": 1.0})
+    monkeypatch.setattr(regret, "swept_loss", lambda one: one.loss)
+
+    def made(one, best):
+        sums = {arm.name: sum(decay_factors(one.base, replace(arm.optimizer, decay="constant"))) for arm in one.arms}
+        return {arm.name: [MadeRun(arm.optimizer, one.base, seed, (0.5 if arm.optimizer.decay == "scaled" else 1.0)
+            * abs(math.log(sums[arm.name] / best, 4)) + 0.01 * seed) for seed in one.seeds]
+            for arm in one.arms}  # fmt: skip
+
+    (search,) = family.search(evidence.MINI)
+    results = {search.key: made(search, 1.0)}
+    (three,) = family.family(results, evidence.MINI)
+    results[three.key] = made(three, 4.0)
+    assert not family.judge_family(results, evidence.MINI)
+    _, more = family.family(results, evidence.MINI)
+    assert [len(more.arms), *more.seeds] == [2, 0, 1, 2]
+    results[more.key] = made(more, 4.0)
+    (claim,) = family.judge_family(results, evidence.MINI)
+    assert (claim.id, claim.measured) == ("muon-forgives", pytest.approx(0.5 - 0.6, abs=0.01))
+    assert family.family(results, evidence.MINI)[-1] == more
 
 
 class MadeRun:

@@ -196,16 +196,37 @@ def _gradients(results: Results, _scale: Scale) -> str:
 
 
 def _family(results: Results, scale: Scale) -> str:
-    """For which members the two claims hold."""
+    """What the search says of a large lambda; and for which members the two claims hold."""
     claims = family.judge_family(results, scale)
     asked = {
         "forgives": "The largest lambda costs scaled decay at most 0.6 of what it costs constant decay",
         "lambda": "The best lambda, counted as a total, is within a factor of two of Muon's",
     }
-    return " ".join(
+    said = [
         f"{text}: {_members(own)}."
         for suffix, text in asked.items()
         if (own := [claim for claim in claims if claim.id.endswith(suffix)])
+    ]
+    return " ".join(filter(None, (_searched(results, scale), *said)))
+
+
+def _searched(results: Results, scale: Scale) -> str:
+    """What the largest lambda cost each rule at its best rate in the search."""
+    steps = family.family_run(scale).steps
+    searches = {key: arms for key, arms in results.items() if key.steps != steps}
+    costs = []
+    for arms in searches.values():
+        found = [family.best_of(arms, rule).larger for rule in RULES]
+        costs += [tuple(one[0] for one in found if one is not None)] if None not in found else []
+    if not costs:
+        return ""
+    ranges = [f"{min(own):.3f} to {max(own):.3f}" for own in zip(*costs, strict=True)]
+    less = sum(scaled < constant for constant, scaled in costs)
+    few = sum(scaled <= family.FORGIVEN * constant for constant, scaled in costs)
+    return (
+        f"In the search, on one seed and in {next(iter(searches)).steps:,} updates, the largest lambda cost constant "
+        f"decay {ranges[0]} and scaled decay {ranges[1]} nats above their best; scaled decay less for {less} of "
+        f"{len(costs)} members, and at most {family.FORGIVEN} as much for {few}."
     )
 
 

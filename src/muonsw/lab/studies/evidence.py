@@ -138,7 +138,9 @@ def gather(name: str, workshop: Workshop, path: Path, seeds: int | None = None) 
     sizes = {"documents": text.documents, "tokens": text.tokens("train"), "vocabulary": text.vocab_size}
     records = Records.open(path, config, **sizes)
     made = _train_missing(first, workshop, records, seeds)
-    return made + _train_missing(study.then(results_of(study, records), study.scale), workshop, records, seeds)
+    while more := _train_missing(study.then(results_of(study, records), study.scale), workshop, records, seeds):
+        made += more
+    return made
 
 
 def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, records: Records, seeds: int | None) -> int:
@@ -180,7 +182,9 @@ def results_of(study: TrainingStudy, records: Records | None) -> Results:
     if records is None:
         return {}
     found = _found(study.comparisons(study.scale), records)
-    return found | _found(study.then(found, study.scale), records)
+    while more := _found(study.next_stage(found), records):
+        found |= more
+    return found
 
 
 def _found(comparisons: Sequence[Comparison], records: Records) -> dict[Key, Runs]:

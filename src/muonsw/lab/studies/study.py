@@ -269,8 +269,13 @@ class TrainingStudy(Study[Results]):
     def run(self, workshop: Workshop) -> Results:
         """Train everything, one stage after the other."""
         found = workshop.train(self.comparisons(self.scale))
-        more = self.then(found, self.scale)
-        return {**found, **workshop.train(more)} if more else found
+        while more := self.next_stage(found):
+            found = {**found, **workshop.train(more)}
+        return found
+
+    def next_stage(self, found: Results) -> list[Comparison]:
+        """What follows from what was found and is not there yet."""
+        return [one for one in self.then(found, self.scale) if one.key not in found]
 
     def judge(self, found: Results) -> Claims:
         """The claims about runs that were completed; those that failed first."""
