@@ -40,7 +40,7 @@ from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.train.folder import CHECKPOINTS, RESULT
 
 NAME, FOLDER = "evidence", Path("evidence")
-TEMPLATE, FAMILY_TIME = "evidence.md.in", "family-time.json"
+TEMPLATE, STEP_TIME = "evidence.md.in", "step-time.json"
 PAGE, ASSETS = Path("docs/evidence.md"), Path("docs/assets")
 MEASURED = Path("src/muonsw/lab/measured.json")
 # By study, the file of its records in `FOLDER`: a file holds the runs of one text.
@@ -115,7 +115,9 @@ def chosen(name: str, data: Path, folder: Path = FOLDER) -> list[str]:
     return found
 
 
-def gather(name: str, workshop: Workshop, path: Path, seeds: int | None = None) -> int:
+def gather(
+    name: str, workshop: Workshop, path: Path, seeds: int | None = None, only: Sequence[str] | None = None
+) -> int:
     """Train the runs of a study that have no record yet, and add each to its file as soon as it has ended.
 
     Args:
@@ -123,6 +125,7 @@ def gather(name: str, workshop: Workshop, path: Path, seeds: int | None = None) 
         workshop: Where they are trained.
         path: The file.
         seeds: How many of the seeds of each comparison; all unless given.
+        only: Comparisons with one of these in their names, such as `muon` or `6400 updates`; all unless given.
 
     Returns:
         How many runs were added.
@@ -163,7 +166,7 @@ def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, record
 
 def read_page(folder: Path = FOLDER) -> EvidencePage:
     """Everything that the page is made of."""
-    times, tasks = folder / FAMILY_TIME, folder / f"{worked_tasks.NAME}.jsonl"
+    times, tasks = folder / STEP_TIME, folder / f"{worked_tasks.NAME}.jsonl"
     return EvidencePage(
         read_records(folder),
         json.loads(times.read_text("utf-8")) if times.exists() else None,
@@ -210,15 +213,15 @@ def missing(study: TrainingStudy, records: Records | None) -> int:
 
 
 class EvidencePage:
-    """What all records say, study by study; and what members of the family take, as `bench/family_time.py` wrote it."""
+    """What all records say, study by study; and what members of the family take, as `bench/step_time.py` wrote it."""
 
     def __init__(
         self,
         records: Mapping[str, Records],
-        family_time: Mapping[str, Any] | None = None,
+        step_time: Mapping[str, Any] | None = None,
         own_tasks: Records | None = None,
     ) -> None:
-        self.records, self.family_time, self.own_tasks = records, family_time, own_tasks
+        self.records, self.step_time, self.own_tasks = records, step_time, own_tasks
         self.studies = {name: part(name) for name in TEXTS}
         self.results = {name: results_of(study, records.get(name)) for name, study in self.studies.items()}
 
@@ -314,7 +317,7 @@ def page(evidence: EvidencePage, template: str) -> str:
     values = {name: evidence.section(name) for name in TEXTS}
     values |= {
         UNTUNED: evidence.untuned(),
-        "family-time": markdown(family.time_table(evidence.family_time)) if evidence.family_time else "",
+        "step-time": markdown(family.time_table(evidence.step_time)) if evidence.step_time else "",
         worked_tasks.NAME: evidence.tasks(),
         "conclusion": conclusion(evidence),
         "runs": str(len(lines)),

@@ -280,19 +280,20 @@ def _cost_cells(run: Run) -> list[Value | Cell]:
 
 
 def time_table(measured: Mapping[str, Any]) -> Table:
-    """What an update of every member takes, measured alone on a machine."""
-    fastest, where = measured["ms"][MUON], measured["environment"]
+    """What a step of every member takes that `bench/step_time.py` timed, by set of matrices."""
+    results, where = measured["results"], measured["environment"]
+    timed = [name for name in ("muonsw", *RATES) if name in next(iter(results.values()))]
+    columns = [Column("member"), *(Column(f"{name}, ms a step", number=True) for name in results)]
     rows: list[list[Value | Cell]] = [
-        [member, f"{ms:.2f}", f"{ms / fastest:.2f}"]
-        for member, ms in sorted(measured["ms"].items(), key=lambda one: float(one[1]))
+        [MUON if name == "muonsw" else name, *(f"{steps[name]['ms']:.1f}" for steps in results.values())]
+        for name in timed
     ]
     versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
     note = (
-        f"An update of {measured['tokens_per_update']:,} tokens at width {measured['width']} with its forward and "
-        f"backward pass, alone on {where['device']} ({versions}); medians over blocks of 20 updates."
+        f"The step alone, on the hidden matrices of the paper's models of these widths: {where['device']}, {versions}, "
+        f"medians, {where['date']}."
     )
-    columns = [Column("member"), Column("ms an update", number=True), Column("over Muon's", number=True)]
-    return Table("family-time", "What an update takes", columns, rows, note)
+    return Table("family-time", "What a step takes", columns, rows, note)
 
 
 def family_charts(results: Results, scale: Scale) -> list[Chart]:
