@@ -65,7 +65,11 @@ def test_every_member_of_the_family_trains_and_is_replayed_where_its_steps_are_a
 def test_an_update_that_cannot_be_captured_stays_eager():
     """Waiting for the device spoils a capture; the run goes on, and no gradient of the attempt is left."""
     training = Training(with_fingerprint(small_run(steps=24, device="cuda", compile="off", graphs="on")))
-    training.optimizer.register_step_pre_hook(lambda *_: training.model.embedding.weight.sum().item())
+
+    def wait(*_):
+        training.model.embedding.weight.sum().item()
+
+    training.optimizer.register_step_pre_hook(wait)
     with pytest.warns(RuntimeWarning, match="not replayed"):
         found = [float(training.update(batches, measured=False).losses.total) for batches in training.batches()]
     assert found[-1] < found[0]

@@ -140,14 +140,19 @@ def gather(
     text = read_record(Path(config.data.path))
     sizes = {"documents": text.documents, "tokens": text.tokens("train"), "vocabulary": text.vocab_size}
     records = Records.open(path, config, **sizes)
-    made = _train_missing(first, workshop, records, seeds)
-    while more := _train_missing(study.then(results_of(study, records), study.scale), workshop, records, seeds):
+
+    def train(comparisons: Sequence[Comparison]) -> int:
+        wanted = [one for one in comparisons if only is None or set(only) & set(str(one.key).split(", "))]
+        return _train_missing([replace(one, seeds=one.seeds[:seeds]) for one in wanted], workshop, records)
+
+    made = train(first)
+    while more := train(study.then(results_of(study, records), study.scale)):
         made += more
     return made
 
 
-def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, records: Records, seeds: int | None) -> int:
-    wanted = workshop.jobs([replace(one, seeds=one.seeds[:seeds]) for one in comparisons])
+def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, records: Records) -> int:
+    wanted = workshop.jobs(comparisons)
     todo = [job for job in wanted.values() if records.find(job.config) is None]
 
     def export(jobs: Sequence[Job]) -> None:

@@ -1,7 +1,7 @@
 """The one program that trains, without any command-line library: a run from its config file, or runs of the evidence.
 
     python -m muonsw.lab.run CONFIG.json RUN [NOTE.json]
-    python -m muonsw.lab.run evidence/NAME --data DIR [--workers N] [--seeds N]
+    python -m muonsw.lab.run evidence/NAME --data DIR [--workers N] [--seeds N] [--only NAME ...]
 
 A note is for jobs of a cluster: what failed is written there, and a run that diverges says so in its folder.
 """
@@ -65,12 +65,13 @@ def gather(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", type=Path, default=Path("out/runs-mini"), help="folder of the runs")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time; several share a GPU")
     parser.add_argument("--seeds", type=int, help="train so many seeds of each comparison alone")
+    parser.add_argument("--only", nargs="+", help="train comparisons with one of these in their names, such as muon")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     given = parser.parse_args(arguments)
     console, places = Console(), BySettings(given.runs, given.data, resolve_device(given.device).type)
     shop = Workshop(console, given.workers, places, devices=gpus_for(given.device))
     for name in evidence.chosen(given.name, given.data, given.records):
-        made = evidence.gather(name, shop, evidence.file_of(name, given.records), given.seeds)
+        made = evidence.gather(name, shop, evidence.file_of(name, given.records), given.seeds, given.only)
         say(console, f"{name}: {made} runs exported to {evidence.file_of(name, given.records)}")
     return OK
 

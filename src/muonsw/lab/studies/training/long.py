@@ -35,19 +35,19 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 def long_runs(scale: Scale) -> list[Comparison]:
-    """Both horizons under both rules, the longer first.
+    """Both horizons under both rules, the shorter first: a machine on loan may be gone before the longer runs end.
 
     Examples:
         >>> from muonsw.lab.studies.scales import MINI
         >>> [(one.base.steps, one.base.batch, one.arms[4].name) for one in long_runs(MINI)]
-        [(25600, 8, 'constant, lambda 0.02'), (6400, 8, 'constant, lambda 0.05')]
+        [(6400, 8, 'constant, lambda 0.05'), (25600, 8, 'constant, lambda 0.02')]
     """
     run = replace(scale.map_run, batch=scale.map_run.batch // 2)
     steps, lambdas = list(scale.maps.items())[-1]
     middle = lambdas[(len(lambdas) - 1) // 2]
     grids = {
-        LONGER * steps: [float(f"{SMALLER * middle * factor:.3g}") for factor in FACTORS],
         steps: [float(f"{middle * factor:.3g}") for factor in FACTORS],
+        LONGER * steps: [float(f"{SMALLER * middle * factor:.3g}") for factor in FACTORS],
     }
     # Logged often: the first record of a run lets the next process compile.
     runs = {length: replace(lean(at_horizon(run, length)), log_every=20) for length in grids}
@@ -57,7 +57,7 @@ def long_runs(scale: Scale) -> list[Comparison]:
 def judge_long(results: Results, _scale: Scale) -> list[Claim]:
     """What the paper's argument says about length: the gap at the best lambda and the forgiving region grow with it."""
     found = map_of(results)
-    long, *shorter = found["constant"]
+    *shorter, long = sorted(found["constant"])
     totals = {(one.rule, one.steps): one.best * one.per_lambda for one in optima(results)}
     pairs = {steps: (found["scaled"][steps], found["constant"][steps]) for steps in found["constant"]}
     claims = _at_one_length(*pairs[long], long)
