@@ -78,6 +78,17 @@ def test_every_record_is_a_run_of_a_study(found):
         assert len(records.runs) == len(records.lines)
 
 
+def test_every_record_of_a_task_is_a_run_of_a_worked_one(found):
+    """Of each comparison the same seeds under both rules and at the same total."""
+    records = found.own_tasks
+    assert len(records.runs) == len(records.lines)
+    assert all((ROOT / run.config.task.path).is_relative_to(ROOT / "examples/tasks") for run in records.runs.values())
+    for runs in worked_tasks.recorded(records).values():
+        assert {arm: [run.seed for run in those] for arm, those in runs.items()} == {
+            arm: [0, 1, 2] for arm in worked_tasks.ARMS
+        }
+
+
 def test_best_against_best_is_one_number_everywhere(found):
     """The best of means, paired by seed: on the page, in the claims, in the README, as the difference of means."""
     lucky = [{0.1: 3.0, 0.2: 3.3}, {0.1: 3.4, 0.2: 3.0}]  # a seed's own lowest would give 3.0, the best of means 3.15

@@ -35,7 +35,7 @@ OF_NORMALIZED = ("weight_rms", "update_rms", "gradient_rms", "decay", "lr")
 DIGITS = 5
 # Seconds in which another process that adds runs to a file is done with it.
 PATIENCE = 60.0
-MADE_WITH = ("device", "torch", "muonsw", "transformers", "timm")
+MADE_WITH = ("device", "python", "torch", "muonsw", "transformers", "timm")
 
 
 class Records:
