@@ -173,12 +173,13 @@ def _in_blocks(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _codes(x: Tensor, scale: Tensor, dtype: torch.dtype, chances: Tensor | None) -> Tensor:
+    """Codes of blocks; divided are only scales, since every division of an element would take as long as a pass."""
     levels = _LEVELS[dtype]
-    t = x.abs().div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
-    below = t.sqrt().sqrt_().mul_(levels).floor_().clamp_(max=levels - 1)
+    t = (x.abs() * scale.clamp(min=torch.finfo(torch.float32).tiny).reciprocal()).mul_(levels**4)
+    below = t.sqrt().sqrt_().floor_().clamp_(max=levels - 1)
     power, gap = _fourth(below), _fourth(below + 1)
-    share = t.mul_(levels**4).sub_(power).div_(gap.sub_(power))
-    code = below.add_(share > (0.5 if chances is None else chances))
+    above = t.sub_(power)
+    code = below.add_(above > gap.sub_(power).mul_(0.5 if chances is None else chances))
     return torch.maximum(code, x > 0).to(dtype) if dtype == torch.uint8 else torch.copysign(code, x).to(dtype)
 
 
@@ -193,8 +194,7 @@ def decode(codes: Tensor, scale: Tensor, *, fused: bool = True) -> Tensor:
         from muonsw.kernels import stored
 
         return stored.decode(codes, scale, _LEVELS[codes.dtype])
-    levels = torch.full((), _LEVELS[codes.dtype], dtype=torch.float32, device=codes.device)
-    x = codes.to(torch.float32).div_(levels)  # a number of Python's is multiplied by its inverse on GPUs
+    x = codes.to(torch.float32).mul_(1 / _LEVELS[codes.dtype])  # 127 and 255 times these are one in float32
     power = torch.copysign(_fourth(x), x)
     return _in_blocks(power, scale).mul_(scale[:, :, None]).view(codes.shape)
 

@@ -63,17 +63,17 @@ def _encode(
     value = tl.load(x + positions, mask=inside, other=0.0)
     size = tl.abs(value)
     largest = tl.max(size, axis=1)
-    share = tl.div_rn(size, tl.maximum(largest, TINY)[:, None] + tl.zeros_like(size))
-    known = share >= 0  # no NaN, which a maximum passes over, nor infinity
-    below = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(share)) * LEVELS), LEVELS - 1)
+    t = size * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.maximum(largest, TINY))[:, None] * POWER
+    known = t >= 0  # no NaN, which a maximum passes over, nor infinity
+    below = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(t))), LEVELS - 1)
     power = _fourth(below)
-    share = tl.div_rn(share * POWER - power, _fourth(below + 1) - power)
+    above, gap = t - power, _fourth(below + 1) - power
     if NOISY:
         seed = mix(tl.load(counter).to(tl.int32).to(tl.uint32, bitcast=True) ^ key.to(tl.uint32))
         noise = mix((positions + origin).to(tl.uint32) * 2654435769 + mix(seed)) & 0xFFFFFF
-        up = share > noise.to(tl.float32) * 5.9604644775390625e-08
+        up = above > gap * (noise.to(tl.float32) * 5.9604644775390625e-08)
     else:
-        up = share > 0.5
+        up = above > gap * 0.5
     code = below + up.to(tl.float32)
     if SIGNED:
         code = tl.where(value < 0, -code, code)
@@ -91,7 +91,7 @@ def _decode(
     scales,
     x,
     blocks,
-    LEVELS: tl.constexpr,
+    INVERSE: tl.constexpr,
     LENGTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -99,11 +99,11 @@ def _decode(
     rows, positions, inside = _place(blocks, LENGTH, ROWS, COLUMNS)
     code = tl.load(codes + positions, mask=inside, other=0).to(tl.float32)
     scale = tl.load(scales + rows, mask=rows < blocks, other=0.0)
-    power = _fourth(tl.div_rn(code, tl.zeros_like(code) + LEVELS))
+    power = _fourth(code * INVERSE)
     tl.store(x + positions, tl.where(code < 0, -power, power) * scale[:, None], mask=inside)
 
 
-@triton.jit(do_not_specialize=["elements", "key", "origin"])
+@triton.jit(do_not_specialize=["key", "origin"])  # where `elements` is a multiple of 16, loads are vectors
 def _round(x, rounded, counter, ok, elements, key, origin, HAS_FLAG: tl.constexpr, BLOCK: tl.constexpr):
     positions = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = positions < elements
@@ -163,7 +163,7 @@ def decode(codes: Tensor, scale: Tensor, levels: int) -> Tensor:
             scale,
             x,
             scale.numel(),
-            LEVELS=float(levels),
+            INVERSE=1 / levels,
             **tiles,
             num_warps=WARPS,
             enable_fp_fusion=False,
