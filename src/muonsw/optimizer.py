@@ -99,6 +99,11 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _given(self, options: Group) -> Group:
         """Options without the class's own that are at their defaults, which mean nothing to another algorithm."""
+        if {self.algorithm, options["algorithm"]} == {"muon", "sgd"}:  # `momentum` at its default may have been written
+            named = f"algorithm={options['algorithm']!r}"
+            raise ValueError(
+                f"{named} in {type(self).__name__} leaves open whose momentum is meant; name it in a group"
+            )
         inits = [vars(base).get("__init__") for base in reversed(type(self).__mro__)]
         defaults = {
             key: value for init in inits for key, value in (getattr(init, "__kwdefaults__", None) or {}).items()
@@ -160,9 +165,13 @@ class ScaledDecayOptimizer(Optimizer):
     ) -> tuple[Routing, Group]:
         """The groups of a model, and the options that are left for the constructor."""
         rest = {**({} if preset is None else PRESETS[preset]), **options}
-        algorithm = validate_option("algorithm", rest.get("algorithm", cls.algorithm))
+        algorithm = validate_option("algorithm", rest.pop("algorithm", cls.algorithm))
         routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
-        own = {key: rest[key] for key in ALGORITHMS[algorithm].defaults if key in rest}
+        if algorithm == cls.algorithm:
+            return routing, rest
+        of_algorithms = {key for one in ALGORITHMS.values() for key in one.defaults}
+        refuse_options_of_others({key: rest[key] for key in of_algorithms & rest.keys()}, algorithm)
+        own = {key: rest.pop(key) for key in ALGORITHMS[algorithm].defaults if key in rest}
         groups = [{**own, **group} if group["algorithm"] == algorithm else group for group in routing.groups]
         return Routing(groups, routing.reasons), rest
 
