@@ -375,8 +375,8 @@ def test_the_family_from_training_to_the_page(tmp_path, monkeypatch, tiny):
     page = evidence.page(grown, "{family}")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith(("| muon |", "| soap |"))]
     assert [row[1] for row in rows] == ["constant", "scaled"] * 4
-    assert all("KiB" in row[-1] for row in rows[:4])
-    assert rows[0][-1] != rows[2][-1]  # SOAP has more state
+    assert all("KiB" in row[-2] for row in rows[:4])
+    assert rows[0][-2] != rows[2][-2]  # SOAP has more state
     assert {run.config.optimizer.preset for run in grown.records["family"].runs.values()} == {"", "soap"}
 
 

@@ -13,7 +13,7 @@ claims were written down before the runs:
 - No member moves the best lambda by more than a factor of two from Muon's, once it is counted as what decay takes over
   the run (the sum of phi): members count learning rates differently, and lambda alone would move with them.
 
-Neither is judged where a best lambda is the smallest or the largest that was tried.
+The first is not judged where a best lambda is the largest that was tried, the second where one is at either end.
 """
 
 from __future__ import annotations
@@ -235,48 +235,54 @@ def family_tables(results: Results, scale: Scale) -> list[Table]:
 
 
 def _members_table(results: Results, scale: Scale) -> Table:
-    numbers = (
-        "learning rate",
-        "lambda",
-        "total (Σφ)",
-        "loss",
-        "seeds",
-        "at the largest lambda",
-        "ms an update",
-        "state",
-    )
-    columns = [Column("member"), Column("rule"), *(Column(name, number=True) for name in numbers)]
+    found = tuned_members(results, scale)
+    numbers = ("learning rate", "lambda", "total (Σφ)", "loss", "minus constant", "minus Muon", "at the largest lambda")
+    columns = [Column("member"), Column("rule"), *(Column(name, number=True) for name in (*numbers, "state"))]
     rows: list[list[Value | Cell]] = []
-    for member, rules in tuned_members(results, scale).items():
+    for member, rules in found.items():
         for rule, best in rules.items():
-            rows.append([member, rule, *_best_cells(best), *_cost_cells(best.run)])
+            others = [rules[RULES[0]] if rule != RULES[0] else None, found.get(MUON, {}).get(rule)]
+            gaps = [None if one is None or one is best else with_interval(gaps_of(best, one), 3) for one in others]
+            rows.append([member, rule, *_best_cells(best), *gaps, *_cost_cells(best)])
+    seeds = sorted({len(best.seeds) for rules in found.values() for best in rules.values()})
     note = (
-        "At the rate that the search found, the best of three lambdas: validation loss, mean over seeds with half of "
-        "its 95% t interval; what the largest of them costs, in nats; the time of an update with its forward and "
-        "backward pass, where runs do not share a GPU; bytes of optimizer state. An asterisk: the lowest or highest "
-        "that was tried, so perhaps better beyond it."
+        "At the rate that the search found, the best of the lambdas that were tried there: validation loss, means over "
+        f"{' to '.join(map(str, seeds))} seeds with half of the 95% t interval; the same minus constant decay's and "
+        "minus Muon's under the same rule, paired by seed; what the largest lambda costs, in nats; and bytes of "
+        "optimizer state. An asterisk: the lowest or highest that was tried, so perhaps better beyond it."
     )
-    return Table("family", "Every member at its best", columns, rows, note)
+    timed = [best.run for rules in found.values() for best in rules.values() if best.run.config.device == "cpu"]
+    table = Table("family", "Every member at its best", columns, rows, note)
+    return _with_times(table, timed) if timed else table
+
+
+def gaps_of(ours: Best, theirs: Best) -> list[float]:
+    """How much lower or higher one ends than another, by seed."""
+    return [a - b for a, b in zip(ours.losses, theirs.losses, strict=False)]
 
 
 def _best_cells(best: Best) -> list[Value | Cell]:
     optimizer = best.run.config.optimizer
     ends = "*" if best.optimum.at_an_end else ""
-    larger = None if best.larger is None else f"{statistics.fmean(best.larger):+.3f}"
     return [
         f"{optimizer.lr:g}{'*' if best.edge else ''}",
         f"{optimizer.weight_decay:g}{ends}",
         f"{best.optimum.best * best.optimum.per_lambda:.2f}",
-        with_interval(best.losses),
-        len(best.seeds),
-        larger,
+        with_interval(best.losses, 3),
     ]
 
 
-def _cost_cells(run: Run) -> list[Value | Cell]:
-    """Runs that share a GPU say nothing about time; on a CPU each has a core of its own."""
-    took = f"{1000 * run.seconds / run.config.steps:.1f}" if run.config.device == "cpu" else None
-    return [took, None if math.isnan(run.state_bytes) else sized(int(run.state_bytes))]
+def _cost_cells(best: Best) -> list[Value | Cell]:
+    held = best.run.state_bytes
+    larger = None if best.larger is None else f"{statistics.fmean(best.larger):+.3f}"
+    return [larger, None if math.isnan(held) else sized(int(held))]
+
+
+def _with_times(table: Table, runs: Sequence[Run]) -> Table:
+    """The time of an update too, where each run had a core of its own; runs that share a GPU say nothing about it."""
+    times = [f"{1000 * run.seconds / run.config.steps:.1f}" for run in runs]
+    rows = [[*row, took] for row, took in zip(table.rows, times, strict=True)]
+    return replace(table, columns=[*table.columns, Column("ms an update", number=True)], rows=rows)
 
 
 def time_table(measured: Mapping[str, Any]) -> Table:
