@@ -36,7 +36,7 @@ def conclusion(evidence: EvidencePage) -> str:
     """What the page begins with."""
     sentences = [
         said
-        for about in (_untuned, _map, _too_large, _totals, _length, _rules, _little_text)
+        for about in (_untuned, _map, _too_large, _totals, _length, _rules, _relatives, _little_text)
         if (said := about(evidence))
     ]
     return "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
@@ -132,6 +132,28 @@ def _rules(evidence: EvidencePage) -> str:
     return f"{first}: at the best of three strengths {near} end within {GOOD} nats of constant decay{none}."
 
 
+def _relatives(evidence: EvidencePage) -> str:
+    """How far apart the rules end for each member of the family, and which members end below Muon under both."""
+    found = family.tuned_members(evidence.results["family"], evidence.studies["family"].scale)
+    if not found:
+        return ""
+    gaps = {member: over_seeds(family.gaps_of(rules["scaled"], rules["constant"])) for member, rules in found.items()}
+    beyond = [member for member, gap in gaps.items() if gap.interval is not None and 0.0 not in gap.interval]
+    values = [gap.value for gap in gaps.values()]
+    below = [member for member, rules in found.items() if family.MUON in found and _below(rules, found[family.MUON])]
+    better = f" Below Muon beyond chance under both rules: {', '.join(below)}." if below else ""
+    return (
+        f"Muon and its [relatives](#the-family), each at its best: scaled decay ends {min(values):+.3f} to "
+        f"{max(values):+.3f} nats from constant decay, beyond chance for {', '.join(beyond) or 'none'} of {len(gaps)} "
+        f"members.{better}"
+    )
+
+
+def _below(ours: Mapping[str, family.Best], muon: Mapping[str, family.Best]) -> bool:
+    intervals = [over_seeds(family.gaps_of(ours[rule], muon[rule])).interval for rule in RULES]
+    return all(interval is not None and interval.high < 0 for interval in intervals)
+
+
 def _little_text(evidence: EvidencePage) -> str:
     """What happens where text is repeated."""
     if not (little := evidence.results["hard-cases"].get(cases.LITTLE)):
@@ -207,29 +229,7 @@ def _family(results: Results, scale: Scale) -> str:
         for suffix, text in asked.items()
         if (own := [claim for claim in claims if claim.id.endswith(suffix)])
     ]
-    return " ".join(filter(None, (_at_best(family.tuned_members(results, scale)), _searched(results, scale), *said)))
-
-
-def _at_best(found: Mapping[str, Mapping[str, family.Best]]) -> str:
-    """How far apart the rules end, and which members end below Muon under both."""
-    if not found:
-        return ""
-    gaps = {
-        member: over_seeds(family.gaps_of(*(rules[rule] for rule in RULES[::-1]))) for member, rules in found.items()
-    }
-    beyond = [member for member, gap in gaps.items() if gap.interval is not None and 0.0 not in gap.interval]
-    values = [gap.value for gap in gaps.values()]
-    below = [member for member, rules in found.items() if family.MUON in found and _below(rules, found[family.MUON])]
-    better = f" Below Muon beyond chance under both rules: {', '.join(below)}." if below else ""
-    return (
-        f"Each at its best, scaled decay ends {min(values):+.3f} to {max(values):+.3f} nats from constant decay, "
-        f"beyond chance for {', '.join(beyond) or 'none'} of {len(gaps)} members.{better}"
-    )
-
-
-def _below(ours: Mapping[str, family.Best], muon: Mapping[str, family.Best]) -> bool:
-    intervals = [over_seeds(family.gaps_of(ours[rule], muon[rule])).interval for rule in RULES]
-    return all(interval is not None and interval.high < 0 for interval in intervals)
+    return " ".join(filter(None, (_searched(results, scale), *said)))
 
 
 def _searched(results: Results, scale: Scale) -> str:
