@@ -9,7 +9,7 @@ from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
 from muonsw.state import state_bytes
-from muonsw.stored import Noise, block_length, decode, encode, scale_shape
+from muonsw.stored.codes import Noise, block_length, decode, encode, scale_shape
 
 KINDS = {
     "muon": (MuonSW, {"ns_dtype": "float32"}),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW, kernels, machine
-from muonsw.stored import Noise, decode, encode, scale_shape
+from muonsw.stored.codes import Noise, decode, encode, scale_shape
 from tests.common.cuda import no_waiting
 
 pytestmark = [

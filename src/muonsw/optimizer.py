@@ -20,7 +20,6 @@ from muonsw.distributed import Ranks
 from muonsw.interop import adopt, load
 from muonsw.interop.unwrap import unwrap_optimizer, unwrap_scheduler
 from muonsw.nonfinite import Flag
-from muonsw.offload import wait_for_host
 from muonsw.options import (
     BOOKKEEPING,
     algorithm_defaults,
@@ -39,6 +38,7 @@ from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import ensure_state, state_bytes, zeros
 from muonsw.step import BeforeUpdate, OptionCheck, collect, take_step
 from muonsw.stored import refuse_shards
+from muonsw.stored.offload import wait_for_host
 from muonsw.summary import LastStep, Summary, state_line, summarize
 from muonsw.work import Group, names_of
 

@@ -20,7 +20,7 @@ DTYPES = {
 
 AUTO = "auto"
 
-# A name of no dtype in which anything is computed: state in 8 bits by block (`muonsw.stored`).
+# A name of no dtype in which anything is computed: state in 8 bits by block (`muonsw.stored.codes`).
 INT8 = "int8"
 
 # What the key of its scales has behind the key of a tensor of state in 8 bits.

@@ -20,18 +20,8 @@ from muonsw.distributed.shards import held_state, is_dtensor, local, put_state_l
 from muonsw.matrices import MatrixView
 from muonsw.precision import INT8, LOW_PRECISION, SCALE, state_dtype
 from muonsw.slots import wide_dtype
-from muonsw.stored import (
-    STORED,
-    average_keys,
-    code_dtype,
-    decode,
-    encode,
-    is_code,
-    is_offloaded,
-    refuse_shards,
-    rounds_state,
-    scale_shape,
-)
+from muonsw.stored import STORED, average_keys, code_dtype, is_offloaded, refuse_shards, rounds_state
+from muonsw.stored.codes import decode, encode, is_code, scale_shape
 from muonsw.work import Group, Item
 
 # What honest rounding of a low-precision weight remembers.

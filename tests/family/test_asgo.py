@@ -8,7 +8,7 @@ from torch import nn
 
 from muonsw import MuonSW
 from muonsw.algorithms.asgo import asgo, inverse_sqrt
-from muonsw.triangles import packed_shape
+from muonsw.algorithms.triangles import packed_shape
 from tests.family.gradients import gradient, start
 from tests.family.record.asgo import RECORDED
 from tests.family.references.asgo import ReferenceASGO

@@ -7,8 +7,8 @@ import torch
 
 from muonsw.algorithms.factors import eigenbasis
 from muonsw.algorithms.soap import soap, whitened_momentum
+from muonsw.algorithms.triangles import pack, packed_shape
 from muonsw.machine import full_float32
-from muonsw.triangles import pack, packed_shape
 from tests.family.gradients import gradient, start
 from tests.family.record.soap import RECORDED
 from tests.family.references.soap import ReferenceSOAP

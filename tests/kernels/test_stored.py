@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw import AdamWSW, stored
+from muonsw import AdamWSW
 from muonsw.kernels import stored as kernels
-from muonsw.stored import Noise
+from muonsw.stored import codes as twins
+from muonsw.stored.codes import Noise
 
 LEVELS = {torch.int8: 127, torch.uint8: 255}
 
@@ -30,16 +31,16 @@ def test_codes_and_what_they_mean_are_the_twins(shape, dtype, noisy, device):
     noise = Noise(torch.tensor(3.0, device=device), 77, 2**33 + 5) if noisy else None
     found = []
     for encode in (lambda *a: kernels.encode(*a, LEVELS[dtype], noise, None),
-                   lambda *a: stored.encode(*a, noise, fused=False)):  # fmt: skip
+                   lambda *a: twins.encode(*a, noise, fused=False)):  # fmt: skip
         codes = torch.zeros(shape, dtype=dtype, device=device)
-        scale = torch.zeros(stored.scale_shape(x), device=device)
+        scale = torch.zeros(twins.scale_shape(x), device=device)
         encode(x, codes, scale)
         found.append((codes, scale))
     (codes, scale), (others, other_scale) = found
     assert torch.equal(codes, others)
     assert torch.equal(scale, other_scale)
     assert codes.unique().numel() > 50
-    assert torch.equal(kernels.decode(codes, scale, LEVELS[dtype]), stored.decode(codes, scale, fused=False))
+    assert torch.equal(kernels.decode(codes, scale, LEVELS[dtype]), twins.decode(codes, scale, fused=False))
 
 
 def test_a_flag_forbids_and_what_is_no_number_is_kept(device):
@@ -63,7 +64,7 @@ def test_bfloat16_is_rounded_as_the_twin_does(device):
     noise, found = Noise(torch.tensor(3.0, device=device), 77, 2**33 + 5), torch.empty(20, 513, device=device)
     kernels.round_bfloat16(x, low := found.bfloat16(), noise, None)
     other = torch.empty_like(low)
-    stored.round_bfloat16(x, other, noise, None, fused=False)
+    twins.round_bfloat16(x, other, noise, None, fused=False)
     assert torch.equal(low, other)
 
 
@@ -73,7 +74,7 @@ def test_tensors_with_gaps_are_encoded_in_the_order_of_their_elements(device, ke
     for on in (True, False):
         kernels_on(on)
         codes, scale = torch.zeros(20, 512, dtype=torch.int8, device=device), torch.zeros(20, 2, device=device)
-        stored.encode(x, codes, scale)
+        twins.encode(x, codes, scale)
         found.append(codes)
     assert torch.equal(*found)
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from muonsw.algorithms.factors import finite_or
+from muonsw.algorithms.triangles import pack, packed_shape, unpack
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
 from muonsw.slots import Specs, State
-from muonsw.triangles import pack, packed_shape, unpack
 from muonsw.work import Group
 
 # Polar Express (Amsel et al. 2025) as the authors of ASGO use it: all polynomials but the last made safe for singular
@@ -44,7 +44,7 @@ def asgo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     Args:
         group: the options.
         G: the gradients.
-        state: `exp_avg` (count, m, n), and `factor`, d x d and packed (`muonsw.triangles`), of the rows where they are
+        state: `exp_avg` (count, m, n), and `factor`, d x d and packed (`triangles.py`), of the rows where they are
             fewer, else of the columns.
     """
     beta1, beta2 = group["betas"]

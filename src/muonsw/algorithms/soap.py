@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms.factors import eigenbasis, power_iteration, rotate, rotate_back
+from muonsw.algorithms.triangles import pack, packed_shape, unpack
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.matrices import MatrixView
 from muonsw.slots import Specs, State
-from muonsw.triangles import pack, packed_shape, unpack
 from muonsw.work import Group
 
 
@@ -28,7 +28,7 @@ def soap(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
         G: the gradients.
         state: `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `basis_left` (count, m, m) and `basis_right`
             (count, n, n), but (count, 1, 1) for a side that is not rotated; `factor_left` and `factor_right`, packed
-            (`muonsw.triangles`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not
+            (`triangles.py`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not
             begun.
     """
     (beta1, beta2), t = group["betas"], state["moves"]

@@ -19,7 +19,8 @@ from muonsw.precision import SCALE
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
 from muonsw.state import as_state, in_form, own_shape, placed, state_keys
-from muonsw.stored import is_code, refuse_shards
+from muonsw.stored import refuse_shards
+from muonsw.stored.codes import is_code
 from muonsw.text import users_line
 from muonsw.work import Group, label_of
 

@@ -14,7 +14,7 @@ from muonsw.kernels import launch_on
 from muonsw.kernels.common import BFLOAT16_EPS, mix, stochastic_round
 
 if TYPE_CHECKING:
-    from muonsw.stored import Noise
+    from muonsw.stored.codes import Noise
 
 # Elements of a program: several blocks of one length.
 TILE = 2048

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muonsw.triangles import pack, packed_shape, unpack
+from muonsw.algorithms.triangles import pack, packed_shape, unpack
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16, 33])
