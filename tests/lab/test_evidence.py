@@ -726,6 +726,7 @@ def test_the_claims_of_tasks_tell_worse_from_no_difference():
             ("same-lambda", "same-total", "new", "old"), (v for v in verdicts for _ in range(2)), strict=True
         )
         assert claims == dict(expected)
+    assert "lower in 3 of 4 comparisons beyond chance, and higher in 1; than" in worked_tasks.summary(found)
     (task, *_, gap, control, old), *_ = worked_tasks.tasks_table(found).cells()
     assert (task.text, gap.text, gap.tone) == ("`a.py`", "-0.100 (-0.125 to -0.075)", "holds")
     assert (control.text, old.text) == (gap.text, f"old {gap.text}")

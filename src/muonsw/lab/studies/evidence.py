@@ -286,12 +286,12 @@ class EvidencePage:
         return "\n\n".join([f"![{words}](assets/{file}.png)", markdown(untuned.price_table(found)), *judged])
 
     def tasks(self) -> str:
-        """Table and claims of the worked tasks."""
+        """What came of the worked tasks, their table and claims."""
         if self.own_tasks is None:
             return "Not measured yet."
         found = worked_tasks.recorded(self.own_tasks)
         claims = claims_table({worked_tasks.NAME: worked_tasks.judge_tasks(found)}, ("asked", "found"))
-        return "\n\n".join(map(markdown, (worked_tasks.tasks_table(found), claims)))
+        return "\n\n".join([worked_tasks.summary(found), *map(markdown, (worked_tasks.tasks_table(found), claims))])
 
     def sheets(self) -> Iterable[Sheet]:
         """The pictures of the page."""

@@ -7,10 +7,11 @@ when `vision.py`, `bandit.py`, and `finetune.py` from one model of each rule had
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
-from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, below
+from muonsw.lab.claims.claim import Claim, Estimate, Interval, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run, last
@@ -106,6 +107,29 @@ def _cell(found: Estimate | None, name: str = "") -> Cell | None:
     return Cell(f"{text} ({interval.low:+.3f} to {interval.high:+.3f})", tone="holds" if beyond else "")
 
 
+def summary(results: Results) -> str:
+    """In how many comparisons the rules differ beyond chance."""
+    same, total = (_intervals(results, other) for other in (CONSTANT, SAME_TOTAL))
+    lower, higher = ([count(gaps) for gaps in (same, total)] for count in (_below, _above))
+    return (
+        f"At one lambda scaled decay ended lower in {lower[0]} of {len(same)} comparisons beyond chance, and higher in "
+        f"{higher[0]}; than constant decay of the same total it ended lower in {lower[1]}, and higher in {higher[1]}."
+    )
+
+
+def _intervals(results: Results, other: str) -> list[Interval]:
+    gaps = (difference(runs, other) for runs in results.values())
+    return [gap.interval for gap in gaps if gap and gap.interval]
+
+
+def _below(intervals: Sequence[Interval]) -> int:
+    return sum(one.high < 0 for one in intervals)
+
+
+def _above(intervals: Sequence[Interval]) -> int:
+    return sum(one.low > 0 for one in intervals)
+
+
 def judge_tasks(results: Results) -> list[Claim]:
     """Nowhere worse beyond chance; and models that were pre-trained with scaled decay are easier to fine-tune."""
     found = []
@@ -113,10 +137,10 @@ def judge_tasks(results: Results) -> list[Claim]:
         ("same-lambda", CONSTANT, "constant decay at the same lambda"),
         ("same-total", SAME_TOTAL, "constant decay of the same total"),
     ):
-        gaps = [gap.interval for runs in results.values() if (gap := difference(runs, other)) and gap.interval]
+        gaps = _intervals(results, other)
         statement = f"of {len(gaps)} comparisons, scaled decay ends above {words}, beyond chance, in at most one"
         if gaps:
-            found.append(at_most(id, statement, SOURCE, sum(gap.low > 0 for gap in gaps), 1.0, BY_CHANCE))
+            found.append(at_most(id, statement, SOURCE, _above(gaps), 1.0, BY_CHANCE))
     return found + _judge_pre_training(results)
 
 
