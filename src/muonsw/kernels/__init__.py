@@ -7,7 +7,7 @@
 | `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
 | `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
 | `adamw`, `lion`, `sgd` | the whole step, from gradient to weight | `algorithms` of these names and `apply` |
-| `stored` | state in 8 bits or bfloat16, encoded or decoded | `stored.encode`, `decode`, `round_bfloat16` |
+| `stored` | state in 8 bits or bfloat16, encoded or decoded | `encode`, `decode`, `round_bfloat16` of `stored.codes` |
 | `finite` | whether a gradient is not finite | `nonfinite.all_finite` |
 
 The modules import Triton, so they are imported where `available` has said yes and nowhere else.
