@@ -210,6 +210,7 @@ def test_the_program_makes_runs_and_the_page_grows_with_them(tmp_path, capsys, m
     assert main(["evidence/nothing", *folders]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_long_runs_from_training_to_the_page(tmp_path):
     shop = by_settings(tmp_path / "runs")
@@ -256,6 +257,7 @@ def test_repeated_text_from_training_to_the_page(tmp_path):
     assert points == {None, ((0.0, 0.8), (0.5, 0.1), (1.0, 1.25))}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_schedules_from_training_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(schedules, "FACTORS", (1.0,))
