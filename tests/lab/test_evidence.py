@@ -243,6 +243,7 @@ def test_a_run_is_in_the_file_as_soon_as_it_has_ended(tmp_path):
     assert seen == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_repeated_text_from_training_to_the_page(tmp_path):
     assert (

@@ -35,6 +35,7 @@ end(5)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo's threads, as on Linux")
 def test_a_rank_ends_with_its_code_whatever_threads_of_gloo_still_do():
     with socket.socket() as found:

@@ -50,7 +50,7 @@ def test_the_same_text_is_prepared_once_and_another_one_again(tmp_path):
     assert folder.exists()
 
 
-@pytest.mark.parametrize("characters", [200, 3_000, 8_000])
+@pytest.mark.parametrize("characters", [200, 3_000, pytest.param(8_000, marks=pytest.mark.slow)])
 def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, characters, capsys):
     (tmp_path / "a.txt").write_text(words(characters), encoding="utf-8")
     assert main(["compare", "--text", "a.txt", *SHORT]) == 2

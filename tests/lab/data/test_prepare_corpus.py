@@ -190,7 +190,7 @@ def words(characters, seed=0):
     return "\n\n".join(islice(lines, characters // 82))
 
 
-@pytest.mark.parametrize("characters", [5_000, 40_000, 2_000_000])
+@pytest.mark.parametrize("characters", [5_000, 40_000, pytest.param(2_000_000, marks=pytest.mark.slow)])
 def test_one_text_file_has_a_twentieth_to_validate_on(tmp_path, characters):
     (tmp_path / "notes.txt").write_text(words(characters), encoding="utf-8")
     record = prepare_default(tmp_path / "data", vocab=300, source="text", files=(str(tmp_path / "notes.txt"),))

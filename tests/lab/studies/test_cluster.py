@@ -75,6 +75,7 @@ IN_PROC = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="jo
 NAMES = [f"{arm.name}-seed0" for arm in ARMS]
 
 
+@pytest.mark.slow
 @IN_PROC
 def test_a_run_whose_jobs_are_killed_and_sent_away_ends_as_if_nothing_had_been(tmp_path):
     """Real jobs of submitit's local executor: the first dies, the second gets the signal that its time is up."""

@@ -197,6 +197,7 @@ def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid(tm
     assert ("edge" in table.note) == any(tuned.at_edge for tuned in found)
 
 
+@pytest.mark.slow
 def test_the_search_over_lambda_is_in_the_numbers_of_a_comparison(tmp_path):
     wild = Arm("wild", OptimizerConfig(lr=50.0, decay="constant", weight_decay=0.001))
     study = CompareStudy(tiny_run(steps=12, diverged=1.0), (ARMS[1], wild), 1, "a title", tune_lambda=True)

@@ -159,6 +159,7 @@ def test_the_headline_runs_serve_three_studies_and_their_figures(tmp_path):
     assert recursion.measured == pytest.approx(1.0, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_every_decay_rule_can_be_compared_without_decay_too(tmp_path):
     report = conduct(
         STUDIES["decay-rules"].at(tiny_scale(seeds=1)), by_settings(tmp_path / "runs"), tmp_path, images=False
@@ -182,6 +183,7 @@ def test_rules_at_their_best_are_held_against_constant_decay_at_its_own(tmp_path
     assert [row[0] for row in rows] == list(kept)
 
 
+@pytest.mark.slow
 def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_worst(tmp_path):
     scale = tiny_scale(rates=(0.01, 0.02, 9.0), seeds=1)
     run = scale.sweep

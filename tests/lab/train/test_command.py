@@ -27,6 +27,7 @@ def test_a_preset_is_trained_with_the_changes_that_were_given(tmp_path, capsys):
     assert "validation loss" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 def test_the_demo_preset_goes_on_after_it_was_killed(tmp_path, monkeypatch, capsys):
     """Killed at update 52 it has its checkpoint of 42; a batch of one, so that an update takes little time."""

@@ -107,6 +107,7 @@ def test_the_others_of_a_killed_rank_stop_and_say_so_and_the_run_goes_on(ranks, 
     assert_goes_on(folder, ranks, strategy)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_itself_and_the_others_follow(tmp_path):
     def hang(training):
         training.world.watch(1.5)
