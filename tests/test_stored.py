@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
+from muonsw.precision import Noise
 from muonsw.state import state_bytes
-from muonsw.stored.codes import Noise, block_length, decode, encode, scale_shape
+from muonsw.stored.codes import block_length, decode, encode, scale_shape
 
 KINDS = {
     "muon": (MuonSW, {"ns_dtype": "float32"}),
@@ -89,7 +90,7 @@ def steps(params, optimizer, count, seed=0):
         optimizer.step()
 
 
-def same(left, right):
+def assert_same(left, right):
     assert left.keys() == right.keys()
     for key in left:
         assert left[key].dtype == right[key].dtype
@@ -111,11 +112,11 @@ def test_a_run_that_was_saved_goes_on_as_if_it_had_not_stopped(name, dtype):
         param.data.copy_(weight)
     fresh.load_state_dict(saved)
     for key, value in saved["state"].items():
-        same(value, fresh.state[again[key]])
+        assert_same(value, fresh.state[again[key]])
     steps(again, fresh, 3, seed=1)
     assert all(map(torch.equal, params, again))
     for one, other in zip(params, again, strict=True):
-        same(optimizer.state[one], fresh.state[other])
+        assert_same(optimizer.state[one], fresh.state[other])
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -147,7 +148,7 @@ def test_a_skipped_step_leaves_codes_as_they_are(name, dtype, monkeypatch):
     monkeypatch.setattr(step, "finite", lambda *_, **__: flag)
     optimizer.step()
     for param, state in zip(params, before.values(), strict=True):
-        same(optimizer.state[param], state)
+        assert_same(optimizer.state[param], state)
 
 
 def test_states_of_torch_are_encoded_on_load_and_decoded_again():
@@ -157,7 +158,7 @@ def test_states_of_torch_are_encoded_on_load_and_decoded_again():
     ours = AdamWSW(params, lr=0.01, state_dtype="int8", peak_lr=0.01)
     ours.load_state_dict(theirs.state_dict())
     state, float32 = ours.state[params[0]], theirs.state[params[0]]
-    same({"codes": state["exp_avg"], "scale": state["exp_avg_scale"]},
+    assert_same({"codes": state["exp_avg"], "scale": state["exp_avg_scale"]},
          dict(zip(("codes", "scale"), stored(float32["exp_avg"]), strict=True)))  # fmt: skip
     assert torch.equal(ours.state[params[1]]["exp_avg"], theirs.state[params[1]]["exp_avg"])
     saved = ours.state_dict()
@@ -198,7 +199,7 @@ def test_how_a_step_is_cut_does_not_matter(name, chunk_bytes):
     (params, states), (others, other_states) = found
     assert all(map(torch.equal, params, others))
     for one, other in zip(states, other_states, strict=True):
-        same(one, other)
+        assert_same(one, other)
 
 
 def test_layouts_with_gaps_and_fused_weights():

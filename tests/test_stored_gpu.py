@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW, kernels, machine
-from muonsw.stored.codes import Noise, decode, encode, scale_shape
+from muonsw.precision import Noise
+from muonsw.stored.codes import decode, encode, scale_shape
 from tests.common.cuda import no_waiting
 
 pytestmark = [
@@ -40,7 +41,7 @@ def steps(params, optimizer, count, first=0):
         optimizer.step()
 
 
-def same_states(one, params, other, others):
+def assert_same_states(one, params, other, others):
     for left, right in ((one.state_dict()["state"], other.state_dict()["state"]),):
         for key, state in left.items():
             assert state.keys() == right[key].keys()
@@ -69,7 +70,7 @@ def test_state_in_host_memory_makes_the_same_bits(name, state_dtype, chunk_bytes
     for first in (0, 3):
         steps(params, here, 3, first)
         steps(others, away, 3, first)
-    same_states(here, params, away, others)
+    assert_same_states(here, params, away, others)
     tensors = [value for state in away.state.values() for value in state.values() if value.dim()]
     assert all(value.is_pinned() and value.device.type == "cpu" for value in tensors)
 
@@ -98,7 +99,7 @@ def test_replayed_steps_make_the_same_bits(name, form, monkeypatch):
     steps(params, eager, 8)
     steps(others, replayed, 8)
     assert replayed._replay._replays >= 1
-    same_states(eager, params, replayed, others)
+    assert_same_states(eager, params, replayed, others)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -106,8 +107,10 @@ def test_replayed_steps_make_the_same_bits(name, form, monkeypatch):
 def test_the_host_waits_for_nothing(name, form):
     params, optimizer = problem(name, **form)
     steps(params, optimizer, 2)
+    before = params[0].detach().clone()
     with no_waiting():
         optimizer.step()
+    assert not torch.equal(params[0], before)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -124,7 +127,7 @@ def test_a_run_that_was_saved_goes_on_as_if_it_had_not_stopped(name, form, tmp_p
         param.grad = torch.zeros_like(param)  # as `steps` goes on
     again.load_state_dict(saved)
     steps(others, again, 3, first=3)
-    same_states(optimizer, params, again, others)
+    assert_same_states(optimizer, params, again, others)
 
 
 @pytest.mark.parametrize(("form", "bytes_an_element"), [

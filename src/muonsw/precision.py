@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,3 +105,26 @@ def mix(h: Tensor) -> Tensor:
 def _shift_right(h: Tensor, bits: int) -> Tensor:
     """Logical shift: torch's own keeps the sign."""
     return (h >> bits) & ((1 << (32 - bits)) - 1)
+
+
+class Noise(NamedTuple):
+    """Numbers in [0, 1) for each element of a tensor of state at a step.
+
+    Attributes:
+        counter: the number of the step, on the device of the state.
+        key: a number for this tensor of state, whatever the step.
+        origin: the position in the whole parameter at which this rank's shard begins.
+    """
+
+    counter: Tensor
+    key: int
+    origin: int = 0
+
+    @property
+    def seed(self) -> Tensor:
+        """Step and key as an int32 scalar."""
+        return mix(self.counter.to(torch.int32) ^ self.key)
+
+    def of(self, shape: torch.Size, start: int) -> Tensor:
+        """The numbers of the elements from `start` on."""
+        return uniform_hash(shape, self.seed, origin=self.origin + start)

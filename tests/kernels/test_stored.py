@@ -7,8 +7,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import AdamWSW
 from muonsw.kernels import stored as kernels
+from muonsw.precision import Noise
 from muonsw.stored import codes as twins
-from muonsw.stored.codes import Noise
 
 LEVELS = {torch.int8: 127, torch.uint8: 255}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,10 +51,7 @@ def orthogonalized_momentum(
     X = normalized_momentum(
         grads,
         momenta,
-        form=group["momentum_form"],
-        beta=group["momentum"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
+        **_momentum(group),
         flag=flag,
         dtype=dtype,
         precondition=first,
@@ -107,13 +104,15 @@ def advance(
         grads,
         momenta,
         targets,
-        form=group["momentum_form"],
-        beta=group["momentum"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
+        **_momentum(group),
         flag=flag,
         precondition=first,
     )
+
+
+def _momentum(group: Group) -> dict[str, Any]:
+    keys = {"form": "momentum_form", "beta": "momentum", "nesterov": "nesterov", "maximize": "maximize"}
+    return {name: group[key] for name, key in keys.items()}
 
 
 def _precondition(group: Group, parts: list[Part], bucket: Bucket | None) -> Precondition | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -12,9 +11,7 @@ from torch import Tensor
 
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import BFLOAT16_EPS, mix, stochastic_round
-
-if TYPE_CHECKING:
-    from muonsw.stored.codes import Noise
+from muonsw.precision import Noise
 
 # Elements of a program: several blocks of one length.
 TILE = 2048

@@ -15,8 +15,8 @@ from torch import Tensor
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, position
 from muonsw.matrices import Part, Region
-from muonsw.precision import INT8, SCALE
-from muonsw.stored.codes import Noise, block_length, decode, encode, is_code, round_bfloat16
+from muonsw.precision import INT8, SCALE, Noise
+from muonsw.stored.codes import block_length, decode, encode, is_code, round_bfloat16
 from muonsw.stored.offload import HostCopies
 from muonsw.work import Group, Item
 

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.precision import mix, stochastic_round, uniform_hash
+from muonsw.precision import Noise, stochastic_round
 
 BLOCK, SHORTEST_BLOCK, LONGEST_BLOCK = 256, 16, 2**13
 
@@ -141,26 +140,3 @@ def round_bfloat16(x: Tensor, rounded: Tensor, noise: Noise, ok: Tensor | None, 
         return
     after = stochastic_round(x, torch.bfloat16, noise.seed, origin=noise.origin)
     rounded.copy_(after if ok is None else torch.where(ok, after, rounded))
-
-
-class Noise(NamedTuple):
-    """Numbers in [0, 1) for each element of a tensor of state at a step.
-
-    Attributes:
-        counter: the number of the step, on the device of the state.
-        key: a number for this tensor of state, whatever the step.
-        origin: the position in the whole parameter at which this rank's shard begins.
-    """
-
-    counter: Tensor
-    key: int
-    origin: int = 0
-
-    @property
-    def seed(self) -> Tensor:
-        """Step and key as an int32 scalar."""
-        return mix(self.counter.to(torch.int32) ^ self.key)
-
-    def of(self, shape: torch.Size, start: int) -> Tensor:
-        """The numbers of the elements from `start` on."""
-        return uniform_hash(shape, self.seed, origin=self.origin + start)
