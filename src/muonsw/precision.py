@@ -24,6 +24,9 @@ AUTO = "auto"
 # A name of no dtype in which anything is computed: state in 8 bits by block (`muonsw.stored.codes`).
 INT8 = "int8"
 
+# The values of `state_dtype` with which state is kept in another form than a step computes with.
+STORED = (INT8, "bfloat16")
+
 # What the key of its scales has behind the key of a tensor of state in 8 bits.
 SCALE = "_scale"
 
@@ -128,3 +131,17 @@ class Noise(NamedTuple):
     def of(self, shape: torch.Size, start: int) -> Tensor:
         """The numbers of the elements from `start` on."""
         return uniform_hash(shape, self.seed, origin=self.origin + start)
+
+
+class Kept(NamedTuple):
+    """A tensor of state in the form in which it is kept.
+
+    Attributes:
+        values: codes, or bfloat16.
+        scale: of codes, one for each block.
+        noise: by which it is rounded; None is to nearest.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    noise: Noise | None

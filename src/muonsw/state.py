@@ -18,9 +18,9 @@ from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.shards import held_state, is_dtensor, local, put_state_like, shard_like, zeros_like_state
 from muonsw.matrices import MatrixView
-from muonsw.precision import INT8, LOW_PRECISION, SCALE, state_dtype
+from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, state_dtype
 from muonsw.slots import wide_dtype
-from muonsw.stored import STORED, average_keys, code_dtype, is_offloaded, refuse_shards, rounds_state
+from muonsw.stored import average_keys, code_dtype, is_offloaded, refuse_shards, rounds_state
 from muonsw.stored.codes import decode, encode, is_code, scale_shape
 from muonsw.work import Group, Item
 

@@ -35,8 +35,9 @@ from muonsw.distributed.agreement import asked_by
 from muonsw.distributed.shards import is_dtensor, local_item
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.options import algorithm_defaults, validate_option
+from muonsw.precision import STORED
 from muonsw.state import ensure_state, refuse_unfit_state
-from muonsw.stored import STORED, as_computed, average_keys, finish, put_back
+from muonsw.stored import as_computed, average_keys, finish, put_back, updates_in_place
 from muonsw.work import Batch, Group, Item, any_dtensor, items_of, label_of, rows_of
 
 if TYPE_CHECKING:
@@ -534,6 +535,13 @@ def updates_here(
     """Updates of parameters whose matrices are whole on this rank, each to be applied before the next."""
     _begin(group, items, batch_rates.flag)
     stored, budget = _is_stored(group), _budget(optimizer, group, items, batch_rates)
+    if (
+        stored and not budget.plain and optimizer._observer is None
+    ):  # telemetry wants averages as they are computed with
+        whole, items = updates_in_place(group, items, budget.chunk_bytes)
+        yield from whole
+        if not items:
+            return
     computed = as_computed(group, items, budget.chunk_bytes) if stored else items
     for one in ALGORITHMS[group["algorithm"]].updates(group, computed, budget):
         yield one

@@ -1,12 +1,18 @@
 """State in 8 bits and in bfloat16: the kernels make the codes of their torch twins, bit for bit."""
 
+import math
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw import AdamWSW
+from muonsw import AdamWSW, Telemetry
+from muonsw import step as phases
+from muonsw.kernels import adamw
 from muonsw.kernels import stored as kernels
+from muonsw.nonfinite import Flag
 from muonsw.precision import Noise
 from muonsw.stored import codes as twins
 
@@ -95,3 +101,98 @@ def test_steps_with_kernels_follow_those_without(state_dtype, device, kernels_on
     torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-6)
     differences = (state["exp_avg"].float() - other["exp_avg"].float()).abs()
     assert (differences > 0).float().mean() < 0.01
+
+
+SHAPES = [(16, 256), (5, 1009), (70, 96), (9, 512), (48,)]
+FORMS = {
+    "int8": {"state_dtype": "int8"},
+    "int8, nearest": {"state_dtype": "int8", "rounding": "nearest"},
+    "bfloat16": {"state_dtype": "bfloat16"},
+    "bfloat16 weights": {"state_dtype": "int8", "dtype": torch.bfloat16},
+    "kahan": {"state_dtype": "bfloat16", "dtype": torch.bfloat16, "rounding": "kahan"},
+    "cautious": {"state_dtype": "int8", "cautious": True, "maximize": True},
+}
+
+
+def of_shape(shape, device):
+    """Numbers of any shape."""
+    return numbers(100, 1009, device).flatten()[-math.prod(shape) :].view(shape)
+
+
+def after_steps(device, *, bad=None, watched=False, dtype=torch.float32, **options):
+    """Weights and state after three steps, the second of which may have a gradient that is not finite."""
+    params = [torch.nn.Parameter(of_shape(shape, device).sign().to(dtype)) for shape in SHAPES]
+    optimizer = AdamWSW(params, lr=0.01, weight_decay=0.1, **options)
+    with Telemetry(optimizer, every=1) if watched else nullcontext():
+        for number in range(3):
+            for place, param in enumerate(params):
+                param.grad = (of_shape(param.shape, device).clamp(-1, 1) * (number + 1)).to(dtype)
+                if number == 1 and place == bad:
+                    param.grad[0] = torch.nan
+            optimizer.step()
+    return [param.detach() for param in params], [optimizer.state[param] for param in params]
+
+
+def assert_same_bits(one, other):
+    assert all(map(torch.equal, one[0], other[0]))
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+@pytest.mark.parametrize("bad", [None, 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_state_that_a_kernel_reads_as_it_is_kept_makes_the_bits_of_decoded_state(
+    form, bad, device, kernels_on, monkeypatch
+):
+    kernels_on(True)
+    found, made = after_steps(device, bad=bad, **FORMS[form]), []
+    in_place = phases.updates_in_place
+    monkeypatch.setattr(phases, "updates_in_place", lambda _, items, __: ([], made.append(in_place) or items))
+    assert_same_bits(found, after_steps(device, bad=bad, **FORMS[form]))
+    assert made  # the other way was there to be taken
+
+
+def test_matrices_are_read_as_they_are_kept_and_vectors_are_not(device, kernels_on, monkeypatch):
+    kernels_on(True)
+    taken, in_place = [], phases.updates_in_place
+
+    def seen(group, items, chunk_bytes):
+        updates, others = in_place(group, items, chunk_bytes)
+        taken.append(([len(update.parts) for update in updates], len(others)))
+        return updates, others
+
+    monkeypatch.setattr(phases, "updates_in_place", seen)
+    after_steps(device, state_dtype="int8")
+    assert taken == [([2, 1, 1], 1)] * 3  # blocks of 256, 1009 and 96 elements, and a vector
+
+
+def test_telemetry_changes_no_bit_of_stored_state(device, kernels_on):
+    kernels_on(True)
+    for form in ("int8", "bfloat16 weights"):
+        assert_same_bits(after_steps(device, **FORMS[form]), after_steps(device, watched=True, **FORMS[form]))
+
+
+@pytest.mark.parametrize("form", ["int8", "bfloat16"])
+def test_a_flag_leaves_stored_state_and_weights_as_they_are(form, device, kernels_on, monkeypatch):
+    """On a GPU the flag is what a skipped step is made of; here it is given to the kernel everywhere."""
+    kernels_on(True)
+    launch, bad = adamw.launch, torch.zeros((), device=device)
+
+    def flagged(kernel, weights, state, motion, *others):
+        launch(kernel, weights, state, motion._replace(flag=Flag(bad)), *others)
+
+    monkeypatch.setattr(adamw, "launch", flagged)
+    params = [torch.nn.Parameter(of_shape(shape, device)) for shape in SHAPES[:-1]]
+    optimizer = AdamWSW(params, lr=0.01, weight_decay=0.1, **FORMS[form])
+    seen = []
+    for number in range(3):
+        bad.fill_(number == 1)
+        for param in params:
+            param.grad = of_shape(param.shape, device).clamp(-1, 1)
+        optimizer.step()
+        state = [value.clone() for one in optimizer.state.values() for key, value in one.items() if key != "step"]
+        seen.append([*(param.detach().clone() for param in params), *state])
+    assert all(map(torch.equal, seen[0], seen[1]))
+    assert not any(map(torch.equal, seen[1], seen[2]))

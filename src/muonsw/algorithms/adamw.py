@@ -29,6 +29,7 @@ from muonsw.algorithms.base import (
     whole_parts,
 )
 from muonsw.matrices import Part
+from muonsw.precision import STORED, Kept
 from muonsw.work import Group, Item
 
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -54,7 +55,7 @@ Maker = Callable[[Group, list[Part], AdamWTensors], Take | None]
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
     """Directions m_hat / (sqrt(v_hat) + eps), or the whole step in one kernel where there is one."""
     makers: list[Maker] = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
-    if torch_is_quicker(items):
+    if group["state_dtype"] not in STORED and torch_is_quicker(items):  # `in_place` is ours
         makers.reverse()
     if uncut(items, budget):
         whole = _fused_update(group, whole_parts(items), makers)
@@ -99,6 +100,30 @@ def _kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Take | No
         adamw(weights, *tensors[1:], counters, group["betas"], group["eps"], group["maximize"], motion)
 
     return take
+
+
+def in_place(group: Group, parts: list[Part], kept: dict[str, list[Kept]]) -> FusedUpdate | None:
+    """The step as one pass of our kernel over state as it is kept, if it takes these tensors."""
+    from muonsw.kernels.adamw import adamw_stored
+    from muonsw.kernels.elementwise import Motion, takes
+
+    plain, grads = columns(parts, ())
+    weights = kernel_weights(group, parts, plain)
+    if not takes(weights.every, grads):
+        return None
+
+    def take(rates: Rates) -> None:
+        motion = Motion(rates.eta, rates.phi, rates.flag, 1.0, group["cautious"])
+        averages, squares = (kept[key] for key in KEYS)
+        counters = [part.item.state["step"] for part in parts]
+        options = group["betas"], group["eps"], group["maximize"]
+        adamw_stored(weights, grads, averages, squares, counters, *options, motion)
+
+    return FusedUpdate(parts, take, _not_asked)
+
+
+def _not_asked() -> list[Tensor]:
+    raise AssertionError("telemetry takes steps of decoded state")
 
 
 def _torch_kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Take | None:
@@ -177,4 +202,5 @@ ADAMW = Algorithm(
     state_keys=state_keys,
     updates=updates,
     validate=validate,
+    in_place=in_place,
 )

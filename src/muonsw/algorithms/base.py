@@ -17,7 +17,7 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.matrices import WHOLE, MatrixView, Part, Region, views
 from muonsw.nonfinite import Flag
-from muonsw.precision import LOW_PRECISION
+from muonsw.precision import LOW_PRECISION, Kept
 from muonsw.slots import Specs, State, no_state
 from muonsw.work import Group, Item, all_contiguous, dtypes_of, elements, rows_of
 
@@ -163,6 +163,9 @@ class Algorithm(NamedTuple):
     `update_count` is the number of the step that is being taken, from 1: a plain int that is saved with the group and
     the same on all ranks. Steps that are skipped count, since only the device may know of them. Whether a matrix has
     had a gradient before is a question to its state, on the device. No graph is captured of such a step.
+
+    `in_place` is the whole update of parts by a kernel that reads and writes state as it is kept, given by key; it
+    returns None where there is no such kernel, and makes the bits that `updates` makes of decoded state.
     """
 
     defaults: dict[str, Any]
@@ -172,6 +175,7 @@ class Algorithm(NamedTuple):
     matrices: MatrixRule | None = None
     scale_free: bool = False
     counts_steps: Callable[[Group], bool] | None = None
+    in_place: Callable[[Group, list[Part], dict[str, list[Kept]]], FusedUpdate | None] | None = None
 
     def view(self, group: Group) -> MatrixView | None:
         """How this rule sees a group's parameters as matrices; None where every element is on its own."""

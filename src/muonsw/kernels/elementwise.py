@@ -2,7 +2,7 @@
 
 One launch works on a list of tensors. Their addresses are columns of a table with these rows: the weight; for
 stochastic rounding the step counter, the key of the noise and the position of the first entry, for Kahan rounding the
-compensation; then gradient and state.
+compensation; numbers that a kernel asks for; then gradient and state.
 """
 
 from __future__ import annotations
@@ -73,6 +73,27 @@ def place(sizes, blocks, bad, HAS_FLAG: tl.constexpr, ALIGNED: tl.constexpr, BLO
 
 
 @triton.jit
+def place_blocks(
+    sizes,
+    blocks,
+    bad,
+    HAS_FLAG: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The same in blocks of state: the tensor, its blocks (rows), and the entries (rows, columns)."""
+    program = tl.program_id(0)
+    owner = tl.load(blocks + program)
+    rows = tl.load(blocks + tl.num_programs(0) + program).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    offsets = rows[:, None] * LENGTH + columns
+    size = limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)
+    return owner, rows, offsets, (offsets < size) & (columns < LENGTH)
+
+
+@triton.jit
 def write(
     pointers,
     tensors,
@@ -116,15 +137,26 @@ def takes(*lists: Sequence[Tensor]) -> bool:
     return all(tensors[0].dtype in DTYPES and one_dtype(tensors) and all_contiguous(tensors) for tensors in lists)
 
 
-def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) -> None:
-    """Launch the kernel of an algorithm on weights, gradients and state of any sizes."""
+def launch(kernel, weights: Weights, state, motion: Motion, arguments, options, numbers=(), tile=None) -> None:
+    """Launch the kernel of an algorithm on weights, gradients and state of any sizes.
+
+    Args:
+        kernel: a Triton kernel, with the parameters that those here have in common.
+        weights: what moves.
+        state: lists of tensors; the first are gradients.
+        motion: how far they move.
+        arguments: the kernel's own, after the table.
+        options: what it is compiled for.
+        numbers: rows of whole numbers that it wants before the gradients.
+        tile: ROWS blocks of LENGTH elements for a program, in COLUMNS; None is BLOCK elements.
+    """
     sizes = lengths(weights.tensors)
     companions = rounding_rows(weights, [Stretch(0, size, owner, 0) for owner, size in enumerate(sizes)])
     assert companions is not None  # `takes` has looked
     device = weights.tensors[0].device
-    rows = (addresses(weights.tensors), *companions, *map(addresses, state), sizes)
-    pointers, is_aligned = table(rows, device, loose_rows(weights))
-    blocks = block_map(sizes, BLOCK, device)
+    rows = (addresses(weights.tensors), *companions, *numbers, *map(addresses, state), sizes)
+    pointers, is_aligned = table(rows, device, loose_rows(weights) + len(numbers))
+    blocks = block_map(sizes, BLOCK if tile is None else tile["ROWS"] * tile["LENGTH"], device)
     first = [weights.tensors[0], *(tensors[0] for tensors in state if tensors[0].dim())]  # without counters
     launch_on(
         device,
@@ -136,11 +168,11 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options) 
         len(sizes),
         *arguments,
         *scalars(motion, pointers),
-        STATE_ROW=1 + len(companions),
+        STATE_ROW=1 + len(companions) + len(numbers),
         GRAD=DTYPES[state[0][0].dtype],
         **options,
         **choices(weights, motion, alignment(is_aligned, *first)),
-        BLOCK=BLOCK,
+        **({"BLOCK": BLOCK} if tile is None else tile),
         num_warps=WARPS,
     )
 

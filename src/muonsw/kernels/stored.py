@@ -1,4 +1,7 @@
-"""State in 8 bits by block, and in bfloat16: encoded and decoded in one pass over it."""
+"""State in 8 bits by block, and in bfloat16: encoded and decoded in one pass over it.
+
+Kernels that do so on their way, from and to registers, share `decoded` and `encoded`.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,56 @@ def _fourth(x):
     return square * square
 
 
+@triton.jit
+def decoded(codes, scales, rows, positions, inside, INVERSE: tl.constexpr):
+    """The float32 values of the codes of some blocks (rows, columns)."""
+    code = tl.load(codes + positions, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(scales + rows, mask=tl.max(inside.to(tl.int32), axis=1) > 0, other=0.0)
+    power = _fourth(code * INVERSE)
+    return tl.where(code < 0, -power, power) * scale[:, None]
+
+
+@triton.jit
+def encoded(
+    value,
+    codes,
+    scales,
+    rows,
+    positions,
+    inside,
+    counter,
+    key,
+    origin,
+    LEVELS: tl.constexpr,
+    POWER: tl.constexpr,
+    SIGNED: tl.constexpr,
+    NOISY: tl.constexpr,
+):
+    """Write some blocks (rows, columns) of float32 values as codes and scales; what is not inside must be zero."""
+    size = tl.abs(value)
+    largest = tl.max(size, axis=1)
+    t = size * tl.div_rn(tl.zeros_like(largest) + 1.0, tl.maximum(largest, TINY))[:, None] * POWER
+    known = t >= 0  # no NaN, which a maximum passes over, nor infinity
+    below = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(t))), LEVELS - 1)
+    power = _fourth(below)
+    above, gap = t - power, _fourth(below + 1) - power
+    if NOISY:
+        seed = mix(counter.to(tl.int32).to(tl.uint32, bitcast=True) ^ key.to(tl.uint32))
+        noise = mix((positions + origin).to(tl.uint32) * 2654435769 + mix(seed)) & 0xFFFFFF
+        up = above > gap * (noise.to(tl.float32) * 5.9604644775390625e-08)
+    else:
+        up = above > gap * 0.5
+    code = below + up.to(tl.float32)
+    if SIGNED:
+        code = tl.where(value < 0, -code, code)
+    else:
+        code = tl.maximum(code, (value > 0).to(tl.float32))
+    code = tl.where(known, code, 1.0)
+    tl.store(codes + positions, code.to(tl.int32).to(codes.dtype.element_ty), mask=inside)
+    scale = tl.where(tl.min(known.to(tl.int32), axis=1) > 0, largest, float("nan"))
+    tl.store(scales + rows, scale, mask=tl.max(inside.to(tl.int32), axis=1) > 0)
+
+
 @triton.jit(do_not_specialize=["blocks", "key", "origin"])
 def _encode(
     x,
@@ -58,28 +111,8 @@ def _encode(
     if HAS_FLAG:
         inside = inside & (tl.load(ok) != 0)
     value = tl.load(x + positions, mask=inside, other=0.0)
-    size = tl.abs(value)
-    largest = tl.max(size, axis=1)
-    t = size * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.maximum(largest, TINY))[:, None] * POWER
-    known = t >= 0  # no NaN, which a maximum passes over, nor infinity
-    below = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(t))), LEVELS - 1)
-    power = _fourth(below)
-    above, gap = t - power, _fourth(below + 1) - power
-    if NOISY:
-        seed = mix(tl.load(counter).to(tl.int32).to(tl.uint32, bitcast=True) ^ key.to(tl.uint32))
-        noise = mix((positions + origin).to(tl.uint32) * 2654435769 + mix(seed)) & 0xFFFFFF
-        up = above > gap * (noise.to(tl.float32) * 5.9604644775390625e-08)
-    else:
-        up = above > gap * 0.5
-    code = below + up.to(tl.float32)
-    if SIGNED:
-        code = tl.where(value < 0, -code, code)
-    else:
-        code = tl.maximum(code, (value > 0).to(tl.float32))
-    code = tl.where(known, code, 1.0)
-    tl.store(codes + positions, code.to(tl.int32).to(codes.dtype.element_ty), mask=inside)
-    scale = tl.where(tl.min(known.to(tl.int32), axis=1) > 0, largest, float("nan"))
-    tl.store(scales + rows, scale, mask=tl.max(inside.to(tl.int32), axis=1) > 0)
+    step = tl.load(counter)
+    encoded(value, codes, scales, rows, positions, inside, step, key, origin, LEVELS, POWER, SIGNED, NOISY)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -94,10 +127,7 @@ def _decode(
     COLUMNS: tl.constexpr,
 ):
     rows, positions, inside = _place(blocks, LENGTH, ROWS, COLUMNS)
-    code = tl.load(codes + positions, mask=inside, other=0).to(tl.float32)
-    scale = tl.load(scales + rows, mask=rows < blocks, other=0.0)
-    power = _fourth(code * INVERSE)
-    tl.store(x + positions, tl.where(code < 0, -power, power) * scale[:, None], mask=inside)
+    tl.store(x + positions, decoded(codes, scales, rows, positions, inside, INVERSE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["key", "origin"])  # where `elements` is a multiple of 16, loads are vectors
@@ -111,12 +141,16 @@ def _round(x, rounded, counter, ok, elements, key, origin, HAS_FLAG: tl.constexp
     tl.store(rounded + positions, value.to(tl.bfloat16), mask=inside)
 
 
+def tile(length: int) -> dict[str, int]:
+    """What a program works on: some blocks of this length."""
+    columns = triton.next_power_of_2(length)
+    return {"LENGTH": length, "ROWS": max(1, TILE // columns), "COLUMNS": columns}
+
+
 def _tiles(codes: Tensor, scale: Tensor) -> tuple[int, dict[str, int]]:
     """How many programs there are, and what each of them works on."""
-    length = codes.numel() // scale.numel()
-    columns = triton.next_power_of_2(length)
-    rows = max(1, TILE // columns)
-    return math.ceil(scale.numel() / rows), {"LENGTH": length, "ROWS": rows, "COLUMNS": columns}
+    shape = tile(codes.numel() // scale.numel())
+    return math.ceil(scale.numel() / shape["ROWS"]), shape
 
 
 def encode(x: Tensor, codes: Tensor, scale: Tensor, levels: int, noise: Noise | None, ok: Tensor | None) -> None:

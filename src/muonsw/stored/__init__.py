@@ -1,7 +1,8 @@
 """State that is kept in another form than a step computes with: 8 bits by block, bfloat16, or in host memory.
 
 A step sees float32 on its device. What it reads is fetched and decoded when an algorithm asks for it, encoded and
-returned once the weights have moved: a chunk at a time, so that only what a step works on is ever there in full.
+returned once the weights have moved: a chunk at a time, so that only what a step works on is ever there in full. Where
+an algorithm has a kernel that does so on its way, nothing is decoded at all (`updates_in_place`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from muonsw import kernels
 from muonsw.algorithms import ALGORITHMS
+from muonsw.algorithms.base import FusedUpdate, whole_parts
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, position
 from muonsw.matrices import Part, Region
-from muonsw.precision import INT8, SCALE, Noise
+from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise
 from muonsw.stored.codes import block_length, decode, encode, is_code, round_bfloat16
 from muonsw.stored.offload import HostCopies
 from muonsw.work import Group, Item
-
-# The values of `state_dtype` with which state is kept in another form.
-STORED = (INT8, "bfloat16")
 
 
 def code_dtype(key: str, group: Group, param: Tensor) -> torch.dtype | None:
@@ -141,7 +141,7 @@ class StoredState(dict[str, Tensor]):
         """Encode what was decoded, unless `ok` is false, and return what was fetched."""
         for number, key in enumerate(self._rounded):
             if key in self.keys():
-                self._encode(key, self.pop(key), self._noise(number), ok)
+                self._encode(key, self.pop(key), _noise(self._group, self._item, number), ok)
         if self._copies is not None and self._near:
             copies, number = self._copies
             copies.give_back(number, self._near)
@@ -157,15 +157,54 @@ class StoredState(dict[str, Tensor]):
             assert noise is not None  # or it would not be in another form
             round_bfloat16(value, kept, noise, ok, fused=fused)
 
-    def _noise(self, number: int) -> Noise | None:
-        if not rounds_state(self._group):
-            return None
-        key = (self._group["rounding_seed"] * 0x9E3779B1 + self._item.position * 0x10001 + number + 1) & 0x7FFFFFFF
-        return Noise(self._kept["step"], key, position(self._item.parameter))
+
+def _noise(group: Group, item: Item, number: int) -> Noise | None:
+    """The noise of one of the tensors of a parameter's state that are rounded; None where they are so to nearest."""
+    if not rounds_state(group):
+        return None
+    key = (group["rounding_seed"] * 0x9E3779B1 + item.position * 0x10001 + number + 1) & 0x7FFFFFFF
+    return Noise(item.state["step"], key, position(item.parameter))
 
 
 def _is_rounded(group: Group, kept: Tensor) -> bool:
     return is_code(kept) or (kept.dtype == torch.bfloat16 and rounds_state(group))
+
+
+def updates_in_place(group: Group, items: list[Item], chunk_bytes: int) -> tuple[list[FusedUpdate], list[Item]]:
+    """Updates by kernels that read and write state as it is kept, and the items for which there is none."""
+    algorithm = ALGORITHMS[group["algorithm"]]
+    if algorithm.in_place is None or not items or not kernels.available(items[0].param.device):
+        return [], items
+    keys = [key for key in algorithm.state_keys(group) if key != "step"]
+    forms: dict[int | None, list[Item]] = {}
+    for item in items:
+        forms.setdefault(_elements_of_a_block(group, keys, item, chunk_bytes), []).append(item)
+    updates, others = [], forms.pop(None, [])
+    for some in forms.values():
+        kept = {
+            key: [Kept(i.state[key], i.state.get(f"{key}{SCALE}"), _noise(group, i, number)) for i in some]
+            for number, key in enumerate(keys)
+        }
+        update = algorithm.in_place(group, whole_parts(some), kept)
+        if update is None:
+            others += some
+        else:
+            updates.append(update)
+    return updates, others
+
+
+def _elements_of_a_block(group: Group, keys: Sequence[str], item: Item, chunk_bytes: int) -> int | None:
+    """How many elements share a scale, 0 without scales; None where a kernel cannot read the state as it lies.
+
+    The noise of low-precision weights depends on how `elementwise_parts` cuts large ones, and kernels cut none.
+    """
+    param, state = item.param, [item.state[key] for key in keys]
+    if not param.numel() or not param.is_contiguous() or any(value.device != param.device for value in state):
+        return None
+    cut = param.dtype in LOW_PRECISION and param.numel() * param.element_size() > chunk_bytes
+    if cut or not all(_is_rounded(group, value) and value.is_contiguous() for value in state):
+        return None
+    return state[0].numel() // item.state[f"{keys[0]}{SCALE}"].numel() if is_code(state[0]) else 0
 
 
 def as_computed(group: Group, items: Sequence[Item], ahead: int) -> list[Item]:
