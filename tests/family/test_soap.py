@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from muonsw.algorithms.factors import eigenbasis
+from muonsw.algorithms import factors
+from muonsw.algorithms.factors import cholesky_qr, eigenbasis
 from muonsw.algorithms.soap import soap, whitened_momentum
 from muonsw.algorithms.triangles import pack, packed_shape
 from muonsw.machine import full_float32
@@ -73,10 +74,12 @@ def test_the_first_gradient_moves_nothing_and_squares_of_zero_are_safe():
     assert all(torch.equal(direction, torch.zeros(2, 3, 5)) for direction in others)
 
 
-def test_float32_follows_float64():
+@pytest.mark.parametrize("orthonormal", [factors.orthonormal, cholesky_qr])
+def test_float32_follows_float64(orthonormal, monkeypatch):
     """To the rounding of 30 steps, 12 terms, and eigenvalues that lie a hundredth apart: 6e-8 * 30 * 12 / 0.01."""
     gradients = torch.randn(30, 2, 12, 12, dtype=torch.float64)
     wide = directions(gradients, fresh(2, 12, 12))[0][-1]
+    monkeypatch.setattr(factors, "orthonormal", orthonormal)
     single = directions(gradients.float(), fresh(2, 12, 12, dtype=torch.float32))[0][-1]
     assert (single.double() - wide).norm() < 2.2e-3 * wide.norm()
 
@@ -140,3 +143,34 @@ def test_whitened_momentum_has_squares_of_one_in_the_eigenbasis():
     found, _ = whitened_momentum(U, second, state, 0.0, 1e-8)
     left, _, right = torch.linalg.svd(first)
     torch.testing.assert_close((left.mT @ found @ right.mT).abs(), torch.ones(2, 5, 5, dtype=torch.float64))
+
+
+def signed(Q, like):
+    """Q with the signs of other columns."""
+    return Q * (Q.double() * like).sum(-2, keepdim=True).sign()
+
+
+def with_condition(number, count=3, d=96):
+    bases = torch.linalg.qr(torch.randn(2, count, d, d, dtype=torch.float64)).Q
+    return (bases[0] * torch.logspace(0, -number, d, dtype=torch.float64)) @ bases[1].mT
+
+
+@pytest.mark.parametrize("condition", [0, 4, 8, 12])
+def test_qr_by_cholesky_is_that_of_float64(condition):
+    """To the rounding of float32 whatever the condition number, where QR in float32 is wrong from 1e7 on."""
+    X = with_condition(condition).float()
+    expected, Q = torch.linalg.qr(X.double()).Q, cholesky_qr(X, torch.zeros_like(X))
+    torch.testing.assert_close(signed(Q, expected).double(), expected, rtol=0, atol=2e-7)
+
+
+def test_qr_by_cholesky_keeps_columns_of_zeros_and_leaves_singular_matrices_to_qr():
+    X = with_condition(2).float()
+    identity = torch.eye(96).repeat(3, 1, 1)
+    X[0, :, 7] = X[0, 7] = 0
+    X[1, :, 5] = X[1, :, 4]  # twice the same column
+    Q = cholesky_qr(X, identity)
+    torch.testing.assert_close(Q.mT @ Q, identity, rtol=0, atol=2e-6)
+    assert torch.equal(Q[0, :, 7].abs(), identity[0, :, 7])
+    torch.testing.assert_close(Q[1], torch.linalg.qr(X[1]).Q)
+    for nothing in (0.0, torch.nan):
+        assert torch.equal(cholesky_qr(torch.full_like(X, nothing), identity), identity)

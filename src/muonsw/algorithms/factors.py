@@ -40,13 +40,50 @@ def power_iteration(A: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     basis = torch.where(basis.any(-1, keepdim=True).any(-2, keepdim=True), basis, identity)
     image = A @ basis
     order = (basis * image).sum(-2).argsort(dim=-1, descending=True, stable=True)
-    improved = torch.linalg.qr(_columns(image, order)).Q
-    return finite_or(improved, _columns(basis, order)), order
+    image, basis = _columns(image, order), _columns(basis, order)
+    return finite_or(orthonormal(image, basis), basis), order
 
 
 def _columns(X: Tensor, order: Tensor) -> Tensor:
     """The columns of each matrix in an order (count, columns)."""
     return X.gather(-1, order.unsqueeze(-2).expand_as(X))
+
+
+def orthonormal(X: Tensor, basis: Tensor) -> Tensor:
+    """Q of the QR decomposition of matrices, up to the signs of its columns; `basis` is what X is an image of."""
+    return cholesky_qr(X, basis) if X.is_cuda and X.dtype == torch.float32 else torch.linalg.qr(X).Q
+
+
+# What is added to the diagonal of a Gram matrix of unit columns, for each column: the rounding of its sums in float64.
+_SHIFT = 1e-14
+
+# How far columns of float32 may be from orthonormal: some units in the last place.
+_NOT_ORTHONORMAL = 1e-6
+
+
+def cholesky_qr(X: Tensor, basis: Tensor) -> Tensor:
+    """`orthonormal` by Cholesky decompositions of Gram matrices: on GPUs these take a batch, and QR one after another.
+
+    Q is `X R^-1`, with R the Cholesky factor of `X^T X`, so float64 has to hold the square of X's condition number. The
+    first of two such passes decomposes a little more than that matrix, and the second mends what this has changed
+    (shifted Cholesky QR, Fukaya et al. 2020). So Q has float32's precision at any condition number, which QR in float32
+    has not. Columns without a direction, zero or NaN, are those of `basis`; matrices that are singular otherwise are
+    left to QR. The host waits for that.
+    """
+    Q = X.double()
+    lengths = torch.linalg.vector_norm(Q, dim=-2, keepdim=True)
+    Q = torch.where(lengths > 0, Q / lengths, basis.double())
+    for shift in (_SHIFT * Q.shape[-1], 0.0):
+        gram = Q.mT @ Q
+        gram.diagonal(dim1=-2, dim2=-1).add_(shift)
+        R = torch.linalg.cholesky_ex(gram, upper=True).L
+        Q = torch.linalg.solve_triangular(R, Q, upper=True, left=False)
+    identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
+    singular = ~((Q.mT @ Q - identity).abs().amax((-2, -1)) < _NOT_ORTHONORMAL)  # NaN too
+    Q = Q.to(X.dtype)
+    if singular.any():
+        Q[singular] = torch.linalg.qr(X[singular]).Q
+    return Q
 
 
 def inverse_root(A: Tensor, power: float, eps: float, otherwise: Tensor) -> Tensor:
