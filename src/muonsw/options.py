@@ -258,8 +258,11 @@ def refuse_settings(nonfinite: str, chunk_bytes: int | None, replay: bool | None
     """Refuse settings of a whole optimizer that mean nothing."""
     if nonfinite not in POLICIES:
         raise ValueError(f"nonfinite={nonfinite!r}: must be one of {', '.join(map(repr, POLICIES))}")
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes={chunk_bytes}: must be at least 1, or None for the default")
+    for key, value, check in (("chunk_bytes", chunk_bytes, _whole(1)), ("replay", replay, _flag)):
+        try:
+            _optional(check)(value)
+        except ValueError as error:
+            raise ValueError(f"{key}={value!r}: {error}, or None for the default") from None
     if replay and process_group is not None:
         raise ValueError("replay=True captures no step that talks to other ranks; leave out process_group or replay")
 
@@ -477,8 +480,8 @@ CHECKS: dict[str, Check] = {
     "rounding": _one_of(*ROUNDINGS),
     "rounding_seed": _whole(0),
     "maximize": _flag,
-    "fused": _one_of(None, True, False),  # type: ignore[arg-type]
-    "foreach": _one_of(None, True, False),  # type: ignore[arg-type]
+    "fused": _optional(_flag),
+    "foreach": _optional(_flag),
     "capturable": _flag,
     "role": _role,
     "momentum": _number(0.0, 1.0, open_end=True),

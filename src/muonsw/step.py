@@ -323,9 +323,13 @@ class OptionCheck:
         self._right: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
     def changed(self, number: int, group: Group, label: str) -> set[str]:
-        """The options of a group that have changed since it was last found right; each of them is valid."""
+        """The options of a group that have changed since it was last found right, now as the group is to hold them."""
         names, read = _rate_free_options(group["algorithm"])
-        lam, others = group["weight_decay"], read(group)
+        try:
+            lam, others = group["weight_decay"], read(group)
+        except KeyError:
+            missing = ", ".join(name for name in names if name not in group)
+            raise ValueError(f"{label} has algorithm={group['algorithm']!r}, and not its {missing}; set it too") from None
         known = self._right.get(number)
         if known is not None and known[0] is lam and known[1] == others:
             return set()
@@ -334,8 +338,7 @@ class OptionCheck:
             before = [self] * (1 + len(others))
         pairs = zip(("weight_decay", *names), (lam, *others), before, strict=True)
         changed = {key: now for key, now, old in pairs if now is not old}
-        for key, value in changed.items():
-            _check_named(key, value, label)
+        group.update({key: _checked(key, value, label) for key, value in changed.items()})
         return set(changed)
 
     def found_right(self, number: int, group: Group) -> None:
@@ -350,9 +353,9 @@ def _rate_free_options(algorithm: str) -> tuple[tuple[str, ...], Callable[[Group
     return names, itemgetter(*names)
 
 
-def _check_named(key: str, value: Any, label: str) -> None:
+def _checked(key: str, value: Any, label: str) -> Any:
     try:
-        validate_option(key, value)
+        return validate_option(key, value)
     except ValueError as error:
         raise ValueError(f"{label} has {error}") from None
 
