@@ -70,6 +70,9 @@ def test_bad_settings(cls, options, message):
         ({"weight_deacy": 0.1}, r"unknown option 'weight_deacy' \(did you mean 'weight_decay'\?\)"),
         ({"algorithm": "adam"}, r"unknown algorithm 'adam' \(did you mean 'adamw'\?\)"),
         ({"lr": -0.1}, "lr"),
+        ({"nonfinite": "raise"}, "nonfinite='raise' is said of a whole optimizer, not of a group; pass it beside lr"),
+        ({"chunk_bytes": 4096}, "chunk_bytes=4096 is said of a whole optimizer"),
+        ({"preset": "normuon"}, "preset='normuon' is said of a whole optimizer"),
     ],
 )
 def test_bad_groups_leave_the_optimizer_as_it_was(group, message):

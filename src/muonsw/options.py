@@ -175,6 +175,9 @@ BOOKKEEPING: Group = {
 # Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
 _KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
+# What is said once, to the constructor or to for_model, and means nothing in a group.
+_OF_THE_WHOLE = ("nonfinite", "chunk_bytes", "replay", "process_group", "momentum_on_owner", "preset")
+
 # Options of torch's optimizers that people will try, and what to do instead.
 NOT_NEEDED = {
     "differentiable": "steps are not differentiable",
@@ -200,6 +203,8 @@ def completed(group: Group, defaults: Group) -> Group:
     where the group has the constructor's member.
     """
     for key in group.keys() - {"params", "param_names"}:
+        if key in _OF_THE_WHOLE:
+            raise ValueError(f"{key}={group[key]!r} is said of a whole optimizer, not of a group; pass it beside lr")
         group[key] = validate_option(key, group[key])
     algorithm = group["algorithm"] if "algorithm" in group else defaults["algorithm"]
     inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)
