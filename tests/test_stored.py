@@ -185,7 +185,9 @@ def test_another_form_in_mid_run_is_refused_with_the_way_to_do_it(before, after,
     params, optimizer = problem("adamw", state_dtype=before)
     steps(params, optimizer, 1)
     optimizer.param_groups[0]["state_dtype"] = after
-    with pytest.raises(ValueError, match=f"is kept in {kept}, and state_dtype of its group is now '{after}'; to change"):
+    with pytest.raises(
+        ValueError, match=f"is kept in {kept}, and state_dtype of its group is now '{after}'; to change"
+    ):
         optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()

@@ -329,7 +329,9 @@ class OptionCheck:
             lam, others = group["weight_decay"], read(group)
         except KeyError:
             missing = ", ".join(name for name in names if name not in group)
-            raise ValueError(f"{label} has algorithm={group['algorithm']!r}, and not its {missing}; set it too") from None
+            raise ValueError(
+                f"{label} has algorithm={group['algorithm']!r}, and not its {missing}; set it too"
+            ) from None
         known = self._right.get(number)
         if known is not None and known[0] is lam and known[1] == others:
             return set()
@@ -576,15 +578,14 @@ def sharded_updates(
                 yield group, here, batch_rates
         if sorted_items.redistributed is not None:
             _begin(group, sorted_items.redistributed.items, batch_rates.flag)
-            for one in redistributed_updates(sorted_items.redistributed):
+            for one in redistributed_updates(_computed(optimizer, sorted_items.redistributed)):
                 yield group, one, batch_rates
+                if _is_stored(group):
+                    put_back(one.parts, None)
         if sorted_items.exchanged is not None:
             away = ranks.release(group, sorted_items.exchanged.items)
             _begin(group, sorted_items.exchanged.items, batch_rates.flag, away)
-            sent = sorted_items.exchanged
-            if _is_stored(group):
-                sent = sent._replace(items=as_computed(group, sent.items, chunk_bytes(optimizer, batch.device)))
-            exchanged.append((sent, batch_rates))
+            exchanged.append((_computed(optimizer, sorted_items.exchanged), batch_rates))
     for number, one in _exchange(optimizer, exchanged):
         sent, batch_rates = exchanged[number]
         yield sent.group, one, batch_rates
@@ -592,6 +593,14 @@ def sharded_updates(
             put_back(one.parts, None)
     for sent in [sent for sent, _ in exchanged if _is_stored(sent.group)]:
         finish(sent.items, None)
+
+
+def _computed(optimizer: ScaledDecayOptimizer, batch: ExchangeBatch) -> ExchangeBatch:
+    """A batch with its state as a step computes with it."""
+    if not _is_stored(batch.group):
+        return batch
+    ahead = chunk_bytes(optimizer, batch.items[0].param.device)
+    return batch._replace(items=as_computed(batch.group, batch.items, ahead))
 
 
 def _exchange(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, position
+from muonsw.distributed.shards import LocalState, as_dtensor, cutting_order, is_dtensor, position, shard_like
 from muonsw.matrices import Part, Region
 from muonsw.precision import INT8, SCALE, Noise
 from muonsw.stored.codes import block_length, decode, encode, is_code, round_bfloat16
@@ -130,6 +130,13 @@ class StoredState(dict[str, Tensor]):
             copies, number = self._copies
             self._near = copies.fetch(number)
         return self._near[key]
+
+    def kept(self, key: str) -> Tensor:
+        """A tensor of the state of a DTensor as it lies over ranks."""
+        if key in self._rounded:
+            return shard_like(self._item.parameter, self[key])
+        assert isinstance(self._kept, LocalState)
+        return self._kept.kept(key)
 
     def moved(self, elements: int, ok: Tensor | None) -> None:
         """Count elements whose weights have moved, and put the state back after the last."""
