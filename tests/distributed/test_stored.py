@@ -27,9 +27,9 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def build(algorithm, mesh=None, axis=0, **options):
+def build(algorithm, mesh=None, axis=0, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    values = [torch.randn(shape) for shape in SHAPES]
+    values = [torch.randn(shape).to(dtype) for shape in SHAPES]
     if mesh is not None:
         values = [distribute_tensor(value, mesh, [Shard(axis)]) for value in values]
     group = {"params": [nn.Parameter(value) for value in values], "algorithm": algorithm, "matrix": "stack"}
@@ -39,7 +39,7 @@ def build(algorithm, mesh=None, axis=0, **options):
 def steps(optimizer, first, count):
     for step in range(first, first + count):
         for number, param in enumerate(optimizer.param_groups[0]["params"]):
-            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number)).to(param.dtype)
             sharded = isinstance(param, DTensor)
             param.grad = distribute_tensor(grad, param.device_mesh, param.placements) if sharded else grad
         optimizer.step()
@@ -74,6 +74,13 @@ def test_shards_along_the_first_axis_have_the_codes_of_one_process(pool, algorit
     for keys, distance in pool.run(beside_one_process, algorithm, **options):
         assert [key for key in keys if "direction" not in key] == []
         assert distance < (1e-3 if "normalize" in options else 1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_low_precision_weights_have_the_codes_of_one_process_too(pool, algorithm):
+    """Though each rank rounds its weights with noise of its own."""
+    for keys, _ in pool.run(beside_one_process, algorithm, dtype=torch.bfloat16):
+        assert keys == []
 
 
 def template(optimizer, flatten):

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.shards import LocalState, as_dtensor, cutting_order, is_dtensor, position, shard_like
+from muonsw.distributed.shards import (
+    LocalState,
+    as_dtensor,
+    cutting_order,
+    is_dtensor,
+    noise_place,
+    position,
+    shard_like,
+)
 from muonsw.matrices import Part, Region
 from muonsw.precision import INT8, SCALE, Noise
 from muonsw.stored.codes import block_length, decode, encode, is_code, round_bfloat16
@@ -167,7 +175,8 @@ class StoredState(dict[str, Tensor]):
     def _noise(self, number: int) -> Noise | None:
         if not rounds_state(self._group):
             return None
-        key = (self._group["rounding_seed"] * 0x9E3779B1 + self._item.position * 0x10001 + number + 1) & 0x7FFFFFFF
+        place = self._item.position - noise_place(self._item.parameter)  # a shard has its origin beside it
+        key = (self._group["rounding_seed"] * 0x9E3779B1 + place * 0x10001 + number + 1) & 0x7FFFFFFF
         return Noise(self._kept["step"], key, position(self._item.parameter))
 
 
