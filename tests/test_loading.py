@@ -71,6 +71,31 @@ def test_copies_know_why_parameters_are_where_they_are(copier):
     assert "embedding" in copier(other).routing(reasons=True)
 
 
+@pytest.mark.parametrize("options", [{"heads": 2, "block_period": 2}, {"precondition": "soap"}])
+@pytest.mark.parametrize("how", ["load", "adopt"])
+def test_what_an_optimizer_did_before_it_takes_over_a_state_of_torch_is_forgotten(options, how):
+    params = matrices((4, 6), (6, 6))
+    theirs = torch.optim.Muon(params, lr=0.05)
+    run(theirs, params, 3)
+    found = []
+    for steps_before in (0, 3):
+        optimizer = MuonSW(clones(params), lr=0.05, decay="constant", **options)
+        own = optimizer.param_groups[0]["params"]
+        run(optimizer, own, steps_before)
+        with torch.no_grad():
+            for param, start in zip(own, params, strict=True):
+                param.copy_(start)
+        if how == "load":
+            optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        else:
+            other = torch.optim.Muon(own, lr=0.05)
+            other.load_state_dict(theirs.state_dict())
+            optimizer.adopt(other)
+        run(optimizer, own, 4, start=3)
+        found.append(own)
+    assert_same(*found)
+
+
 def test_a_loaded_snapshot_can_be_loaded_again():
     params, optimizer, _ = trained("muon")
     weights, snapshot = [p.detach().clone() for p in params], optimizer.state_dict()

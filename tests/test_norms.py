@@ -265,6 +265,15 @@ def test_a_weight_of_zeros_leaves_zero_and_a_zero_update_leaves_the_weight(norm)
     torch.testing.assert_close(moved(U, torch.zeros(2, 2), norm), U)
 
 
+@every
+@norm_rules
+def test_weights_without_elements_are_stepped_with_the_others(algorithm, norm):
+    params, alone = matrices((4, 6), (0, 6), (4, 0)), matrices((4, 6))
+    for given in (params, alone):
+        run(CLASSES[algorithm][0](given, lr=0.05, weight_decay=0.1, norm=norm), given, 3)
+    assert_same(params[:1], alone)
+
+
 def test_the_summary_says_what_acts():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, norm="target", decay="constant")

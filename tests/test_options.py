@@ -38,7 +38,10 @@ def weights():
         (MuonSW, {"peak_lr": torch.tensor(1.0)}, "a peak is read by the host"),
         (MuonSW, {"rounding": "down"}, "rounding='down'"),
         (MuonSW, {"nonfinite": "ignore"}, "nonfinite='ignore': must be one of 'skip', 'raise', 'propagate'"),
-        (MuonSW, {"chunk_bytes": 0}, "chunk_bytes=0"),
+        (MuonSW, {"chunk_bytes": 0}, "chunk_bytes=0: must be a whole number of at least 1, or None"),
+        (AdamWSW, {"chunk_bytes": 1e6}, "chunk_bytes=1000000.0: must be a whole number"),
+        (MuonSW, {"replay": "never"}, "replay='never': must be True or False, or None"),
+        (MuonSW, {"fused": 0}, "fused=0: must be True or False"),
         (MuonSW, {"cautious": 1}, "cautious=1: must be True or False"),
         (MuonSW, {"lr": float("inf")}, "lr=inf: must be a finite number"),
         (MuonSW, {"lr": torch.tensor(float("nan"))}, "lr=tensor.*must be a finite number"),
@@ -67,6 +70,9 @@ def test_bad_settings(cls, options, message):
         ({"weight_deacy": 0.1}, r"unknown option 'weight_deacy' \(did you mean 'weight_decay'\?\)"),
         ({"algorithm": "adam"}, r"unknown algorithm 'adam' \(did you mean 'adamw'\?\)"),
         ({"lr": -0.1}, "lr"),
+        ({"nonfinite": "raise"}, "nonfinite='raise' is said of a whole optimizer, not of a group; pass it beside lr"),
+        ({"chunk_bytes": 4096}, "chunk_bytes=4096 is said of a whole optimizer"),
+        ({"preset": "normuon"}, "preset='normuon' is said of a whole optimizer"),
     ],
 )
 def test_bad_groups_leave_the_optimizer_as_it_was(group, message):
@@ -139,6 +145,40 @@ def test_a_rate_that_goes_wrong_later_is_refused_with_nothing_changed(lr):
     with pytest.raises(ValueError, match=f"the learning rate of param group 0 is {lr:g}"):
         optimizer.step()
     assert torch.equal(param, torch.ones_like(param))
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "stored"),
+    [
+        ("ns_dtype", torch.float32, "float32"),
+        ("state_dtype", torch.bfloat16, "bfloat16"),
+        ("betas", [0.8, 0.9], (0.8, 0.9)),
+        ("weight_decay", np.float32(0.5), 0.5),
+        ("split_sizes", [2, 2], (2, 2)),
+    ],
+)
+def test_an_option_that_is_set_later_is_stored_as_one_that_was_given(key, given, stored):
+    params, others = weights(), weights()
+    later, before = MuonSW(params, lr=0.1), MuonSW([{"params": others, key: given}], lr=0.1)
+    later.param_groups[0][key] = given
+    for optimizer in (later, before):
+        optimizer.param_groups[0]["params"][0].grad = torch.eye(4)
+        optimizer.step()
+    for group in (later.param_groups[0], before.param_groups[0]):
+        assert (type(group[key]), group[key]) == (type(stored), stored)
+    assert torch.equal(params[0], others[0])
+    assert later.state[params[0]].keys() == before.state[others[0]].keys()
+
+
+def test_an_algorithm_that_is_set_later_asks_for_its_options():
+    optimizer = MuonSW(weights(), lr=0.1)
+    optimizer.param_groups[0]["params"][0].grad = torch.eye(4)
+    optimizer.param_groups[0]["algorithm"] = "adamw"
+    with pytest.raises(ValueError, match="param group 0 has algorithm='adamw', and not its eps; set it too"):
+        optimizer.step()
+    optimizer.param_groups[0]["eps"] = 1e-8
+    optimizer.step()
+    assert "exp_avg_sq" in optimizer.state[optimizer.param_groups[0]["params"][0]]
 
 
 def test_a_model_in_the_place_of_parameters_is_reported_from_them():

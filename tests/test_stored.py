@@ -170,12 +170,27 @@ def test_states_of_torch_are_encoded_on_load_and_decoded_again():
     steps(params, back, 1)
 
 
-def test_another_form_in_mid_run_is_refused_with_the_way_to_do_it():
-    params, optimizer = problem("adamw", state_dtype="int8")
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        ("int8", "float32", "int8"),
+        ("int8", "bfloat16", "int8"),
+        ("auto", "int8", "float32"),
+        ("auto", "bfloat16", "float32"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_another_form_in_mid_run_is_refused_with_the_way_to_do_it(before, after, kept):
+    params, optimizer = problem("adamw", state_dtype=before)
     steps(params, optimizer, 1)
-    optimizer.param_groups[0]["state_dtype"] = "float32"
-    with pytest.raises(ValueError, match="is kept in int8, and state_dtype of its group is now 'float32'"):
+    optimizer.param_groups[0]["state_dtype"] = after
+    with pytest.raises(
+        ValueError, match=f"is kept in {kept}, and state_dtype of its group is now '{after}'; to change"
+    ):
         optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
 
 
 def test_codes_without_scales_are_refused():

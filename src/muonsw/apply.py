@@ -151,11 +151,14 @@ def _store(group: Group, parts: list[Part], weights: list[Tensor], wide: Tensor,
         rounded = stochastic_round(wide, dtype, rounding_seeds(group, parts), sizes)
     else:
         rounded = wide.to(dtype)
-    if ok is not None:
-        rounded = torch.where(ok, rounded, flattened(weights))
     if rounding == "kahan":
-        copy_flattened_(_compensations(parts), wide - rounded.float())
-    copy_flattened_(weights, rounded)
+        _write(_compensations(parts), wide - rounded.float(), ok)
+    _write(weights, rounded, ok)
+
+
+def _write(tensors: list[Tensor], values: Tensor, ok: Tensor | None) -> None:
+    """Write a vector into tensors, unless `ok` is false."""
+    copy_flattened_(tensors, values if ok is None else torch.where(ok, values, flattened(tensors)))
 
 
 def _compensations(parts: list[Part]) -> list[Tensor]:

@@ -365,12 +365,13 @@ def initial_radius(group: Group, name: str, param: Tensor) -> Tensor:
         radius = torch.cat(
             [norm.repeat_interleave(size, along) for norm, size in zip(norms, sizes, strict=True)], along
         )
-    _refuse_zero(group, name, radius)
+    _refuse_zero(group, name, param, radius)
     return radius
 
 
-def _refuse_zero(group: Group, name: str, radius: Tensor) -> None:
-    if radius.numel() and not bool((radius > 0).all()):
+def _refuse_zero(group: Group, name: str, param: Tensor, radius: Tensor) -> None:
+    """Refuse weights of norm zero, but not those without elements."""
+    if param.numel() and not bool((radius > 0).all()):
         raise ValueError(
             f"{name} holds a weight of norm zero, which norm={group['norm']!r} would keep there; give target_norm=, or "
             f"a group with norm='free' for it"
@@ -403,7 +404,7 @@ def _first_radius(group: Group, item: Item, norm: Tensor | None) -> Tensor:
     if norm is None:
         radius = initial_radius(group, item.name, item.param)
     else:
-        _refuse_zero(group, item.name, norm)
+        _refuse_zero(group, item.name, item.parameter, norm)
         radius = norm.to(wide_dtype(item.param))
     return radius if item.whole is None else placed_like(item.whole, radius, _radius_shape(group, item.whole))
 

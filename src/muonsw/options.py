@@ -175,6 +175,9 @@ BOOKKEEPING: Group = {
 # Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
 _KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
+# What is said once, to the constructor or to for_model, and means nothing in a group.
+_OF_THE_WHOLE = ("nonfinite", "chunk_bytes", "replay", "process_group", "momentum_on_owner", "preset")
+
 # Options of torch's optimizers that people will try, and what to do instead.
 NOT_NEEDED = {
     "differentiable": "steps are not differentiable",
@@ -200,6 +203,8 @@ def completed(group: Group, defaults: Group) -> Group:
     where the group has the constructor's member.
     """
     for key in group.keys() - {"params", "param_names"}:
+        if key in _OF_THE_WHOLE:
+            raise ValueError(f"{key}={group[key]!r} is said of a whole optimizer, not of a group; pass it beside lr")
         group[key] = validate_option(key, group[key])
     algorithm = group["algorithm"] if "algorithm" in group else defaults["algorithm"]
     inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)
@@ -258,8 +263,11 @@ def refuse_settings(nonfinite: str, chunk_bytes: int | None, replay: bool | None
     """Refuse settings of a whole optimizer that mean nothing."""
     if nonfinite not in POLICIES:
         raise ValueError(f"nonfinite={nonfinite!r}: must be one of {', '.join(map(repr, POLICIES))}")
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes={chunk_bytes}: must be at least 1, or None for the default")
+    for key, value, check in (("chunk_bytes", chunk_bytes, _whole(1)), ("replay", replay, _flag)):
+        try:
+            _optional(check)(value)
+        except ValueError as error:
+            raise ValueError(f"{key}={value!r}: {error}, or None for the default") from None
     if replay and process_group is not None:
         raise ValueError("replay=True captures no step that talks to other ranks; leave out process_group or replay")
 
@@ -477,8 +485,8 @@ CHECKS: dict[str, Check] = {
     "rounding": _one_of(*ROUNDINGS),
     "rounding_seed": _whole(0),
     "maximize": _flag,
-    "fused": _one_of(None, True, False),  # type: ignore[arg-type]
-    "foreach": _one_of(None, True, False),  # type: ignore[arg-type]
+    "fused": _optional(_flag),
+    "foreach": _optional(_flag),
     "capturable": _flag,
     "role": _role,
     "momentum": _number(0.0, 1.0, open_end=True),

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from muonsw.algorithms.base import Rates
 from muonsw.decay import decays
@@ -33,6 +34,8 @@ from muonsw.step import BeforeUpdate
 from muonsw.text import users_line
 from muonsw.work import Batch, Group
 
+# What a copy takes along; the rest is torch's hooks, which no copy of an optimizer has, and what a step needs.
+_COPIED = ("optimizer", "beta", "warmup_steps", "r", "weight_lr_power", "decay_at", "training")
 # What each group counts, saved with it.
 _COUNTERS: Group = {"averaged_steps": 0, "averaging_weight": 0.0, "averaging_lr": 0.0, "holds_y": False}
 
@@ -90,8 +93,8 @@ class ScheduleFree(Optimizer):
         self.beta, self.warmup_steps, self.r, self.weight_lr_power = beta, warmup_steps, r, weight_lr_power
         self.decay_at = decay_at
         self.training = False
-        self._pending: list[tuple[Batch, Rates]] = []
-        self.__setstate__({})  # torch's hooks
+        self._pending: list[tuple[Batch, Rates]]
+        self.__setstate__({})
         for group in self.param_groups:
             self._join(group)
         if any(group["decay"] == "scaled" and decays(group) for group in self.param_groups):
@@ -119,6 +122,31 @@ class ScheduleFree(Optimizer):
         if name.startswith("_") or name == "optimizer":  # not there yet, or torch's own question
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: vars(self)[key] for key in _COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pending = []
+
+    # The optimizer inside saves and loads, and calls these hooks with itself.
+
+    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a hook before saving, as torch does."""
+        return self.optimizer.register_state_dict_pre_hook(*args, **kwargs)
+
+    def register_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a hook after saving, as torch does."""
+        return self.optimizer.register_state_dict_post_hook(*args, **kwargs)
+
+    def register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a hook before loading, as torch does."""
+        return self.optimizer.register_load_state_dict_pre_hook(*args, **kwargs)
+
+    def register_load_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a hook after loading, as torch does."""
+        return self.optimizer.register_load_state_dict_post_hook(*args, **kwargs)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the optimizer inside; its average begins with its first step."""

@@ -24,6 +24,8 @@ from muonsw.stored import average_keys, code_dtype, is_offloaded, refuse_shards,
 from muonsw.stored.codes import decode, encode, is_code, scale_shape
 from muonsw.work import Group, Item
 
+# The dtypes of state that is not computed with as it is, where it is rounded with noise.
+_STORED_DTYPES = (torch.int8, torch.uint8, torch.bfloat16)
 # What honest rounding of a low-precision weight remembers.
 _ROUNDING_KEYS = {"stochastic": ("step",), "kahan": ("compensation",), "nearest": ()}
 
@@ -79,9 +81,10 @@ def refuse_unfit_state(group: Group, name: str, param: Tensor, state: dict[str, 
                 f"{key} of {name} is on {local(state[key]).device} and the parameter on {local(param).device}; set "
                 f"offload=True in its group again, or load optimizer.state_dict(), which brings it to the parameter"
             )
-        if (code_dtype(key, group, param) is not None) != is_code(state[key]):
+        kept, wanted = state[key].dtype, dtype_of(key, group, param)
+        if kept != wanted and not {kept, wanted}.isdisjoint(_STORED_DTYPES):
             raise ValueError(
-                f"{key} of {name} is kept in {str(state[key].dtype).removeprefix('torch.')}, and state_dtype of its "
+                f"{key} of {name} is kept in {str(kept).removeprefix('torch.')}, and state_dtype of its "
                 f"group is now {group['state_dtype']!r}; to change it in mid-run, set it in the param_groups of "
                 f"optimizer.state_dict() and load that"
             )

@@ -324,9 +324,15 @@ class OptionCheck:
         self._right: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
     def changed(self, number: int, group: Group, label: str) -> set[str]:
-        """The options of a group that have changed since it was last found right; each of them is valid."""
+        """The options of a group that have changed since it was last found right, now as the group is to hold them."""
         names, read = _rate_free_options(group["algorithm"])
-        lam, others = group["weight_decay"], read(group)
+        try:
+            lam, others = group["weight_decay"], read(group)
+        except KeyError:
+            missing = ", ".join(name for name in names if name not in group)
+            raise ValueError(
+                f"{label} has algorithm={group['algorithm']!r}, and not its {missing}; set it too"
+            ) from None
         known = self._right.get(number)
         if known is not None and known[0] is lam and known[1] == others:
             return set()
@@ -335,8 +341,7 @@ class OptionCheck:
             before = [self] * (1 + len(others))
         pairs = zip(("weight_decay", *names), (lam, *others), before, strict=True)
         changed = {key: now for key, now, old in pairs if now is not old}
-        for key, value in changed.items():
-            _check_named(key, value, label)
+        group.update({key: _checked(key, value, label) for key, value in changed.items()})
         return set(changed)
 
     def found_right(self, number: int, group: Group) -> None:
@@ -351,9 +356,9 @@ def _rate_free_options(algorithm: str) -> tuple[tuple[str, ...], Callable[[Group
     return names, itemgetter(*names)
 
 
-def _check_named(key: str, value: Any, label: str) -> None:
+def _checked(key: str, value: Any, label: str) -> Any:
     try:
-        validate_option(key, value)
+        return validate_option(key, value)
     except ValueError as error:
         raise ValueError(f"{label} has {error}") from None
 
@@ -581,15 +586,14 @@ def sharded_updates(
                 yield group, here, batch_rates
         if sorted_items.redistributed is not None:
             _begin(group, sorted_items.redistributed.items, batch_rates.flag)
-            for one in redistributed_updates(sorted_items.redistributed):
+            for one in redistributed_updates(_computed(optimizer, sorted_items.redistributed)):
                 yield group, one, batch_rates
+                if _is_stored(group):
+                    put_back(one.parts, None)
         if sorted_items.exchanged is not None:
             away = ranks.release(group, sorted_items.exchanged.items)
             _begin(group, sorted_items.exchanged.items, batch_rates.flag, away)
-            sent = sorted_items.exchanged
-            if _is_stored(group):
-                sent = sent._replace(items=as_computed(group, sent.items, chunk_bytes(optimizer, batch.device)))
-            exchanged.append((sent, batch_rates))
+            exchanged.append((_computed(optimizer, sorted_items.exchanged), batch_rates))
     for number, one in _exchange(optimizer, exchanged):
         sent, batch_rates = exchanged[number]
         yield sent.group, one, batch_rates
@@ -597,6 +601,14 @@ def sharded_updates(
             put_back(one.parts, None)
     for sent in [sent for sent, _ in exchanged if _is_stored(sent.group)]:
         finish(sent.items, None)
+
+
+def _computed(optimizer: ScaledDecayOptimizer, batch: ExchangeBatch) -> ExchangeBatch:
+    """A batch with its state as a step computes with it."""
+    if not _is_stored(batch.group):
+        return batch
+    ahead = chunk_bytes(optimizer, batch.items[0].param.device)
+    return batch._replace(items=as_computed(batch.group, batch.items, ahead))
 
 
 def _exchange(

@@ -1,5 +1,7 @@
 """State in 8 bits over shards: the codes of one process on any number of ranks, saved on one and loaded on another."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonsw import MuonSW
 from tests.distributed.pool import CaseError
@@ -24,9 +27,9 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def build(algorithm, mesh=None, axis=0, **options):
+def build(algorithm, mesh=None, axis=0, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    values = [torch.randn(shape) for shape in SHAPES]
+    values = [torch.randn(shape).to(dtype) for shape in SHAPES]
     if mesh is not None:
         values = [distribute_tensor(value, mesh, [Shard(axis)]) for value in values]
     group = {"params": [nn.Parameter(value) for value in values], "algorithm": algorithm, "matrix": "stack"}
@@ -36,7 +39,7 @@ def build(algorithm, mesh=None, axis=0, **options):
 def steps(optimizer, first, count):
     for step in range(first, first + count):
         for number, param in enumerate(optimizer.param_groups[0]["params"]):
-            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number)).to(param.dtype)
             sharded = isinstance(param, DTensor)
             param.grad = distribute_tensor(grad, param.device_mesh, param.placements) if sharded else grad
         optimizer.step()
@@ -71,6 +74,13 @@ def test_shards_along_the_first_axis_have_the_codes_of_one_process(pool, algorit
     for keys, distance in pool.run(beside_one_process, algorithm, **options):
         assert [key for key in keys if "direction" not in key] == []
         assert distance < (1e-3 if "normalize" in options else 1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_low_precision_weights_have_the_codes_of_one_process_too(pool, algorithm):
+    """Though each rank rounds its weights with noise of its own."""
+    for keys, _ in pool.run(beside_one_process, algorithm, dtype=torch.bfloat16):
+        assert keys == []
 
 
 def template(optimizer, flatten):
@@ -145,3 +155,33 @@ def test_float_states_load_as_codes_and_the_reverse(pool):
     for keys, distance in pool.run(from_float_state_and_back):
         assert keys == []
         assert distance < 1e-6
+
+
+def interleaved(algorithm, **options):
+    """How many different numbers one step makes of equal ones between two of bfloat16, with rows here and there."""
+    mesh, placements = mesh_of(2, 2), [Shard(0), _StridedShard(0, split_factor=2)]
+    shape, mine = torch.Size((64, 40)), torch.ones(16, 40)
+    odd = DTensor.from_local(mine, mesh, placements, run_check=False, shape=shape, stride=(40, 1))
+    param = nn.Parameter(odd)
+    group = {"params": [param], "algorithm": algorithm, **options}
+    optimizer = MuonSW([group], lr=0.01, state_dtype="bfloat16")
+    param.grad = torch.zeros_like(odd)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()
+        key = "momentum_buffer" if algorithm == "muon" else "exp_avg"
+        optimizer.state[param][key].to_local().fill_(0.3)
+        param.grad = torch.ones_like(odd)
+        optimizer.step()
+    return len(optimizer.state[param][key].to_local().unique()), optimizer.state[param][key].dtype
+
+
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="older versions of torch cannot gather such a tensor themselves"
+)
+@pytest.mark.parametrize(("algorithm", "options"), [
+    ("muon", {"momentum": 0.999}), ("muon", {"momentum": 0.999, "normalize": "normuon"}),
+    ("asgo", {"betas": (0.999, 0.9)}),
+], ids=str)  # fmt: skip
+def test_bfloat16_is_rounded_with_noise_also_where_matrices_are_redistributed(pool, algorithm, options):
+    assert pool.run(interleaved, algorithm, **options) == [(2, torch.bfloat16)] * 4

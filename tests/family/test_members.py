@@ -52,6 +52,13 @@ def test_it_follows_its_reference(name, dtype, close):
 
 
 @every_member
+@pytest.mark.parametrize(("dtype", "state_dtype"), [(torch.float64, "float32"), (torch.float32, "float64")])
+def test_state_may_be_wider_or_narrower_than_its_weight(name, dtype, state_dtype):
+    params = matrices(*well_posed(name, [(6, 6), (4, 10), (10, 4)]), dtype=dtype)
+    assert follow(name, params, 5, state_dtype=state_dtype, **EXACT) < 1e-4
+
+
+@every_member
 @settings(max_examples=15, deadline=None)
 @given(shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4))
 def test_it_follows_its_reference_in_any_shape(name, shapes):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import warnings
 from pathlib import Path
 
@@ -292,6 +293,36 @@ def test_schedulers_closures_and_telemetry_take_it_for_an_optimizer():
     assert "adamw" in optimizer.routing()
     with pytest.raises(AttributeError, match="has no attribute '_hidden'"):
         _ = optimizer._hidden
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_copies_go_on_like_the_original(copier, scheduled):
+    model = nn.Linear(6, 4)
+    optimizer = ScheduleFree(AdamWSW(model.parameters(), **CONSTANT), beta=0.8, warmup_steps=5, model=model)
+    if scheduled:
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    optimizer.train()
+    take_steps(optimizer, list(model.parameters()), 0, 3)
+    copied, other = copier((model, optimizer))
+    assert other.training
+    for one, its in ((optimizer, model), (other, copied)):
+        take_steps(one, list(its.parameters()), 3, 9)
+    assert_same(list(copied.parameters()), list(model.parameters()))
+    other.eval()
+    with pytest.raises(RuntimeError, match="the model trains while its optimizer is in evaluation mode"):
+        copied(torch.ones(1, 6))
+
+
+def test_hooks_of_saving_and_loading_run_once():
+    params, seen = matrices((4, 6)), []
+    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": "mine"})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["note"]))
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["saving", "mine", "loaded"]
 
 
 def test_scaled_decay_is_named_what_it_is():

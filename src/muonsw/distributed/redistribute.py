@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from muonsw.algorithms.base import Update
 from muonsw.algorithms.whole import state_keys
 from muonsw.distributed.rounds import GRADIENT, ExchangeBatch
-from muonsw.distributed.shards import LocalState, as_dtensor, shard_like
+from muonsw.distributed.shards import as_dtensor, shard_like
 from muonsw.matrices import WHOLE, MatrixCell, Part
 from muonsw.slots import ELEMENTWISE, State
 from muonsw.work import Item
@@ -59,9 +60,10 @@ class WholeState:
     """What a rule keeps of the matrices of one parameter, whole on every rank; each keeps its part of what is new."""
 
     def __init__(self, batch: ExchangeBatch, item: Item) -> None:
-        assert isinstance(item.state, LocalState)
-        self._state, self._view, self._specs = item.state, batch.view, batch.rule.state(batch.group)
-        self._own = {key: as_dtensor(item.state.kept(key)).full_tensor() for key in state_keys(batch.view, self._specs)}
+        self._state = cast("Any", item.state)  # of a DTensor, as it is kept or as it is computed with
+        self._view, self._specs = batch.view, batch.rule.state(batch.group)
+        keys = state_keys(batch.view, self._specs)
+        self._own = {key: as_dtensor(self._state.kept(key)).full_tensor() for key in keys}
         self._given: Mapping[str, Tensor] = {}
         if batch.rule.sends_gradient(batch.group):
             self._given = {GRADIENT: _whole(item, -item.grad if batch.group["maximize"] else item.grad)}

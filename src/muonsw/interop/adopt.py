@@ -17,7 +17,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.interop.load import translate as translate_torch
 from muonsw.interop.unwrap import unwrap_optimizer
-from muonsw.options import algorithm_defaults, differing_options, validate_option
+from muonsw.options import BOOKKEEPING, algorithm_defaults, differing_options, validate_option
 from muonsw.peak import expected_peak, give_where_unrecorded, inherited, scheduler_record
 from muonsw.precision import SCALE
 from muonsw.slots import EMPTY_SLOTS
@@ -29,8 +29,8 @@ Holders = dict[Tensor, tuple[Optimizer, Group]]
 
 # What a scheduler has written; a new one that is made with last_epoch= asks for it.
 _RECORDS = ("initial_lr", "max_lr", "min_lr", "lr_scale")
-# How Muon sees a matrix by default: as it is.
-_PLAIN_VIEW: Group = {"split_sizes": None, "heads": None, "transposed": False, "split_dim": 0}
+# How Muon sees a matrix by default: as it is, at every step.
+_PLAIN_VIEW: Group = {"split_sizes": None, "heads": None, "transposed": False, "split_dim": 0, "block_period": None}
 _DION_NORMUON = {"normalize": "normuon", "normalize_eps": 1e-8, "normalize_axis": "rows", "normalize_snap": False}
 _DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
 
@@ -231,8 +231,7 @@ def _group(own: Group, options: Group) -> Group:
     if options["algorithm"] != own["algorithm"]:
         left_out |= {key for entry in ALGORITHMS.values() for key in entry.defaults}
     kept = {key: value for key, value in own.items() if key not in left_out}
-    fresh = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None, "constructor_lr": None}
-    group = {**kept, **fresh, **options, "params": []}
+    group = {**kept, **BOOKKEEPING, **options, "params": []}
     # A scheduler of the others, and another part of this group, must not fill a tensor of ours.
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
-from muonsw.options import CHECKS, differing_options, refuse_running_max, validate_option
+from muonsw.options import BOOKKEEPING, CHECKS, differing_options, refuse_running_max, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakBeforeLoad, PeakLRWarning
 from muonsw.precision import SCALE
@@ -77,8 +77,7 @@ def _refuse_regrouped(group: Group) -> None:
 def _completed(saved: Group, own: Group) -> Group:
     """A saved group with every key that this optimizer needs, under its names for the parameters."""
     settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
-    fresh: Group = {"resolved_peak_lr": None, "peak_record": None, "highest_lr": None}
-    fresh |= {"step_count": 0, "gradient_average": None}
+    fresh = {**BOOKKEEPING, "constructor_lr": own["constructor_lr"]}
     names = {"param_names": own["param_names"]} if "param_names" in own else {}
     return {
         **settings,

@@ -32,8 +32,10 @@ def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     """
     from muonsw.algorithms.soap import whitened_momentum  # which is made of what slots are
 
-    kept = {"exp_avg_sq": state[SQUARES], **{key: state[key] for key in _state(options) if key != SQUARES}}
-    G, refresh = state["grad"], (options["step"] - 1) % options["period"] == 0
+    dtype = state["basis_left"].dtype  # which `state_dtype` does not change, as it does that of squares and momentum
+    X, G, squares = (tensor.to(dtype) for tensor in (X, state["grad"], state[SQUARES]))
+    kept = {"exp_avg_sq": squares, **{key: state[key] for key in _state(options) if key != SQUARES}}
+    refresh = (options["step"] - 1) % options["period"] == 0
     first = options["step"] == 1
     X, new = whitened_momentum(X, G, kept, options["beta2"], options["eps"], refresh=refresh, first=first)
     return X, {SQUARES: new.pop("exp_avg_sq"), **new}

@@ -16,7 +16,15 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import FusedUpdate, whole_parts
-from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, position
+from muonsw.distributed.shards import (
+    LocalState,
+    as_dtensor,
+    cutting_order,
+    is_dtensor,
+    noise_place,
+    position,
+    shard_like,
+)
 from muonsw.matrices import Part, Region
 from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise
 from muonsw.stored.codes import block_length, decode, encode, is_code, round_bfloat16
@@ -131,6 +139,13 @@ class StoredState(dict[str, Tensor]):
             self._near = copies.fetch(number)
         return self._near[key]
 
+    def kept(self, key: str) -> Tensor:
+        """A tensor of the state of a DTensor as it lies over ranks."""
+        if key in self._rounded:
+            return shard_like(self._item.parameter, self[key])
+        assert isinstance(self._kept, LocalState)
+        return self._kept.kept(key)
+
     def moved(self, elements: int, ok: Tensor | None) -> None:
         """Count elements whose weights have moved, and put the state back after the last."""
         self._left -= elements
@@ -162,7 +177,8 @@ def _noise(group: Group, item: Item, number: int) -> Noise | None:
     """The noise of one of the tensors of a parameter's state that are rounded; None where they are so to nearest."""
     if not rounds_state(group):
         return None
-    key = (group["rounding_seed"] * 0x9E3779B1 + item.position * 0x10001 + number + 1) & 0x7FFFFFFF
+    place = item.position - noise_place(item.parameter)  # a shard has its origin beside it
+    key = (group["rounding_seed"] * 0x9E3779B1 + place * 0x10001 + number + 1) & 0x7FFFFFFF
     return Noise(item.state["step"], key, position(item.parameter))
 
 
