@@ -15,7 +15,7 @@ from tests.lab.train.small_runs import losses, small_run, tokens
 
 
 def test_a_preset_is_trained_with_the_changes_that_were_given(tmp_path, capsys):
-    changes = ["--steps", "2", "--batch", "4", "--accumulation", "2", "--optimizer.decay", "constant", "--seed", "3"]
+    changes = ["--steps", "2", "--batch", "4", "--accumulation", "2", "--decay", "constant", "--seed", "3"]
     assert main(["train", "--data", tokens(), "--out", str(tmp_path), *changes]) == 0
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert (config["steps"], config["batch"], config["accumulation"], config["seed"]) == (2, 4, 2, 3)
@@ -67,7 +67,7 @@ def test_a_config_file_gives_the_run_that_wrote_it(tmp_path):
     ("options", "message"),
     [
         (["--preset", "w257"], "unknown preset 'w257'"),
-        (["--optimizer.decay", "scalled"], "optimizer.decay='scalled' must be one of"),
+        (["--decay", "scalled"], "optimizer.decay='scalled' must be one of"),
         (["--steps", "0"], "steps=0 must be at least 1"),
         (["--config", "/nowhere.json"], "/nowhere.json does not exist"),
         (["--device", "tpu"], "device 'tpu' cannot be used here"),
