@@ -214,7 +214,7 @@ def test_amounts_that_are_none(text):
         ({"preset": "w257", "steps": 5}, "unknown preset"),
         ({"preset": "w256", "steps": 0}, "steps=0 must be positive"),
         ({"preset": "w256", "steps": 9, "setup": Setup(tflops=0.0)}, "tflops=0.0 must be positive"),
-        ({"preset": "w256", "steps": 9, "peak_lr": -1.0}, "peak_lr=-1.0 must be positive"),
+        ({"preset": "w256", "steps": 9, "lr": -1.0}, "peak_lr=-1.0 must be positive"),
         ({"preset": "w256", "steps": 9, "warmup_steps": 9}, "warmup_steps=9"),
         ({"recipe": "kimi-k3"}, "unknown recipe 'kimi-k3'; choose from glm-4.5"),
         ({"recipe": "kimi-k2", "weight_decay": 0.2}, "--weight-decay does not go with --recipe"),
@@ -268,5 +268,5 @@ def test_the_command_says_what_a_recipe_leaves_open(capsys):
     printed = capsys.readouterr().out
     assert "Not in the paper" in printed
     assert "--batch-tokens" in printed
-    assert PlanCommand(recipe="glm-4.5", batch_tokens="16M", shape="wsd", json=True).run() == 0
+    assert PlanCommand(recipe="glm-4.5", batch_tokens="16M", schedule="wsd", json=True).run() == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 1_375_000

@@ -18,7 +18,7 @@ from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.show import paragraph, print_conclusion
-from muonsw.lab.commands.task import TaskOptions, introduce
+from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.report.report import check_target
 from muonsw.lab.runs import load_runs
@@ -49,10 +49,9 @@ class Compare:
     0, or with 1 where a claim of the paper fails; one that is undecided does not.
     """
 
-    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
-    """A task of your own instead of a preset."""
     preset: str = "demo"
     """Model and recipe, as for `muonsw train`."""
+    task: Annotated[str | None, arg(metavar="FILE", help=TASK_HELP)] = None
     data: Annotated[Path | None, arg(metavar="DIR")] = None
     """Prepared tokens; without them and without --text, the Python standard library is prepared in out/data."""
     text: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
@@ -90,6 +89,8 @@ class Compare:
     """Add what the runs of a task found to this file of JSON lines, which needs no run folder any more."""
     verbose: FlagCreatePairsOff[bool] = False
     """Print all tables, with all their columns."""
+    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
+    """For a task of your own."""
     cluster: OmitArgPrefixes[ClusterOptions] = field(default_factory=ClusterOptions)
     """Training as jobs of a cluster."""
 
@@ -101,7 +102,7 @@ class Compare:
             raise UsageError(f"--workers must be at least 1, got {self.workers}")
         self.cluster.check(self.device)
         console = Console()
-        base = self._task_base(console) if self.own.task is not None else self._decoder_base(console)
+        base = self._task_base(console) if self.task is not None else self._decoder_base(console)
         arms = self._arms(base)
         compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
         study = CompareStudy(
@@ -144,10 +145,11 @@ class Compare:
 
     def _task_base(self, console: Console) -> RunConfig:
         """The run of a user's task, after checking it and saying how it is routed."""
-        self.own.refuse_with_task({"--data": self.data, "--text": self.text})
+        assert self.task is not None
+        refuse_with_task(self, "--preset", "--data", "--text")
         rates = {"lr": self.lr, "weight_decay": self.weight_decay, "steps": self.steps}
         given: dict[str, Any] = {name: value for name, value in rates.items() if value is not None}
-        base, checked = self.own.run_config(device=self.device, **given, **self._every())
+        base, checked = self.own.run_config(self.task, device=self.device, **given, **self._every())
         base = replace(base, threads=1 if self._on_cpu() else base.threads)
         introduce(console, base, checked)
         return base

@@ -61,6 +61,24 @@ def _gathered(words: Sequence[str]) -> list[str]:
     return [*rest, "--task-options", *found] if found else rest
 
 
+def changed(command: Any) -> list[str]:
+    """The options of a command that differ from their defaults, those of its groups of options included.
+
+    Examples:
+        >>> from muonsw.lab.commands.train import Changes, Train
+        >>> changed(Train(seed=3, optimizer=Changes(weight_decay=0.1)))
+        ['--seed', '--weight-decay']
+    """
+    found = []
+    for one in fields(command):
+        value = getattr(command, one.name)
+        if is_dataclass(value):
+            found += changed(value)
+        elif value != one.default:
+            found.append(f"--{one.name.replace('_', '-')}")
+    return found
+
+
 def width() -> int:
     """Columns of prose: those of the terminal, and 80 at most."""
     return min(80, shutil.get_terminal_size().columns)

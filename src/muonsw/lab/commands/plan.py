@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table, print_table
 from muonsw.lab.base.terminal import say
+from muonsw.lab.commands.parsing import changed
 from muonsw.lab.cost import (
     DECAYS,
     H200,
@@ -48,9 +49,8 @@ LARGE_NOTE = (
 )
 # Above this, decay acts nearly as fast as momentum forgets, which never happens in a long run.
 LARGE_PHI = 0.01
-OPTION_NAMES = {"peak_lr": "lr", "shape": "schedule"}  # where option and field are called differently
 # Options that may be given beside a recipe, which fixes all others.
-WITH_RECIPE = ("recipe", "batch_tokens", "shape", "decay_fraction", "warmup_steps", "json", "setup")
+WITH_RECIPE = ("--recipe", "--batch-tokens", "--schedule", "--decay-fraction", "--warmup-steps", "--json")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Plan:
     recipe: str = ""
     """A recipe instead of a preset: glm-4.5, kimi-k2, deepseek-v4-pro, paper-w256 to paper-w1024."""
 
-    peak_lr: Annotated[float | None, arg(name="lr")] = None
+    lr: float | None = None
     """Base peak learning rate; default: the horizon rule's."""
 
     weight_decay: float = 0.1
@@ -85,7 +85,7 @@ class Plan:
     momentum: float = 0.95
     """Muon's beta."""
 
-    shape: Annotated[str, arg(name="schedule")] = "cosine"
+    schedule: str = "cosine"
     """Learning rate after warmup: cosine, wsd or constant."""
 
     final_fraction: float = 0.1
@@ -121,7 +121,7 @@ class Plan:
         trained = trained_like(self.preset)
         own = result.peak_lr * muon_lr_multiplier(result.model, trained.muon_lr)
         settings: dict[str, Any] = {
-            "schedule": self.shape,
+            "schedule": self.schedule,
             "warmup_steps": result.warmup_steps,
             "final_fraction": self.final_fraction,
             "decay_fraction": self.decay_fraction,
@@ -158,18 +158,16 @@ class Plan:
             model,
             steps,
             batch_tokens=batch,
-            peak_lr=self.peak_lr,
+            peak_lr=self.lr,
             optimizer=OptimizerConfig(weight_decay=self.weight_decay, momentum=self.momentum),
             schedule=self._schedule(self.warmup_steps),
             setup=self.setup,
         )
 
     def _recipe(self) -> RecipePlan:
-        for options in (self, self.setup):
-            for one in fields(options):
-                if one.name not in WITH_RECIPE and getattr(options, one.name) != one.default:
-                    option = f"--{OPTION_NAMES.get(one.name, one.name.replace('_', '-'))}"
-                    raise UsageError(f"{option} does not go with --recipe, which has its own; leave one of them out")
+        for option in changed(self):
+            if option not in WITH_RECIPE:
+                raise UsageError(f"{option} does not go with --recipe, which has its own; leave one of them out")
         recipe = find_recipe(self.recipe)
         batch = parse_amount(self.batch_tokens) if self.batch_tokens else None
         warmup = 0 if recipe.steps is None and self.warmup_steps is None else self.warmup_steps
@@ -177,7 +175,7 @@ class Plan:
 
     def _schedule(self, warmup_steps: int | None) -> ScheduleConfig:
         return ScheduleConfig(
-            shape=self.shape,
+            shape=self.schedule,
             warmup_steps=warmup_steps,
             final_fraction=self.final_fraction,
             decay_fraction=self.decay_fraction,

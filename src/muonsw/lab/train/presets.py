@@ -180,7 +180,7 @@ def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **given: Any)
             raise UsageError(f"{task.name}: {unknown('setting in SETTINGS', name, list(names))}")
         parts[names[name]][name] = value
     try:
-        steps = int(chosen["steps"])
+        steps = chosen["steps"] if isinstance(chosen["steps"], int) else 0  # from_data refuses anything else
         often = {"eval_every": steps // 20, "checkpoint_every": steps // 10, "telemetry_every": steps // 100}
         run = from_data(
             RunConfig,
