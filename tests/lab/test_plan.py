@@ -21,9 +21,11 @@ from muonsw.lab.cost import (
 )
 from muonsw.lab.model import Decoder, ModelConfig, moe, preset
 from muonsw.lab.paper import RECIPES
+from muonsw.lab.studies.arms import decay_factors
 from muonsw.lab.theory.schedule import warmup_cosine
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.lab.train.groups import build_optimizer
+from muonsw.lab.train.presets import preset_run
 
 # Width, GFLOP a token, peak learning rate of the horizon rule, lambda * peak * T with the printed group learning rate.
 ROWS = [
@@ -236,6 +238,16 @@ def test_the_command_prints_what_was_planned(capsys):
         assert text in printed
     assert "\x1b" not in printed
     assert "above 0.01" not in printed
+
+
+@pytest.mark.parametrize("name", ["demo", "mini", "w256"])
+def test_a_preset_is_planned_as_it_is_trained(name, capsys):
+    run = preset_run(name, "tokens")
+    assert PlanCommand(preset=name, steps=run.steps, lr=run.optimizer.lr, json=True).run() == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["batch_tokens"] == run.tokens_per_step
+    (planned,) = data["advice"]["scaled"]["rules"]
+    assert planned["total"] == pytest.approx(math.fsum(decay_factors(run, run.optimizer)), rel=1e-3)
 
 
 def test_the_command_judges_the_row_that_the_preset_trains(capsys):

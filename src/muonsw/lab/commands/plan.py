@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -32,7 +32,7 @@ from muonsw.lab.cost import (
     plan_recipe,
 )
 from muonsw.lab.model import muon_lr_multiplier, preset
-from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
+from muonsw.lab.paper import find_recipe
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.lab.train.presets import trained_like
 
@@ -71,7 +71,7 @@ class Plan:
     """Updates, instead of tokens."""
 
     batch_tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
-    """Tokens in an update; 524288 unless given."""
+    """Tokens in an update; the preset's unless given."""
 
     recipe: str = ""
     """A recipe instead of a preset: glm-4.5, kimi-k2, deepseek-v4-pro, paper-w256 to paper-w1024."""
@@ -79,8 +79,8 @@ class Plan:
     lr: float | None = None
     """Base peak learning rate; default: the horizon rule's."""
 
-    weight_decay: float = 0.1
-    """Lambda of hidden and expert matrices."""
+    weight_decay: float | None = None
+    """Lambda of hidden and expert matrices; the preset's unless given."""
 
     momentum: float = 0.95
     """Muon's beta."""
@@ -118,21 +118,21 @@ class Plan:
 
     def _advice(self, result: RunPlan) -> tuple[str, dict[str, Advice]]:
         """Which row of the table the preset trains, and by rule what `muonsw advise` says of it."""
-        trained = trained_like(self.preset)
+        trained = self._trained()[0]
         own = result.peak_lr * muon_lr_multiplier(result.model, trained.muon_lr)
         settings: dict[str, Any] = {
             "schedule": self.schedule,
             "warmup_steps": result.warmup_steps,
             "final_fraction": self.final_fraction,
             "decay_fraction": self.decay_fraction,
-            "momentum": self.momentum,
+            "momentum": trained.momentum,
             "base_peak_lr": result.peak_lr if trained.peak == "base" else None,
         }
         rules = dict.fromkeys((trained.decay, "constant"))
         row = f"Muon, {trained.muon_lr}, with peak {trained.peak}"
         try:
             return row, {
-                rule: advise(result.steps, own, self.weight_decay, rules=(rule,), **settings) for rule in rules
+                rule: advise(result.steps, own, trained.weight_decay, rules=(rule,), **settings) for rule in rules
             }
         except (ValueError, OverflowError) as error:  # a decay that no optimizer would take; the rest is a plan
             return f"{row}; {error}", {}
@@ -151,7 +151,7 @@ class Plan:
             raise UsageError("say what to plan: --preset w1024 with --tokens 197B or --steps 376000, or --recipe NAME")
         if bool(self.tokens) == (self.steps is not None):
             raise UsageError("give either --tokens or --steps, such as --tokens 197B")
-        batch = parse_amount(self.batch_tokens) if self.batch_tokens else PAPER_BATCH_TOKENS
+        trained, batch = self._trained()
         steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
         model = ON_PAPER[self.preset] if self.preset in ON_PAPER else preset(self.preset)
         return plan(
@@ -159,10 +159,18 @@ class Plan:
             steps,
             batch_tokens=batch,
             peak_lr=self.lr,
-            optimizer=OptimizerConfig(weight_decay=self.weight_decay, momentum=self.momentum),
+            optimizer=trained,
             schedule=self._schedule(self.warmup_steps),
             setup=self.setup,
         )
+
+    def _trained(self) -> tuple[OptimizerConfig, int]:
+        """The optimizer of the preset and its tokens an update, with what the options change."""
+        optimizer, tokens = trained_like(self.preset)
+        changes: dict[str, Any] = {"momentum": self.momentum}
+        if self.weight_decay is not None:
+            changes["weight_decay"] = self.weight_decay
+        return replace(optimizer, **changes), parse_amount(self.batch_tokens) if self.batch_tokens else tokens
 
     def _recipe(self) -> RecipePlan:
         for option in changed(self):

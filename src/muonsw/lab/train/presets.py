@@ -77,15 +77,17 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: 
     return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), seed=seed, **settings)
 
 
-def trained_like(name: str) -> OptimizerConfig:
-    """How a preset is trained; one that exists on paper alone as the paper's are.
+def trained_like(name: str) -> tuple[OptimizerConfig, int]:
+    """How a preset is trained, and on how many tokens an update; one that exists on paper alone as the paper's are.
 
     Examples:
-        >>> trained_like("w1024").peak, trained_like("mini").muon_lr, trained_like("moe-1t").muon_lr
-        ('base', 'none', 'adam')
+        >>> [(optimizer.weight_decay, tokens) for optimizer, tokens in map(trained_like, ("w1024", "mini", "moe-1t"))]
+        [(0.1, 524288), (0.5, 32768), (0.1, 524288)]
     """
-    found: OptimizerConfig = DEFAULTS.get(name.removesuffix("-dense"), {}).get("optimizer", PAPER_OPTIMIZER)
-    return found
+    if name.removesuffix("-dense") not in DEFAULTS:
+        return PAPER_OPTIMIZER, PAPER_BATCH_TOKENS
+    run = preset_run(name, "")
+    return run.optimizer, run.tokens_per_step
 
 
 def run_on(name: str, data: Path | None, text: Sequence[str] = (), *, seed: int = 0) -> RunConfig:
