@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -238,6 +239,15 @@ def test_the_command_prints_what_was_planned(capsys):
         assert text in printed
     assert "\x1b" not in printed
     assert "above 0.01" not in printed
+
+
+def test_sentences_are_broken_between_words_in_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert PlanCommand(preset="demo", steps=420).run() == 0
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert max(map(len, printed.splitlines())) <= 60
+    assert "by the undivided base peak (base)" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("name", ["demo", "mini", "w256"])

@@ -13,11 +13,11 @@ from muonsw import machine
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.tables import Table
-from muonsw.lab.base.terminal import say
+from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.data import describe
-from muonsw.lab.commands.show import paragraph, print_conclusion
+from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.report.report import check_target

@@ -15,7 +15,7 @@ from muonsw.lab.advice import Advice, advise
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table, print_table
-from muonsw.lab.base.terminal import say
+from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.commands.parsing import changed
 from muonsw.lab.cost import (
     DECAYS,
@@ -41,7 +41,7 @@ Row = tuple[str, str, str]
 GROUP_HEADINGS = ("matrices under", "peak lr", *(f"total, {name}" for name in DECAYS), "φ peak", "φ/(1-β)")
 GROUP_NOTE = (
     "Total decay is the sum of φ, the share of a weight that decay takes in a step. Scaled decay divides by the "
-    "group's own peak, or by the\nundivided base peak (base). φ peak is the same for constant and scaled decay with "
+    "group's own peak, or by the undivided base peak (base). φ peak is the same for constant and scaled decay with "
     "the group's peak."
 )
 LARGE_NOTE = (
@@ -113,7 +113,8 @@ class Plan:
         else:
             print_plan(Console(), result)
             if row:
-                say(Console(), advice_text(row, advice))
+                for line in advice_lines(row, advice):
+                    paragraph(Console(), line)
         return 0
 
     def _advice(self, result: RunPlan) -> tuple[str, dict[str, Advice]]:
@@ -199,18 +200,18 @@ def print_plan(console: Console, result: RunPlan | RecipePlan) -> None:
         _print_table(console, ("", "", ""), recipe_rows(result))
     if result.groups is not None:
         _print_table(console, GROUP_HEADINGS, [group_row(group) for group in result.groups])
-        say(console, GROUP_NOTE)
+        paragraph(console, GROUP_NOTE)
         large = [group.name for group in result.groups if group.phi_peak > LARGE_PHI]
         if large:
-            say(console, f"φ peak is above {LARGE_PHI:g} ({'; '.join(large)}): {LARGE_NOTE}")
+            paragraph(console, f"φ peak is above {LARGE_PHI:g} ({'; '.join(large)}): {LARGE_NOTE}")
     if isinstance(result, RecipePlan):
         say(console, "\n".join(("Not in the paper:", *(f"  - {item}" for item in result.recipe.unknown))))
 
 
-def advice_text(row: str, advice: Mapping[str, Advice]) -> str:
+def advice_lines(row: str, advice: Mapping[str, Advice]) -> list[str]:
     """What decay does to the row that a preset trains, a line for each rule."""
-    lines = [f"  {rule}: total decay {one.rules[0].total:.3g}. {one.sentences[0]}" for rule, one in advice.items()]
-    return "\n".join((f"The preset trains the row {row}.", *lines, "`muonsw advise` says more."))
+    lines = [f"- {rule}: total decay {one.rules[0].total:.3g}. {one.sentences[0]}" for rule, one in advice.items()]
+    return [f"The preset trains the row {row}.", *lines, "`muonsw advise` says more."]
 
 
 def run_rows(result: RunPlan) -> list[Row]:

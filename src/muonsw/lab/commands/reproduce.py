@@ -14,10 +14,10 @@ from muonsw import machine
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import prepare_folder
 from muonsw.lab.base.tables import Column, Table, Value, print_table
-from muonsw.lab.base.terminal import say
+from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
-from muonsw.lab.commands.show import paragraph, print_conclusion
+from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.cost import Cost, amount, cost
 from muonsw.lab.report.report import check_target
 from muonsw.lab.studies import evidence

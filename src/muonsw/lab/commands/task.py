@@ -17,9 +17,8 @@ from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 from muonsw import machine
 from muonsw.lab.advice import advise
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.terminal import say
+from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.commands.parsing import changed
-from muonsw.lab.commands.show import paragraph
 from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import gpus_for, on_cpu
 from muonsw.lab.tasks.check import Checked, check_task
