@@ -60,7 +60,7 @@ class Compare:
     """Folder for the runs and the report."""
     arms: Annotated[tuple[str, ...], arg(help=ARMS_HELP)] = ("constant", "scaled")
     seeds: int = 3
-    """How many seeds; fewer than three give intervals that span everything."""
+    """How many seeds; one gives no interval, and two a very wide one."""
     lr: float | None = None
     """Peak learning rate, instead of the preset's."""
     weight_decay: float | None = None

@@ -16,6 +16,7 @@ import numpy as np
 from muonsw.lab.base.tables import norm_text
 from muonsw.lab.diagnose.history import LINEAR, QUADRATIC, History, ratio
 from muonsw.lab.diagnose.live import NEARLY_ALWAYS
+from muonsw.lab.recipes import IDLE
 
 # Samples of telemetry: fewer than the first say nothing at all, fewer than the second are too few for fits and slopes.
 MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
@@ -28,8 +29,6 @@ HALVED = 0.5
 # Part of the fall must come after the learning rate has halved: a norm that started too large falls before that.
 LATE_LOSS = 0.1
 HELD = 0.15
-# exp(-0.3) = 0.74: all decay of the run together takes a quarter.
-IDLE = 0.3
 # exp(-3) = 0.05: the squared norm has forgotten 95% of its start.
 RELAXED = 3.0
 # Sampled updates miss the very peak of a schedule by a few percent.
