@@ -30,7 +30,7 @@ from muonsw.lab.studies.training.worked_tasks import comparison_key
 from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
-from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
+from muonsw.lab.train.presets import preset_run, require_enough_text, with_data, with_steps
 from muonsw.presets import PRESETS
 from muonsw.text import counted
 
@@ -159,9 +159,11 @@ class Compare:
         self.own.refuse_without_task()
         if self.record is not None:
             raise UsageError("--record keeps runs of a task: give --task FILE; those of the decoder are studies")
+        base = self._base()
+        self._arms(base)  # what is wrong with them is said before tokens are prepared, which may take long
         if self.data is None and not self.text:
             say(console, "tokens: the Python standard library, prepared once in out/data")
-        base = self._base()
+        base = with_data(base, self.data, self.text)
         if self.text:
             say(console, describe(Path(base.data.path)))
             require_enough_text(base)
@@ -172,10 +174,11 @@ class Compare:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def _base(self) -> RunConfig:
-        base = replace(run_on(self.preset, self.data, self.text), device=self.device)
+        """The run of a preset, without data."""
         changes = {"lr": self.lr, "weight_decay": self.weight_decay}
         given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         try:
+            base = replace(preset_run(self.preset, ""), device=self.device)
             base = base if self.steps is None else with_steps(base, self.steps)
             # One thread for each run: the number of workers then changes nothing but the time.
             threads = 1 if self._on_cpu() else base.threads

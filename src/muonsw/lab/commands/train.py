@@ -17,7 +17,7 @@ from muonsw.lab.commands.parsing import changed
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.studies.program import read_config_file, run
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
+from muonsw.lab.train.presets import preset_run, require_enough_text, with_data, with_steps
 from muonsw.lab.train.world import speaker
 
 WITH_CONFIG = ("--config", "--out", "--strategy")
@@ -130,10 +130,11 @@ class Train:
         return {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}
 
     def _config(self) -> RunConfig:
+        """The run of a preset; its settings are checked before tokens are prepared, which may take long."""
         try:
-            config = run_on(self.preset, self.data, self.text, seed=self.seed)
-            config = replace(config, **self._changes())
+            config = replace(preset_run(self.preset, "", seed=self.seed), **self._changes())
             config = config if self.steps is None else with_steps(config, self.steps)
-            return replace(config, optimizer=replace(config.optimizer, **self._optimizer()), **self._extras())
+            config = replace(config, optimizer=replace(config.optimizer, **self._optimizer()), **self._extras())
         except ValueError as error:
             raise UsageError(str(error)) from error
+        return with_data(config, self.data, self.text)

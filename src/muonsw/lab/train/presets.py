@@ -90,23 +90,20 @@ def trained_like(name: str) -> tuple[OptimizerConfig, int]:
     return run.optimizer, run.tokens_per_step
 
 
-def run_on(name: str, data: Path | None, text: Sequence[str] = (), *, seed: int = 0) -> RunConfig:
-    """The run of a preset on a folder of tokens, with the vocabulary that those have.
+def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> RunConfig:
+    """A run on a folder of tokens, with the vocabulary that those have.
 
-    Without a folder, text files or else the Python standard library are prepared, with a BPE of the preset's size.
+    Without a folder, text files or else the Python standard library are prepared, with a BPE of the model's size.
 
     Raises:
-        UsageError: If there is no such preset, or no such data.
+        UsageError: If there is no such data.
     """
-    try:
-        model = preset(name)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if data is not None and text:
         raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
-    folder = data or (text_data(text, model.vocab) if text else default_data(model.vocab))
-    fitting = replace(model, vocab=padded_vocab(read_record(folder).vocab_size))
-    return preset_run(name, str(folder), model=fitting, seed=seed)
+    vocab = run.model.vocab
+    folder = data or (text_data(text, vocab) if text else default_data(vocab))
+    fitting = replace(run.model, vocab=padded_vocab(read_record(folder).vocab_size))
+    return replace(run, model=fitting, data=replace(run.data, path=str(folder)))
 
 
 def require_enough_text(run: RunConfig) -> None:

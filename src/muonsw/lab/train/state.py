@@ -428,7 +428,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # the meta device gives tensors without numbers
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise UsageError(f"device {name!r} cannot be used here: choose cpu, cuda or auto") from error
+        there = "cpu, cuda or auto" if machine.gpus() else "cpu or auto, for there is no GPU"
+        raise UsageError(f"device {name!r} cannot be used here: choose {there}") from error
     return device
 
 
