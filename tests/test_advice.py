@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -187,8 +188,24 @@ def test_verdicts_follow_what_decay_takes():
     assert "Decay is strong: 5.0 times what was best" in strong
     beyond = " ".join(str(advise(10**6, 0.002, 0.1)).split())
     ratio = 10**6 / max(one["steps"] for one in KNOWN["optima"] if one["rule"] == "constant")
-    assert f"this run is {ratio:.2g} times beyond what was measured" in beyond
+    assert f"this run is {float(f'{ratio:.2g}'):.0f} times longer than what was measured" in beyond
     assert "None of this was measured for AdamW" in str(advise(2_000, 0.002, 0.1, algorithm="adamw"))
+
+
+def test_absurd_lengths_are_told_in_words_and_plain_numbers():
+    shortest, longest = (" ".join(str(advise(steps, 0.02, 0.1)).split()) for steps in (1, 10**9))
+    assert "times shorter than what was measured" in shortest
+    assert "times longer than what was measured" in longest
+    for text in (shortest, longest):
+        sentences = text.partition("try: a lambda.")[2]
+        assert re.search(r"\de\+\d", sentences) is None
+
+
+def test_a_rule_without_decay_has_no_lambda_to_speak_of():
+    """One that decays and was not measured has constant decay's."""
+    assert "Lambdas of" not in " ".join(advise(1_000, 0.02, 0.1, rules=("none",)).limits)
+    both = advise(1_000, 0.02, 0.1, rules=("none", "piecewise"), decay_points=((0.0, 1.0), (1.0, 0.0)))
+    assert "Lambdas of piecewise are" in " ".join(both.limits)
 
 
 def test_under_a_flat_rate_both_rules_are_one():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.cli import main as command_line
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import ByteTokenizer
@@ -189,7 +190,7 @@ def test_a_run_on_other_text_is_another_run(tmp_path):
     assert evidence.chosen("evidence/long", other) == ["long"]
     with pytest.raises(UsageError, match="name a study"):
         evidence.chosen("evidence", other, tmp_path)
-    with pytest.raises(UsageError, match="no study 'longer' makes evidence"):
+    with pytest.raises(UsageError, match=r"unknown study of evidence 'longer' \(did you mean 'long'\?\)"):
         evidence.chosen("evidence/longer", other)
 
 
@@ -208,6 +209,26 @@ def test_the_program_makes_runs_and_the_page_grows_with_them(tmp_path, capsys, m
     assert "6 of 15 planned runs of `hard-cases` are missing." in page
     assert "Not measured yet: 8 of 8 planned runs of `regret` are missing." in page
     assert main(["evidence/nothing", *folders]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        (["evidence", "--dry-run"], 0, "without --data nothing is trained"),
+        (["evidence/long", "--dry-run"], 0, "long, scale mini"),
+        (["evidence/lnog"], 2, "unknown study of evidence 'lnog' (did you mean 'long'?)"),
+        (["evidnce"], 2, "unknown study 'evidnce' (did you mean 'evidence'?)"),
+        (["evidence", "--seeds", "0"], 2, "--seeds must be at least 1"),
+    ],
+)
+def test_a_dry_run_and_a_wrong_name_write_nothing(words, code, shown, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evidence").mkdir()
+    (tmp_path / "evidence" / evidence.TEMPLATE).write_text("nothing yet\n", encoding="utf-8")
+    assert command_line(["reproduce", *words]) == code
+    printed = capsys.readouterr()
+    assert shown in printed.out + printed.err
+    assert [path.name for path in tmp_path.iterdir()] == ["evidence"]
 
 
 @pytest.mark.slow

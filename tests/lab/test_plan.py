@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from muonsw.lab.cost import (
 )
 from muonsw.lab.model import Decoder, ModelConfig, moe, preset
 from muonsw.lab.paper import RECIPES
+from muonsw.lab.studies.arms import decay_factors
 from muonsw.lab.theory.schedule import warmup_cosine
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.lab.train.groups import build_optimizer
+from muonsw.lab.train.presets import preset_run
 
 # Width, GFLOP a token, peak learning rate of the horizon rule, lambda * peak * T with the printed group learning rate.
 ROWS = [
@@ -214,7 +217,7 @@ def test_amounts_that_are_none(text):
         ({"preset": "w257", "steps": 5}, "unknown preset"),
         ({"preset": "w256", "steps": 0}, "steps=0 must be positive"),
         ({"preset": "w256", "steps": 9, "setup": Setup(tflops=0.0)}, "tflops=0.0 must be positive"),
-        ({"preset": "w256", "steps": 9, "peak_lr": -1.0}, "peak_lr=-1.0 must be positive"),
+        ({"preset": "w256", "steps": 9, "lr": -1.0}, "peak_lr=-1.0 must be positive"),
         ({"preset": "w256", "steps": 9, "warmup_steps": 9}, "warmup_steps=9"),
         ({"recipe": "kimi-k3"}, "unknown recipe 'kimi-k3'; choose from glm-4.5"),
         ({"recipe": "kimi-k2", "weight_decay": 0.2}, "--weight-decay does not go with --recipe"),
@@ -236,6 +239,25 @@ def test_the_command_prints_what_was_planned(capsys):
         assert text in printed
     assert "\x1b" not in printed
     assert "above 0.01" not in printed
+
+
+def test_sentences_are_broken_between_words_in_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert PlanCommand(preset="demo", steps=420).run() == 0
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert max(map(len, printed.splitlines())) <= 60
+    assert "by the undivided base peak (base)" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("name", ["demo", "mini", "w256"])
+def test_a_preset_is_planned_as_it_is_trained(name, capsys):
+    run = preset_run(name, "tokens")
+    assert PlanCommand(preset=name, steps=run.steps, lr=run.optimizer.lr, json=True).run() == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["batch_tokens"] == run.tokens_per_step
+    (planned,) = data["advice"]["scaled"]["rules"]
+    assert planned["total"] == pytest.approx(math.fsum(decay_factors(run, run.optimizer)), rel=1e-3)
 
 
 def test_the_command_judges_the_row_that_the_preset_trains(capsys):
@@ -268,5 +290,5 @@ def test_the_command_says_what_a_recipe_leaves_open(capsys):
     printed = capsys.readouterr().out
     assert "Not in the paper" in printed
     assert "--batch-tokens" in printed
-    assert PlanCommand(recipe="glm-4.5", batch_tokens="16M", shape="wsd", json=True).run() == 0
+    assert PlanCommand(recipe="glm-4.5", batch_tokens="16M", schedule="wsd", json=True).run() == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 1_375_000

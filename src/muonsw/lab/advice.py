@@ -127,8 +127,8 @@ class Advice:
                 _rms(one.highest_norm),
                 _rms(one.end_norm),
                 "-" if one.cost is None else f"{one.cost:.3f}",
-                f"{one.weight_decay:.2g}",
-                f"{one.low:.2g}, {one.high:.2g}",
+                _two_digits(one.weight_decay),
+                f"{_two_digits(one.low)}, {_two_digits(one.high)}",
             )
             for one in self.rules
         ]
@@ -404,12 +404,12 @@ def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: f
         "none": "Nothing decays: norms only grow, and no rule can differ from another.",
         "idle": (
             f"Decay hardly acts in this run: it takes {1 - first.left:.0%} of a weight over the run, so the rule "
-            f"hardly matters. {_costs(rules, where)} Lambda {first.weight_decay:.2g} would take as much as the best "
-            f"{where}."
+            f"hardly matters. {_costs(rules, where)} Lambda {_two_digits(first.weight_decay)} would take as much as "
+            f"the best {where}."
         ),
         "mild": (
-            f"Decay acts, but takes less than the best {where}. {_costs(rules, where)} Lambda {first.weight_decay:.2g} "
-            f"would take as much."
+            f"Decay acts, but takes less than the best {where}. {_costs(rules, where)} Lambda "
+            f"{_two_digits(first.weight_decay)} would take as much."
         ),
         "good": (
             f"Decay acts, and lambda {lam:g} takes {_times(first, steps)} {where}: as much cost at most "
@@ -430,7 +430,8 @@ def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: f
 
 
 def _times(one: RuleAdvice, steps: int) -> str:
-    return f"{one.total / best_totals(one.rule, steps)[0]:.1f} times what was best"
+    ratio = one.total / best_totals(one.rule, steps)[0]
+    return f"{_two_digits(ratio) if ratio >= 100 else f'{ratio:.1f}'} times what was best"
 
 
 def _where(rule: str, steps: int) -> str:
@@ -499,7 +500,7 @@ def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str
     ]
     if algorithm != "muon":
         limits.append("None of this was measured for AdamW: sums are exact, lambdas and norms are guesses.")
-    unmeasured = [one.rule for one in rules if not one.own]
+    unmeasured = [one.rule for one in rules if not one.own and one.weight_decay]
     if unmeasured:
         limits.append(f"Lambdas of {', '.join(unmeasured)} are those with the total of constant decay's best.")
     return limits
@@ -519,10 +520,10 @@ def _beyond(one: RuleAdvice, steps: int) -> str:
     """How far a run is from what was measured, and what lambda would be if totals went on growing with the length."""
     own = _measurements(one.rule)
     first, last = own[0], own[-1]
-    ratio = max(steps / last["steps"], first["steps"] / steps)
+    ratio, way = max((steps / last["steps"], "longer"), (first["steps"] / steps, "shorter"))
     if ratio <= 1:
         return ""
-    beyond = f"{one.rule}: this run is {ratio:.2g} times beyond what was measured."
+    beyond = f"{one.rule}: this run is {_two_digits(ratio)} times {way} than what was measured."
     if len(own) == 1 or not one.weight_decay:
         return beyond
     power = math.log(last["total"] / first["total"]) / math.log(last["steps"] / first["steps"])
@@ -531,7 +532,7 @@ def _beyond(one: RuleAdvice, steps: int) -> str:
         return beyond
     return (
         f"{beyond} The lambda to try takes what was best at the nearest length; if that goes on changing with the "
-        f"length to the power {power:.2f}, it is {other:.2g}: try both."
+        f"length to the power {power:.2f}, it is {_two_digits(other)}: try both."
     )
 
 
@@ -568,6 +569,16 @@ def _check(
             raise ValueError(f"decay rule {rule!r} follows the gradients, which are not known before the run")
         if DECAY_RULES[rule].uses_points and points is None:
             raise ValueError(f"decay rule {rule!r} goes through points: pass decay_points= to muonsw.lab.advice.advise")
+
+
+def _two_digits(number: float) -> str:
+    """A number in two digits, without a power of ten below a million.
+
+    Examples:
+        >>> [_two_digits(number) for number in (0.0212, 4.75, 233.1, 156250.0, 3e7)]
+        ['0.021', '4.8', '230', '160,000', '3e+07']
+    """
+    return f"{float(f'{number:.2g}'):,.0f}" if 100 <= number < 1e6 else f"{number:.2g}"
 
 
 def _rms(norm: float) -> str:

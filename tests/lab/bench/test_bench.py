@@ -81,8 +81,12 @@ def test_peers_that_are_missing_are_named(monkeypatch):
     assert missing == ["absent"]
     assert set(found) == {*steps.USUAL, "present"}
     assert set(steps.contenders(eager=True)[0]) == {*found, *steps.USUAL_EAGER}
-    with pytest.raises(UsageError, match="there is no optimizer 'muonws' to time; choose from muonsw"):
+    with pytest.raises(UsageError, match=r"unknown optimizer 'muonws' \(did you mean 'muonsw'\?\); known: muonsw"):
         steps.contenders(["muonws"])
+
+
+def test_no_name_holds_what_separates_names_in_a_list():
+    assert [name for name in (*steps.OURS_AND_TORCHS, *steps.PEERS) if "," in name] == []
 
 
 def test_the_same_gradients_for_everyone():
@@ -149,12 +153,12 @@ def test_tables_fit_into_80_columns():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sets", "w257"], "there is no set of matrices 'w257'; choose from small"),
+        (["--sets", "w257"], "unknown set of matrices 'w257' (did you mean 'w256'?); known: small"),
         (["--preset", "w257"], "unknown preset 'w257'"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--micro-batch", "0"], "--micro-batch must be at least 1"),
         (["--device", "tpu"], "--device is auto, cpu or cuda"),
-        (["--only", "unknown"], "there is no optimizer 'unknown' to time"),
+        (["--only", "unknown"], "unknown optimizer 'unknown'"),
     ],
 )
 def test_mistakes_are_reported_before_any_work(arguments, message, capsys):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.progress import showing
-from muonsw.lab.commands.data import DATA_COMMANDS, PREPARING, Data, Tally
+from muonsw.lab.commands.data import PREPARING, Data, Tally
 from muonsw.lab.data.prepare import Group, prepare_default, read_record
 from tests.lab.data.small_shards import damage
 
@@ -142,6 +142,12 @@ def test_info_counts_what_there_is(folder, capsys):
     assert "source synthetic, seed 0, limit_characters 70000" in printed
 
 
+def test_info_says_what_is_missing(folder, capsys):
+    read_record(folder).paths(folder, "validation")[0].unlink()
+    assert muonsw("data", "info", folder) == 0
+    assert "not complete (1 shard missing): run the same `muonsw data prepare` again" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -173,7 +179,7 @@ def test_help_names_every_action(capsys):
     with pytest.raises(SystemExit):
         muonsw("data", "--help")
     printed = capsys.readouterr().out
-    assert all(name in printed for name in DATA_COMMANDS)
+    assert all(name in printed for name in ("prepare", "verify", "info"))
 
 
 def shown(*, terminal, size):

@@ -10,7 +10,6 @@ import pytest
 from muonsw import DECAY_RULES
 from muonsw.lab.cli import main
 from muonsw.lab.commands import COMMANDS, load
-from muonsw.lab.commands.parsing import parse
 
 DATA, TASK = ("prepare", "verify", "info"), ("check", "new")
 PAGES = [[name] for name in COMMANDS] + [["data", name] for name in DATA] + [["task", name] for name in TASK]
@@ -51,20 +50,6 @@ def test_the_list_of_commands_is_short_and_names_them_all(capsys):
 def test_a_missing_or_unknown_command_is_a_usage_error(words, code, message, capsys):
     assert main(words) == code
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "former", "now"),
-    [
-        ("advise", ["--steps", "10", "--peak-lr", "0.01"], ["--steps", "10", "--lr", "0.01"]),
-        ("advise", ["--steps", "10", "--peak_lr=0.01"], ["--steps", "10", "--lr=0.01"]),
-        ("plan", ["--shape", "wsd", "--peak-lr", "0.01"], ["--schedule", "wsd", "--lr", "0.01"]),
-        ("train", ["--optimizer.lr", "0.01", "--optimizer.decay=scaled"], ["--lr", "0.01", "--decay", "scaled"]),
-        ("bench", ["--micro", "2"], ["--micro-batch", "2"]),
-    ],
-)
-def test_former_spellings_are_understood(command, former, now):
-    assert parse(command, load(command), former) == parse(command, load(command), now)
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "plan", "advise"])

@@ -50,6 +50,22 @@ def test_the_same_text_is_prepared_once_and_another_one_again(tmp_path):
     assert folder.exists()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["compare", "--arms", "constant", "scled"],
+        ["compare", "--precision", "fp8"],
+        ["compare", "--control", "total", "--weight-decay", "0"],
+        ["train", "--decay", "scled"],
+        ["train", "--steps", "0"],
+    ],
+)
+def test_a_wrong_setting_is_refused_before_text_is_prepared(options, tmp_path):
+    (tmp_path / "a.txt").write_text(words(60_000), encoding="utf-8")
+    assert main([*options, "--text", "a.txt"]) == 2
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("characters", [200, 3_000, pytest.param(8_000, marks=pytest.mark.slow)])
 def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, characters, capsys):
     (tmp_path / "a.txt").write_text(words(characters), encoding="utf-8")

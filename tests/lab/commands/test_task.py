@@ -33,6 +33,15 @@ def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
     assert re.search(r"Decay adds up to [\d.]+ \(constant\) and [\d.]+ \(scaled\) over the run", printed)
     assert re.search(r"20 updates, 2 arms, 3 seeds: about \d+ (seconds|minutes) here", printed)
     assert not (tmp_path / "out").exists()
+    assert main(["task", "check", "mine/a.py", "--steps", "1", "--seeds", "1"]) == 0
+    (update,) = re.findall(
+        r"^1 update, 2 arms, 1 seed: about 1 second here \(([\d.]+) ms an", capsys.readouterr().out, re.M
+    )
+    assert float(update) > 0
+    assert main(["task", "check", "mine/a.py", "--seeds", "0"]) == 2
+    assert "--seeds must be at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):  # the file is named once
+        main(["task", "check", "mine/a.py", "--task", "other.py"])
     assert main(["task", "new", "mine/a.py"]) == 2
     assert "mine/a.py exists already" in capsys.readouterr().err
 
@@ -110,10 +119,12 @@ def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
         (["--task", "none.py"], "", "there is no task file none.py"),
         (["--task", "no.such.module"], "", "no.such.module cannot be imported: ModuleNotFoundError"),
         (["--task", "small_task.py", "--data", "d"], "", "give --task or --data, not both"),
+        (["--task", "small_task.py", "--preset", "mini"], "", "give --task or --preset, not both"),
         (["--task-options", "a=1"], "", "--task-options needs a task"),
         (["--task", "small_task.py", "--task.depth", "6"], "", "small_task.py: unknown option 'depth'"),
         (["--task", "small_task.py"], "SETTINGS = {'stepz': 3}\n", "unknown setting in SETTINGS 'stepz' (did you mean"),
         (["--task", "small_task.py"], "SETTINGS = {'lr': 'x'}\n", "small_task.py: lr='x' must be of type float"),
+        (["--task", "small_task.py"], "SETTINGS = {'steps': 'x'}\n", "small_task.py: steps='x' must be of type int"),
         (["--task", "small_task.py"], "SETTINGS = 3\n", "SETTINGS is int 3; make it a dict"),
     ],
 )

@@ -144,6 +144,21 @@ def test_decay_that_is_off_is_a_note_not_a_warning(tmp_path):
     assert "lambda is 0" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("steps", "every", "text"),
+    [
+        (6, 1, "Only 6 telemetry samples with norm, update, decay and alignment: too few"),
+        (6, 1, "A run of 6 steps has no more of them."),
+        (150, 140, "Sample every step (--telemetry-every)."),
+        (900, 300, "Sample every 9 steps (--telemetry-every)."),
+    ],
+)
+def test_few_samples_get_advice_that_can_be_followed(tmp_path, steps, every, text):
+    finding = CHECKS["too-few-samples"](make_history(tmp_path / "run", steps=steps, every=every))
+    assert finding is not None
+    assert text in finding.text
+
+
 def test_idle_decay_says_how_much_there_is(tmp_path):
     history = make_history(tmp_path / "run", rule="constant", lam=0.008, steps=1000, every=1)
     finding = CHECKS["decay-idle"](history)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -236,6 +237,9 @@ def test_arms_of_one_name_share_an_entry(runs):
 def test_the_command_writes_and_refuses(runs, tmp_path, capsys):
     root = runs[0].path.parent
     assert find_runs((root, runs[0].path)) == sorted(run.path for run in runs)
+    comparison = tmp_path / "comparison"
+    shutil.copytree(root, comparison / "runs")
+    assert find_runs((comparison,)) == sorted(comparison / "runs" / run.path.name for run in runs)
     out = tmp_path / "deep" / "page.html"
     assert Report((runs[0].path,), out=out, no_images=True).run() == 0
     assert f"wrote {out}" in capsys.readouterr().out.replace("\n", "")

@@ -14,6 +14,7 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
+from muonsw.lab.recipes import IDLE
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies.arms import Arm, decay_factors, parse_arm, same_total
 from muonsw.lab.studies.compare import CompareStudy, effects, verdict
@@ -252,8 +253,11 @@ def test_the_verdict_follows_the_interval():
 
 
 def test_the_verdict_says_when_decay_cannot_matter():
-    both = (arm("constant", "constant", total_decay=0.1), arm("scaled", "scaled", total_decay=0.07))
-    assert "hardly acts" in verdict(Outcome(both, (pair((-0.1, 0.1, 0.0)),)))
+    """The same total as in `muonsw advise` and `muonsw diagnose`; a smaller lambda is then no advice."""
+    for total, idle in ((0.99 * IDLE, True), (1.01 * IDLE, False)):
+        both = (arm("constant", "constant", total_decay=total), arm("scaled", "scaled", total_decay=0.73 * total))
+        text = verdict(Outcome(both, (pair((-0.1, 0.1, 0.0)),)))
+        assert ("hardly acts" in text, "smaller lambda" in text) == (idle, not idle)
 
 
 def test_an_arm_that_lost_some_seeds_is_compared_on_the_others():

@@ -216,6 +216,27 @@ def test_a_wrong_file_is_refused_by_name(changes, message, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("function", "body"),
+    [
+        ("loss", "    return nn.functional.cross_entropy(model(batch[0]), batch[1])"),
+        ("metrics", "    return {'rows': len(batch[0])}"),
+    ],
+)
+def test_an_error_of_the_file_while_it_trains_names_function_and_line(function, body, tmp_path):
+    fails = f"def {function}(model, batch):\n    later()\n{body}\n"
+    later = "calls = []\ndef later():\n    calls.append(1)\n    if len(calls) > 2:\n        raise OSError('gone')\n"
+    path = task_file(tmp_path, **{function: fails}, more=later)
+    with pytest.raises(UsageError, match=re.escape(f"{function}(model, batch) raised OSError: gone (li")):
+        train(task_run(path), tmp_path / "run")
+
+
+def test_an_error_of_other_code_is_not_blamed_on_the_file(tmp_path):
+    functions = load_functions(TaskConfig(str(task_file(tmp_path))))
+    with pytest.raises(KeyError, match="ours"), functions.blamed():
+        raise KeyError("ours")
+
+
+@pytest.mark.parametrize(
     ("changes", "note"),
     [
         ({}, None),

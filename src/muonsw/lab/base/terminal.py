@@ -49,6 +49,14 @@ def say(console: Console, text: object) -> None:
     console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def paragraph(console: Console, text: str) -> None:
+    """Print sentences, broken between words in a terminal and not at all elsewhere."""
+    if console.is_terminal:
+        console.print(harmless(text), highlight=False, markup=False, emoji=False)
+    else:
+        say(console, text)
+
+
 class _SafeStream:
     """A stream that takes any character, and is silent once it cannot be written to: a pipe is closed, a disk full."""
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from muonsw import SGDSW, AdamWSW, MuonSW, ScheduleFree
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.bench.timing import WARMING_ROUNDS, in_turn, milliseconds, peak_extra_bytes
+from muonsw.registry import unknown
 from muonsw.replay import SETTLED
 
 LR, LAMBDA = 1e-3, 0.1
@@ -197,7 +198,7 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "equalize": ours(precondition="equalize"),
         "soap_muon": ours(precondition="soap"),
         "aurora": ours("aurora"),
-        "aurora, polar_express": ours("aurora", aurora_polar="polar_express"),
+        "aurora polar_express": ours("aurora", aurora_polar="polar_express"),
         **{name: ours(own={"algorithm": name}) for name in ("soap", "shampoo", "kl_shampoo", "asgo", "dion2", "lion")},
         "hyperball": ours(norm="hyperball"),
         "muonsw bfloat16": ours(state_dtype="bfloat16"),
@@ -249,7 +250,7 @@ def contenders(only: Sequence[str] | None = None, *, eager: bool = False) -> tup
     known, usual = (*OURS_AND_TORCHS, *PEERS), (*USUAL, *(USUAL_EAGER if eager else ()))
     wrong = [name for name in only or () if name not in known]
     if wrong:
-        raise UsageError(f"there is no optimizer {wrong[0]!r} to time; choose from {', '.join(known)}")
+        raise UsageError(unknown("optimizer", wrong[0], list(known)))
     found = {name: make for name, make in OURS_AND_TORCHS.items() if name in (only or usual)}
     missing = []
     for name, load in PEERS.items():

@@ -28,7 +28,7 @@ class Advise:
     steps: Annotated[int, arg(metavar="N")]
     """Updates of the run."""
 
-    peak_lr: Annotated[float, arg(name="lr")] = 0.02
+    lr: float = 0.02
     """Peak learning rate of the matrices that decay."""
 
     weight_decay: float = 0.1
@@ -81,7 +81,7 @@ class Advise:
     def _advice(self) -> Advice:
         return advise(
             self.steps,
-            self.peak_lr,
+            self.lr,
             self.weight_decay,
             schedule=self.schedule,
             warmup_steps=self.warmup_steps,

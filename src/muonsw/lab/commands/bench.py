@@ -17,6 +17,7 @@ from muonsw.lab.bench.steps import PACKAGES, SETS, MatrixSource, WrongStepError,
 from muonsw.lab.bench.timing import chosen_device, environment, product_rate
 from muonsw.lab.bench.training import Amount, WrongLossError, measure_training
 from muonsw.lab.model import preset
+from muonsw.registry import unknown
 from muonsw.text import counted
 
 # What takes a minute or two.
@@ -86,7 +87,7 @@ class Bench:
         trained = "" if self.preset == "none" else self.preset or USUAL_PRESET[device.type]
         for name in sets:
             if name not in SETS:
-                raise UsageError(f"there is no set of matrices {name!r}; choose from {', '.join(SETS)}")
+                raise UsageError(unknown("set of matrices", name, list(SETS)))
         if self.rounds < 1:
             raise UsageError(f"--rounds must be at least 1, got {self.rounds}")
         if self.micro is not None and self.micro < 1:

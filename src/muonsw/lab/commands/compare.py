@@ -13,12 +13,12 @@ from muonsw import machine
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.tables import Table
-from muonsw.lab.base.terminal import say
+from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.data import describe
-from muonsw.lab.commands.show import paragraph, print_conclusion
-from muonsw.lab.commands.task import TaskOptions, introduce
+from muonsw.lab.commands.show import print_conclusion
+from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.report.report import check_target
 from muonsw.lab.runs import load_runs
@@ -30,7 +30,7 @@ from muonsw.lab.studies.training.worked_tasks import comparison_key
 from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
-from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
+from muonsw.lab.train.presets import preset_run, require_enough_text, with_data, with_steps
 from muonsw.presets import PRESETS
 from muonsw.text import counted
 
@@ -49,10 +49,9 @@ class Compare:
     0, or with 1 where a claim of the paper fails; one that is undecided does not.
     """
 
-    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
-    """A task of your own instead of a preset."""
     preset: str = "demo"
     """Model and recipe, as for `muonsw train`."""
+    task: Annotated[str | None, arg(metavar="FILE", help=TASK_HELP)] = None
     data: Annotated[Path | None, arg(metavar="DIR")] = None
     """Prepared tokens; without them and without --text, the Python standard library is prepared in out/data."""
     text: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
@@ -61,7 +60,7 @@ class Compare:
     """Folder for the runs and the report."""
     arms: Annotated[tuple[str, ...], arg(help=ARMS_HELP)] = ("constant", "scaled")
     seeds: int = 3
-    """How many seeds; fewer than three give intervals that span everything."""
+    """How many seeds; one gives no interval, and two a very wide one."""
     lr: float | None = None
     """Peak learning rate, instead of the preset's."""
     weight_decay: float | None = None
@@ -90,6 +89,8 @@ class Compare:
     """Add what the runs of a task found to this file of JSON lines, which needs no run folder any more."""
     verbose: FlagCreatePairsOff[bool] = False
     """Print all tables, with all their columns."""
+    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
+    """For a task of your own."""
     cluster: OmitArgPrefixes[ClusterOptions] = field(default_factory=ClusterOptions)
     """Training as jobs of a cluster."""
 
@@ -101,7 +102,7 @@ class Compare:
             raise UsageError(f"--workers must be at least 1, got {self.workers}")
         self.cluster.check(self.device)
         console = Console()
-        base = self._task_base(console) if self.own.task is not None else self._decoder_base(console)
+        base = self._task_base(console) if self.task is not None else self._decoder_base(console)
         arms = self._arms(base)
         compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
         study = CompareStudy(
@@ -144,10 +145,11 @@ class Compare:
 
     def _task_base(self, console: Console) -> RunConfig:
         """The run of a user's task, after checking it and saying how it is routed."""
-        self.own.refuse_with_task({"--data": self.data, "--text": self.text})
+        assert self.task is not None
+        refuse_with_task(self, "--preset", "--data", "--text")
         rates = {"lr": self.lr, "weight_decay": self.weight_decay, "steps": self.steps}
         given: dict[str, Any] = {name: value for name, value in rates.items() if value is not None}
-        base, checked = self.own.run_config(device=self.device, **given, **self._every())
+        base, checked = self.own.run_config(self.task, device=self.device, **given, **self._every())
         base = replace(base, threads=1 if self._on_cpu() else base.threads)
         introduce(console, base, checked)
         return base
@@ -157,9 +159,11 @@ class Compare:
         self.own.refuse_without_task()
         if self.record is not None:
             raise UsageError("--record keeps runs of a task: give --task FILE; those of the decoder are studies")
+        base = self._base()
+        self._arms(base)  # what is wrong with them is said before tokens are prepared, which may take long
         if self.data is None and not self.text:
             say(console, "tokens: the Python standard library, prepared once in out/data")
-        base = self._base()
+        base = with_data(base, self.data, self.text)
         if self.text:
             say(console, describe(Path(base.data.path)))
             require_enough_text(base)
@@ -170,10 +174,11 @@ class Compare:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def _base(self) -> RunConfig:
-        base = replace(run_on(self.preset, self.data, self.text), device=self.device)
+        """The run of a preset, without data."""
         changes = {"lr": self.lr, "weight_decay": self.weight_decay}
         given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         try:
+            base = replace(preset_run(self.preset, ""), device=self.device)
             base = base if self.steps is None else with_steps(base, self.steps)
             # One thread for each run: the number of workers then changes nothing but the time.
             threads = 1 if self._on_cpu() else base.threads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -107,7 +106,11 @@ class Info:
     def run(self) -> int:
         """Print the record."""
         console, record = Console(), read_record(self.folder)
-        state = "complete" if record.complete else "not complete: run the same `muonsw data prepare` again"
+        paths = [path for split in SPLITS for path in record.paths(self.folder, split)]
+        missing = sum(not path.exists() for path in paths)
+        lacks = f" ({counted(missing, 'shard')} missing)" if missing else ""
+        again = f"not complete{lacks}: run the same `muonsw data prepare` again"
+        state = "complete" if record.complete and not missing else again
         kind = (record.tokenizer_description or {}).get("kind", "unknown")
         recipe = (record.recipe or {}).get("corpus", {})
         chosen = ", ".join(
@@ -123,9 +126,6 @@ class Info:
             say(console, f"{split:<11} {held}")
         say(console, f"total       {contents(record)}")
         return 0
-
-
-DATA_COMMANDS: Mapping[str, type[Prepare | Verify | Info]] = {"prepare": Prepare, "verify": Verify, "info": Info}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import io
 import itertools
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
@@ -17,14 +17,6 @@ from typing import Annotated, Any, Literal, Protocol, cast, get_args, get_origin
 import tyro
 from tyro.conf import arg
 
-# How options were spelled before every command had the same name for the same thing; still understood.
-FORMER: Mapping[str, Mapping[str, str]] = {
-    "advise": {"--peak-lr": "--lr"},
-    "data": {"--processes": "--threads"},
-    "plan": {"--peak-lr": "--lr", "--shape": "--schedule"},
-    "bench": {"--micro": "--micro-batch"},
-}
-TRAIN_PREFIX = "--optimizer."
 TASK_PREFIX = "--task."
 
 
@@ -39,7 +31,7 @@ class Command(Protocol):
 def parse(name: str, kind: type[Command], options: Sequence[str]) -> Command:
     """The command with these options; a usage error exits with 2, `--help` with 0."""
     _tidy(kind)
-    words, shown = [_renamed(name, word) for word in _gathered(options)], io.StringIO()
+    words, shown = _gathered(options), io.StringIO()
     if not {"-h", "--help"} & set(words):
         return tyro.cli(kind, prog=f"muonsw {name}", args=words)
     try:
@@ -69,17 +61,27 @@ def _gathered(words: Sequence[str]) -> list[str]:
     return [*rest, "--task-options", *found] if found else rest
 
 
+def changed(command: Any) -> list[str]:
+    """The options of a command that differ from their defaults, those of its groups of options included.
+
+    Examples:
+        >>> from muonsw.lab.commands.train import Changes, Train
+        >>> changed(Train(seed=3, optimizer=Changes(weight_decay=0.1)))
+        ['--seed', '--weight-decay']
+    """
+    found = []
+    for one in fields(command):
+        value = getattr(command, one.name)
+        if is_dataclass(value):
+            found += changed(value)
+        elif value != one.default:
+            found.append(f"--{one.name.replace('_', '-')}")
+    return found
+
+
 def width() -> int:
     """Columns of prose: those of the terminal, and 80 at most."""
     return min(80, shutil.get_terminal_size().columns)
-
-
-def _renamed(name: str, word: str) -> str:
-    option, equals, value = word.partition("=")
-    option = FORMER.get(name, {}).get(option.replace("_", "-"), option)
-    if name == "train" and option.startswith(TRAIN_PREFIX):
-        option = "--" + option.removeprefix(TRAIN_PREFIX)
-    return option + equals + value
 
 
 def _wrapped(line: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -15,7 +15,8 @@ from muonsw.lab.advice import Advice, advise
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table, print_table
-from muonsw.lab.base.terminal import say
+from muonsw.lab.base.terminal import paragraph, say
+from muonsw.lab.commands.parsing import changed
 from muonsw.lab.cost import (
     DECAYS,
     H200,
@@ -31,7 +32,7 @@ from muonsw.lab.cost import (
     plan_recipe,
 )
 from muonsw.lab.model import muon_lr_multiplier, preset
-from muonsw.lab.paper import PAPER_BATCH_TOKENS, find_recipe
+from muonsw.lab.paper import find_recipe
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.lab.train.presets import trained_like
 
@@ -40,7 +41,7 @@ Row = tuple[str, str, str]
 GROUP_HEADINGS = ("matrices under", "peak lr", *(f"total, {name}" for name in DECAYS), "φ peak", "φ/(1-β)")
 GROUP_NOTE = (
     "Total decay is the sum of φ, the share of a weight that decay takes in a step. Scaled decay divides by the "
-    "group's own peak, or by the\nundivided base peak (base). φ peak is the same for constant and scaled decay with "
+    "group's own peak, or by the undivided base peak (base). φ peak is the same for constant and scaled decay with "
     "the group's peak."
 )
 LARGE_NOTE = (
@@ -48,9 +49,8 @@ LARGE_NOTE = (
 )
 # Above this, decay acts nearly as fast as momentum forgets, which never happens in a long run.
 LARGE_PHI = 0.01
-OPTION_NAMES = {"peak_lr": "lr", "shape": "schedule"}  # where option and field are called differently
 # Options that may be given beside a recipe, which fixes all others.
-WITH_RECIPE = ("recipe", "batch_tokens", "shape", "decay_fraction", "warmup_steps", "json", "setup")
+WITH_RECIPE = ("--recipe", "--batch-tokens", "--schedule", "--decay-fraction", "--warmup-steps", "--json")
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,21 @@ class Plan:
     """Updates, instead of tokens."""
 
     batch_tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
-    """Tokens in an update; 524288 unless given."""
+    """Tokens in an update; the preset's unless given."""
 
     recipe: str = ""
     """A recipe instead of a preset: glm-4.5, kimi-k2, deepseek-v4-pro, paper-w256 to paper-w1024."""
 
-    peak_lr: Annotated[float | None, arg(name="lr")] = None
+    lr: float | None = None
     """Base peak learning rate; default: the horizon rule's."""
 
-    weight_decay: float = 0.1
-    """Lambda of hidden and expert matrices."""
+    weight_decay: float | None = None
+    """Lambda of hidden and expert matrices; the preset's unless given."""
 
     momentum: float = 0.95
     """Muon's beta."""
 
-    shape: Annotated[str, arg(name="schedule")] = "cosine"
+    schedule: str = "cosine"
     """Learning rate after warmup: cosine, wsd or constant."""
 
     final_fraction: float = 0.1
@@ -113,26 +113,27 @@ class Plan:
         else:
             print_plan(Console(), result)
             if row:
-                say(Console(), advice_text(row, advice))
+                for line in advice_lines(row, advice):
+                    paragraph(Console(), line)
         return 0
 
     def _advice(self, result: RunPlan) -> tuple[str, dict[str, Advice]]:
         """Which row of the table the preset trains, and by rule what `muonsw advise` says of it."""
-        trained = trained_like(self.preset)
+        trained = self._trained()[0]
         own = result.peak_lr * muon_lr_multiplier(result.model, trained.muon_lr)
         settings: dict[str, Any] = {
-            "schedule": self.shape,
+            "schedule": self.schedule,
             "warmup_steps": result.warmup_steps,
             "final_fraction": self.final_fraction,
             "decay_fraction": self.decay_fraction,
-            "momentum": self.momentum,
+            "momentum": trained.momentum,
             "base_peak_lr": result.peak_lr if trained.peak == "base" else None,
         }
         rules = dict.fromkeys((trained.decay, "constant"))
         row = f"Muon, {trained.muon_lr}, with peak {trained.peak}"
         try:
             return row, {
-                rule: advise(result.steps, own, self.weight_decay, rules=(rule,), **settings) for rule in rules
+                rule: advise(result.steps, own, trained.weight_decay, rules=(rule,), **settings) for rule in rules
             }
         except (ValueError, OverflowError) as error:  # a decay that no optimizer would take; the rest is a plan
             return f"{row}; {error}", {}
@@ -151,25 +152,31 @@ class Plan:
             raise UsageError("say what to plan: --preset w1024 with --tokens 197B or --steps 376000, or --recipe NAME")
         if bool(self.tokens) == (self.steps is not None):
             raise UsageError("give either --tokens or --steps, such as --tokens 197B")
-        batch = parse_amount(self.batch_tokens) if self.batch_tokens else PAPER_BATCH_TOKENS
+        trained, batch = self._trained()
         steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
         model = ON_PAPER[self.preset] if self.preset in ON_PAPER else preset(self.preset)
         return plan(
             model,
             steps,
             batch_tokens=batch,
-            peak_lr=self.peak_lr,
-            optimizer=OptimizerConfig(weight_decay=self.weight_decay, momentum=self.momentum),
+            peak_lr=self.lr,
+            optimizer=trained,
             schedule=self._schedule(self.warmup_steps),
             setup=self.setup,
         )
 
+    def _trained(self) -> tuple[OptimizerConfig, int]:
+        """The optimizer of the preset and its tokens an update, with what the options change."""
+        optimizer, tokens = trained_like(self.preset)
+        changes: dict[str, Any] = {"momentum": self.momentum}
+        if self.weight_decay is not None:
+            changes["weight_decay"] = self.weight_decay
+        return replace(optimizer, **changes), parse_amount(self.batch_tokens) if self.batch_tokens else tokens
+
     def _recipe(self) -> RecipePlan:
-        for options in (self, self.setup):
-            for one in fields(options):
-                if one.name not in WITH_RECIPE and getattr(options, one.name) != one.default:
-                    option = f"--{OPTION_NAMES.get(one.name, one.name.replace('_', '-'))}"
-                    raise UsageError(f"{option} does not go with --recipe, which has its own; leave one of them out")
+        for option in changed(self):
+            if option not in WITH_RECIPE:
+                raise UsageError(f"{option} does not go with --recipe, which has its own; leave one of them out")
         recipe = find_recipe(self.recipe)
         batch = parse_amount(self.batch_tokens) if self.batch_tokens else None
         warmup = 0 if recipe.steps is None and self.warmup_steps is None else self.warmup_steps
@@ -177,7 +184,7 @@ class Plan:
 
     def _schedule(self, warmup_steps: int | None) -> ScheduleConfig:
         return ScheduleConfig(
-            shape=self.shape,
+            shape=self.schedule,
             warmup_steps=warmup_steps,
             final_fraction=self.final_fraction,
             decay_fraction=self.decay_fraction,
@@ -193,18 +200,18 @@ def print_plan(console: Console, result: RunPlan | RecipePlan) -> None:
         _print_table(console, ("", "", ""), recipe_rows(result))
     if result.groups is not None:
         _print_table(console, GROUP_HEADINGS, [group_row(group) for group in result.groups])
-        say(console, GROUP_NOTE)
+        paragraph(console, GROUP_NOTE)
         large = [group.name for group in result.groups if group.phi_peak > LARGE_PHI]
         if large:
-            say(console, f"φ peak is above {LARGE_PHI:g} ({'; '.join(large)}): {LARGE_NOTE}")
+            paragraph(console, f"φ peak is above {LARGE_PHI:g} ({'; '.join(large)}): {LARGE_NOTE}")
     if isinstance(result, RecipePlan):
         say(console, "\n".join(("Not in the paper:", *(f"  - {item}" for item in result.recipe.unknown))))
 
 
-def advice_text(row: str, advice: Mapping[str, Advice]) -> str:
+def advice_lines(row: str, advice: Mapping[str, Advice]) -> list[str]:
     """What decay does to the row that a preset trains, a line for each rule."""
-    lines = [f"  {rule}: total decay {one.rules[0].total:.3g}. {one.sentences[0]}" for rule, one in advice.items()]
-    return "\n".join((f"The preset trains the row {row}.", *lines, "`muonsw advise` says more."))
+    lines = [f"- {rule}: total decay {one.rules[0].total:.3g}. {one.sentences[0]}" for rule, one in advice.items()]
+    return [f"The preset trains the row {row}.", *lines, "`muonsw advise` says more."]
 
 
 def run_rows(result: RunPlan) -> list[Row]:

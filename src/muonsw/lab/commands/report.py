@@ -23,8 +23,9 @@ class Report:
     A run that is still in progress is shown as far as it has got.
     """
 
-    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUNS")] = ()
-    """Run folders, folders that hold run folders, or files of JSON lines that `muonsw.Telemetry` wrote."""
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()
+    """Run folders, folders that hold run folders, such as those of `muonsw compare`, or files of JSON lines that
+    `muonsw.Telemetry` wrote."""
 
     out: Annotated[Path, arg(aliases=("-o",), metavar="FILE")] = Path("report.html")
     """The page; its figures go into a folder of the same name beside it."""
@@ -50,10 +51,10 @@ class Report:
 
 
 def find_runs(paths: tuple[Path, ...]) -> list[Path]:
-    """The run folders among paths; a folder that is none itself stands for those inside it."""
+    """The run folders among paths; a folder that is none itself stands for those inside it or its `runs`."""
     found: list[Path] = []
     for path in paths:
         single = path.is_file() or (path / "config.json").is_file()
-        inside = [] if single else sorted(path.glob("*/config.json"))
+        inside = [] if single else sorted((*path.glob("*/config.json"), *path.glob("runs/*/config.json")))
         found += [config.parent for config in inside] or [path]
     return list(dict.fromkeys(found))

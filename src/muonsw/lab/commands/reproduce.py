@@ -14,10 +14,10 @@ from muonsw import machine
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import prepare_folder
 from muonsw.lab.base.tables import Column, Table, Value, print_table
-from muonsw.lab.base.terminal import say
+from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
-from muonsw.lab.commands.show import paragraph, print_conclusion
+from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.cost import Cost, amount, cost
 from muonsw.lab.report.report import check_target
 from muonsw.lab.studies import evidence
@@ -26,6 +26,7 @@ from muonsw.lab.studies.scales import SCALES, find_data
 from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
 from muonsw.lab.studies.workshop import BySettings, Workshop, gpus_for
 from muonsw.lab.train.state import resolve_device
+from muonsw.registry import unknown
 from muonsw.text import counted
 
 DEFAULT_SCALE = "cpu"
@@ -102,12 +103,19 @@ class Reproduce:
 
     def _evidence(self, console: Console) -> int:
         """Make what the evidence lacks where data is given; then its page, from the records alone."""
+        workers, seeds = _at_least_one("--workers", self.workers), _at_least_one("--seeds", self.seeds)
+        records = self.out or evidence.FOLDER
+        names = evidence.chosen(self.name, self.data, records)
+        if self.dry_run:
+            for name in names:
+                self._price(console, evidence.part(name), workers)
+            say(console, f"{evidence.PAGE} would be written; without --data nothing is trained")
+            return 0
         if self.data is not None:
-            workers, records = _at_least_one("--workers", self.workers), self.out or evidence.FOLDER
             places = BySettings(Path("out/runs-mini"), self.data, self._device())
-            for name in evidence.chosen(self.name, self.data, records):
+            for name in names:
                 shop = self._workshop(console, places, workers, len(evidence.part(name).runs()))
-                made = evidence.gather(name, shop, evidence.file_of(name, records))
+                made = evidence.gather(name, shop, evidence.file_of(name, records), seeds)
                 say(console, f"{name}: {made} runs exported to {evidence.file_of(name, records)}")
         if not (evidence.FOLDER / evidence.TEMPLATE).exists():
             raise UsageError(f"there is no {evidence.FOLDER / evidence.TEMPLATE} here: go to a clone of the repository")
@@ -140,11 +148,8 @@ class Reproduce:
         """A study that trains."""
         scale = SCALES[self.scale or DEFAULT_SCALE].with_seeds(_at_least_one("--seeds", self.seeds))
         study, workers = study.at(scale), _at_least_one("--workers", self.workers)
-        if self.tflops is not None and not self.tflops > 0:
-            raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
         if self.dry_run:
-            usual = scale.workers if self.cluster.cluster is None else len(study.runs())
-            print_cost(console, study, self.tflops or scale.tflops, workers or usual)
+            self._price(console, study, workers)
             return 0
         folder, device = self.out or Path("out") / f"{study.name}-{scale.name}", self._device()
         check_target(folder / PAGE, images=True)
@@ -155,6 +160,13 @@ class Reproduce:
         kept = f"; runs are in {places.folder}" if study.planned() else ""
         print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
         return int(conclusion.failed)
+
+    def _price(self, console: Console, study: TrainingStudy, workers: int | None) -> None:
+        """Print what a study would take."""
+        if self.tflops is not None and not self.tflops > 0:
+            raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
+        usual = study.scale.workers if self.cluster.cluster is None else len(study.runs())
+        print_cost(console, study, self.tflops or study.scale.tflops, workers or usual)
 
     def _device(self) -> str:
         if self.cluster.cluster is not None:
@@ -170,7 +182,10 @@ class Reproduce:
 
     def _study(self) -> ExperimentStudy | TrainingStudy:
         if not self.name:
-            raise UsageError(f"say what to reproduce: {', '.join(STUDIES)} (or --list)")
+            raise UsageError(f"say what to reproduce: {', '.join((*STUDIES, evidence.NAME))} (or --list)")
+        study = self.name.partition("/")[0]
+        if study not in STUDIES:
+            raise UsageError(unknown("study", study, [*STUDIES, evidence.NAME]))
         try:
             return find_study(self.name)
         except ValueError as error:

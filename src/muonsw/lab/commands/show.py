@@ -6,20 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from muonsw.lab.base.tables import Table, print_table
-from muonsw.lab.base.terminal import harmless, say
+from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.studies.study import Conclusion
 from muonsw.text import counted
-
-
-def paragraph(console: Console, text: str) -> None:
-    """Print sentences, broken between words in a terminal and not at all elsewhere."""
-    if console.is_terminal:
-        console.print(Text(harmless(text)))
-    else:
-        say(console, text)
 
 
 def print_conclusion(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -18,8 +17,8 @@ from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 from muonsw import machine
 from muonsw.lab.advice import advise
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.terminal import say
-from muonsw.lab.commands.show import paragraph
+from muonsw.lab.base.terminal import paragraph, say
+from muonsw.lab.commands.parsing import changed
 from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import gpus_for, on_cpu
 from muonsw.lab.tasks.check import Checked, check_task
@@ -32,16 +31,15 @@ from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import Training, open_task
 from muonsw.text import counted
 
+TASK_HELP = "Train this instead of a preset: a Python file, or dotted module; `muonsw task new FILE` writes one."
 ARMS = 2
 FEWEST_UPDATES, TIMED_SECONDS = 3, 5.0
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """A task of the user's own: functions `model`, `batches`, `loss` and perhaps `metrics`."""
+    """How a task of the user's own is called and evaluated."""
 
-    task: Annotated[str | None, arg(metavar="FILE")] = None
-    """Python file, or dotted module, that says what is trained; `muonsw task new FILE` writes one."""
     task_options: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")] = ()
     """Options of the task; `--task.depth 6` is the same as `--task-options depth=6`."""
     eval_batches: Annotated[int | None, arg(metavar="N")] = None
@@ -51,25 +49,17 @@ class TaskOptions:
 
     def refuse_without_task(self) -> None:
         """Refuse options that only a task has."""
-        for name in ("task_options", "eval_batches", "eval_every"):
-            if getattr(self, name):
-                raise UsageError(f"--{name.replace('_', '-')} needs a task: give --task FILE")
+        for option in changed(self):
+            raise UsageError(f"{option} needs a task: give --task FILE")
 
-    def refuse_with_task(self, others: Mapping[str, object]) -> None:
-        """Refuse options that a task decides itself."""
-        for option, value in others.items():
-            if value:
-                raise UsageError(f"give --task or {option}, not both: the file says what is trained, and on what")
-
-    def run_config(self, seed: int = 0, **given: Any) -> tuple[RunConfig, Checked]:
+    def run_config(self, path: str, seed: int = 0, **given: Any) -> tuple[RunConfig, Checked]:
         """The run of the task, and what calling its functions showed.
 
         Raises:
             UsageError: If it cannot be trained, before anything is.
         """
-        assert self.task is not None
         try:
-            task = TaskConfig(self.task, tuple(sorted(self.task_options)), None, self.eval_batches)
+            task = TaskConfig(path, tuple(sorted(self.task_options)), None, self.eval_batches)
         except ValueError as error:
             raise UsageError(str(error)) from error
         every = {} if self.eval_every is None else {"eval_every": self.eval_every}
@@ -77,6 +67,13 @@ class TaskOptions:
         return task_run(
             replace(task, fingerprint=fingerprint(task.path)), checked, seed=seed, **given, **every
         ), checked
+
+
+def refuse_with_task(command: object, *options: str) -> None:
+    """Refuse options of a command that a task decides itself."""
+    for option in changed(command):
+        if option in options:
+            raise UsageError(f"give --task or {option}, not both: the file says what is trained, and on what")
 
 
 def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
@@ -145,9 +142,11 @@ class Check:
 
     def run(self) -> int:
         """Check, and time some updates."""
+        if self.seeds < 1:
+            raise UsageError(f"--seeds must be at least 1, got {self.seeds}")
         console = Console()
         given = {} if self.steps is None else {"steps": self.steps}
-        config, checked = replace(self.own, task=self.file).run_config(device=self.device, **given)
+        config, checked = self.own.run_config(self.file, device=self.device, **given)
         config = replace(config, threads=1 if on_cpu(self.device) else 0)
         introduce(console, config, checked)
         update, evaluation = seconds_of(config)
@@ -159,10 +158,8 @@ class Check:
         workers = machine.cores() if on_cpu(self.device) else max(1, len(gpus_for(self.device)))
         compared, searched = (math.ceil(runs / workers) * run for runs in (ARMS * self.seeds, ARMS * len(FACTORS)))
         parts = f"{1e3 * update:,.1f} ms an update, {1e3 * evaluation:,.0f} ms an evaluation, {workers} runs at a time"
-        return (
-            f"{config.steps:,} updates, {ARMS} arms, {counted(self.seeds, 'seed')}: about {in_words(compared)} here "
-            f"({parts}); --tune-lambda adds {in_words(searched)} or more"
-        )
+        runs = f"{counted(config.steps, 'update')}, {ARMS} arms, {counted(self.seeds, 'seed')}"
+        return f"{runs}: about {in_words(compared)} here ({parts}); --tune-lambda adds {in_words(searched)} or more"
 
 
 class _EnoughError(Exception):
@@ -173,6 +170,7 @@ def seconds_of(config: RunConfig) -> tuple[float, float]:
     """Seconds of an update and of an evaluation, from the first seconds of a real run that is then deleted."""
     times: list[float] = []
     evaluations: list[float] = []
+    config = replace(config, steps=max(config.steps, FEWEST_UPDATES))
 
     def record(record: Record) -> None:
         now = time.perf_counter()
@@ -198,11 +196,11 @@ def in_words(seconds: float) -> str:
     """A duration, roughly.
 
     Examples:
-        >>> in_words(4.2), in_words(400), in_words(9000)
-        ('4 seconds', '7 minutes', '2.5 hours')
+        >>> in_words(0.2), in_words(4.2), in_words(400), in_words(9000)
+        ('1 second', '4 seconds', '7 minutes', '2.5 hours')
     """
     if seconds < 90:
-        return f"{max(1, round(seconds))} seconds"
+        return counted(max(1, round(seconds)), "second")
     return f"{round(seconds / 60)} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 

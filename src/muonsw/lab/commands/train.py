@@ -13,11 +13,14 @@ from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.terminal import say
 from muonsw.lab.commands.data import describe
-from muonsw.lab.commands.task import TaskOptions, introduce
+from muonsw.lab.commands.parsing import changed
+from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.studies.program import read_config_file, run
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import require_enough_text, run_on, with_steps
+from muonsw.lab.train.presets import preset_run, require_enough_text, with_data, with_steps
 from muonsw.lab.train.world import speaker
+
+WITH_CONFIG = ("--config", "--out", "--strategy")
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,9 @@ class Train:
     Exits with 0 when the run is complete, 1 when it diverged, 130 or 143 when it was stopped and saved.
     """
 
-    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
-    """A task of your own instead of a preset."""
     preset: str = "demo"
     """Model and recipe: demo, mini, w128, w256, w512, w768, w1024, each also with -dense."""
+    task: Annotated[str | None, arg(metavar="FILE", help=TASK_HELP)] = None
     data: Annotated[Path | None, arg(metavar="DIR")] = None
     """Prepared tokens; without them and without --text, the Python standard library is prepared in out/data."""
     text: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
@@ -55,7 +57,7 @@ class Train:
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     """Folder of the run; default out/train/ with the name of the preset, the task or the config."""
     config: Annotated[Path | None, arg(metavar="FILE")] = None
-    """A complete config file, such as a run's config.json, instead of all other settings."""
+    """A complete config file, such as a run's config.json, instead of all other settings but --out and --strategy."""
     steps: int | None = None
     """Updates, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
     batch: int | None = None
@@ -78,20 +80,29 @@ class Train:
     """Also write TensorBoard events into the run's folder."""
     wandb: str = ""
     """Also log to this Weights & Biases project."""
+    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
+    """For a task of your own."""
     optimizer: OmitArgPrefixes[Changes] = field(default_factory=Changes)
 
     def run(self) -> int:
         """Train, with progress on the terminal."""
-        if self.own.task is not None:
-            return self._run_task(self.own.task)
+        if self.task is not None:
+            return self._run_task(self.task)
         self.own.refuse_without_task()
+        if self.config is not None:
+            self._refuse_with_config()
         folder = self.out or Path("out/train") / (self.config.stem if self.config else self.preset)
         config = read_config_file(self.config) if self.config else self._config()
-        if self.text and not self.config:
+        if self.text:
             if speaker() is None:
                 say(Console(), describe(Path(config.data.path)))
             require_enough_text(config)
         return run(self._divided(config), folder)
+
+    def _refuse_with_config(self) -> None:
+        for option in changed(self):
+            if option not in WITH_CONFIG:
+                raise UsageError(f"{option} does not go with --config, whose file has all settings: change it there")
 
     def _divided(self, config: RunConfig) -> RunConfig:
         if self.strategy is None:
@@ -100,11 +111,10 @@ class Train:
 
     def _run_task(self, task: str) -> int:
         """Check a task, say how it is routed, and train it."""
-        others = {"--data": self.data, "--text": self.text, "--config": self.config, "--batch": self.batch}
-        self.own.refuse_with_task(others)
+        refuse_with_task(self, "--preset", "--data", "--text", "--config", "--batch")
         given = {**self._changes(), **self._optimizer(), **self._extras()}
         steps = {} if self.steps is None else {"steps": self.steps}
-        config, checked = self.own.run_config(seed=self.seed, **given, **steps)
+        config, checked = self.own.run_config(task, seed=self.seed, **given, **steps)
         if speaker() is None:
             introduce(Console(), config, checked)
         return run(self._divided(config), self.out or Path("out/train") / Path(task).stem)
@@ -120,10 +130,11 @@ class Train:
         return {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}
 
     def _config(self) -> RunConfig:
+        """The run of a preset; its settings are checked before tokens are prepared, which may take long."""
         try:
-            config = run_on(self.preset, self.data, self.text, seed=self.seed)
-            config = replace(config, **self._changes())
+            config = replace(preset_run(self.preset, "", seed=self.seed), **self._changes())
             config = config if self.steps is None else with_steps(config, self.steps)
-            return replace(config, optimizer=replace(config.optimizer, **self._optimizer()), **self._extras())
+            config = replace(config, optimizer=replace(config.optimizer, **self._optimizer()), **self._extras())
         except ValueError as error:
             raise UsageError(str(error)) from error
+        return with_data(config, self.data, self.text)

@@ -12,7 +12,7 @@ import os
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -25,6 +25,16 @@ from muonsw.lab.data.tokenizers import BYTES
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
+# Settings that mean something for one source, or for one tokenizer.
+OF_ONE_KIND = {
+    "packages": ("source", "python"),
+    "files": ("source", "text"),
+    "dataset": ("source", "fineweb"),
+    "sample": ("source", "fineweb"),
+    "seed": ("source", "synthetic"),
+    "vocab": ("tokenizer", "bpe"),
+    "gpt2_files": ("tokenizer", "gpt2"),
+}
 # Of the documents that a BPE is trained on: merges learned from more hardly differ, and learning them takes a second.
 TRAINING_CHARACTERS = 1 << 22
 _PLAIN = {".txt", ".md"}
@@ -91,9 +101,13 @@ class Corpus:
     def __post_init__(self) -> None:
         if self.source not in _DOCUMENTS:
             raise UsageError(f"there is no source {self.source!r}: give {', '.join(_DOCUMENTS)}")
-        if (self.source == "text") != bool(self.files):
-            given = "--files (files, folders or quoted globs)"
-            raise UsageError(f"--source text needs {given}, and no other source takes them")
+        if self.source == "text" and not self.files:
+            raise UsageError("--source text needs --files: files, folders or quoted globs")
+        for one in fields(self):
+            kind, of = OF_ONE_KIND.get(one.name, ("source", self.source))
+            if getattr(self, kind) != of and getattr(self, one.name) != one.default:
+                option = f"--{one.name.replace('_', '-')}"
+                raise UsageError(f"{option} is for --{kind} {of}: leave it out, or change --{kind}")
         for name in ("limit_documents", "limit_characters", "group_characters"):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {number}")
@@ -107,8 +121,6 @@ class Corpus:
             raise UsageError(f"there is no tokenizer {self.tokenizer!r}: give {', '.join(get_args(Kind))}")
         if self.tokenizer == "bpe" and not BYTES < self.vocab < 1 << 31:
             raise UsageError(f"a bpe needs a --vocab above {BYTES} (below 2**31), got {self.vocab}")
-        if self.tokenizer != "gpt2" and self.gpt2_files is not None:
-            raise UsageError(f"--gpt2-files go with --tokenizer gpt2, not with {self.tokenizer}")
 
     @property
     def _limited(self) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from muonsw import machine
 from muonsw.lab.base import storage
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.settings import differences
 from muonsw.lab.data.corpus import TRAINING_CHARACTERS, Corpus, Source, up_to
 from muonsw.lab.data.shards import (
     RECORD,
@@ -314,10 +315,10 @@ def earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
     """
     if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()
-    theirs = record.settings
-    changed = {name: value for name, value in settings.items() if name in theirs and theirs[name] != value}
-    if changed:
-        different = ", ".join(f"{name} {theirs[name]} (now {value})" for name, value in changed.items())
+    shared = [name for name in settings if name in record.settings]
+    theirs, ours = ({name: one[name] for name in shared} for one in (record.settings, settings))
+    if changed := differences(theirs, ours):
+        different = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changed.items())
         raise UsageError(f"{folder} holds data with other settings: {different}; choose another folder or delete it")
     return record.groups
 

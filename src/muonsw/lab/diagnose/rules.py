@@ -16,6 +16,8 @@ import numpy as np
 from muonsw.lab.base.tables import norm_text
 from muonsw.lab.diagnose.history import LINEAR, QUADRATIC, History, ratio
 from muonsw.lab.diagnose.live import NEARLY_ALWAYS
+from muonsw.lab.recipes import IDLE
+from muonsw.text import counted
 
 # Samples of telemetry: fewer than the first say nothing at all, fewer than the second are too few for fits and slopes.
 MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
@@ -28,8 +30,6 @@ HALVED = 0.5
 # Part of the fall must come after the learning rate has halved: a norm that started too large falls before that.
 LATE_LOSS = 0.1
 HELD = 0.15
-# exp(-0.3) = 0.74: all decay of the run together takes a quarter.
-IDLE = 0.3
 # exp(-3) = 0.05: the squared norm has forgotten 95% of its start.
 RELAXED = 3.0
 # Sampled updates miss the very peak of a schedule by a few percent.
@@ -161,10 +161,13 @@ def too_few_samples(history: History) -> Said:
     n = int(history.complete.sum())
     if n >= ENOUGH_SAMPLES:
         return None
+    every = max(history.planned_steps // 100, 1)
+    more = f"Sample every {f'{every} steps' if every > 1 else 'step'} (--telemetry-every)."
+    if history.planned_steps < ENOUGH_SAMPLES:
+        more = f"A run of {counted(history.planned_steps, 'step')} has no more of them."
     text = (
-        f"Only {n} telemetry samples have norm, update, decay and alignment. That is too few for fits and slopes, so "
-        f"some rules cannot say anything. Sample every {max(history.planned_steps // 100, 1)} steps "
-        "(--telemetry-every)."
+        f"Only {counted(n, 'telemetry sample')} with norm, update, decay and alignment: too few for fits and slopes, "
+        f"so some rules cannot say anything. {more}"
     )
     return Severity.NOTE, text, {"samples": n}
 

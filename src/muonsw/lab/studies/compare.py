@@ -14,6 +14,7 @@ from muonsw.lab.claims.claim import Claim, Source, above, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import Claims
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.recipes import IDLE
 from muonsw.lab.report.report import write_report
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Runs, same_total
@@ -43,8 +44,6 @@ MAIN_TABLE = Source(paper.TABLE, SAME_LAMBDA)
 LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
 # Norms that differ by less than this did not move, whatever the interval.
 MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie above a hundredth: less is no movement")
-# Below this total decay no rule does much to the weights.
-NO_DECAY = 0.2
 
 
 @dataclass(frozen=True)
@@ -235,10 +234,13 @@ def _norms(arms: Sequence[ArmOutcome]) -> str:
 
 def _caveats(outcome: Outcome, tuned: Sequence[TuningResult]) -> list[str]:
     notes = [edge_note(tuned)]
-    if max(arm.total_decay for arm in outcome.arms) < NO_DECAY:
-        notes.append("Decay hardly acts at this length (its factors add up to less than 0.2): no rule could matter.")
     known = not any(math.isnan(arm.weight_decay) for arm in outcome.arms)
-    if not tuned and known and len({arm.rule for arm in outcome.arms}) > 1:
+    if max(arm.total_decay for arm in outcome.arms) < IDLE:
+        notes.append(
+            f"Decay hardly acts at this length (its factors add up to less than {IDLE}), so its rule hardly matters: "
+            "raise lambda or train longer to compare rules."
+        )
+    elif not tuned and known and len({arm.rule for arm in outcome.arms}) > 1:
         notes.append(
             "A comparison at one lambda answers the paper's question; constant decay may do better at a smaller "
             "lambda, which --tune-lambda looks for."

@@ -38,6 +38,7 @@ from muonsw.lab.studies.training import (
 from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, measurement
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.train.folder import CHECKPOINTS, RESULT
+from muonsw.registry import unknown
 
 NAME, FOLDER = "evidence", Path("evidence")
 TEMPLATE, STEP_TIME = "evidence.md.in", "step-time.json"
@@ -97,8 +98,8 @@ def file_of(name: str, folder: Path = FOLDER) -> Path:
     return folder / f"{TEXTS[name]}.jsonl"
 
 
-def chosen(name: str, data: Path, folder: Path = FOLDER) -> list[str]:
-    """The studies that `evidence/NAME` means, or for `evidence` alone all whose records are of this text.
+def chosen(name: str, data: Path | None, folder: Path = FOLDER) -> list[str]:
+    """The studies that `evidence/NAME` means, or for `evidence` alone all whose records are of this text, if any.
 
     Raises:
         UsageError: If there are none.
@@ -106,8 +107,10 @@ def chosen(name: str, data: Path, folder: Path = FOLDER) -> list[str]:
     one = name.partition("/")[2]
     if one:
         if one not in TEXTS:
-            raise UsageError(f"no study {one!r} makes evidence: give evidence/NAME with {', '.join(TEXTS)}")
+            raise UsageError(unknown(f"study of {NAME}", one, list(TEXTS)))
         return [one]
+    if data is None:
+        return []
     text = fingerprint(read_record(data))
     found = [name for name, records in read_records(folder).items() if records.base.data.fingerprint == text]
     if not found:

@@ -104,22 +104,26 @@ class Functions:
         return dict(found)
 
     @contextmanager
-    def blamed(self, function: str) -> Iterator[None]:
-        """Turn whatever the file's code raises into an error that names the function and the line."""
+    def blamed(self, function: str | None = None) -> Iterator[None]:
+        """Turn whatever the file's code raises into an error that names the function and the line.
+
+        Without a function it is the one in which the error arose, and errors of other code stay what they are.
+        """
         try:
             yield
         except UsageError:
             raise
         except Exception as error:
-            call = f"{function}({', '.join(CALLS[function])})"
-            raise UsageError(
-                f"{self.name}: {call} raised {type(error).__name__}: {error}{self._line(error)}"
-            ) from error
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if self._has(frame)]
+            if function is None and not frames:
+                raise
+            called = function or frames[0].name
+            call = f"{called}({', '.join(CALLS.get(called, ()))})"
+            line = f" (line {frames[-1].lineno})" if frames else ""
+            raise UsageError(f"{self.name}: {call} raised {type(error).__name__}: {error}{line}") from error
 
-    def _line(self, error: Exception) -> str:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == self.module.__file__]
-        return f" (line {lines[-1]})" if lines else ""
+    def _has(self, frame: traceback.FrameSummary) -> bool:
+        return frame.filename == self.module.__file__
 
     def _require(self, function: str) -> None:
         """Make sure that a function is there and takes what it is given."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -60,6 +61,10 @@ class Task(ABC):
     @abstractmethod
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
         """What one rank evaluates, and how many rows of each batch count; as many batches on every rank."""
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """What turns errors of a user's code into messages that name it, while an update or an evaluation runs."""
+        return nullcontext()
 
     def epochs(self, steps: int) -> float | None:  # noqa: ARG002
         """How often so many updates visit the data; None where that is not known."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -103,6 +103,10 @@ class UserTask(Task):
         """The loss, and the metrics where there are some."""
         found: Mapping[str, Tensor] = forward(batch, measured=True)
         return found
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """Errors that name the user's function and its line."""
+        return self.functions.blamed()
 
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
         """The rows of batch `step` that one rank trains on, one micro-batch at a time."""

@@ -77,34 +77,33 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: 
     return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), seed=seed, **settings)
 
 
-def trained_like(name: str) -> OptimizerConfig:
-    """How a preset is trained; one that exists on paper alone as the paper's are.
+def trained_like(name: str) -> tuple[OptimizerConfig, int]:
+    """How a preset is trained, and on how many tokens an update; one that exists on paper alone as the paper's are.
 
     Examples:
-        >>> trained_like("w1024").peak, trained_like("mini").muon_lr, trained_like("moe-1t").muon_lr
-        ('base', 'none', 'adam')
+        >>> [(optimizer.weight_decay, tokens) for optimizer, tokens in map(trained_like, ("w1024", "mini", "moe-1t"))]
+        [(0.1, 524288), (0.5, 32768), (0.1, 524288)]
     """
-    found: OptimizerConfig = DEFAULTS.get(name.removesuffix("-dense"), {}).get("optimizer", PAPER_OPTIMIZER)
-    return found
+    if name.removesuffix("-dense") not in DEFAULTS:
+        return PAPER_OPTIMIZER, PAPER_BATCH_TOKENS
+    run = preset_run(name, "")
+    return run.optimizer, run.tokens_per_step
 
 
-def run_on(name: str, data: Path | None, text: Sequence[str] = (), *, seed: int = 0) -> RunConfig:
-    """The run of a preset on a folder of tokens, with the vocabulary that those have.
+def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> RunConfig:
+    """A run on a folder of tokens, with the vocabulary that those have.
 
-    Without a folder, text files or else the Python standard library are prepared, with a BPE of the preset's size.
+    Without a folder, text files or else the Python standard library are prepared, with a BPE of the model's size.
 
     Raises:
-        UsageError: If there is no such preset, or no such data.
+        UsageError: If there is no such data.
     """
-    try:
-        model = preset(name)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if data is not None and text:
         raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
-    folder = data or (text_data(text, model.vocab) if text else default_data(model.vocab))
-    fitting = replace(model, vocab=padded_vocab(read_record(folder).vocab_size))
-    return preset_run(name, str(folder), model=fitting, seed=seed)
+    vocab = run.model.vocab
+    folder = data or (text_data(text, vocab) if text else default_data(vocab))
+    fitting = replace(run.model, vocab=padded_vocab(read_record(folder).vocab_size))
+    return replace(run, model=fitting, data=replace(run.data, path=str(folder)))
 
 
 def require_enough_text(run: RunConfig) -> None:
@@ -180,7 +179,7 @@ def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **given: Any)
             raise UsageError(f"{task.name}: {unknown('setting in SETTINGS', name, list(names))}")
         parts[names[name]][name] = value
     try:
-        steps = int(chosen["steps"])
+        steps = chosen["steps"] if isinstance(chosen["steps"], int) else 0  # from_data refuses anything else
         often = {"eval_every": steps // 20, "checkpoint_every": steps // 10, "telemetry_every": steps // 100}
         run = from_data(
             RunConfig,

@@ -152,7 +152,8 @@ class Training:
     def update(self, batches: list[Batch], *, measured: bool) -> UpdateResult:
         """Take an update: forward, backward, clip, step; `measured` if telemetry looks at it."""
         take = self.replayed_update.eager if measured and self.replayed_update else self.replayed_update
-        update = (take or self.plain_update)(batches)
+        with self._blamed():
+            update = (take or self.plain_update)(batches)
         self.scheduler.step()
         self.step += 1
         return update
@@ -189,7 +190,8 @@ class Training:
         self.module.eval()
         for batch, counted in self.task.validation(ranks=self.world.size, rank=self.world.rank):
             self.world.alive(f"evaluation after update {self.step}")
-            total = total + (self.replayed_score or self.score)([to_device(batch, self.device)]) * counted
+            with self._blamed():
+                total = total + (self.replayed_score or self.score)([to_device(batch, self.device)]) * counted
             rows += counted
         self.module.train()
         *sums, seen = self.world.total(torch.tensor([*total.tolist(), rows], dtype=torch.float64)).tolist()
@@ -199,6 +201,10 @@ class Training:
         if self.best is None or math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
+
+    def _blamed(self) -> AbstractContextManager[None]:
+        """Name the user's code in its errors; among ranks they stay as they are, for one may tell of a lost rank."""
+        return self.task.blamed() if self.world.alone else nullcontext()
 
     def score(self, batches: list[Batch]) -> Tensor:
         """What is measured of one batch: the loss, then what else the task measures."""
@@ -422,7 +428,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # the meta device gives tensors without numbers
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise UsageError(f"device {name!r} cannot be used here: choose cpu, cuda or auto") from error
+        there = "cpu, cuda or auto" if machine.gpus() else "cpu or auto, for there is no GPU"
+        raise UsageError(f"device {name!r} cannot be used here: choose {there}") from error
     return device
 
 
