@@ -96,6 +96,19 @@ def test_what_an_optimizer_did_before_it_takes_over_a_state_of_torch_is_forgotte
     assert_same(*found)
 
 
+def test_a_momentum_of_none_is_one_that_has_not_begun():
+    """As torch's SGD saved it for years, where it had no momentum."""
+    param = nn.Parameter(torch.ones(2, 3))
+    saved = torch.optim.SGD([param], lr=0.1).state_dict() | {"state": {0: {"momentum_buffer": None}}}
+    optimizer = SGDSW([param], lr=0.1, weight_decay=0.0)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    for _ in range(2):
+        param.grad = torch.ones(2, 3)
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full((2, 3), 1 - 0.1 - 0.15))
+
+
 def test_a_loaded_snapshot_can_be_loaded_again():
     params, optimizer, _ = trained("muon")
     weights, snapshot = [p.detach().clone() for p in params], optimizer.state_dict()

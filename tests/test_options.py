@@ -25,6 +25,7 @@ def weights():
         (AdamWSW, {"betas": 0.9}, "must be two numbers"),
         (AdamWSW, {"eps": -1e-8}, "eps"),
         (MuonSW, {"decay": "scale"}, r"unknown decay rule 'scale' \(did you mean 'scaled'\?\)"),
+        (MuonSW, {"decay": ["scaled"]}, r"decay=\['scaled'\]: must be one of 'constant', 'scaled'"),
         (MuonSW, {"orthogonalizer": "newton"}, "unknown orthogonalizer 'newton'"),
         (MuonSW, {"scale": "adamw"}, "unknown shape scale 'adamw'"),
         (MuonSW, {"ns_steps": 0}, "ns_steps=0: must be a whole number of at least 1"),

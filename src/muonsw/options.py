@@ -391,6 +391,8 @@ def _one_of(*names: str | None) -> Check:
 
 def _known(table: Any) -> Check:
     def check(name: Any) -> Any:
+        if not isinstance(name, str):
+            raise ValueError(f"must be one of {', '.join(map(repr, table))}")
         table[name]
         return name
 

@@ -50,6 +50,7 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
     What the saved groups do not say, this optimizer's own settings do; a peak they do not know is found anew.
     """
     theirs = [_checked(translate(group)) for group in saved["param_groups"]]
+    states = {key: _known(state) for key, state in saved["state"].items()}
     for group in theirs:
         _refuse_regrouped(group)
     matched = _by_name(theirs, groups)
@@ -58,8 +59,13 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
     adopted = [_completed(old, own) for old, own in zip(matched, groups, strict=True)]
     for number, (group, own) in enumerate(zip(adopted, groups, strict=True)):
         _refuse_unfit(group, own, f"param group {number}")
-        _check_states(saved["state"], group, own)
-    return {**saved, "param_groups": adopted}
+        _check_states(states, group, own)
+    return {**saved, "state": states, "param_groups": adopted}
+
+
+def _known(state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state without keys that say nothing: older SGDs of torch have None for the momentum they lack."""
+    return {key: value for key, value in (state or {}).items() if value is not None}
 
 
 def _refuse_regrouped(group: Group) -> None:
