@@ -42,12 +42,8 @@ def test_a_traced_step_equals_the_eager_one(tensor_lr):
     assert [g["resolved_peak_lr"] for g in optimizer.param_groups] == [pytest.approx(0.05)] * 3
 
 
-QUICK = ("hyperball",)
-
-
-@pytest.mark.parametrize(
-    "norm", [pytest.param(norm, marks=() if norm in QUICK else pytest.mark.slow) for norm in NORM_RULES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", NORM_RULES)
 def test_a_traced_step_keeps_to_norm_rules(norm):
     results = []
     for backend in (None, "aot_eager"):

@@ -10,13 +10,12 @@ from tests.distributed.test_sharded import along
 from tests.family.algorithms import OPTIONS
 
 CLOSE = 1e-9
-# Variants of an algorithm differ in nothing that ranks could notice; ASGO's state is of SOAP's kinds.
+# Variants of an algorithm differ in nothing that ranks could notice; ASGO's state is of SOAP's kinds, and that of
+# KL-Shampoo of Shampoo's.
+QUICK = ("soap", "shampoo")
 every_algorithm = pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(own, id=name, marks=pytest.mark.slow if "," in name or name == "asgo" else ())
-        for name, own in OPTIONS.items()
-    ],
+    [pytest.param(own, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, own in OPTIONS.items()],
 )
 
 

@@ -179,13 +179,13 @@ def test_telemetry_is_kept_of_runs_that_were_sampled_often(tmp_path, tiny, monke
 @pytest.mark.usefixtures("tiny")
 def test_a_run_on_other_text_is_another_run(tmp_path):
     path, other = tmp_path / "records.jsonl", tmp_path / "other"
-    evidence.gather("regret", by_settings(tmp_path / "runs"), path)
+    evidence.gather("steady-state", by_settings(tmp_path / "runs"), path)
     prepare((one for _, one in zip(range(40), MarkovSource(seed=7), strict=False)), ByteTokenizer(), other,
             validation_fraction=0.2)  # fmt: skip
     shop = by_settings(tmp_path / "others")
     shop = replace(shop, places=replace(shop.places, data=other))
     with pytest.raises(UsageError, match="has runs on other text"):
-        evidence.gather("regret", shop, path)
+        evidence.gather("steady-state", shop, path)
     assert not (tmp_path / "others").exists()
     assert evidence.chosen("evidence/long", other) == ["long"]
     with pytest.raises(UsageError, match="name a study"):

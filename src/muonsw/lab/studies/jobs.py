@@ -59,8 +59,8 @@ def train_job(job: Job, tell: Tell) -> dict[str, Any]:
 
 def _free_memory() -> None:
     """Give back what a run held on a GPU: its graphs lie in cycles, and other processes need their memory."""
-    gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()
         torch.cuda.empty_cache()
 
 
