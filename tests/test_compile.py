@@ -81,7 +81,8 @@ def test_an_inductor_step_equals_the_eager_one(dtype):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", pytest.param("kahan", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_rounding_is_left_as_it_is_written(rounding):
     """Inductor fuses away the casts that rounding is made of; so a compiled step calls it uncompiled."""
     graphs = []

@@ -24,7 +24,6 @@ from tests.family.members import OPTIONS
 CLOSE = 1e-9
 TOY = {"algorithm": "matrix_toy"}
 MESHES = {
-    "2 ranks, rows": ([2], [0]),
     "4 ranks, rows": ([4], [0]),
     "4 ranks, columns": ([4], [1]),
     "3 ranks, last axis": ([3], [2]),

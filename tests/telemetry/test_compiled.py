@@ -38,7 +38,7 @@ def trained(build, backend, every=None, steps=6):
     return params, telemetry, taken
 
 
-@pytest.mark.parametrize("build", [ours, torchs])
+@pytest.mark.parametrize("build", [ours, pytest.param(torchs, marks=pytest.mark.slow)])
 def test_values_are_those_of_the_updates(build):
     params, telemetry, step = trained(build, "aot_eager", every=3)
     assert [record["step"] for record in telemetry.records] == [1, 3, 6]

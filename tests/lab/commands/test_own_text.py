@@ -66,7 +66,9 @@ def test_a_wrong_setting_is_refused_before_text_is_prepared(options, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("characters", [200, 3_000, pytest.param(8_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "characters", [200, *(pytest.param(number, marks=pytest.mark.slow) for number in (3_000, 8_000))]
+)
 def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, characters, capsys):
     (tmp_path / "a.txt").write_text(words(characters), encoding="utf-8")
     assert main(["compare", "--text", "a.txt", *SHORT]) == 2
