@@ -2,6 +2,7 @@
 
     python bench/factor_time.py --device cuda --set w512 --clones CLONES
     python bench/factor_time.py --device cuda --set w512 --only soap --profile
+    python bench/factor_time.py --device cuda --qr
 
 CLONES is a folder with clones of nikhilvyas/SOAP, facebookresearch/optimizers, tilde-research/online-kl-shampoo-release
 and infinity-stars/ASGO under those last names; peers that are not there or not installed are left out. What is timed is
@@ -24,10 +25,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from muonsw import MuonSW
+from muonsw.algorithms.factors import cholesky_qr
 from muonsw.lab.bench.steps import LAMBDA, LR, SETS, Matrices, MatrixSource
 from muonsw.lab.bench.timing import chosen_device, environment, in_turn, milliseconds, save, synchronize
+from muonsw.machine import full_float32
 
 Build = Callable[[list[nn.Parameter]], Any]
+QR_SIZES = ((168, 128), (1, 512), (8, 512), (144, 512), (8, 1024), (1, 2048), (1, 4096))
 SHARED: dict[str, Any] = {"lr": LR, "weight_decay": LAMBDA}
 
 
@@ -140,6 +144,27 @@ def profile(algorithm: str, args: argparse.Namespace, device: torch.device) -> s
     return str(profiler.key_averages().table(sort_by=by, row_limit=18, max_name_column_width=60))
 
 
+def bases(device: torch.device) -> list[dict[str, float]]:
+    """How bases of a batch are orthonormalized: by Cholesky decompositions, and by torch's QR; and how exactly."""
+    rows = []
+    for count, d in QR_SIZES:
+        falling = torch.logspace(0, -4, d, dtype=torch.float32, device=device)
+        X = torch.randn(count, d, d, dtype=torch.float32, device=device) * falling
+        identity = torch.eye(d, dtype=torch.float32, device=device).expand_as(X)
+        with full_float32():
+            Q, expected = cholesky_qr(X, identity)[:1].double(), torch.linalg.qr(X[:1].double()).Q
+            error = (Q * (Q * expected).sum(-2, keepdim=True).sign() - expected).abs().max().item()
+            ways = {
+                "cholesky": lambda X=X, basis=identity: cholesky_qr(X, basis),
+                "qr": lambda X=X: torch.linalg.qr(X).Q,
+            }
+            times = in_turn({name: lambda way=way: milliseconds(way, device) for name, way in ways.items()}, 5)
+        row = {name: statistics.median(taken) for name, taken in times.items()}
+        print(f"{count:4} of {d:4}: cholesky {row['cholesky']:8.2f} ms, qr {row['qr']:8.2f} ms, error {error:.1e}")
+        rows.append({"count": count, "d": d, **row, "error": error})
+    return rows
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -149,6 +174,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clones", type=Path, default=None)
     parser.add_argument("--profile", action="store_true", help="show where our steps spend their time, and stop")
+    parser.add_argument("--qr", action="store_true", help="time how bases are orthonormalized, and stop")
     parser.add_argument("--json", type=Path, default=Path("out/bench/factor_time.json"))
     return parser.parse_args()
 
@@ -157,7 +183,9 @@ def main() -> None:
     args = arguments()
     device = chosen_device(args.device)
     record: dict[str, Any] = {"environment": environment(device), "set": args.set, "frequency": args.frequency}
-    for algorithm in args.only:
+    if args.qr:
+        record["qr"] = bases(device)
+    for algorithm in [] if args.qr else args.only:
         if args.profile:
             print(profile(algorithm, args, device))
             continue

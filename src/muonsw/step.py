@@ -540,9 +540,8 @@ def updates_here(
     """Updates of parameters whose matrices are whole on this rank, each to be applied before the next."""
     _begin(group, items, batch_rates.flag)
     stored, budget = _is_stored(group), _budget(optimizer, group, items, batch_rates)
-    if (
-        stored and not budget.plain and optimizer._observer is None
-    ):  # telemetry wants averages as they are computed with
+    observed = optimizer._observer is not None  # by telemetry, which wants averages as they are computed with
+    if stored and not budget.plain and not observed:
         whole, items = updates_in_place(group, items, budget.chunk_bytes)
         yield from whole
         if not items:
