@@ -353,11 +353,13 @@ def _optima_table(found: Sequence[Optimum]) -> Table:
     columns = [Column("rule"), *(Column(name, number=True) for name in (*names, "regret at 4 times"))]
     rows: list[list[Value | Cell]] = []
     for one in found:
-        high, good = at_factor(one.losses, one.best, 4.0), f"{one.low:.3g} to {one.high:.3g}"
+        low_end, high_end = math.isclose(one.low, min(one.losses)), math.isclose(one.high, max(one.losses))
         run = one.rule, one.steps, f"{one.peak_lr:.3g}", f"{one.epochs:.1f}"
-        best = f"{one.best:.3g}", f"{one.best * one.per_lambda:.2f}"
-        octaves = f"{octaves_within(one.losses):.1f}"
-        rows.append([*run, *best, good, octaves, None if high is None else f"{high:+.3f}"])
+        best = f"{one.best:.3g}{'*' * one.at_an_end}", f"{one.best * one.per_lambda:.2f}{'*' * one.at_an_end}"
+        good = f"{one.low:.3g}{'*' * low_end} to {one.high:.3g}{'*' * high_end}"
+        octaves = f"{octaves_within(one.losses):.1f}{'*' * (low_end or high_end)}"
+        costs = at_factor(one.losses, one.best, 4.0)
+        rows.append([*run, *best, good, octaves, None if costs is None else f"{costs:+.3f}"])
     powers = {
         rule: [(one.best, one.steps) for one in found if one.rule == rule] for rule in RULES if len(found) > len(RULES)
     }
@@ -366,7 +368,8 @@ def _optima_table(found: Sequence[Optimum]) -> Table:
     )
     note = (
         "The best lambda is the vertex of a parabola over its logarithm, through the lowest mean and its neighbours; "
-        "the total is what decay takes over the run at that lambda, the sum of phi."
+        "the total is what decay takes over the run at that lambda, the sum of phi. An asterisk: no smaller or no "
+        "larger lambda was tried, so the best one may lie beyond, or the range be wider."
     )
     more = f" The best lambda goes with the horizon to the power: {exponents}." if exponents else ""
     return Table("best-lambda", "The best lambda", columns, rows, note + more)
