@@ -275,6 +275,8 @@ def test_bad_numbers_are_named():
         ({"rules": ("scale",)}, r"unknown decay rule 'scale' \(did you mean 'scaled'\?\)"),
         ({"rules": ()}, "name at least one"),
         ({"width": 0}, "width=0: must be at least 1"),
+        ({"momentum": 1.0}, "momentum=1.0: must be at least 0 and below 1"),
+        ({"momentum": math.nan}, "momentum=nan: must be at least 0 and below 1"),
         ({"weight_decay": 100.0}, "would take 2 times the weight in one step"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -190,6 +190,8 @@ def advise(
     _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, base_peak_lr, rules, decay_points, sizes)
     rates, stride = _rates(steps, peak_lr, schedule, warmup_steps, final_fraction, decay_fraction)
     beta = MOMENTUM[algorithm] if momentum is None else momentum
+    if not 0 <= beta < 1:
+        raise ValueError(f"momentum={beta!r}: must be at least 0 and below 1")
     memory = max(1.0, REMEMBERED * (1 + beta) / (1 - beta))
     updates = [UPDATE[algorithm] * rate for rate in rates]
     peak = base_peak_lr or peak_lr
