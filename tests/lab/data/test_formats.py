@@ -41,6 +41,12 @@ def test_compression_changes_nothing(tmp_path, suffix):
     assert list(text_documents(files)) == [*TEXTS, *pieces(TEXTS[2])]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_the_mark_that_windows_puts_before_utf8_is_no_text(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (b'{"text": "plain"}' if name == "a.jsonl" else b"plain"))
+    assert list(text_documents([tmp_path / name])) == ["plain"]
+
+
 def test_zstandard_frames_follow_each_other(tmp_path):
     data = json_lines(ROWS)
     (tmp_path / "a.jsonl.zst").write_bytes(zstd(data[:77]) + zstd(data[77:78]) + zstd(b"") + zstd(data[78:]))

@@ -113,7 +113,7 @@ def _cut(text: str, first: int, last: int) -> int:
 
 def _whole(path: Path) -> Iterator[str]:
     with _opened(path) as file:
-        yield from pieces(file.read().decode())
+        yield from pieces(file.read().decode("utf-8-sig"))
 
 
 def _lines(path: Path) -> Iterator[str]:
