@@ -210,8 +210,12 @@ def test_text_files_get_the_same_split_whatever_their_number_and_order(tmp_path)
     assert 1 <= sum(is_validation(text, fraction) for text in texts) < 20
 
 
-def test_text_of_which_nothing_can_be_held_out_is_refused_before_any_work(tmp_path):
-    (tmp_path / "line.txt").write_text("one line", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"too little text \(8 characters\) to hold some out"):
-        prepare_default(tmp_path / "data", source="text", files=(str(tmp_path / "line.txt"),))
+@pytest.mark.parametrize(
+    ("name", "text", "characters"),
+    [("line.txt", "one line", "8"), ("long.jsonl", json.dumps({"text": "word " * 20_000}), "100,000")],
+)
+def test_text_of_which_nothing_can_be_held_out_is_refused_before_any_work(tmp_path, name, text, characters):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=rf"one document \({characters} characters\).*: give several documents"):
+        prepare_default(tmp_path / "data", source="text", files=(str(tmp_path / name),))
     assert not (tmp_path / "data").exists()

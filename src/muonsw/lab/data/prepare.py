@@ -278,8 +278,9 @@ def held_out_fraction(documents: Iterable[str]) -> float:
     share = SMALL_SHARE if total < _LARGE_CHARACTERS else LARGE_SHARE
     *candidates, _largest = sorted(sizes) or [0]
     if not candidates:
-        fix = "give 10 kB or more (`muonsw data prepare` with --validation-fraction 0 holds out nothing)"
-        raise UsageError(f"there is too little text ({total:,} characters) to hold some out for validation: {fix}")
+        more = "give several documents, or a text file of 10 kB or more"
+        fix = f"{more} (`muonsw data prepare` with --validation-fraction 0 holds out nothing)"
+        raise UsageError(f"one document ({total:,} characters) cannot be both trained on and held out: {fix}")
     for lot in candidates:
         held_out += sizes[lot]
         if held_out >= share * total:
