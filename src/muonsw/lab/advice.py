@@ -577,10 +577,11 @@ def _two_digits(number: float) -> str:
     """A number in two digits, without a power of ten below a million.
 
     Examples:
-        >>> [_two_digits(number) for number in (0.0212, 4.75, 233.1, 156250.0, 3e7)]
-        ['0.021', '4.8', '230', '160,000', '3e+07']
+        >>> [_two_digits(number) for number in (0.0212, 4.75, 99.7, 233.1, 156250.0, 3e7)]
+        ['0.021', '4.8', '100', '230', '160,000', '3e+07']
     """
-    return f"{float(f'{number:.2g}'):,.0f}" if 100 <= number < 1e6 else f"{number:.2g}"
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if 100 <= rounded < 1e6 else f"{rounded:g}"
 
 
 def _rms(norm: float) -> str:

@@ -111,13 +111,12 @@ def amount(number: float, digits: int = 3) -> str:
     """A large number with the letter that `parse_amount` understands.
 
     Examples:
-        >>> amount(18_350_080_000), amount(962_560), amount(197_132_288_000, 4), amount(512)
-        ('18.4B', '963K', '197.1B', '512')
+        >>> amount(18_350_080_000), amount(962_560), amount(197_132_288_000, 4), amount(999_960_000), amount(512)
+        ('18.4B', '963K', '197.1B', '1B', '512')
     """
-    for letter, unit in reversed(UNITS.items()):
-        if letter and number >= unit:
-            return f"{number / unit:.{digits}g}{letter}"
-    return f"{number:g}"
+    rounded = float(f"{number:.{digits}g}")
+    letter, unit = max(UNITS.items(), key=lambda one: one[1] if one[1] <= rounded else 0.0)
+    return f"{rounded / unit:g}{letter}"
 
 
 class ModelPart(NamedTuple):
