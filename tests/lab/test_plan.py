@@ -10,10 +10,8 @@ import torch
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan as PlanCommand
 from muonsw.lab.cost import (
-    MOST_STEPS,
     Setup,
     activation_bytes,
-    lr_multiples,
     orthogonalizer_flops,
     parse_amount,
     plan,
@@ -23,7 +21,7 @@ from muonsw.lab.cost import (
 from muonsw.lab.model import Decoder, ModelConfig, moe, preset
 from muonsw.lab.paper import RECIPES
 from muonsw.lab.studies.arms import decay_factors
-from muonsw.lab.theory.schedule import warmup_cosine
+from muonsw.lab.theory.schedule import MOST_STEPS, sampled, warmup_cosine
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.lab.train.presets import preset_run
@@ -71,11 +69,11 @@ def test_the_total_decay_of_a_cosine_to_a_tenth(width):
 @pytest.mark.parametrize("schedule", [ScheduleConfig(), ScheduleConfig("wsd"), ScheduleConfig("constant")])
 def test_sums_of_long_runs_agree_with_every_step_of_them(schedule):
     steps = 3 * MOST_STEPS + 1
-    kept = lr_multiples(schedule, steps)
+    kept = sampled(schedule.multiple(steps), steps)
     assert len(kept) == MOST_STEPS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("muonsw.lab.cost.MOST_STEPS", steps)
-        exact = lr_multiples(schedule, steps)
+        patch.setattr("muonsw.lab.theory.schedule.MOST_STEPS", steps)
+        exact = sampled(schedule.multiple(steps), steps)
     assert len(exact) == steps
     for power in (1, 2):
         mean = math.fsum(value**power for value in kept) / len(kept)
@@ -83,7 +81,7 @@ def test_sums_of_long_runs_agree_with_every_step_of_them(schedule):
 
 
 def test_short_runs_take_every_step():
-    kept = lr_multiples(ScheduleConfig(warmup_steps=10), 100)
+    kept = sampled(ScheduleConfig(warmup_steps=10).multiple(100), 100)
     assert kept == [warmup_cosine(step, total_steps=100, warmup_steps=10) for step in range(100)]
 
 
@@ -98,7 +96,7 @@ def test_the_planned_decay_is_what_the_optimizer_applies():
         weight = model.layers[0].attention.out.weight
         peaks = [group["lr"] for group in optimizer.param_groups]
         norm = weight.detach().norm()
-        for multiple in lr_multiples(ScheduleConfig(warmup_steps=2), 7):
+        for multiple in sampled(ScheduleConfig(warmup_steps=2).multiple(7), 7):
             for group, lr in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = lr * multiple
             for param in model.parameters():

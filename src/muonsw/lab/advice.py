@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,22 +21,19 @@ from typing import Any, NamedTuple
 from muonsw.decay import DECAY_RULES, Points, decay_factor
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.theory import NormHistory, norms_with_memory, target_norms
-from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
+from muonsw.lab.theory.schedule import sampled, schedule_of
 from muonsw.lab.theory.tracking import LAG, peak_decay_step
 from muonsw.text import counted, text_table
 
 # What was measured of a rule at one length, as `measured.json` has it.
 Measurement = Mapping[str, Any]
 
-SCHEDULES = ("cosine", "wsd", "constant")
 # Root mean square of an update at learning rate 1: Muon's with its usual scale and Newton-Schulz, AdamW's typical one.
 UPDATE = {"muon": 0.2 * 0.88, "adamw": 0.2}
 # Beta of Muon, and the first of AdamW, where none is given.
 MOMENTUM = {"muon": 0.95, "adamw": 0.9}
 # How much of the memory that momentum would have among independent gradients was seen: 33 of 39 at beta 0.95.
 REMEMBERED = 33 / 39
-# Longer runs are summed over this many evenly spaced steps.
-MOST_STEPS = 20_000
 # Samples of the norm that the theory of its target looks at.
 SAMPLES = 200
 # The total decay of the paper's runs under the constant rule: lambda 0.1 over 35,000 to 376,000 updates.
@@ -187,15 +184,18 @@ def advise(
         'idle'
     """
     sizes = {"width": width, "batch": batch_tokens}
-    _check(steps, peak_lr, weight_decay, schedule, algorithm, initial_rms, base_peak_lr, rules, decay_points, sizes)
-    rates, stride = _rates(steps, peak_lr, schedule, warmup_steps, final_fraction, decay_fraction)
+    _check(steps, peak_lr, weight_decay, algorithm, initial_rms, base_peak_lr, rules, decay_points, sizes)
+    multiple = schedule_of(
+        schedule, steps, warmup_steps=warmup_steps, final_fraction=final_fraction, decay_fraction=decay_fraction
+    )
+    rates = [peak_lr * one for one in sampled(multiple, steps)]
     beta = MOMENTUM[algorithm] if momentum is None else momentum
     if not 0 <= beta < 1:
         raise ValueError(f"momentum={beta!r}: must be at least 0 and below 1")
     memory = max(1.0, REMEMBERED * (1 + beta) / (1 - beta))
     updates = [UPDATE[algorithm] * rate for rate in rates]
     peak = base_peak_lr or peak_lr
-    course = _Course(steps, peak_lr, peak, rates, stride, updates, memory, initial_rms, decay_points, sizes)
+    course = _Course(steps, peak_lr, peak, rates, steps / len(rates), updates, memory, initial_rms, decay_points, sizes)
     found = [_of_rule(rule, weight_decay, course) for rule in rules]
     return _advice(found, weight_decay, course, algorithm, forgets=1 - beta)
 
@@ -317,21 +317,6 @@ def _measurements(rule: str) -> list[Measurement]:
 
 def _was_measured(rule: str) -> bool:
     return any(one["rule"] == SAME_RULE.get(rule, rule) for one in measured()["optima"])
-
-
-def _rates(
-    steps: int, peak_lr: float, schedule: str, warmup_steps: int | None, final: float, falling: float
-) -> tuple[list[float], float]:
-    """Learning rates of evenly spaced steps, and for how many steps each stands."""
-    warmup = warmup_steps_for_horizon(steps) if warmup_steps is None else warmup_steps
-    shared: dict[str, Any] = {"total_steps": steps, "warmup_steps": warmup}
-    shared["final_fraction"] = 1.0 if schedule == "constant" else final
-    multiple: Callable[[int], float] = partial(warmup_cosine, **shared)
-    if schedule == "wsd":
-        multiple = partial(warmup_stable_decay, decay_fraction=falling, **shared)
-    kept = min(steps, MOST_STEPS)
-    places = (min(steps - 1, (2 * number + 1) * steps // (2 * kept)) for number in range(kept))
-    return [peak_lr * multiple(place) for place in places], steps / kept
 
 
 def _phis(rule: str, course: _Course) -> list[float]:
@@ -542,7 +527,6 @@ def _check(
     steps: Any,
     peak_lr: float,
     lam: float,
-    schedule: str,
     algorithm: str,
     initial: float,
     base: float | None,
@@ -560,8 +544,6 @@ def _check(
             raise ValueError(f"{name}={size!r}: must be at least 1")
     if not 0 <= lam < math.inf:
         raise ValueError(f"weight_decay={lam!r}: must be a number of at least 0")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}: must be one of {', '.join(SCHEDULES)}")
     if algorithm not in UPDATE:
         raise ValueError(f"algorithm={algorithm!r}: must be one of {', '.join(UPDATE)}")
     if not rules:

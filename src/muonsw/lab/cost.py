@@ -33,7 +33,7 @@ from muonsw.lab.model import (
 )
 from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, PrintedRecipe
-from muonsw.lab.theory.schedule import peak_lr_for_horizon
+from muonsw.lab.theory.schedule import MOST_STEPS, peak_lr_for_horizon, sampled
 from muonsw.lab.train.config import OptimizerConfig, RunConfig, ScheduleConfig
 from muonsw.orthogonalize.iterations import gram_pays
 from muonsw.step import ACCELERATOR_CHUNK_BYTES
@@ -43,8 +43,6 @@ STEPS = 5  # of Newton-Schulz
 # Roles in the muP table whose parameters Muon moves.
 MUON_ROLES = ("hidden", "residual")
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-# Sums over longer runs take this many evenly spaced steps; the curves are smooth, so the error is below 1e-4.
-MOST_STEPS = 20_000
 # Horizons at which the paper swept the peak learning rate, with AdamW.
 TUNED_STEPS = (5_000, 20_000)
 # Decay rules that are planned, and the peak that they divide by: the group's, or the undivided one.
@@ -583,18 +581,6 @@ def plan_groups(
     return tuple(groups)
 
 
-def lr_multiples(schedule: ScheduleConfig, steps: int) -> list[float]:
-    """Multiples of the peak learning rate over the run, the last step's at the end; at most `MOST_STEPS` of them.
-
-    Examples:
-        >>> [round(multiple, 2) for multiple in lr_multiples(ScheduleConfig(warmup_steps=1), 5)]
-        [1.0, 0.87, 0.55, 0.23, 0.1]
-    """
-    kept, multiple = min(steps, MOST_STEPS), schedule.multiple(steps)
-    places = [(2 * number + 1) * steps // (2 * kept) for number in range(kept - 1)] + [steps - 1]
-    return [multiple(place) for place in places]
-
-
 @dataclass(frozen=True)
 class RunPlan:
     """A run, computed without running it."""
@@ -645,7 +631,7 @@ def plan(
     chosen = peak_lr_for_horizon(horizon) if peak_lr is None else peak_lr
     _require(peak_lr=chosen)
     flops = float(sizes.flops_per_token) * tokens
-    multiples = lr_multiples(schedule, steps)
+    multiples = sampled(schedule.multiple(steps), steps)
     update = plan_update(model, setup or Setup(), batch_tokens)
     return RunPlan(
         model=model,
@@ -713,7 +699,8 @@ def plan_recipe(
     steps = recipe.steps or (None if batch is None else math.ceil(recipe.tokens / batch))
     without_warmup = ScheduleConfig(warmup_steps=None if recipe.steps else 0)
     shape = replace(schedule or without_warmup, final_fraction=recipe.final_fraction)
-    multiples = lr_multiples(shape, steps or MOST_STEPS)
+    updates = steps or MOST_STEPS
+    multiples = sampled(shape.multiple(updates), updates)
     optimizer = OptimizerConfig(weight_decay=recipe.weight_decay)
     mean, mean_square = (math.fsum(one**power for one in multiples) / len(multiples) for power in (1, 2))
     model = preset(recipe.preset) if recipe.preset else None

@@ -21,6 +21,11 @@ from torch.optim.lr_scheduler import LambdaLR
 WarmupShape = Literal["linear", "cosine"]
 DecayShape = Literal["linear", "sqrt"]
 
+# Schedules that runs name, see `schedule_of`.
+SHAPES = ("cosine", "wsd", "constant")
+# Sums over longer runs take this many evenly spaced steps; the curves are smooth, so the error is below 1e-4.
+MOST_STEPS = 20_000
+
 _Curve = Callable[[float], float]
 
 
@@ -134,6 +139,48 @@ def warmup_stable_decay(
     if step < warmup_steps:
         return _between(warmup_start, 1.0, warmup((step + 1) / warmup_steps))
     return _decay(step, total_steps - 1 - decay_steps, total_steps - 1, final_fraction, decay)
+
+
+def schedule_of(
+    shape: str,
+    total_steps: int,
+    *,
+    warmup_steps: int | None = None,
+    final_fraction: float = 0.1,
+    decay_fraction: float = 0.2,
+    warmup_shape: WarmupShape = "linear",
+) -> Callable[[int], float]:
+    """The schedule that a run names: "cosine", "wsd" or, flat after its warmup, "constant".
+
+    Without `warmup_steps` the paper's rule gives them, cut to a tenth of the run.
+
+    Examples:
+        >>> [round(schedule_of("cosine", 5, warmup_steps=1)(step), 2) for step in range(5)]
+        [1.0, 0.87, 0.55, 0.23, 0.1]
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"schedule={shape!r} must be one of {', '.join(SHAPES)}")
+    shared: dict[str, Any] = {
+        "total_steps": total_steps,
+        "warmup_steps": warmup_steps_for_horizon(total_steps) if warmup_steps is None else warmup_steps,
+        "warmup_shape": warmup_shape,
+        "final_fraction": 1.0 if shape == "constant" else final_fraction,
+    }
+    if shape == "wsd":
+        return partial(warmup_stable_decay, decay_fraction=decay_fraction, **shared)
+    return partial(warmup_cosine, **shared)
+
+
+def sampled(schedule: Callable[[int], float], total_steps: int) -> list[float]:
+    """A schedule over the run, the last step's multiple at the end; at most `MOST_STEPS` of them.
+
+    Examples:
+        >>> sampled(harmonic, 3) == [1 / 1, 1 / 2, 1 / 3]
+        True
+    """
+    kept = min(total_steps, MOST_STEPS)
+    places = [(2 * number + 1) * total_steps // (2 * kept) for number in range(kept - 1)] + [total_steps - 1]
+    return [schedule(place) for place in places]
 
 
 def lr_scheduler(optimizer: Optimizer, schedule: Callable[..., float], **settings: Any) -> LambdaLR:

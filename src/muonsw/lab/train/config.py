@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any
 
 from muonsw.algorithms import ALGORITHMS
@@ -14,7 +13,7 @@ from muonsw.lab.base.settings import as_data, from_data
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.tasks.decoder import DataConfig
 from muonsw.lab.tasks.functions import TaskConfig
-from muonsw.lab.theory.schedule import warmup_cosine, warmup_stable_decay, warmup_steps_for_horizon
+from muonsw.lab.theory.schedule import SHAPES, schedule_of, warmup_steps_for_horizon
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.options import validate_option
 from muonsw.orthogonalize import ORTHOGONALIZERS
@@ -144,7 +143,7 @@ class ScheduleConfig:
     decay_fraction: float = 0.2
 
     def __post_init__(self) -> None:
-        _require_one_of("schedule.shape", self.shape, ("cosine", "wsd", "constant"))
+        _require_one_of("schedule.shape", self.shape, SHAPES)
         _require_one_of("schedule.warmup_shape", self.warmup_shape, ("linear", "cosine"))
 
     def warmup(self, steps: int) -> int:
@@ -153,15 +152,8 @@ class ScheduleConfig:
 
     def multiple(self, steps: int) -> Callable[[int], float]:
         """The multiple of the peak learning rate at each step of a run of so many steps."""
-        shared: dict[str, Any] = {
-            "total_steps": steps,
-            "warmup_steps": self.warmup(steps),
-            "warmup_shape": self.warmup_shape,
-            "final_fraction": 1.0 if self.shape == "constant" else self.final_fraction,
-        }
-        if self.shape == "wsd":
-            return partial(warmup_stable_decay, decay_fraction=self.decay_fraction, **shared)
-        return partial(warmup_cosine, **shared)
+        settings = {one.name: getattr(self, one.name) for one in fields(self)}
+        return schedule_of(settings.pop("shape"), steps, **settings)
 
 
 @dataclass(frozen=True)
