@@ -1,6 +1,7 @@
 """Run folders: what was written is what is read, whole or in progress, and nothing else passes for a run."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -168,6 +169,9 @@ def test_what_is_not_a_run_is_named(tmp_path, folder):
         load_run(folder / "config.json")
     with pytest.raises(UsageError, match=r"no config\.json; it holds runs: first"):
         load_run(folder.parent)
+    shutil.copytree(folder, tmp_path / "compared" / "runs" / "first")  # as `muonsw compare` leaves them
+    with pytest.raises(UsageError, match=r"no config\.json; it holds runs: runs/first"):
+        load_run(tmp_path / "compared")
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UsageError, match=r"config\.json cannot be read"):
         load_run(tmp_path)

@@ -383,7 +383,8 @@ def _require_folder(folder: Path) -> None:
     if not folder.exists():
         raise UsageError(f"{folder} is not a run: it does not exist; {advice}")
     if not (folder / "config.json").is_file():
-        inside = sorted(child.name for child in folder.iterdir() if (child / "config.json").is_file())
+        below = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/config.json") if path.is_file()]
+        inside = sorted(str(path.parent.relative_to(folder)) for path in below)  # `compare` has its own in runs/
         begun = os.path.lexists(folder / METRICS) or os.path.lexists(folder / "config.json")
         hint = f"it holds runs: {', '.join(inside[:3])}" if inside else REMEDIES["config.json"] if begun else advice
         raise UsageError(f"{folder} is not a run: it has no config.json; {hint}")
