@@ -199,6 +199,8 @@ class Compare:
             raise UsageError("--control total needs a scaled arm, whose total it takes")
         if self.control == "total" and not scaled[0].optimizer.weight_decay:
             raise UsageError("--control total needs decay to take the total of: give --weight-decay above zero")
+        if self.tune_lambda and not any(arm.optimizer.weight_decay for arm in arms):
+            raise UsageError("--tune-lambda tries multiples of lambda: give --weight-decay above zero")
         return arms
 
     def _workshop(self, console: Console) -> Workshop:

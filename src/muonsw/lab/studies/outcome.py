@@ -418,9 +418,9 @@ def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
     """A mean with the half-width of its interval; None where there is nothing.
 
     Examples:
-        >>> with_interval([1.0, 2.0, 3.0])
-        '2.0000 ± 2.4841'
+        >>> with_interval([1.0, 2.0, 3.0]), with_interval([]), with_interval([math.nan])
+        ('2.0000 ± 2.4841', None, None)
     """
-    interval = interval_of(values)
+    average, interval = mean(values), interval_of(values)
     half = "" if interval is None else f" ± {(interval.high - interval.low) / 2:.{digits}f}"
-    return f"{mean(values):.{digits}f}{half}" if values else None
+    return None if math.isnan(average) else f"{average:.{digits}f}{half}"
