@@ -126,6 +126,7 @@ def test_total_decay_of_the_control_is_that_of_the_scaled_arm():
     [
         ("scalled", r"unknown decay rule or preset 'scalled' \(did you mean 'scaled'\?\); known: .*normuon"),
         ("normoun", r"did you mean 'normuon'"),
+        ("", "unknown decay rule or preset ''"),
         ("soap/costant", r"unknown decay rule 'costant' \(did you mean 'constant'\?\)"),
         ("saop/constant", r"unknown preset 'saop' \(did you mean 'soap'\?\)"),
         ("/constant,preset=soap", "setting=value"),
@@ -258,6 +259,9 @@ def test_the_verdict_says_when_decay_cannot_matter():
         both = (arm("constant", "constant", total_decay=total), arm("scaled", "scaled", total_decay=0.73 * total))
         text = verdict(Outcome(both, (pair((-0.1, 0.1, 0.0)),)))
         assert ("hardly acts" in text, "smaller lambda" in text) == (idle, not idle)
+    # What a rule takes that follows the gradients is not known.
+    both = (arm("constant", "constant", total_decay=0.0), arm("other", "gradient_norm", total_decay=math.nan))
+    assert "hardly acts" not in verdict(Outcome(both, (pair((-0.1, 0.1, 0.0)),)))
 
 
 def test_an_arm_that_lost_some_seeds_is_compared_on_the_others():

@@ -119,7 +119,7 @@ def _preset_and_rule(text: str, first: str, base: OptimizerConfig) -> dict[str, 
     if not slash:
         preset, rule = (base.preset, first) if first in DECAY_RULES else (first, base.decay)
     known = list(PRESETS) if slash else [*DECAY_RULES, *PRESETS]
-    if preset and preset not in PRESETS:
+    if (preset or not first) and preset not in PRESETS:
         raise UsageError(f"arm {text!r}: {unknown('preset' if slash else 'decay rule or preset', preset, known)}")
     if rule not in DECAY_RULES:
         raise UsageError(f"arm {text!r}: {unknown('decay rule', rule, list(DECAY_RULES))}")

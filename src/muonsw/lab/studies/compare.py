@@ -235,7 +235,7 @@ def _norms(arms: Sequence[ArmOutcome]) -> str:
 def _caveats(outcome: Outcome, tuned: Sequence[TuningResult]) -> list[str]:
     notes = [edge_note(tuned)]
     known = not any(math.isnan(arm.weight_decay) for arm in outcome.arms)
-    if max(arm.total_decay for arm in outcome.arms) < IDLE:
+    if all(arm.total_decay < IDLE for arm in outcome.arms):  # never where it follows the gradients, and is NaN
         notes.append(
             f"Decay hardly acts at this length (its factors add up to less than {IDLE}), so its rule hardly matters: "
             "raise lambda or train longer to compare rules."
