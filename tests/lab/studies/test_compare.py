@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from muonsw.lab.studies.outcome import (
     steps_to_match,
 )
 from muonsw.lab.studies.study import conduct
-from muonsw.lab.studies.tuning import sweep_table, tune
+from muonsw.lab.studies.tuning import SEARCH, sweep_table, tune
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.presets import PRESETS
 from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison, tiny_run
@@ -177,6 +178,19 @@ def test_steps_to_match_interpolates_between_evaluations(tmp_path):
     assert steps_to_match(baseline, run("faster", [(0, 5.0), (20, 4.0), (40, 2.0)])) == pytest.approx(30 / 50)
     assert steps_to_match(baseline, run("never", [(0, 5.0), (100, 3.1)])) is None
     assert first_crossing([0, 10], [2.0, 1.0], 2.5) == 0.0
+
+
+def test_a_search_goes_no_further_than_an_update_can_take():
+    """Every larger lambda is better here, until one would take more than the weight."""
+
+    def train(comparisons):
+        losses = {arm.name: -arm.optimizer.weight_decay for arm in comparisons[0].arms}
+        return {SEARCH: {name: [SimpleNamespace(result={}, final_loss=loss)] for name, loss in losses.items()}}
+
+    base, optimizer = tiny_run(steps=4), replace(ARMS[1].optimizer, weight_decay=1.0)
+    strong = replace(optimizer, weight_decay=0.4 / max(decay_factors(base, optimizer)))
+    (found,) = tune(train, base, [Arm("strong", strong)], seed=7)
+    assert 0.5 < max(decay_factors(base, found.arm.optimizer)) <= 1.0
 
 
 def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table
-from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, with_lambda
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, decay_factors, with_lambda
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.train.config import RunConfig
 
@@ -65,7 +65,8 @@ def tune(
 ) -> list[TuningResult]:
     """Try multiples of each arm's lambda on one seed and keep the best of each arm.
 
-    Where the best is the smallest or the largest that was tried, the search goes on beyond it, a few times.
+    Where the best is the smallest or the largest that was tried, the search goes on beyond it, a few times. A lambda
+    with which an update would take more than the weight is not tried.
 
     Args:
         train: Makes the runs of comparisons.
@@ -76,7 +77,7 @@ def tune(
     """
     grids = {arm.name: sorted(factors) for arm in arms}
     for extensions in range(MOST_EXTENSIONS + 1):
-        candidates = {arm.name: grid(arm, grids[arm.name]) for arm in arms}
+        candidates = {arm.name: _possible(base, grid(arm, grids[arm.name])) for arm in arms}
         everyone = tuple(candidate for those in candidates.values() for candidate in those)
         runs = train([Comparison(SEARCH, base, everyone, (seed,), paired=False)])[SEARCH]
         found = [best_of(arm, candidates[arm.name], runs) for arm in arms]
@@ -84,6 +85,12 @@ def tune(
             break
         grids = {tuned.name: _extended(grids[tuned.name], tuned) for tuned in found}
     return found
+
+
+def _possible(base: RunConfig, candidates: list[Arm]) -> list[Arm]:
+    """Those of which no update would take more than the whole weight, which is refused; the smallest in any case."""
+    smallest, *larger = candidates
+    return [smallest, *(one for one in larger if not max(decay_factors(base, one.optimizer)) > 1.0)]
 
 
 def _extended(factors: list[float], tuned: TuningResult) -> list[float]:
