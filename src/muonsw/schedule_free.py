@@ -36,8 +36,15 @@ from muonsw.work import Batch, Group
 
 # What a copy takes along; the rest is torch's hooks, which no copy of an optimizer has, and what a step needs.
 _COPIED = ("optimizer", "beta", "warmup_steps", "r", "weight_lr_power", "decay_at", "training")
-# What each group counts, saved with it.
-_COUNTERS: Group = {"averaged_steps": 0, "averaging_weight": 0.0, "averaging_lr": 0.0, "holds_y": False}
+# What each group counts, saved with it. Skipped steps count as in a scheduler, and `skipped_weight` is what they would
+# have weighed in the average, a tensor where only the device knows.
+_COUNTERS: Group = {
+    "averaged_steps": 0,
+    "averaging_weight": 0.0,
+    "skipped_weight": 0.0,
+    "averaging_lr": 0.0,
+    "holds_y": False,
+}
 
 
 class ScheduleFree(Optimizer):
@@ -83,6 +90,8 @@ class ScheduleFree(Optimizer):
     ) -> None:
         if not isinstance(optimizer, ScaledDecayOptimizer):
             raise TypeError(f"ScheduleFree goes around AdamWSW, MuonSW or SGDSW, not a {type(optimizer).__name__}")
+        if optimizer.replay:
+            raise ValueError("replay=True: a graph of a step knows nothing of z and the average; leave it out")
         if not 0 < beta < 1:
             raise ValueError(f"beta={beta!r}: must be between 0 and 1")
         if warmup_steps < 0:
@@ -93,7 +102,7 @@ class ScheduleFree(Optimizer):
         self.beta, self.warmup_steps, self.r, self.weight_lr_power = beta, warmup_steps, r, weight_lr_power
         self.decay_at = decay_at
         self.training = False
-        self._pending: list[tuple[Batch, Rates]]
+        self._pending: list[tuple[Batch, Rates]] | None
         self.__setstate__({})
         for group in self.param_groups:
             self._join(group)
@@ -124,6 +133,7 @@ class ScheduleFree(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._read_skips()
         return {key: vars(self)[key] for key in _COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -188,18 +198,17 @@ class ScheduleFree(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        shares = self._shares()
+        weights = [self._weight(group) for group in self.param_groups]
         self._take(self._make_z if idle else self._go_to_z)
-        for (c, counters), group in zip(shares, self.param_groups, strict=True):
+        for group, weight in zip(self.param_groups, weights, strict=True):
             if not idle:
-                self._go_to_y(group, c)
-                group.update(counters)
+                self._go_to_y(group, self._count(group, weight))
         self._pending = []
         return loss
 
     def _take(self, before_update: BeforeUpdate) -> None:
         """Take the step of the optimizer inside, at the learning rates of the warmup."""
-        rates, self._pending = [group["lr"] for group in self.param_groups], []
+        rates, self._pending = [group["lr"] for group in self.param_groups], None
         self.optimizer._before_update = before_update
         try:
             for group in self.param_groups:
@@ -225,6 +234,7 @@ class ScheduleFree(Optimizer):
                 "optimizer.eval() before saving model and optimizer, and optimizer.train() after it",
                 stacklevel=users_line(),
             )
+        self._read_skips()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -259,17 +269,33 @@ class ScheduleFree(Optimizer):
     def _warmup(self, group: Group) -> float:
         return min(1.0, (group["averaged_steps"] + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
-    def _shares(self) -> list[tuple[float, Group]]:
-        """The share c of this step in the average of each group, and what the group has counted after it."""
-        found = []
+    def _weight(self, group: Group) -> tuple[float, float]:
+        """The weight of the next step in the average of a group, and the highest learning rate with it."""
+        highest = max(group["averaging_lr"], group["lr"] * self._warmup(group))
+        return (group["averaged_steps"] + 1) ** self.r * highest**self.weight_lr_power, highest
+
+    def _count(self, group: Group, weight_and_rate: tuple[float, float]) -> float | Tensor:
+        """Count a step of a group; its share c in the average, zero where it was skipped."""
+        weight, group["averaging_lr"] = weight_and_rate
+        group["averaged_steps"] += 1
+        group["averaging_weight"] += weight
+        skipped = self._skipped()
+        group["skipped_weight"] = group["skipped_weight"] + skipped * weight
+        averaged = group["averaging_weight"] - group["skipped_weight"]
+        least = averaged.clamp(min=weight) if isinstance(averaged, Tensor) else max(averaged, weight)
+        return (1 - skipped) * weight / least if weight else 0.0
+
+    def _skipped(self) -> float | Tensor:
+        """1 where the step was skipped and 0 where it was taken, on the device where only it knows."""
+        if self._pending is None:
+            return 1.0
+        taken = [rates.flag.factor(batch.dtype) for batch, rates in self._pending if rates.flag is not None]
+        return 1 - taken[0] if taken else 0.0
+
+    def _read_skips(self) -> None:
+        """Make numbers of the weights of skipped steps; waits for the device."""
         for group in self.param_groups:
-            step = group["averaged_steps"] + 1
-            highest = max(group["averaging_lr"], group["lr"] * self._warmup(group))
-            weight = step**self.r * highest**self.weight_lr_power
-            total = group["averaging_weight"] + weight
-            after = {"averaged_steps": step, "averaging_weight": total, "averaging_lr": highest}
-            found.append((weight / total if total else 0.0, after))
-        return found
+            group["skipped_weight"] = float(group["skipped_weight"])
 
     def _make_z(self, work: list[Batch], _: list[Rates]) -> None:
         for batch in work:
@@ -288,10 +314,10 @@ class ScheduleFree(Optimizer):
                 y.copy_(start)
                 z.copy_(bx)
 
-    def _go_to_y(self, group: Group, c: float) -> None:
+    def _go_to_y(self, group: Group, c: float | Tensor) -> None:
         """Put the new y into the parameters of a group that were moved, and the new z where b x was kept."""
-        for batch, rates in self._pending:
-            share = c if rates.flag is None else c * rates.flag.factor(batch.dtype)
+        for batch, _ in self._pending or ():
+            share = c.to(batch.device, non_blocking=True) if isinstance(c, Tensor) else c
             for item in batch.items if batch.group is group else ():
                 z, kept = item.param.detach(), item.state["z"]
                 y = (1 - share) * kept + (1 - self.beta * (1 - share)) * z

@@ -89,6 +89,8 @@ def _walk(optimizer: ScaledDecayOptimizer) -> None:
 
 def _replays(optimizer: ScaledDecayOptimizer) -> bool:
     """Whether steps are replayed if they can be: as the user says, else where the host would be what takes long."""
+    if optimizer._before_update is not None:  # it puts other weights into the parameters, which a graph does not know
+        return False
     if optimizer.replay is not None or torch.compiler.is_compiling():
         return bool(optimizer.replay)
     first = optimizer.param_groups[0]["params"][:1]

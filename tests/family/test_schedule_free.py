@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, PeakLRError, ScheduleFree, Telemetry
+from muonsw.nonfinite import Flag, all_finite
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from muonsw.replay import Replay
 from tests.common.problems import assert_same, clones, matrices, set_gradients
 from tests.family.record.schedule_free import SHAPES, STEPS, gradient, start
 from tests.family.references.normuon import NorMuon
@@ -243,6 +246,50 @@ def test_a_step_that_is_skipped_moves_nothing():
     with pytest.warns(NonFiniteGradientWarning, match="skipped"):
         optimizer.step()
     assert_same(before, everything(optimizer, params)[0])
+
+
+def flag_on_device(work, *_):
+    return Flag.from_ok(all_finite([grad for batch in work for grad in batch.grads]))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_that_is_skipped_weighs_nothing_in_the_average(monkeypatch, on_device, dtype):
+    if on_device:
+        monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
+    found = []
+    for skipped in ((), (0, 3)):
+        params = matrices((4, 6), dtype=dtype)
+        optimizer = ScheduleFree(SGDSW(params, **CONSTANT))
+        optimizer.train()
+        for step in range(6):
+            if step in skipped:
+                params[0].grad = torch.full_like(params[0], torch.nan)
+                with nullcontext() if on_device else warnings.catch_warnings(action="ignore"):
+                    optimizer.step()
+            set_gradients(params, step)
+            optimizer.step()
+        with warnings.catch_warnings(action="ignore"):
+            saved = optimizer.state_dict()
+        assert isinstance(saved["param_groups"][0]["skipped_weight"], float)
+        copied = copy.deepcopy(optimizer)
+        optimizer.eval()
+        found.append(params[0].detach())
+        assert isinstance(copied.param_groups[0]["skipped_weight"], float)
+    torch.testing.assert_close(*found, rtol=2e-6 if dtype == torch.float32 else 1e-7, atol=0)
+
+
+def test_no_graph_replays_its_steps(monkeypatch):
+    """A graph would move y, as it knows nothing of z."""
+    params = matrices((4, 6))
+    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
+    monkeypatch.setattr(Replay, "ready", lambda *_: pytest.fail("looked for a graph"))
+    optimizer.optimizer.replay = True
+    optimizer.train()
+    set_gradients(params, 0)
+    optimizer.step()
+    with pytest.raises(ValueError, match="replay=True: a graph"):
+        ScheduleFree(AdamWSW(params, replay=True, **CONSTANT))
 
 
 def test_a_first_step_at_zero_makes_state_in_both_modes_and_moves_nothing():
