@@ -413,6 +413,22 @@ def test_a_schedule_that_never_comes_near_its_peak_is_reported_once(name, kind):
     assert_scaled_by(decay_only(optimizer, scheduler, 2), top)
 
 
+@pytest.mark.parametrize("change", [lambda groups: groups.pop(0), lambda groups: groups.reverse()])
+@pytest.mark.parametrize("steps_after", [0, 1])
+def test_the_highest_rate_of_a_tensor_stays_with_its_group(change, steps_after):
+    rates = {"high": 0.8, "low": 0.2}
+    groups = [{"params": [weight()], "lr": torch.tensor(rate), "name": name} for name, rate in rates.items()]
+    optimizer = SGDSW(groups, weight_decay=LAMBDA, peak_lr=1.0)
+    for step in range(1 + steps_after):
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.zeros(4, 4, dtype=torch.float64)
+        optimizer.step()
+        if step == 0:
+            change(optimizer.param_groups)
+    optimizer.check()
+    assert {group["name"]: round(group["highest_lr"], 6) for group in optimizer.param_groups}.items() <= rates.items()
+
+
 def test_the_remedy_for_a_schedule_below_its_peak_needs_no_second_run():
     for remedy in (
         lambda o, s: o.set_peak_lr(s, total_steps=20),

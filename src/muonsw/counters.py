@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,12 @@ class Counters:
     """Flags and counters of one optimizer. None of them is saved."""
 
     def __init__(self) -> None:
-        self.placed: tuple[torch.device, int] | None = None
+        self.placed: tuple[Any, ...] = ()
         self.skipped_on_host = 0
         self._skipped_on_device = torch.zeros((), dtype=torch.float32, device="cpu")
         self._flags: Flags | None = None
         self._excess = torch.zeros((), dtype=torch.bool, device="cpu")
+        self._groups: list[Group] = []  # those of the last step, held so that no other gets their ids
         self._highest: list[Tensor] = []
         self._warned: set[str] = set()
         self._skips_warned_of = 0
@@ -62,20 +63,33 @@ class Counters:
 
     def forget_highest(self, number: int) -> None:
         """A peak was raised, so that what came before says nothing of whether it will be reached."""
-        for highest in self._highest[number : number + 1]:  # none before the first gradient
-            highest.zero_()
+        self._highest[number].zero_()
 
     def forget_records(self) -> None:
         """A step was refused, and the peaks that it had taken from schedulers with it."""
         self._records.clear()
 
-    def place(self, device: torch.device, groups: int) -> None:
-        """Bring the flags to the device of the parameters, with a place for each group's highest learning rate."""
-        self.placed = (device, groups)
+    @property
+    def device(self) -> torch.device:
+        """Where the flags are."""
+        return self._excess.device
+
+    def place(self, groups: Sequence[Group], device: torch.device) -> None:
+        """Bring the flags to the device of the parameters, and the highest learning rates into the groups' order."""
+        self.placed = (device, *map(id, groups))
         self._skipped_on_device, self._excess = self._skipped_on_device.to(device), self._excess.to(device)
-        self._highest = [highest.to(device) for highest in self._highest]
-        missing = range(groups - len(self._highest))
-        self._highest += [torch.zeros((), dtype=torch.float32, device=device) for _ in missing]
+        known = {id(group): highest.to(device) for group, highest in zip(self._groups, self._highest, strict=True)}
+        zeros = torch.zeros(len(groups), dtype=torch.float32, device=device).unbind()
+        self._highest = [known.get(id(group), zero) for group, zero in zip(groups, zeros, strict=True)]
+        self._groups = list(groups)
+        self._records.clear()
+
+    def replace_groups(self, groups: Sequence[Group]) -> None:
+        """Groups were loaded, each in place of another, and say themselves how high their rates were."""
+        if len(groups) == len(self._groups):
+            self.placed, self._groups = (self.device, *map(id, groups)), list(groups)
+            for highest in self._highest:  # in place: a graph may write to it
+                highest.zero_()
 
     @property
     def skipped_steps(self) -> int:
@@ -110,9 +124,9 @@ class Counters:
             self._highest[number].clamp_(min=eta.to(self._excess.device, torch.float32, non_blocking=True))
         self._excess.logical_or_(excess.to(self._excess.device, non_blocking=True))
 
-    def read_rates(self, groups: Iterable[Group]) -> None:
+    def read_rates(self) -> None:
         """Bring the highest learning rates from the device into the groups."""
-        for group, highest in zip(groups, self._highest, strict=False):
+        for group, highest in zip(self._groups, self._highest, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["highest_lr"] = max(group["highest_lr"] or 0.0, float(highest))
 

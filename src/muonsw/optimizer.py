@@ -366,6 +366,7 @@ class ScaledDecayOptimizer(Optimizer):
         before = load.peaks_before(self)
         with load.through_hooks(self):
             super().load_state_dict(state_dict)
+        self._counters.replace_groups(self.param_groups)
         self._ranks.elsewhere.clear()
         self._replay = Replay()  # its graph would keep the old state alive
         load.settle_peaks(self, before, state_dict)

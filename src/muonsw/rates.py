@@ -63,7 +63,7 @@ def check(number: int, group: Group, label: str, counters: Counters) -> None:
 
 def check_on_device(groups: Sequence[Group], counters: Counters) -> None:
     """Bring the highest rates of tensors into the groups, and warn where a schedule never came near its peak."""
-    counters.read_rates(groups)
+    counters.read_rates()
     for number, group in enumerate(groups):
         if isinstance(group["lr"], Tensor) and needs_peak(group):
             message = peak.never_reached(group, label_of(group, number))

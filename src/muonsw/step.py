@@ -305,8 +305,10 @@ def check(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     """Check options and learning rates of all groups and resolve peaks, on the host and before anything changes."""
     remember(optimizer, work)
     groups, counters = optimizer.param_groups, optimizer._counters
-    if work and counters.placed != (work[0].device, len(groups)):
-        counters.place(work[0].device, len(groups))
+    device = work[0].device if work else counters.device
+    if counters.placed != (device, *map(id, groups)):
+        counters.place(groups, device)
+        optimizer._option_check = OptionCheck()
     if not work and not is_shared(optimizer):  # other ranks may have gradients
         counters.no_gradient()
     _warn_of_unfrozen(optimizer)
