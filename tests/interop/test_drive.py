@@ -1,6 +1,7 @@
 """Driving the decay of optimizers that are not ours."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -66,6 +67,23 @@ def test_lambda_and_peak_survive_a_save_and_load():
     run(optimizer, params, 1, start=5)
     run(other, resumed, 1, start=5)
     assert torch.equal(params[0], resumed[0])
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_says_that_it_is_not_driven_and_goes_on_once_it_is(copier):
+    params = matrices((4, 4))
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
+    driver = drive_weight_decay(optimizer)
+    run(optimizer, params, 5, scheduler=CosineAnnealingLR(optimizer, 10))
+    with pytest.warns(UserWarning, match="a copy of this AdamW is not driven"):
+        copied, other = copier((params, optimizer))
+    drive_weight_decay(other)
+    for one, its in ((optimizer, params), (other, copied)):
+        one.param_groups[0]["lr"] = 0.02
+        run(one, its, 1, start=5)
+    assert torch.equal(params[0], copied[0])
+    driver.remove()
+    copier(optimizer)
 
 
 def test_the_peak_is_checked():

@@ -48,7 +48,8 @@ def drive_weight_decay(
     under `resolved_peak_lr`, both in the group, so that they are saved and loaded with the optimizer. A `weight_decay`
     that is set later is the group's lambda from then on. The peak is found as for our own optimizers; in the middle of
     a run it must have been recorded by a scheduler, or be given. Rules that follow the step count on from the `step` in
-    the optimizer's state, or from here where it has none.
+    the optimizer's state, or from here where it has none. A copy of the optimizer is not driven, which is warned of;
+    drive it too, and it goes on from there.
 
     Args:
         optimizer: one whose decay is decoupled: torch's AdamW and Muon, timm's and dion's optimizers. One that
@@ -109,6 +110,7 @@ class DecayDriver:
         self._warned = False
         self._before_load: list[dict[str, Any]] = []
         setattr(optimizer, _DRIVER, self)
+        vars(optimizer)["__getstate__"] = self._state_of_copy
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_load_state_dict_pre_hook(self._remember),
@@ -119,12 +121,22 @@ class DecayDriver:
         """Stop driving, and give the groups their own `weight_decay` back."""
         for handle in self._handles:
             handle.remove()
-        vars(self.optimizer).pop(_DRIVER, None)
+        for key in (_DRIVER, "__getstate__"):
+            vars(self.optimizer).pop(key, None)
         for group in self.optimizer.param_groups:
             _follow_edit(group)
             group["weight_decay"] = group.pop("base_weight_decay", group["weight_decay"])
             for key in (*_KEYS, "driven_weight_decay", "decay"):
                 group.pop(key, None)
+
+    def _state_of_copy(self) -> dict[str, Any]:
+        """What torch copies and pickles of the optimizer, which are no hooks."""
+        name = type(self.optimizer).__name__
+        warnings.warn(
+            f"a copy of this {name} is not driven: its weight_decay stays where it is; call drive_weight_decay on it",
+            stacklevel=users_line(),
+        )
+        return type(self.optimizer).__getstate__(self.optimizer)
 
     def _remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:  # noqa: ARG002
         self._before_load = [{key: group[key] for key in _KEYS if key in group} for group in optimizer.param_groups]
