@@ -201,6 +201,16 @@ def test_absurd_lengths_are_told_in_words_and_plain_numbers():
         assert re.search(r"\de\+\d", sentences) is None
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 10])
+@pytest.mark.parametrize("lr", [0.02, 0.0167, 0.0095])
+def test_lambdas_to_try_can_be_tried(steps, lr):
+    advice = advise(steps, lr, 0.1)
+    for one in advice.rules:
+        assert one.low <= one.weight_decay <= one.high
+        advise(steps, lr, float(f"{one.high:.2g}"), rules=[one.rule])
+    assert ("no lambda" in str(advice)) == (steps <= 2)
+
+
 def test_a_rule_without_decay_has_no_lambda_to_speak_of():
     """One that decays and was not measured has constant decay's."""
     assert "Lambdas of" not in " ".join(advise(1_000, 0.02, 0.1, rules=("none",)).limits)

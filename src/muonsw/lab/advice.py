@@ -34,6 +34,8 @@ UPDATE = {"muon": 0.2 * 0.88, "adamw": 0.2}
 MOMENTUM = {"muon": 0.95, "adamw": 0.9}
 # How much of the memory that momentum would have among independent gradients was seen: 33 of 39 at beta 0.95.
 REMEMBERED = 33 / 39
+# What a step may take of a weight with a lambda to try; one, but for the two digits in which it is shown.
+MOST_IN_A_STEP = 0.95
 # Samples of the norm that the theory of its target looks at.
 SAMPLES = 200
 # The total decay of the paper's runs under the constant rule: lambda 0.1 over 35,000 to 376,000 updates.
@@ -339,7 +341,8 @@ def _of_rule(rule: str, lam: float, course: _Course) -> RuleAdvice:
         course.initial_rms, s=course.updates, phi=phis, memory=course.memory, stride=course.stride
     )
     in_all = course.stride * math.fsum(per_lambda)
-    best, low, high = (wanted / in_all if in_all else 0.0 for wanted in _totals_at(rule, course))
+    most = MOST_IN_A_STEP / max(per_lambda) if in_all else 0.0
+    best, low, high = (min(most, wanted / in_all) if in_all else 0.0 for wanted in _totals_at(rule, course))
     total = lam * in_all
     cost, error = _cost(rule, total, course.steps)
     return RuleAdvice(
@@ -391,12 +394,11 @@ def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: f
         "none": "Nothing decays: norms only grow, and no rule can differ from another.",
         "idle": (
             f"Decay hardly acts in this run: it takes {1 - first.left:.0%} of a weight over the run, so the rule "
-            f"hardly matters. {_costs(rules, where)} Lambda {_two_digits(first.weight_decay)} would take as much as "
-            f"the best {where}."
+            f"hardly matters. {_costs(rules, where)} {_as_much(first, lam, where, steps)}"
         ),
         "mild": (
-            f"Decay acts, but takes less than the best {where}. {_costs(rules, where)} Lambda "
-            f"{_two_digits(first.weight_decay)} would take as much."
+            f"Decay acts, but takes less than the best {where}. {_costs(rules, where)} "
+            f"{_as_much(first, lam, where, steps)}"
         ),
         "good": (
             f"Decay acts, and lambda {lam:g} takes {_times(first, steps)} {where}: as much cost at most "
@@ -414,6 +416,14 @@ def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: f
             f"{forgets:.2g}; norms will differ from those of longer runs."
         )
     return said
+
+
+def _as_much(one: RuleAdvice, lam: float, where: str, steps: int) -> str:
+    """Which lambda takes as much as the best of what was measured, or the highest to try where none can."""
+    number, wanted = _two_digits(one.weight_decay), best_totals(one.rule, steps)[0]
+    if not lam or one.phi_peak * one.weight_decay < 0.999 * MOST_IN_A_STEP * lam:
+        return f"Lambda {number} would take as much as the best {where}."
+    return f"In so few updates no lambda takes {wanted:.2g}, the best {where}: {number} nearly all in one step."
 
 
 def _times(one: RuleAdvice, steps: int) -> str:
