@@ -227,6 +227,19 @@ def test_a_group_that_joins_at_a_rate_of_its_own_has_its_own_peak_and_says_so():
     assert optimizer.param_groups[0]["resolved_peak_lr"] == 0.1
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_later_scheduler_with_the_same_peak_is_no_news(kind):
+    param = weight()
+    optimizer = SGDSW([param], lr=kind(0.1), weight_decay=LAMBDA)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    for _ in range(3):
+        optimizer.step()  # warnings are errors here
+        scheduler.step()
+    assert optimizer.param_groups[0]["resolved_peak_lr"] == pytest.approx(0.1)
+
+
 def test_a_later_scheduler_may_raise_the_peak_but_not_lower_it():
     param = weight()
     optimizer = SGDSW([param], lr=0.1, weight_decay=LAMBDA)

@@ -231,12 +231,13 @@ def _follow_record(group: Group, label: str) -> None:
     if implied > peak * (1 + PEAK_TOLERANCE):
         message = f"a scheduler raised the peak learning rate of {label} from {peak:g} to {implied:g}"
         peak, group["highest_lr"] = implied, float(group["lr"])
-    elif record != group["peak_record"]:
+    elif record != group["peak_record"] and _differ(implied, peak):
         message = (
             f"a scheduler recorded a peak of {implied:g} for {label}, below the {peak:g} in use, which is kept; "
             f"call set_peak_lr({implied:g}, group=<its number>) if a new run starts here"
         )
     else:
+        group["peak_record"] = record
         return
     set_resolved_peak(group, peak)
     warnings.warn(message, PeakLRWarning, stacklevel=users_line())
