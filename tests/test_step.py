@@ -306,6 +306,32 @@ def test_parameters_that_were_flattened_after_construction_are_stepped_or_refuse
     assert torch.equal(vector, alone)
 
 
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_state_and_gradients_of_another_shape_are_refused_with_nothing_changed(algorithm):
+    """Kernels of torch read and write as many elements as the parameter has."""
+    params = matrices((4, 4), (4, 4))
+    optimizer = make(algorithm, [("a", params[0]), ("b", params[1])])
+    set_gradients(params, 0)
+    optimizer.step()
+    params[1].data = torch.ones(6, 4)
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(ValueError, match=r"of b has shape \(4, 4\), and the parameter is now \(6, 4\)"):
+        optimizer.step()
+    optimizer.state[params[1]].clear()
+    with pytest.raises(ValueError, match=r"b has shape \(6, 4\) and its gradient \(4, 4\)"):
+        optimizer.step()
+    assert_same(before, [param.detach() for param in params])
+    params[1].grad = None
+    set_gradients(params, 1)
+    optimizer.step()
+    assert not torch.equal(params[1], before[1])
+
+
+def test_expanded_parameters_are_refused_by_name():
+    with pytest.raises(ValueError, match="w is expanded"):
+        AdamWSW([("w", torch.ones(1, 4).expand(4, 4).requires_grad_())], lr=0.1)
+
+
 def test_complex_and_integer_parameters_are_refused_by_name():
     with pytest.raises(ValueError, match=r"z has dtype torch\.complex64"):
         MuonSW([("z", nn.Parameter(torch.ones(2, 2, dtype=torch.complex64)))], lr=0.1)

@@ -313,7 +313,7 @@ def _plain(value: Any) -> Any:
 
 
 def refuse_parameter(name: str, param: Tensor) -> None:
-    """Refuse what no algorithm here can optimize: integers, complex and 8-bit numbers, flattened weights."""
+    """Refuse what no algorithm here can optimize: integers, complex and 8-bit numbers, flat and expanded weights."""
     if not param.is_floating_point():
         raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be optimized")
     if param.dtype not in DTYPES.values():
@@ -321,6 +321,8 @@ def refuse_parameter(name: str, param: Tensor) -> None:
             f"{name} has dtype {param.dtype}, too coarse to take updates in; optimize a copy of it in bfloat16 or "
             f"float32, from which the {str(param.dtype).removeprefix('torch.')} weight is made"
         )
+    if any(size > 1 and not stride for size, stride in zip(param.shape, param.stride(), strict=True)):
+        raise ValueError(f"{name} is expanded: several of its elements are one in memory; optimize what was expanded")
     if getattr(param, "_is_flat_param", False):
         raise ValueError(
             f"{name} is a flattened parameter of FullyShardedDataParallel, in which matrices are no longer matrices; "

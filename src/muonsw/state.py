@@ -89,6 +89,11 @@ def refuse_unfit_state(group: Group, name: str, param: Tensor, state: dict[str, 
                 f"optimizer.state_dict() and load that"
             )
         shape = own_shape(key, group, param)
+        if shape is None and key not in ("step", "radius") and state[key].shape != param.shape:
+            raise ValueError(
+                f"{key} of {name} has shape {tuple(state[key].shape)}, and the parameter is now {tuple(param.shape)}; "
+                f"begin anew with optimizer.state[param].clear()"
+            )
         if shape is not None and state[key].shape != shape:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(state[key].shape)}, but the options of its group now ask for "

@@ -322,13 +322,16 @@ def check(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
 
 
 class OptionCheck:
-    """Validates options that were set in the middle of a run; those that stayed are only compared."""
+    """Validates options and shapes that were changed in the middle of a run; those that stayed are only compared."""
 
     def __init__(self) -> None:
-        self._right: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._right: dict[int, tuple[Any, tuple[Any, ...], list[torch.Size]]] = {}
 
     def changed(self, number: int, group: Group, label: str) -> set[str]:
-        """The options of a group that have changed since it was last found right, now as the group is to hold them."""
+        """The options of a group that have changed since it was last found right, now as the group is to hold them.
+
+        `params` is among them where a parameter has another shape than it had.
+        """
         names, read = _rate_free_options(group["algorithm"])
         try:
             lam, others = group["weight_decay"], read(group)
@@ -337,8 +340,8 @@ class OptionCheck:
             raise ValueError(
                 f"{label} has algorithm={group['algorithm']!r}, and not its {missing}; set it too"
             ) from None
-        known = self._right.get(number)
-        if known is not None and known[0] is lam and known[1] == others:
+        known, shapes = self._right.get(number), _shapes(group)
+        if known is not None and known[0] is lam and known[1] == others and known[2] == shapes:
             return set()
         before = [self] * (1 + len(others)) if known is None else [known[0], *known[1]]  # an option is never `self`
         if len(before) != 1 + len(others):  # another algorithm
@@ -346,11 +349,15 @@ class OptionCheck:
         pairs = zip(("weight_decay", *names), (lam, *others), before, strict=True)
         changed = {key: now for key, now, old in pairs if now is not old}
         group.update({key: _checked(key, value, label) for key, value in changed.items()})
-        return set(changed)
+        return {*changed, "params"} if known is None or known[2] != shapes else set(changed)
 
     def found_right(self, number: int, group: Group) -> None:
         """Remember a group's options as right."""
-        self._right[number] = group["weight_decay"], _rate_free_options(group["algorithm"])[1](group)
+        self._right[number] = group["weight_decay"], _rate_free_options(group["algorithm"])[1](group), _shapes(group)
+
+
+def _shapes(group: Group) -> list[torch.Size]:
+    return [param.shape for param in group["params"]]
 
 
 @cache
@@ -384,6 +391,11 @@ def _check_options(optimizer: ScaledDecayOptimizer, number: int, group: Group, l
         ALGORITHMS[group["algorithm"]].count_matrices(group, param)  # says of what it was if ZeRO has flattened it
         ALGORITHMS[group["algorithm"]].validate(group, name, param)
         refuse_unfit_state(group, name, param, optimizer.state.get(param, {}))
+        if param.grad is not None and param.grad.shape != param.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(param.shape)} and its gradient {tuple(param.grad.shape)}; call zero_grad() "
+                f"when you change a parameter, and backward() after it"
+            )
     optimizer._option_check.found_right(number, group)
 
 
