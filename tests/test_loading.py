@@ -280,6 +280,63 @@ def test_states_of_other_rules_are_not_taken_for_adamw(make, message):
         AdamWSW(matrices((4, 4)), lr=0.1).load_state_dict(state_of(make))
 
 
+@pytest.mark.parametrize("name", ["RMSprop", "ASGD", "Rprop", "Adagrad", "Adadelta", "Adafactor"])
+def test_states_of_other_rules_are_not_taken_for_sgd_without_momentum(name):
+    saved = state_of(lambda p: getattr(torch.optim, name)(p, lr=0.1))
+    with pytest.raises(ValueError, match=f"{name}.*no counterpart"):
+        SGDSW(matrices((4, 4)), lr=0.1).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "named"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "sgd"),
+        (lambda p: torch.optim.Muon(p, lr=0.1), {"algorithm": "dion2"}, "muon"),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), {"algorithm": "lion"}, "adamw"),
+    ],
+)
+def test_averages_of_the_same_name_are_not_taken_for_those_of_another_algorithm(make, options, named):
+    with pytest.raises(ValueError, match=f"of torch's {named}, and this optimizer has no group"):
+        MuonSW(matrices((4, 4)), lr=0.1, **options).load_state_dict(state_of(make))
+
+
+def test_momentum_of_torch_goes_on_as_it_was_summed():
+    params = matrices((4, 4))
+    theirs = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    run(theirs, params, 3)
+    resumed = clones(params)
+    ours = SGDSW(resumed, lr=0.1, weight_decay=0.0, momentum=0.9, momentum_form="ema")
+    ours.load_state_dict(theirs.state_dict())
+    run(theirs, params, 3, start=3)
+    run(ours, resumed, 3, start=3)
+    torch.testing.assert_close(resumed[0], params[0])
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda saved: {"model": {}, "optimizer": saved}, "this holds model, optimizer; pass what"),
+        (lambda saved: {**saved, "param_groups": [{"lr": 0.1}]}, "param group 0 of the saved state has no params"),
+    ],
+)
+def test_what_is_no_state_is_refused_in_words(cut, message):
+    saved = state_of(lambda p: AdamWSW(p, lr=0.1))
+    with pytest.raises(ValueError, match=message):
+        AdamWSW(matrices((4, 4)), lr=0.1).load_state_dict(cut(saved))
+
+
+def test_a_peak_that_is_no_number_moves_no_weight():
+    params = matrices((4, 4))
+    optimizer = AdamWSW(params, lr=0.1)
+    saved = state_of(lambda p: AdamWSW(p, lr=0.1))
+    saved["param_groups"][0]["resolved_peak_lr"] = float("nan")
+    optimizer.load_state_dict(saved)
+    before = clones(params)
+    with pytest.raises(ValueError, match="decay would take nan times the weight"):
+        run(optimizer, params, 1)
+    assert_same(params, before)
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam], ids=["AdamW", "Adam without decay"])
 def test_states_that_mean_the_same_load(make):
     params = matrices((4, 4))

@@ -174,7 +174,7 @@ class DecayDriver:
         step, top = group["step_count"] + 1, group["resolved_peak_lr"]
         steps, points = self.total_steps, self.decay_points
         phi = float(decay_factor(self.decay, lam, eta, top, step=step, steps=steps, points=points))
-        if phi > 1:
+        if not phi <= 1:
             raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
         return phi / eta if eta else 0.0
 

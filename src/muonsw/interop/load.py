@@ -35,6 +35,18 @@ _LABELS = ("name", "role")
 # Keys of torch's groups that mean nothing here once they have been looked at.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
+# Options by which groups of torch's optimizers are known that have no counterpart here.
+_OPTIONS_OF_OTHERS = {
+    "alpha": "RMSprop or ASGD",
+    "beta2_decay": "Adafactor",
+    "etas": "Rprop",
+    "lr_decay": "Adagrad",
+    "rho": "Adadelta",
+}
+
+# Options by which those are known that have one, and our name for it.
+_OPTIONS_OF_TORCH = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
+
 
 class SavedParameter(NamedTuple):
     """A parameter of a saved state: its name, the key of its state, and the group that it was saved in."""
@@ -49,8 +61,10 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
 
     What the saved groups do not say, this optimizer's own settings do; a peak they do not know is found anew.
     """
+    _refuse_no_state(saved)
     theirs = [_checked(translate(group)) for group in saved["param_groups"]]
     states = {key: _known(state) for key, state in saved["state"].items()}
+    _refuse_other_algorithms(saved["param_groups"], groups)
     for group in theirs:
         _refuse_regrouped(group)
     matched = _by_name(theirs, groups)
@@ -61,6 +75,18 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
         _refuse_unfit(group, own, f"param group {number}")
         _check_states(states, group, own)
     return {**saved, "state": states, "param_groups": adopted}
+
+
+def _refuse_no_state(saved: StateDict) -> None:
+    """Refuse what is no state of an optimizer: a whole checkpoint, or a state without its parameters' numbers."""
+    if not {"state", "param_groups"} <= saved.keys():
+        raise ValueError(
+            f"a saved state has state and param_groups, and this holds {', '.join(map(str, saved)) or 'nothing'}; pass "
+            f"what optimizer.state_dict() returned"
+        )
+    for number, group in enumerate(saved["param_groups"]):
+        if "params" not in group:
+            raise ValueError(f"param group {number} of the saved state has no params, the keys of its states")
 
 
 def _known(state: dict[str, Any]) -> dict[str, Any]:
@@ -200,15 +226,19 @@ def translate(group: Group) -> Group:
         )
     translated = {key: value for key, value in group.items() if key not in _TORCH_KEYS}
     if "adjust_lr_fn" in translated:
-        translated["scale"] = translated.pop("adjust_lr_fn") or "original"
+        translated |= {"scale": translated.pop("adjust_lr_fn") or "original", "momentum_form": "ema"}
         translated.pop("eps", None)  # torch's floor under the norm, which scale invariance makes unnecessary
-    if translated.pop("dampening", 0):
-        raise ValueError("the saved state is of SGD with dampening, which has no counterpart here")
+    if "dampening" in translated:
+        if translated.pop("dampening"):
+            raise ValueError("the saved state is of SGD with dampening, which has no counterpart here")
+        translated["momentum_form"] = "heavy_ball"
     return translated
 
 
 def _refuse_other_rules(group: Group) -> None:
     """States that have the keys of one of our algorithms, and were made by another one."""
+    for key in _OPTIONS_OF_OTHERS.keys() & group.keys():
+        raise ValueError(f"the saved state is of {_OPTIONS_OF_OTHERS[key]}, which has no counterpart here")
     if group.get("amsgrad"):
         raise ValueError("the saved state is of AdamW with amsgrad=True, which has no counterpart here")
     if "momentum_decay" in group or ("decoupled_weight_decay" in group and "amsgrad" not in group):
@@ -219,6 +249,18 @@ def _refuse_other_rules(group: Group) -> None:
             f"gradient; here decay is decoupled and means something else. To go on from its averages, set weight_decay "
             f"to 0 in the saved groups, and choose a decoupled one in optimizer.param_groups after loading"
         )
+
+
+def _refuse_other_algorithms(saved: list[Group], groups: list[Group]) -> None:
+    """Refuse a state of torch's for an algorithm that no group has: its averages may have the same names."""
+    ours = {group["algorithm"] for group in groups}
+    for group in [group for group in saved if "algorithm" not in group]:
+        for found in [_OPTIONS_OF_TORCH[key] for key in _OPTIONS_OF_TORCH.keys() & group.keys()]:
+            if found not in ours:
+                raise ValueError(
+                    f"the saved state is of torch's {found}, and this optimizer has no group with "
+                    f"algorithm={found!r}; build one that has, or start afresh"
+                )
 
 
 def _checked(group: Group) -> Group:
