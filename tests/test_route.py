@@ -415,3 +415,8 @@ def test_tensor_rates_of_two_patterns_stay_two(values):
     rates = {tuple(group["param_names"]): group["lr"] for group in optimizer.param_groups}
     assert rates == {("0.weight", "2.weight"): first, ("1.weight",): second}
     assert rates["1.weight",] is second
+
+
+@pytest.mark.parametrize("model", [nn.ParameterList([torch.ones(3, 2)]), nn.ParameterDict({"w": torch.ones(3, 2)})])
+def test_a_model_that_is_a_bare_list_of_parameters_is_routed(model):
+    assert [found.name for found in classify(model)] == [name for name, _ in model.named_parameters()]

@@ -99,7 +99,7 @@ class Survey:
 
     def _place(self, path: str, own: str) -> tuple[str, str]:
         """The layer that a parameter belongs to and its name there, whatever torch keeps between the two."""
-        while isinstance(self.modules[path], nn.ParameterList | nn.ParameterDict):
+        while path and isinstance(self.modules[path], nn.ParameterList | nn.ParameterDict):
             path, _, own = path.rpartition(".")
         module = self.modules[path]
         if isinstance(module, ParametrizationList) and own == _trained_matrix(module):
