@@ -198,7 +198,7 @@ class ScheduleFree(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        weights = [self._weight(group) for group in self.param_groups]
+        weights = [self._step_weight(group) for group in self.param_groups]
         self._take(self._make_z if idle else self._go_to_z)
         for group, weight in zip(self.param_groups, weights, strict=True):
             if not idle:
@@ -238,8 +238,14 @@ class ScheduleFree(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, beside the model of the same checkpoint, in the mode in which both were saved."""
+        """Load a state, beside the model of the same checkpoint, in the mode in which both were saved.
+
+        The state of a run without Schedule-Free begins a new average.
+        """
         self.optimizer.load_state_dict(state_dict)
+        if not any("averaged_steps" in group for group in state_dict["param_groups"]):
+            for group in self.param_groups:
+                group.update(_COUNTERS)
         self.training = any(group.get("holds_y", False) for group in self.param_groups)
 
     def _join(self, group: Group) -> None:
@@ -269,7 +275,7 @@ class ScheduleFree(Optimizer):
     def _warmup(self, group: Group) -> float:
         return min(1.0, (group["averaged_steps"] + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
-    def _weight(self, group: Group) -> tuple[float, float]:
+    def _step_weight(self, group: Group) -> tuple[float, float]:
         """The weight of the next step in the average of a group, and the highest learning rate with it."""
         highest = max(group["averaging_lr"], group["lr"] * self._warmup(group))
         return (group["averaged_steps"] + 1) ** self.r * highest**self.weight_lr_power, highest

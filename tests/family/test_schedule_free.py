@@ -178,6 +178,27 @@ def test_a_state_saved_in_training_mode_goes_on_in_it():
     assert_same(params, resumed)
 
 
+def test_a_state_of_the_optimizer_alone_begins_a_new_average():
+    params = matrices((4, 6))
+    plain = AdamWSW(params, **CONSTANT)
+    set_gradients(params, 0)
+    plain.step()
+    saved, found = copy.deepcopy(plain.state_dict()), []
+    for steps_before in (0, 3):
+        own = clones(params)
+        optimizer = ScheduleFree(AdamWSW(own, **CONSTANT))
+        optimizer.train()
+        take_steps(optimizer, own, 0, steps_before)
+        own[0].data.copy_(params[0])
+        optimizer.load_state_dict(saved)
+        assert not optimizer.training
+        optimizer.train()
+        take_steps(optimizer, own, 1, 4)
+        optimizer.eval()
+        found.append(own)
+    assert_same(*found)
+
+
 def test_evaluation_in_between_is_forgotten_up_to_rounding():
     (left,), (right,) = matrices((5, 5), dtype=torch.float64), matrices((5, 5), dtype=torch.float64)
     one, other = (ScheduleFree(AdamWSW([param], **CONSTANT)) for param in (left, right))
