@@ -15,6 +15,8 @@ INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
 PACKAGE_VENV := .venv-package
 DOCS_INSTALLED := $(VENV)/.installed-docs
 WORKERS ?= 2
+# Tests compiled once serve every worker, every process that a test starts, and the next time.
+export PYTHONDONTWRITEBYTECODE :=
 # check: the guide must claim what the tests of frameworks show; write: write it there.
 WORKS_TABLE ?= check
 

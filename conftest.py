@@ -1,12 +1,15 @@
 """Kernels are collected where Triton is installed; without a GPU they run in its interpreter.
 
-No test sees a terminal but one that it makes: variables that let rich take a file for one are removed.
+No test sees a terminal but one that it makes: variables that let rich take a file for one are removed. Where a test
+asks for several threads, those that have nothing to do sleep: beside other workers they would only keep cores busy.
 """
 
 import gc
 import os
 
-from muonsw import machine
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+
+from muonsw import machine  # noqa: E402
 
 KERNELS = ["src/muonsw/kernels/[a-z]*.py", "src/muonsw/lab/model/kernels.py"]
 collect_ignore_glob = [] if machine.triton() else KERNELS
