@@ -23,14 +23,15 @@ from tests.family.members import OPTIONS
 
 CLOSE = 1e-9
 TOY = {"algorithm": "matrix_toy"}
+# Shape and axes of each, and how much is sent at once.
 MESHES = {
-    "4 ranks, rows": ([4], [0]),
-    "4 ranks, columns": ([4], [1]),
-    "3 ranks, last axis": ([3], [2]),
-    "hybrid": ([2, 2], [None, 0]),
-    "rows and columns": ([2, 2], [0, 1]),
-    "rows twice": ([2, 2], [0, 0]),
-    "copies": ([4], [None]),
+    "4 ranks, rows": ([4], [0], None),
+    "4 ranks, columns": ([4], [1], 256),
+    "3 ranks, last axis": ([3], [2], 256),
+    "hybrid": ([2, 2], [None, 0], 256),
+    "rows and columns": ([2, 2], [0, 1], None),
+    "rows twice": ([2, 2], [0, 0], None),
+    "copies": ([4], [None], None),
 }
 # Of members that differ in nothing that ranks could notice, one is enough in a hurry.
 QUICK = ("normuon", "adamuon")
@@ -58,11 +59,9 @@ def every_mesh(options):
     """One case for each, in one go: starting a case on every rank costs more than its steps."""
     ALGORITHMS.register("matrix_toy", toy.TOY, replace=True)
     found = {}
-    for name, (mesh_shape, axes) in MESHES.items():
-        mesh = mesh_of(*mesh_shape)
-        for chunk_bytes in (None, 256):
-            chosen = {**options, "chunk_bytes": chunk_bytes}
-            found[name, chunk_bytes] = 0.0 if mesh is None else compare(mesh, along(*axes), steps=3, **chosen)
+    for name, (mesh_shape, axes, chunk_bytes) in MESHES.items():
+        mesh, chosen = mesh_of(*mesh_shape), {**options, "chunk_bytes": chunk_bytes}
+        found[name] = 0.0 if mesh is None else compare(mesh, along(*axes), steps=3, **chosen)
     return found
 
 
@@ -94,8 +93,7 @@ def test_placements_without_a_fast_exchange_give_them_too(pool, options):
 def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, options, kind):
     folder = str(tmp_path / "checkpoint")
     pool.run(checkpoints.save, folder, False, kind, **options)
-    for ranks in (4, 2, 1):
-        assert max(pool.run(checkpoints.resume, folder, False, kind, ranks, **options)) < CLOSE
+    assert max(pool.run(checkpoints.resume, folder, False, kind, 2, **options)) < CLOSE
 
 
 def state_of_a_rank(options):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from muonsw import NORM_RULES, MuonSW, clip_optimizer_grads_
+from muonsw import MuonSW, clip_optimizer_grads_
 from tests.distributed.problems import PEAK, STEPS, mesh_of, parameters, worst
 from tests.distributed.test_replicated import Model, batch, loss_of
 
@@ -69,7 +69,8 @@ def fsdp(*mesh_shape, **options):
     return train(alone, together, shares=mesh.size(), share=dist.get_rank(), **options)
 
 
-@pytest.mark.parametrize("norm", [name for name in NORM_RULES if name != "free"])
+# one whose sums are of whole weights and are kept, one of rows; shards of every rule are in test_sharded
+@pytest.mark.parametrize("norm", ["hyperball", "row_floor"])
 @pytest.mark.parametrize(
     "mesh_shape", [*(pytest.param(one, marks=pytest.mark.slow) for one in ((2,), (4,))), (2, 2)], ids=str
 )
@@ -79,7 +80,7 @@ def test_fsdp_keeps_to_norm_rules_as_one_process_does(pool, mesh_shape, norm):
         assert same_summary
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(3,), (4,), (2, 2)], ids=str)
 def test_fsdp_trains_as_one_process_does(pool, mesh_shape):
     for difference, same_summary in pool.run(fsdp, *mesh_shape):
         assert difference < CLOSE
@@ -114,7 +115,7 @@ def tensor_parallel(*mesh_shape):
     return train(alone, together, shares=mesh_shape[0], share=mesh.get_coordinate()[0])
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
 def test_tensor_parallel_training_does_not_depend_on_the_degree(pool, mesh_shape):
     for difference, same_summary in pool.run(tensor_parallel, *mesh_shape):
         assert difference < CLOSE
@@ -135,8 +136,9 @@ def mixed(*mesh_shape, **options):
     return train(alone, together, shares=mesh_shape[0], share=mesh.get_coordinate()[0], clip=clip_by_ours, **options)[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"decay": "gradient_norm", "weight_decay": 0.02}], ids=str)
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh_shape", "options"), [((2,), {}), ((2, 2), {"decay": "gradient_norm", "weight_decay": 0.02})], ids=str
+)
 def test_parameters_of_several_meshes_and_plain_ones_are_clipped_and_decayed_together(pool, mesh_shape, options):
     assert max(pool.run(mixed, *mesh_shape, **options)) < CLOSE
 

@@ -58,8 +58,9 @@ def test_a_mesh_of_two_axes_gives_the_same_steps(pool, axes):
     assert max(pool.run(sharded, [2, 2], axes, steps=2)) < CLOSE
 
 
+FEW = {"chosen": ("matrices", "stack", "vectors")}  # a rule sees rates and gradients, and no shape
 OPTIONS = {
-    **{f"decay={rule}": {"decay": rule, **RULE_OPTIONS.get(rule, {})} for rule in DECAY_RULES},
+    **{f"decay={rule}": {"decay": rule, **FEW, **RULE_OPTIONS.get(rule, {})} for rule in DECAY_RULES},
     "cautious": {"cautious": True},
     "plain momentum": {"nesterov": False},
     "heavy ball": {"momentum_form": "heavy_ball"},
@@ -116,7 +117,7 @@ NORMS = {
 
 def every_norm(mesh_shape, axes):
     return {
-        name: sharded(mesh_shape, axes, steps=3, **untransposed(options), **options) for name, options in NORMS.items()
+        name: sharded(mesh_shape, axes, steps=2, **untransposed(options), **options) for name, options in NORMS.items()
     }
 
 
@@ -198,7 +199,7 @@ def test_parameters_without_gradients_stay_where_they_are(pool):
 def with_a_rank_that_skips_its_decay():
     mesh = mesh_of(3)
     if mesh is None:
-        return 1.0
+        return 0.0
     alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
     together = MuonSW(groups_of(GROUPS, sharded_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
     decays, rates_of = [group["weight_decay"] for group in together.param_groups], rates.rates_of
@@ -220,7 +221,7 @@ def with_a_rank_that_skips_its_decay():
 
 
 def test_a_rank_that_skips_its_decay_is_noticed_by_these_tests(pool):
-    assert min(pool.run(with_a_rank_that_skips_its_decay)) > 1000 * CLOSE
+    assert max(pool.run(with_a_rank_that_skips_its_decay)) > 1000 * CLOSE
 
 
 def one_gradient_missing_on_rank_one():
