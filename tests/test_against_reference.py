@@ -13,7 +13,7 @@ from tests.common.reference_rules import Decay
 
 RULES = ["constant", "scaled", "squared", "independent", "fixed", "cosine", "piecewise", "log_time", "none"]
 LAMBDA = {"squared": 2.0, "independent": 0.005, "fixed": 0.002}
-PEAK, STEPS = 0.05, 150
+PEAK, STEPS = 0.05, 60
 OF_THE_RUN = {"total_steps": STEPS, "decay_points": POINTS}
 SCHEDULE = cosine(PEAK, STEPS)
 
@@ -179,25 +179,11 @@ MUTATIONS = [
 
 
 @pytest.mark.parametrize(("rule", "mutation"), MUTATIONS)
-@pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd"])
-def test_wrong_decay_would_be_noticed(algorithm, rule, mutation):
+def test_wrong_decay_would_be_noticed(rule, mutation):
     """The tolerances above are tight enough: each mutation of each rule leaves them by far."""
     params = [nn.Parameter(p.detach() * 10) for p in matrices((4, 6))]
     lam = LAMBDA.get(rule, 0.3)
     decay = mutated(rule, lam, PEAK, mutation)
-    start = params[0].detach()
-    reference, optimizer = {
-        "muon": lambda: (
-            ReferenceMuonSW(start, decay, nesterov=True, heavy_ball=False, orthogonalize=ns5),
-            MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype="float32", **OF_THE_RUN),
-        ),
-        "adamw": lambda: (
-            ReferenceAdamWSW(start, decay),
-            AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, **OF_THE_RUN),
-        ),
-        "sgd": lambda: (
-            ReferenceSGDSW(start, decay),
-            SGDSW(params, lr=PEAK, weight_decay=lam, decay=rule, **OF_THE_RUN),
-        ),
-    }[algorithm]()
-    assert follow(optimizer, params, [reference], steps=100) > 20 * TOLERANCE[torch.float32]
+    reference = ReferenceMuonSW(params[0].detach(), decay, nesterov=True, heavy_ball=False, orthogonalize=ns5)
+    optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype="float32", **OF_THE_RUN)
+    assert follow(optimizer, params, [reference]) > 20 * TOLERANCE[torch.float32]

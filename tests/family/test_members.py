@@ -16,7 +16,7 @@ from muonsw.precondition import PRECONDITION
 from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
 from tests.family.members import OPTIONS, reference
 
-PEAK, STEPS = 0.05, 60
+PEAK, STEPS = 0.05, 25
 SCHEDULE = cosine(PEAK, STEPS)
 EXACT = {"orthogonalizer": "newton_schulz", "ns_dtype": "float64"}
 every_member = pytest.mark.parametrize("name", OPTIONS)
@@ -59,7 +59,7 @@ def test_state_may_be_wider_or_narrower_than_its_weight(name, dtype, state_dtype
 
 
 @every_member
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4))
 def test_it_follows_its_reference_in_any_shape(name, shapes):
     assert follow(name, matrices(*well_posed(name, shapes), dtype=torch.float64), 5, **EXACT) < 1e-9
