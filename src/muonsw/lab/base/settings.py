@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{where or 'the settings'}: expected an object with settings, not {data!r}")
-    hints, known = get_type_hints(kind), {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    hints, known = _hints(kind), {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     for key in data:
         if key not in known:
             raise ValueError(f"unknown setting {_dotted(where, key)}; known settings: {', '.join(known)}")
@@ -52,6 +53,12 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
         if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"setting {_dotted(where, name)} is missing")
     return kind(**{key: _typed(hints[key], value, _dotted(where, key)) for key, value in data.items()})
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of the fields, kept: they are evaluated from text, which takes longer than all the rest."""
+    return get_type_hints(kind)
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -81,8 +81,10 @@ class Records:
     def find(self, config: RunConfig) -> Run | None:
         """The run that a study plans, if it was made, or one that differs in being sampled more often alone."""
         wanted = self.ready(config)
+        if (run := self.runs.get(identity(wanted))) is not None:
+            return run
         often = (replace(wanted, telemetry_every=every) for every in self.sampled if every < wanted.telemetry_every)
-        found = (self.runs.get(identity(one)) for one in (wanted, *often))
+        found = (self.runs.get(identity(one)) for one in often)
         return next((run for run in found if run is not None), None)
 
     @property

@@ -214,9 +214,9 @@ def _runs_of(one: Comparison, records: Records) -> Runs:
     return found if all(found.values()) else {}
 
 
-def missing(study: TrainingStudy, records: Records | None) -> int:
-    """How many runs of a study have no record."""
-    planned = study.runs(results_of(study, records))
+def missing(study: TrainingStudy, records: Records | None, found: Results) -> int:
+    """How many runs of a study have no record, given what the records have of it."""
+    planned = study.runs(found)
     return sum(records is None or records.find(config) is None for config in planned)
 
 
@@ -236,7 +236,7 @@ class EvidencePage:
     def section(self, name: str) -> str:
         """What came out of a study, its picture, tables and claims, and what is missing of it."""
         study, found = self.studies[name], self.results[name]
-        lacking = missing(study, self.records.get(name))
+        lacking = missing(study, self.records.get(name), found)
         lack = f"{lacking} of {len(study.runs(found))} planned runs of `{name}` are missing."
         if not found:
             return f"Not measured yet: {lack}"

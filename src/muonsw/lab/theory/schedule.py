@@ -289,6 +289,9 @@ def _check_positive(argument: str, steps: int) -> None:
 
 
 def _check_run(step: int, total_steps: int, warmup_steps: int, final_fraction: float, warmup_start: float) -> None:
+    # in one go, as a schedule may be asked for each of a million steps
+    if step >= 0 and 0 <= warmup_steps < total_steps and 0.0 <= final_fraction <= 1.0 and 0.0 <= warmup_start <= 1.0:
+        return
     _check_step(step)
     _check_positive("total_steps", total_steps)
     if warmup_steps < 0:

@@ -22,6 +22,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
@@ -156,8 +157,9 @@ def _arm(run: RunConfig, member: str, rule: str, lr: float, total: float) -> Arm
     return Arm(f"{rule}, lr {lr:g}, lambda {lam:g}", replace(base, decay=rule, lr=lr, weight_decay=lam))
 
 
+@lru_cache(maxsize=2)
 def _rates_sum(run: RunConfig) -> float:
-    """The learning rates of a run, added up, over their peak."""
+    """The learning rates of a run, added up, over their peak; kept because every arm asks for it."""
     multiple = run.schedule.multiple(run.steps)
     return math.fsum(multiple(step) for step in range(run.steps))
 
