@@ -9,7 +9,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
 
-from muonsw import machine  # noqa: E402
+from muonsw import machine
 
 KERNELS = ["src/muonsw/kernels/[a-z]*.py", "src/muonsw/lab/model/kernels.py"]
 collect_ignore_glob = [] if machine.triton() else KERNELS

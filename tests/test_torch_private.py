@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import pytest
 import torch
 
 import muonsw
@@ -29,8 +30,11 @@ def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def trees():
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
+@pytest.fixture(scope="module")
+def nodes():
+    """All of our source."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
+    return [node for tree in trees for node in ast.walk(tree)]
 
 
 def defined(nodes):
@@ -64,8 +68,7 @@ def probed(nodes):
             yield node.value
 
 
-def test_the_table_lists_what_is_asked_for_by_a_string():
-    nodes = [node for tree in trees() for node in ast.walk(tree)]
+def test_the_table_lists_what_is_asked_for_by_a_string(nodes):
     asked = {
         argument.value
         for node in nodes
@@ -86,8 +89,7 @@ def test_the_installed_torch_has_every_private_name_we_use():
     assert not missing()
 
 
-def test_the_table_lists_what_the_source_uses():
-    nodes = [node for tree in trees() for node in ast.walk(tree)]
+def test_the_table_lists_what_the_source_uses(nodes):
     listed = {*NAMES, *ARGUMENTS, *(name for names in ATTRIBUTES.values() for name in names)}
     found = set(used(nodes)) - set(defined(nodes)) - OTHERS
     assert not found - listed, "add these to tests/torch_private.py, or do without them"
