@@ -1,5 +1,7 @@
 """torch's default dtype and default device are the user's: no step, state or measurement depends on them."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -61,6 +63,11 @@ def trained(algorithm, switch=None, *, tensor_lr=False, dtype=torch.float32, ste
     return [t.detach() for p in params for t in (p, *optimizer.state[p].values())], record
 
 
+@cache
+def with_usual_defaults(algorithm, **options):
+    return trained(algorithm, **options)
+
+
 def assert_same(found, expected):
     for a, b in zip(found[0], expected[0], strict=True):
         assert a.device == b.device
@@ -73,20 +80,20 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("decay", DECAY_RULES)
 def test_steps_are_the_same_whatever_the_defaults(decay, tensor_lr, other_defaults):
     options = {"decay": decay, "tensor_lr": tensor_lr, **RULE_OPTIONS.get(decay, {})}
-    assert_same(trained("sgd", other_defaults, **options), trained("sgd", **options))
+    assert_same(trained("sgd", other_defaults, **options), with_usual_defaults("sgd", **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"norm": "target"}, {"norm": "hyperball"}, {"cautious": True}], ids=str)
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 def test_so_are_those_of_every_algorithm_and_norm(algorithm, options, other_defaults):
-    assert_same(trained(algorithm, other_defaults, **options), trained(algorithm, **options))
+    assert_same(trained(algorithm, other_defaults, **options), with_usual_defaults(algorithm, **options))
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 def test_so_are_those_of_low_precision(algorithm, rounding, other_defaults):
     options = {"rounding": rounding, "dtype": torch.bfloat16}
-    assert_same(trained(algorithm, other_defaults, **options), trained(algorithm, **options))
+    assert_same(trained(algorithm, other_defaults, **options), with_usual_defaults(algorithm, **options))
 
 
 def test_a_rate_of_low_precision_is_computed_with_in_float32():

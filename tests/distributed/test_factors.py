@@ -25,8 +25,10 @@ def test_sharded_matrices_take_the_steps_of_one_process(pool, options):
 
 def divided_work(options):
     """The matrices that every rank holds are shared out, with their state everywhere or on the owner alone."""
-    cases = [(ranks, owner) for ranks in (2, 4) for owner in (False, True)]
-    return {(ranks, owner): divided(ranks, momentum_on_owner=owner, absent=(2, 8), **options) for ranks, owner in cases}
+    return {
+        (ranks, owner): divided(ranks, momentum_on_owner=owner, absent=(2, 8), **options)
+        for ranks, owner in ((2, False), (4, True))
+    }
 
 
 @every_algorithm

@@ -77,9 +77,8 @@ def divided_work(ranks, **options):
 
 
 @every_rule
-@pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_divided_work_gives_the_steps_of_one_process(pool, options, owner, ranks):
+@pytest.mark.parametrize(("ranks", "owner"), [(2, False), (4, True)], ids=["everywhere", "on owner"])
+def test_divided_work_gives_the_steps_of_one_process(pool, options, ranks, owner):
     assert max(pool.run(divided_work, ranks, momentum_on_owner=owner, absent=(2, 8), **options)) < CLOSE
 
 

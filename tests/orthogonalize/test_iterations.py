@@ -119,13 +119,13 @@ def test_rotations_commute(fn):
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shape_and_dtype_are_kept_and_zero_stays_zero(fn, shape, dtype):
-    result = fn(random(*shape, dtype=dtype), steps=3)
-    assert result.shape == shape
-    assert result.dtype == dtype
-    assert result.isfinite().all()
-    assert torch.equal(fn(torch.zeros(shape, dtype=dtype), steps=3), torch.zeros(shape, dtype=dtype))
+def test_shape_and_dtype_are_kept_and_zero_stays_zero(fn, dtype):
+    for shape in SHAPES:
+        result = fn(random(*shape, dtype=dtype), steps=3)
+        assert (result.shape, result.dtype) == (shape, dtype)
+        assert result.isfinite().all(), shape
+        zero = torch.zeros(shape, dtype=dtype)
+        assert torch.equal(fn(zero, steps=3), zero), shape
 
 
 @every
@@ -169,17 +169,17 @@ def test_missing_rank_stays_missing(fn):
 @every
 @pytest.mark.parametrize("log_condition", [2, 4, 6])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("steps", [5, 8])
-def test_bad_conditioning_stays_bounded(fn, log_condition, dtype, steps):
+def test_bad_conditioning_stays_bounded(fn, log_condition, dtype):
     spectra = torch.ones(3, 16, dtype=torch.float64)
     spectra[0] = torch.logspace(0, -log_condition, 16)
     spectra[1, 1:] = 10.0**-log_condition
     spectra[2, 8:] = 10.0**-log_condition
     batch = torch.stack([with_spectrum(spectrum, 40) for spectrum in spectra]).to(dtype)
-    result = fn(batch, steps=steps).double()
-    assert result.isfinite().all()
-    # The exact intervals end at 1.2025; the rest is the rounding allowed above.
-    assert torch.linalg.matrix_norm(result, 2).max() < 1.2025 + 15 * torch.finfo(dtype).eps
+    for steps in (5, 8):
+        result = fn(batch, steps=steps).double()
+        assert result.isfinite().all()
+        # The exact intervals end at 1.2025; the rest is the rounding allowed above.
+        assert torch.linalg.matrix_norm(result, 2).max() < 1.2025 + 15 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("steps", [5, 8, 20])
