@@ -139,13 +139,14 @@ def _relatives(evidence: EvidencePage) -> str:
         return ""
     gaps = {member: over_seeds(family.gaps_of(rules["scaled"], rules["constant"])) for member, rules in found.items()}
     beyond = [member for member, gap in gaps.items() if gap.interval is not None and 0.0 not in gap.interval]
+    names = f" ({', '.join(beyond)})" if beyond else ""
     values = [gap.value for gap in gaps.values()]
     below = [member for member, rules in found.items() if family.MUON in found and _below(rules, found[family.MUON])]
     better = f" Below Muon beyond chance under both rules: {', '.join(below)}." if below else ""
     return (
         f"Muon and its [relatives](#the-family), each at its best: scaled decay ends {min(values):+.3f} to "
-        f"{max(values):+.3f} nats from constant decay, beyond chance for {', '.join(beyond) or 'none'} of {len(gaps)} "
-        f"members.{better}"
+        f"{max(values):+.3f} nats from constant decay; of {len(gaps)} intervals {len(beyond)} leave out zero"
+        f"{names}, where chance alone makes {0.05 * len(gaps):.1f}.{better}"
     )
 
 
