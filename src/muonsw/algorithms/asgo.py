@@ -15,25 +15,12 @@ from muonsw.algorithms.triangles import pack, packed_shape, unpack
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
+from muonsw.orthogonalize.iterations import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
 from muonsw.slots import Specs, State
 from muonsw.work import Group
 
-# Polar Express (Amsel et al. 2025) as the authors of ASGO use it: all polynomials but the last made safe for singular
-# values up to 1.01, and the last one repeated.
-_POLYNOMIALS = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-    (1.875, -1.25, 0.375),
-)
-_SAFETY = 1.01
-_STEPS = 10
-_SAFE = [(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLYNOMIALS[:-1]]
-COEFFICIENTS = (*_SAFE, *[_POLYNOMIALS[-1]] * (_STEPS - len(_SAFE)))
+# Polar Express as the authors of ASGO use it; the division by the safety factor is in `inverse_sqrt`.
+COEFFICIENTS = COEFFICIENT_SETS["polar_express"]._replace(divisor=1.0).schedule(10)
 
 
 @_disable_dynamo  # the precision of products is a global setting of torch
@@ -65,7 +52,7 @@ def inverse_sqrt(V: Tensor, eps: float) -> Tensor:
     nothing Z stays finite: it is the product of all `a`, about 22,000.
     """
     identity = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
-    L = _SAFETY * torch.linalg.matrix_norm(V + eps * identity, keepdim=True)
+    L = POLAR_EXPRESS_SAFETY * torch.linalg.matrix_norm(V + eps * identity, keepdim=True)
     Y, Z = V / L, identity.expand_as(V)
     for a, b, c in COEFFICIENTS:
         P = Z @ Y
