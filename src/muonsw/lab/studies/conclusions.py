@@ -48,8 +48,10 @@ def _untuned(evidence: EvidencePage) -> str:
         return ""
 
     def most(choice: str) -> str:
-        costs = {one.rule: one.cost.value for one in untuned.highest(found) if one.choice == choice}
-        return " and ".join(f"{cost:.3f} under {rule} decay" for rule, cost in costs.items())
+        costs = [one for one in untuned.highest(found) if one.choice == choice]
+        return " and ".join(
+            f"{one.cost.value:.3f}{' or more' if one.beyond else ''} under {one.rule} decay" for one in costs
+        )
 
     kept = "; ".join(f"{choice} for every run cost up to {most(choice)}" for choice in untuned.CHOICES[:-1])
     advised = f"The lambda that {ADVISE} gives cost at most {most(untuned.ADVICE)}."
@@ -89,10 +91,14 @@ def _too_large(evidence: EvidencePage) -> str:
 
 
 def _totals(evidence: EvidencePage) -> str:
-    totals = sorted(one.best * one.per_lambda for one in evidence.optima())
-    if not totals:
+    found = [one for one in (*evidence.optima(), *evidence.longer_optima()) if not one.at_an_end]
+    if not found:
         return ""
-    took = f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, over all horizons and both rules"
+    totals, lengths = sorted(one.best * one.per_lambda for one in found), [one.steps for one in found]
+    took = (
+        f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, from {min(lengths):,} to {max(lengths):,} updates "
+        f"and under both rules"
+    )
     if totals[-1] > SAME_TOTAL * totals[0]:
         return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
     return (
@@ -108,11 +114,9 @@ def _length(evidence: EvidencePage) -> str:
     gaps = [regret.best_against_best(losses["scaled"][steps], losses["constant"][steps]) for steps in lengths]
     ends = " and ".join(f"{_nats(gap)} at {steps:,} updates" for gap, steps in zip(gaps, lengths, strict=True))
     costs = [row for row in regret.too_large(regret.optima(evidence.results["long"])) if row.constant > GOOD]
-    large = ", ".join(
-        f"{row.constant:.3f} and {row.scaled:.3f} at lambda {row.lam:g} and {row.constant_at.steps:,} updates"
-        for row in sorted(costs, key=lambda row: (row.constant_at.steps, row.lam))
-    )
-    more = f" Too large a lambda costs constant and scaled decay {large}." if large else ""
+    last = [row for row in costs if row.constant_at.steps == lengths[-1]]
+    large = ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in last)
+    more = f" At {lengths[-1]:,} updates too large a lambda costs them, constant decay first, {large}." if large else ""
     return (
         f"On fresh text, each at its best lambda, scaled decay ends {ends} from constant decay.{more}" if ends else ""
     )
