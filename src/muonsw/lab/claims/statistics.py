@@ -96,6 +96,16 @@ def over_seeds(values: Sequence[float]) -> Estimate:
     return Estimate(mean, interval, "" if interval else ONE_SEED)
 
 
+def from_means(value: float, seeds: int) -> Estimate:
+    """A number that means over seeds make together, so that it has no interval.
+
+    Examples:
+        >>> from_means(0.3, seeds=3).limits
+        'from means over seeds, so without an interval'
+    """
+    return Estimate(value, None, "from means over seeds, so without an interval" if seeds > 1 else ONE_SEED)
+
+
 def interval_of(values: Sequence[float]) -> Interval | None:
     """The t interval of the mean of plain numbers; None where there are fewer than two."""
     return t_interval(torch.tensor(values, dtype=torch.float64)) if len(values) > 1 else None

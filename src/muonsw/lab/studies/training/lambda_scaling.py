@@ -21,7 +21,7 @@ from typing import Any
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
-from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Comparison, Key, Results, Runs
@@ -132,12 +132,12 @@ def judge_scaling(results: Results, _scale: Scale) -> list[Claim]:
                 follows = f"{rule} decay: power of {axis.grows} that the best lambda follows"
                 slack = SIZE_SLACK if axis.name == "size" else _resolution(list(along(axis, results)))
                 claims.append(within(f"{rule}-{axis.name}", follows, axis.source, found, axis.published, slack))
-    limits = "from means over seeds, so without an interval"
     for rule in RULES if len(results) > 1 else ():
-        totals = [one.best * one.per_lambda for one in _optima(results, rule).values()]
+        best = _optima(results, rule).values()
+        totals = [one.best * one.per_lambda for one in best]
         same = f"{rule} decay: highest over lowest total of the best lambdas, over all points"
-        ratio = max(totals) / min(totals)
-        claims.append(at_most(f"{rule}-one-total", same, WANG, ratio, SAME_TOTAL, FLAT, limits=limits))
+        ratio = from_means(max(totals) / min(totals), min(one.seeds for one in best))
+        claims.append(at_most(f"{rule}-one-total", same, WANG, ratio, SAME_TOTAL, FLAT))
     return claims
 
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 from muonsw.lab.advice import best_totals
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, at_most
-from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.studies.arms import Results, Runs
 from muonsw.lab.studies.training.regret import (
@@ -215,8 +215,8 @@ def judge_prices(found: Sequence[Price], text: str) -> list[Claim]:
             claims.append(at_most(f"{rule}-advice", costs, BEYOND, price.cost, 2 * GOOD, EXACT))
     usual = [own.get((rule, CHOICES[0])) for rule in ("scaled", "constant")]
     if None not in usual:
-        scaled, constant = (one.cost.value for one in usual if one is not None)
+        scaled, constant = (one.cost for one in usual if one is not None)
         share = f"cost of lambda {CHOICES[0]} at {longest:,} updates, scaled over constant"
-        limits = "from means over seeds, so without an interval"
-        claims.append(at_most("usual-lambda", share, BEYOND, scaled / constant, 0.6, EXACT, limits=limits))
+        ratio = from_means(scaled.value / constant.value, seeds=1 if constant.interval is None else 2)
+        claims.append(at_most("usual-lambda", share, BEYOND, ratio, 0.6, EXACT))
     return claims
