@@ -286,9 +286,9 @@ _REMEDY_OF_A_SETTING = (
 
 
 def check_lr(group: Group, label: str) -> None:
-    """Refuse a learning rate above the peak, before anything is changed."""
+    """Refuse a learning rate above the peak, or beside a loaded one that is NaN, before anything is changed."""
     lr, peak = float(group["lr"]), group["resolved_peak_lr"]
-    if peak is not None and lr > peak * (1 + PEAK_TOLERANCE):
+    if peak is not None and not lr <= peak * (1 + PEAK_TOLERANCE):
         raise PeakLRError(
             f"the learning rate of {label} is {lr:g}, above its peak {peak:g}, so decay={group['decay']!r} would "
             f"be too strong; {_REMEDY if group['peak_lr'] is None else _REMEDY_OF_A_SETTING}"

@@ -123,7 +123,7 @@ def _rates(batch: Batch, flag: Flag | None, average: Average | None) -> Rates:
     eta, lam = (_on(x, device) for x in (group["lr"], group["weight_decay"]))
     step = _step_of(group, device)
     phi = _phi(group, lam, eta, peak.eta_max(group), step, average.root if average else 0.0)
-    if not isinstance(phi, Tensor) and not phi <= 1:  # nor NaN, from a peak that was loaded
+    if not isinstance(phi, Tensor) and phi > 1:
         raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
     return Rates(eta, phi, None if flag is None else flag.to(device), _norm_rule(group))
 
