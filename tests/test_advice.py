@@ -271,6 +271,22 @@ def test_lambda_follows_what_was_found_with_its_uncertainty(monkeypatch):
     assert other == advise(1_600, 0.02, 0.1, rules=("constant",)).rules[0]
 
 
+def test_what_a_lambda_costs_follows_the_width_and_the_batch_as_the_lambda_to_try_does(monkeypatch):
+    width = {"rule": "constant", "of": "width", "from": 128, "power": 0.5, "low": 0.2, "high": 0.8}
+    batch = {"rule": "constant", "of": "batch", "from": 16_384, "power": 0.5, "low": 0.4, "high": 0.6}
+    monkeypatch.setattr(advice, "measured", lambda: {**KNOWN, "scaling": [width, batch]})
+    for sizes, steps in (({"width": 4_096}, 1_600), ({"batch_tokens": 64 * 16_384}, 100)):
+        (tried,) = advise(steps, 0.02, 0.1, rules=("constant",), **sizes).rules
+        found = advise(steps, 0.02, tried.weight_decay, rules=("constant",), **sizes)
+        assert found.verdict == "good"
+        assert "takes 1.0 times what was best in our runs of" in found.sentences[0]
+        twice = advise(steps, 0.02, 2 * tried.weight_decay, rules=("constant",), **sizes)
+        assert twice.verdict == "strong"
+        assert "2.0 times what was best" in twice.sentences[0]
+    assert "in our runs of 6,400 updates" in found.sentences[0]  # which saw as many tokens
+    assert not any("shorter than what was measured" in limit for limit in found.limits)
+
+
 def test_bad_numbers_are_named():
     for changes, words in [
         ({"steps": 0}, "steps=0: must be a whole number"),

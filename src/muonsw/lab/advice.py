@@ -239,9 +239,9 @@ def _advice(found: list[RuleAdvice], lam: float, course: _Course, algorithm: str
         weight_decay=lam,
         verdict=verdict,
         rules=tuple(found),
-        sentences=tuple(_sentences(verdict, found, lam, forgets, course.steps)),
+        sentences=tuple(_sentences(verdict, found, lam, forgets, course)),
         basis=measured()["basis"],
-        limits=(*_limits(course.steps, algorithm, found), *_size_limits(found, course)),
+        limits=(*_limits(course, algorithm, found), *_size_limits(found, course)),
     )
 
 
@@ -269,17 +269,18 @@ def best_totals(rule: str, steps: int, known: Sequence[Measurement] = ()) -> tup
 
 
 def _totals_at(rule: str, course: _Course) -> tuple[float, float, float]:
-    """The best total of a run of this width and batch, as far as it was measured how totals follow them.
-
-    A larger batch was compared at the same tokens, so it has the totals of as many more updates of the usual one.
-    """
-    powers = _powers(rule, course.sizes)
-    tokens = math.prod(ratio for ratio, one in powers if one["of"] == "batch")
-    best, low, high = best_totals(rule, max(1, round(course.steps * tokens)))
-    for ratio, one in powers:
+    """The best total of a run of this width and batch, and the ends of what was nearly as good."""
+    best, low, high = best_totals(rule, _length(rule, course))
+    for ratio, one in _powers(rule, course.sizes):
         ends = [ratio ** one[key] for key in ("low", "high")]
         best, low, high = best * ratio ** one["power"], low * min(ends), high * max(ends)
     return best, low, high
+
+
+def _length(rule: str, course: _Course) -> int:
+    """Updates of the measured batch that see as many tokens, where it was measured how totals follow the batch."""
+    ratios = [ratio for ratio, one in _powers(rule, course.sizes) if one["of"] == "batch"]
+    return max(1, round(course.steps * math.prod(ratios)))
 
 
 def _powers(rule: str, sizes: Mapping[str, int | None]) -> list[tuple[float, Measurement]]:
@@ -344,7 +345,7 @@ def _of_rule(rule: str, lam: float, course: _Course) -> RuleAdvice:
     most = MOST_IN_A_STEP / max(per_lambda) if in_all else 0.0
     best, low, high = (min(most, wanted / in_all) if in_all else 0.0 for wanted in _totals_at(rule, course))
     total = lam * in_all
-    cost, error = _cost(rule, total, course.steps)
+    cost, error = _cost(rule, total, course)
     return RuleAdvice(
         rule=rule,
         total=total,
@@ -388,23 +389,23 @@ def _verdict(first: RuleAdvice, lam: float) -> str:
     return "mild" if lam < first.weight_decay else "strong"
 
 
-def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: float, steps: int) -> list[str]:
-    first, where = rules[0], _where(rules[0].rule, steps)
+def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: float, course: _Course) -> list[str]:
+    first, where = rules[0], _where(rules[0].rule, course)
     words = {
         "none": "Nothing decays: norms only grow, and no rule can differ from another.",
         "idle": (
             f"Decay hardly acts in this run: it takes {1 - first.left:.0%} of a weight over the run, so the rule "
-            f"hardly matters. {_costs(rules, where)} {_as_much(first, lam, where, steps)}"
+            f"hardly matters. {_costs(rules, where)} {_as_much(first, lam, where, course)}"
         ),
         "mild": (
             f"Decay acts, but takes less than the best {where}. {_costs(rules, where)} "
-            f"{_as_much(first, lam, where, steps)}"
+            f"{_as_much(first, lam, where, course)}"
         ),
         "good": (
-            f"Decay acts, and lambda {lam:g} takes {_times(first, steps)} {where}: as much cost at most "
+            f"Decay acts, and lambda {lam:g} takes {_times(first, course)} {where}: as much cost at most "
             f"{measured()['good']} nats there."
         ),
-        "strong": f"Decay is strong: {_times(first, steps)} {where}. {_costs(rules, where)}",
+        "strong": f"Decay is strong: {_times(first, course)} {where}. {_costs(rules, where)}",
     }
     said = [words[verdict]]
     if verdict != "none":
@@ -418,22 +419,22 @@ def _sentences(verdict: str, rules: Sequence[RuleAdvice], lam: float, forgets: f
     return said
 
 
-def _as_much(one: RuleAdvice, lam: float, where: str, steps: int) -> str:
+def _as_much(one: RuleAdvice, lam: float, where: str, course: _Course) -> str:
     """Which lambda takes as much as the best of what was measured, or the highest to try where none can."""
-    number, wanted = _two_digits(one.weight_decay), best_totals(one.rule, steps)[0]
+    number, wanted = _two_digits(one.weight_decay), _totals_at(one.rule, course)[0]
     if not lam or one.phi_peak * one.weight_decay < 0.999 * MOST_IN_A_STEP * lam:
         return f"Lambda {number} would take as much as the best {where}."
     return f"In so few updates no lambda takes {wanted:.2g}, the best {where}: {number} nearly all in one step."
 
 
-def _times(one: RuleAdvice, steps: int) -> str:
-    ratio = one.total / best_totals(one.rule, steps)[0]
+def _times(one: RuleAdvice, course: _Course) -> str:
+    ratio = one.total / _totals_at(one.rule, course)[0]
     return f"{_two_digits(ratio) if ratio >= 100 else f'{ratio:.1f}'} times what was best"
 
 
-def _where(rule: str, steps: int) -> str:
+def _where(rule: str, course: _Course) -> str:
     """Which of our runs are spoken of."""
-    lengths = [one["steps"] for _, one in _nearest(steps, _measurements(rule))]
+    lengths = [one["steps"] for _, one in _nearest(_length(rule, course), _measurements(rule))]
     if len(lengths) == 2:
         return f"between our runs of {lengths[0]:,} and {lengths[1]:,} updates"
     return f"in our runs of {lengths[0]:,} updates"
@@ -461,11 +462,13 @@ def _cost_text(one: RuleAdvice) -> str:
     return f"{one.cost:.3f}" if float(error) == 0 else f"{one.cost:.3f}±{error}"
 
 
-def _cost(rule: str, total: float, steps: int) -> tuple[float | None, float | None]:
-    """What a rule with this total cost above its best lambda, and half of its interval."""
+def _cost(rule: str, total: float, course: _Course) -> tuple[float | None, float | None]:
+    """What as many times the best total cost above the best lambda of a rule, and half of its interval."""
     if not _was_measured(rule):
         return None, None
-    found = [(weight, *_cost_at(one["costs"], total)) for weight, one in _nearest(steps, _measurements(rule))]
+    total /= math.prod(ratio ** one["power"] for ratio, one in _powers(rule, course.sizes))
+    near = _nearest(_length(rule, course), _measurements(rule))
+    found = [(weight, *_cost_at(one["costs"], total)) for weight, one in near]
     cost, error = (
         None if any(one[column] is None for one in found) else math.fsum(one[0] * one[column] for one in found)
         for column in (1, 2)
@@ -486,9 +489,9 @@ def _cost_at(costs: Sequence[Sequence[Any]], total: float) -> tuple[Any, Any]:
     return None, None
 
 
-def _limits(steps: int, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str]:
+def _limits(course: _Course, algorithm: str, rules: Sequence[RuleAdvice]) -> list[str]:
     limits = [_lengths(one.rule) for one in rules if one.own and one.rule not in SAME_RULE]
-    limits += [limit for one in rules if (limit := _beyond(one, steps))]
+    limits += [limit for one in rules if (limit := _beyond(one, _length(one.rule, course)))]
     limits += [
         f"The paper's runs have a total of {PAPER_TOTALS}, far more; the best lambda there is not known.",
         "Where text was seen 16 times far more decay was better, and constant better than scaled decay.",
