@@ -67,6 +67,12 @@ def test_a_run_learns_and_says_so(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8")) == result
 
 
+def test_the_last_update_is_sampled_whatever_its_number(tmp_path):
+    train(small_run(steps=5, telemetry_every=4), tmp_path)
+    sampled = [record["step"] for record in losses(tmp_path) if record["kind"] == "telemetry"]
+    assert sampled == [1, 4, 5]
+
+
 def test_the_same_seed_gives_the_same_bits(uninterrupted, tmp_path):
     train(small_run(), tmp_path)
     assert_same_run(uninterrupted, tmp_path, 12)

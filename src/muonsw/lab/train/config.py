@@ -203,7 +203,7 @@ class RunConfig:
         checkpoint_seconds: Save also when the last checkpoint is so old; 0 goes by updates alone.
         keep: Checkpoints to keep besides the best.
         log_every: Updates between training records.
-        telemetry_every: Updates between telemetry samples; 0 takes none.
+        telemetry_every: Updates between telemetry samples, beside the first and the last update; 0 takes none.
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
         weights: Dtype of the parameters: "float32", or "bfloat16" with stochastic rounding and no float32 copy.

@@ -170,6 +170,8 @@ def _updates(
         for batches in training.batches():
             world.alive(f"update {training.step + 1}")
             lr = training.base_lr()
+            if telemetry is not None and training.step == config.steps - 1:
+                telemetry.every = 1
             losses, norm = training.update(batches, measured=telemetry is not None and telemetry.due)
             if telemetry is not None:
                 telemetry.step = training.step  # a replayed graph calls no hooks
