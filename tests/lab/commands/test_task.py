@@ -117,6 +117,11 @@ def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
     ("words", "more", "message"),
     [
         (["--task", "none.py"], "", "there is no task file none.py"),
+        (
+            ["--task", __file__ + ".txt"],
+            "",
+            ".txt is no task: give a Python file, which ends in .py, or a dotted module",
+        ),
         (["--task", "no.such.module"], "", "no.such.module cannot be imported: ModuleNotFoundError"),
         (["--task", "small_task.py", "--data", "d"], "", "give --task or --data, not both"),
         (["--task", "small_task.py", "--preset", "mini"], "", "give --task or --preset, not both"),

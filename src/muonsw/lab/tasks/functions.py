@@ -235,6 +235,8 @@ def fingerprint(path: str) -> str:
 def _module(path: str) -> ModuleType:
     file = Path(path)
     try:
+        if file.suffix != ".py" and (file.is_file() or len(file.parts) > 1):
+            raise UsageError(f"{path} is no task: give a Python file, which ends in .py, or a dotted module")
         if file.suffix != ".py":
             return importlib.import_module(path)
         if not file.is_file():
