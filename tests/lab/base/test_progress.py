@@ -60,6 +60,14 @@ def test_a_file_gets_a_line_now_and_then_and_one_for_each_end(monkeypatch):
     assert printed == ["0 of 2 runs complete; a: update 1/10, loss 2.5", "a: validation loss 2.4000", "a sentence"]
 
 
+def test_a_file_gets_no_line_before_there_is_a_number(monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
+    console = Console(file=StringIO(), width=80)
+    with showing(console, {"training": None}) as view:
+        view.update("training", 0, {"update": "", "loss": ""}, total=10)
+    assert console.file.getvalue() == ""
+
+
 def test_what_is_left_follows_from_the_pace_and_the_number_at_a_time(monkeypatch):
     now = iter(range(0, 1000, 10))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))

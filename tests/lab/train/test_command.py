@@ -48,6 +48,13 @@ def test_the_demo_preset_goes_on_after_it_was_killed(tmp_path, monkeypatch, caps
     assert "going on after update 42" in capsys.readouterr().out
 
 
+def test_one_update_is_one_update(tmp_path, capsys):
+    assert main(["train", "--data", tokens(), "--steps", "1", "--batch", "1", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 update of 128 tokens" in printed
+    assert "after 1 update (best" in printed
+
+
 def test_checkpoints_come_as_often_as_asked(tmp_path):
     options = ["--steps", "4", "--batch", "1", "--checkpoint-every", "2", "--out", str(tmp_path)]
     assert main(["train", "--data", tokens(), *options]) == 0

@@ -97,7 +97,8 @@ class View:
             item.advance(done)
         if time.monotonic() - self._shown > SECONDS_BETWEEN_LINES:
             self._shown = time.monotonic()
-            self.log(self._line())
+            if line := self._line():
+                self.log(line)
 
     def finish(self, name: str, said: str = "") -> None:
         """Note that something has ended, and what to say about it in a file."""
@@ -122,7 +123,7 @@ class View:
         return f"{sum(item.complete for item in items)} of {len(items)} {self.what} complete{rest}"
 
     def _moving(self) -> dict[str, Activity]:
-        return {harmless(name): item for name, item in self.items.items() if item.numbers and not item.complete}
+        return {harmless(name): item for name, item in self.items.items() if item.texts() and not item.complete}
 
     def _line(self) -> str:
         parts = [f"{name}: {', '.join(item.texts())}" for name, item in self._moving().items()]

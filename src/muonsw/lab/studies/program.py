@@ -26,6 +26,7 @@ from muonsw.lab.train.loop import train
 from muonsw.lab.train.progress import watching
 from muonsw.lab.train.state import resolve_device
 from muonsw.lab.train.world import joined, known_to_all, speaker
+from muonsw.text import counted
 
 __all__ = ["main", "read_config_file", "run"]
 
@@ -103,7 +104,7 @@ def run(config: RunConfig, folder: Path) -> int:
     if not world.leads:
         return OK
     best = f"best {result['best_loss']:.4f} after {result['best_step']:,}"
-    ended = f"validation loss {result['final_loss']:.4f} after {result['steps']:,} updates ({best})"
+    ended = f"validation loss {result['final_loss']:.4f} after {counted(result['steps'], 'update')} ({best})"
     if skipped := result["skipped"]:
         ended += f", {skipped:,} of them skipped because their gradients were not finite"
     say(console, f"{ended}, {result['seconds']:.0f} s, in {folder}")

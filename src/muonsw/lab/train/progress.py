@@ -12,6 +12,7 @@ from muonsw.lab.base.progress import View, showing
 from muonsw.lab.train.loop import Watch
 from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import Training
+from muonsw.text import counted
 
 NAME = "training"
 ORDER = ("update", "loss", "validation", "weight RMS")
@@ -59,7 +60,7 @@ class _Display:
         task, self.unit = training.task, training.task.unit
         parameters = sum(parameter.numel() for parameter in training.model.parameters())
         self.view.say(
-            f"{parameters:,} parameters, {config.steps:,} updates of {task.per_step:,} {task.unit}, "
+            f"{parameters:,} parameters, {counted(config.steps, 'update')} of {task.per_step:,} {task.unit}, "
             f"{task.data(config.steps)}, on {training.device}"
         )
         order = (*ORDER, f"{self.unit}/s", "MFU")
