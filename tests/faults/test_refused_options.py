@@ -30,6 +30,8 @@ from tests.faults.folders import MODEL, folders
         (("train", "--data", "DATA", "--out", "DIR", "--device", "meta"), "device 'meta' cannot be used here"),
         (("train", "--data", "DATA", "--out", "DIR", "--seed", "9" * 25), "seed=9999999999999999999999999 must be"),
         (("train", "--data", "DATA", "--out", "DIR", "--steps", "9" * 25), "steps=9999999999999999999999999 must be"),
+        (("train", "--data", "DATA", "--out", "DIR", "--weight-decay", "60"), "1.2 times the weight in one update"),
+        (("compare", "--data", "DATA", "--out", "DIR", "--weight-decay", "60"), "1.2 times the weight in one update"),
         (("compare", "--data", "DATA", "--out", "DIR", "--weight-decay", "0", "--control", "total"), "needs decay"),
         (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "constant,adam_lr="), "setting=value pairs"),
         (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "constant,adam_lr=nan"), "adam_lr=nan must"),

@@ -267,6 +267,24 @@ def test_the_verdict_follows_the_interval():
     assert all("--tune-lambda" in text for text in (clear, worse, unsure))
 
 
+def test_the_verdict_says_when_updates_were_skipped():
+    both = (arm("constant", "constant"), arm("scaled", "scaled", skipped={0: 7, 2: 1}))
+    text = verdict(Outcome(both, (pair((-0.1, -0.2, -0.15)),)))
+    assert text.startswith("'scaled' skipped 7 updates (seed 0), 1 update (seed 2), whose gradients were not finite")
+
+
+def test_skipped_updates_are_read_from_the_results_of_runs(runs):
+    first, second, third = runs["scaled"]
+    some = [first, replace(second, result={**second.result, "skipped": 9}), third]
+    assert compare({**runs, "scaled": some}).arms[1].skipped == {1: 9}
+
+
+def test_one_seed_with_equal_losses_is_neither_below_nor_above():
+    both = (arm("constant", "constant"), arm("scaled", "scaled"))
+    equal = PairOutcome("constant", "scaled", (0,), (0.0,), 0.0, None, (1.0,), None)
+    assert verdict(Outcome(both, (equal,))).startswith("'scaled' ended at the same loss as 'constant'; one seed says")
+
+
 def test_the_verdict_says_when_decay_cannot_matter():
     """The same total as in `muonsw advise` and `muonsw diagnose`; a smaller lambda is then no advice."""
     for total, idle in ((0.99 * IDLE, True), (1.01 * IDLE, False)):
@@ -346,6 +364,11 @@ def test_claims_follow_the_interval_and_nothing_moved_is_no_effect(gains, scaled
         (["--preset", "w3"], "unknown preset 'w3'"),
         (["--data", "/nowhere"], "holds no prepared data"),
         (["--workers", "0"], "--workers must be at least 1"),
+        (
+            ["--arms", "scaled", "constant,lr=3"],
+            "constant decay with weight_decay=1 at lr=3 would take 3 times the weight",
+        ),
+        (["--weight-decay", "600", "--tune-lambda"], "weight_decay=60 at lr=0.02 would take 1.2 times the weight"),
         (["--weight-decay", "0", "--control", "total"], "give --weight-decay above zero"),
         (["--telemetry-every", "-1"], "telemetry_every=-1 must be at least 0"),
     ],

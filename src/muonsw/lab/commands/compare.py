@@ -23,10 +23,11 @@ from muonsw.lab.data.shards import read_record
 from muonsw.lab.report.report import check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.arms import Arm, parse_arm
+from muonsw.lab.studies.arms import Arm, parse_arm, refuse_too_much_decay
 from muonsw.lab.studies.compare import CompareStudy
 from muonsw.lab.studies.study import PAGE, Conclusion, conduct
 from muonsw.lab.studies.training.worked_tasks import comparison_key
+from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
@@ -137,10 +138,11 @@ class Compare:
         base, names = study.base, " and ".join(arm.name for arm in study.arms)
         seeds = f"{counted(self.seeds, 'seed')} each"
         if base.task is not None:
-            length = f"{base.steps:,} updates of {counted(base.batch, 'sample')}"
+            length = f"{counted(base.steps, 'update')} of {counted(base.batch, 'sample')}"
             return f"{names}, {seeds}: {length}, {workers} at a time, in {self.out}"
         epochs = base.steps * base.tokens_per_step / read_record(Path(base.data.path)).tokens("train")
-        length = f"{base.steps:,} updates of {base.tokens_per_step:,} tokens ({epochs:.2f} epochs of {base.data.path})"
+        length = f"{counted(base.steps, 'update')} of {counted(base.tokens_per_step, 'token')}"
+        length = f"{length} ({epochs:.2f} epochs of {base.data.path})"
         return f"{names}, {seeds}: {length}, {workers} at a time, in {self.out}"
 
     def _task_base(self, console: Console) -> RunConfig:
@@ -199,6 +201,9 @@ class Compare:
             raise UsageError("--control total needs a scaled arm, whose total it takes")
         if self.control == "total" and not scaled[0].optimizer.weight_decay:
             raise UsageError("--control total needs decay to take the total of: give --weight-decay above zero")
+        for arm in arms:
+            tried = arm.optimizer.weight_decay * (min(FACTORS) if self.tune_lambda else 1.0)
+            refuse_too_much_decay(base, replace(arm.optimizer, weight_decay=tried))
         if self.tune_lambda and not any(arm.optimizer.weight_decay for arm in arms):
             raise UsageError("--tune-lambda tries multiples of lambda: give --weight-decay above zero")
         return arms

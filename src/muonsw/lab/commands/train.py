@@ -15,6 +15,7 @@ from muonsw.lab.base.terminal import say
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.parsing import changed
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
+from muonsw.lab.studies.arms import refuse_too_much_decay
 from muonsw.lab.studies.program import read_config_file, run
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import preset_run, require_enough_text, with_data, with_steps
@@ -137,4 +138,5 @@ class Train:
             config = replace(config, optimizer=replace(config.optimizer, **self._optimizer()), **self._extras())
         except ValueError as error:
             raise UsageError(str(error)) from error
+        refuse_too_much_decay(config, config.optimizer)
         return with_data(config, self.data, self.text)

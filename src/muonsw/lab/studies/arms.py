@@ -170,6 +170,17 @@ def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
     return decay.decay_factors(optimizer.decay, optimizer.weight_decay, rates, peak, optimizer.decay_points)
 
 
+def refuse_too_much_decay(config: RunConfig, optimizer: OptimizerConfig) -> None:
+    """Refuse a lambda with which an update would take more than the whole weight.
+
+    Raises:
+        UsageError: With the share, the learning rate and lambda.
+    """
+    if (share := max(decay_factors(config, optimizer))) > 1.0:
+        settings = f"{optimizer.decay} decay with weight_decay={optimizer.weight_decay:g} at lr={optimizer.lr:g}"
+        raise UsageError(f"{settings} would take {share:.3g} times the weight in one update: lower one of them")
+
+
 @lru_cache(maxsize=2)
 def _multiples(config: RunConfig) -> list[float]:
     """The schedule, kept because every arm of a long run asks for it."""

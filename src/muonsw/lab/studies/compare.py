@@ -164,6 +164,7 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = ()) -> str:
     """What came out, in a few sentences that claim no more than the numbers carry."""
     arms = {arm.name: arm for arm in outcome.arms}
     lines = [_diverged(arm) for arm in outcome.arms if arm.diverged]
+    lines += [_skipped(arm) for arm in outcome.arms if arm.skipped]
     for pair in outcome.pairs:
         lines += [_loss(pair, arms, outcome.unit), *(_metric(pair, name) for name in pair.metrics)]
     lines += [_norms(outcome.arms), *_caveats(outcome, tuned)]
@@ -177,6 +178,11 @@ def _diverged(arm: ArmOutcome) -> str:
     return f"{where}; it is compared on its other seeds, which flatters it."
 
 
+def _skipped(arm: ArmOutcome) -> str:
+    seeds = ", ".join(f"{counted(number, 'update')} (seed {seed})" for seed, number in arm.skipped.items())
+    return f"{arm.name!r} skipped {seeds}, whose gradients were not finite: lower its learning rate."
+
+
 def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome], unit: str) -> str:
     seeds, unit = counted(len(pair.seeds), "seed"), f" {unit}" if unit else ""
     size = f"{signed(abs(pair.mean))[1:]}{unit}"
@@ -185,8 +191,9 @@ def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome], unit: str) -> str:
     if not math.isfinite(pair.mean):
         return f"{pair.arm!r} against {pair.baseline!r}: a run has no final loss."
     if pair.interval is None:
-        direction = "below" if pair.mean < 0 else "above"
-        return f"{pair.arm!r} ended {size} {direction} {pair.baseline!r}; one seed says nothing about chance."
+        where = f"{size} {'below' if pair.mean < 0 else 'above'} {pair.baseline!r}"
+        where = where if pair.mean else f"at the same loss as {pair.baseline!r}"
+        return f"{pair.arm!r} ended {where}; one seed says nothing about chance."
     spread = f"{signed(pair.mean)}{unit}, 95% t interval {signed(pair.interval.low)} to {signed(pair.interval.high)}"
     if pair.interval.low <= 0.0 <= pair.interval.high:
         both = f"{pair.arm!r} and {pair.baseline!r}"

@@ -86,6 +86,7 @@ class ArmOutcome:
     phi_peak: float  # decay of one update at the peak
     memory_ratio: float  # phi_peak over 1 - beta; well under one where decay is slow beside momentum
     diverged: Mapping[int, int]  # by seed, the update at which a run diverged
+    skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, updates whose gradients were not finite
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, the last value of each run
 
 
@@ -164,6 +165,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         phi_peak=max(phis),
         memory_ratio=max(phis) / (1.0 - beta),
         diverged=divergence_steps(runs),
+        skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
         metrics={name: tuple(last(run.evals.known(name)) for run in ended) for name in metric_names(runs)},
     )
 
