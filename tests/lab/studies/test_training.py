@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -26,12 +27,25 @@ from tests.lab.studies.small_comparisons import WILD, by_settings, tiny_scale
 from tests.lab.train.small_runs import small_run, tokens
 
 STUDIES = {study.name: study for study in TRAINING_STUDIES}
+PAGE = Path(__file__).parents[3] / "docs" / "reproducing.md"
 PAPER, MINI, CPU = (SCALES[name] for name in ("paper", "mini", "cpu"))
 
 
 @cache
 def planned(name, scale):
     return STUDIES[name].at(SCALES[scale]).planned()
+
+
+@pytest.mark.parametrize("scale", ["cpu", "mini"])
+def test_the_page_says_how_many_runs_every_study_has(scale):
+    page = PAGE.read_text(encoding="utf-8").partition("## Training experiments")[2]
+    everything = set()
+    for name, study in STUDIES.items():
+        *_, cells = re.findall(rf"^\| `{name}` \|(.*)\|$", page, re.M)
+        runs, cell = study.at(SCALES[scale]).runs(), cells.split("|")[1 + list(SCALES).index(scale)]
+        everything |= set(runs)
+        assert f"{len(runs)} runs" in cell or "same" in cell or "those of" in cell or not runs, name
+    assert scale != "cpu" or f"all studies together are {len(everything)}" in page
 
 
 @pytest.mark.parametrize("scale", SCALES)
