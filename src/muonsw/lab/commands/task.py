@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 from muonsw import machine
 from muonsw.lab.advice import advise
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import prepare_folder, write_atomically
 from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.commands.parsing import changed
 from muonsw.lab.studies.tuning import FACTORS
@@ -216,14 +218,10 @@ class New:
         if self.file.suffix != ".py":
             raise UsageError(f"{self.file} must end in .py")
         text = files("muonsw.lab.tasks").joinpath("template.py").read_text(encoding="utf-8")
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError as error:
-            raise UsageError(f"{self.file} exists already: choose another name") from error
-        except OSError as error:
-            raise UsageError(f"{self.file} cannot be written: {error.strerror or error}") from error
+        if os.path.lexists(self.file):
+            raise UsageError(f"{self.file} exists already: choose another name")
+        prepare_folder(self.file.parent)
+        write_atomically(self.file, text)
         say(Console(), f"wrote {self.file}; `muonsw task check {self.file}`, then `muonsw compare --task {self.file}`")
         return 0
 
