@@ -113,15 +113,13 @@ def test_every_command_that_writes_says_that_there_is_no_room(name, record_prope
     assert full
 
 
-def test_a_new_task_that_finds_no_room_leaves_no_file_in_its_own_way():
-    folder = folders().root / "full-task"
-
+def test_a_new_task_that_finds_no_room_leaves_no_file_in_its_own_way(tmp_path):
     def work() -> int:
         limit_files(100)
-        return 10 + checked(run_command("task", "new", folder / "mine.py"), folder)
+        return 10 + checked(run_command("task", "new", tmp_path / "mine.py"), tmp_path)
 
     assert in_child(work) == 11
-    assert run_command("task", "new", folder / "mine.py").code == 0
+    assert run_command("task", "new", tmp_path / "mine.py").code == 0
 
 
 def test_preparing_data_on_a_full_disk_goes_on_to_the_same_folder():
