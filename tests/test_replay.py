@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine, replay
 from muonsw.kernels import tables
 from muonsw.kernels.graphs import GradientReads
+from muonsw.nonfinite import Flag, all_finite
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
 from muonsw.replay import PATIENCE, SETTLED, Replay, binding
 from muonsw.step import _replays, collect
@@ -392,6 +393,31 @@ def test_measured_steps_are_written_and_change_nothing():
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+def test_a_step_that_the_device_skipped_is_none_in_summary_and_telemetry(monkeypatch):
+    """Whether it was replayed, or taken eagerly because it was measured."""
+
+    def on_the_device(work, *_):
+        return Flag.from_ok(all_finite([grad for batch in work for grad in batch.grads]))
+
+    monkeypatch.setattr("muonsw.step.finite_flag", on_the_device)
+    optimizer, params = run_over(1, [0] * 8, algorithm="muon")
+    assert not optimizer.summary().skipped
+    before, replays = tensors_of(optimizer, params), optimizer._replay._replays
+    params[0].grad[0, 0] = torch.nan
+    optimizer.step()
+    assert optimizer._replay._replays == replays + 1
+    assert (optimizer.summary().skipped, optimizer.summary().matrices) == (True, 0)
+    with Telemetry(optimizer, every=1) as telemetry:
+        optimizer.step()
+    assert (telemetry.last["skipped"], telemetry.last["matrices"]) == (2, 0)
+    assert_same(tensors_of(optimizer, params), before)
+    feed(params, 99)
+    optimizer.step()
+    assert not optimizer.summary().skipped
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
 def test_what_keeps_steps_from_being_replayed_is_reported_once():
     """Gradients that never lie in the same place, and a momentum that a scheduler moves."""
     with pytest.warns(UserWarning, match=r"gradients changed too often.*set_to_none=False") as caught:
@@ -505,11 +531,13 @@ def test_a_bad_gradient_changes_nothing_and_is_counted(algorithm):
     optimizer.step()
     assert_same(tensors_of(optimizer, params), before)
     assert optimizer.skipped_steps == 2
+    assert optimizer.summary().skipped
     with pytest.warns(NonFiniteGradientWarning):
         optimizer.check()
     feed(params, 99)
     optimizer.step()
     assert not torch.equal(params[0], before[0])
+    assert not optimizer.summary().skipped
 
 
 @on_a_gpu

@@ -35,6 +35,7 @@ from muonsw.algorithms.sgd import SGD
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.graphs import GradientReads, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph
+from muonsw.nonfinite import Flag
 from muonsw.normalize import NORMALIZE
 from muonsw.norms import FREE
 from muonsw.options import algorithm_defaults
@@ -64,8 +65,8 @@ PATIENCE = 50
 # The algorithms whose steps our own kernels make.
 OURS = (MUON, ADAMW, SGD, LION)
 
-# Takes the step of these batches, with the rates of each.
-StepTaker = Callable[[list[Batch], list[Rates]], None]
+# Takes the step of these batches, with the rates of each, unless the flag that it returns forbids it.
+StepTaker = Callable[[list[Batch], list[Rates]], Flag | None]
 
 
 class Binding(NamedTuple):
@@ -143,12 +144,13 @@ def _frozen_options(algorithm: str) -> Callable[[Group], tuple[Any, ...]]:
 
 
 class _Captured(NamedTuple):
-    """A graph, what it is bound to, its batches without their items, and its address tables."""
+    """A graph, what it is bound to, its batches without their items, its address tables, and the flag that it sets."""
 
     graph: torch.cuda.CUDAGraph
     bound_to: Binding
     batches: list[Batch]
     tables: GraphTables
+    flag: Flag | None
 
     def fits(self, now: Binding | None) -> bool:
         """Whether a replay would be the step of what is there now."""
@@ -163,9 +165,14 @@ class _Captured(NamedTuple):
 
 
 class Replay:
-    """The graphs of one optimizer's step, and when to capture one."""
+    """The graphs of one optimizer's step, and when to capture one.
+
+    Attributes:
+        flag: what may have forbidden the last step, on the device.
+    """
 
     def __init__(self) -> None:
+        self.flag: Flag | None = None
         self._graphs: list[_Captured] = []
         self._chosen: _Captured | None = None
         self._scalars: list[Tensor] = []
@@ -213,6 +220,7 @@ class Replay:
         self._replays += 1
         self._steps_without = 0
         self._steps_taken += 1
+        self.flag = self._chosen.flag
         torch._foreach_add_(self._scalars, _flattened(rates))
         self._chosen.replay(self._now)
 
@@ -232,7 +240,8 @@ class Replay:
 
         def program() -> None:
             pairs = zip(self._scalars[::2], self._scalars[1::2], strict=True)
-            step(work, [known._replace(eta=eta, phi=phi) for known, (eta, phi) in zip(rates, pairs, strict=True)])
+            handed = [known._replace(eta=eta, phi=phi) for known, (eta, phi) in zip(rates, pairs, strict=True)]
+            self.flag = step(work, handed)
             torch._foreach_zero_(self._scalars)
 
         torch._foreach_add_(self._scalars, _flattened(rates))
@@ -281,7 +290,7 @@ class Replay:
     def _capture(self, program: Callable[[], None], work: list[Batch], *, asked: bool) -> _Captured | None:
         """A graph of the program; None, and the reason kept, if there can be none.
 
-        Nothing in a graph's memory outlives its replay, so all graphs share it.
+        Nothing in a graph's memory outlives its replay, so all graphs share it; its flag is held until the next one.
         """
         assert self._now is not None
         self._captures += 1
@@ -298,7 +307,7 @@ class Replay:
             return None
         self._is_bound_to_places |= fixed
         bound_to = self._now if fixed else self._now.anywhere()
-        captured = _Captured(graph, bound_to, [batch._replace(items=[]) for batch in work], tables)
+        captured = _Captured(graph, bound_to, [batch._replace(items=[]) for batch in work], tables, self.flag)
         self._graphs = [captured, *self._graphs][:_REMEMBERED]
         return captured
 

@@ -164,17 +164,19 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
 def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     """A step whose rates the host hands over as scalars on the device, so that the rest can be a graph."""
 
-    def program(work: list[Batch], on_device: list[Rates]) -> None:
+    def program(work: list[Batch], on_device: list[Rates]) -> Flag | None:
         ok = decide(optimizer, work, finite(optimizer, work, counted=True, captured=True))
         flag = ok if isinstance(ok, Flag) else None
         all_rates = [batch_rates._replace(flag=flag) for batch_rates in on_device]
         compile_ahead(optimizer, work, all_rates)
         for batch, batch_rates in zip(work, all_rates, strict=True):
             update(optimizer, batch.group, batch.items, batch_rates)
+        return flag
 
     on_host = final_rates(optimizer, work, None)
     asked, measured = bool(optimizer.replay), optimizer._observer is not None
     optimizer._replay.take(work, on_host, program, asked=asked, measured=measured)
+    optimizer._last_skipped = optimizer._replay.flag or False
 
 
 def _replayed(optimizer: ScaledDecayOptimizer) -> bool:
@@ -187,6 +189,7 @@ def _replayed(optimizer: ScaledDecayOptimizer) -> bool:
         return False
     check(optimizer, batches)
     optimizer._replay.again(final_rates(optimizer, batches, None))
+    optimizer._last_skipped = optimizer._replay.flag or False
     return True
 
 
