@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine, replay
+from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine, replay
 from muonsw.kernels import tables
 from muonsw.kernels.graphs import GradientReads
 from muonsw.nonfinite import Flag, all_finite
@@ -109,6 +109,33 @@ def test_a_graph_is_bound_to_the_place_and_layout_of_state():
     assert bound(optimizer) == before
     buffer.data = first.mT
     assert bound(optimizer).difference(before) == "state"
+
+
+def test_a_graph_is_bound_to_the_sizes_of_parameters_that_have_no_state():
+    """A parameter that was cut off at its end begins where it did."""
+    param = nn.Parameter(torch.ones(4, 3))
+    param.grad = torch.ones(4, 3)
+    optimizer = SGDSW([param], lr=0.1)
+    before, grad = bound(optimizer), param.grad
+    param.grad = None
+    param.data = param.data[:2]
+    param.grad = grad[:2]
+    assert bound(optimizer).difference(before) == "parameters"
+
+
+def test_a_graph_is_bound_to_which_gradients_are_aligned():
+    """Its kernels read sixteen bytes at a time of those that were."""
+    params = matrices((4, 4), (4, 4))
+    optimizer, rooms = AdamWSW(params, lr=0.1), [torch.zeros(24) for _ in params]
+
+    def moved_by(*entries):
+        for param, room, begin in zip(params, rooms, entries, strict=True):
+            param.grad = room[begin : begin + 16].view(4, 4)
+        return bound(optimizer).anywhere()
+
+    assert moved_by(0, 0) == moved_by(4, 8)
+    assert moved_by(0, 1) == moved_by(4, 1)
+    assert moved_by(0, 1).difference(moved_by(1, 0)) == "gradients"
 
 
 def test_a_graph_is_not_bound_to_rates_peaks_and_counters():
@@ -377,6 +404,21 @@ def test_a_step_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch):
         one.step()
         assert one._replay._chosen is not None
     assert_same(tensors_of(optimizer, params), tensors_of(other, twins))
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
+def test_a_replay_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch):
+    """Neither its rates, nor the belief that its gradients' addresses have arrived."""
+    optimizer, params = run_over(1, [0] * 8)
+    before, captured = tensors_of(optimizer, params), optimizer._replay._graphs[0].tables
+    captured._placed = ()  # as if gradients had moved
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_on_host", no_memory)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    assert_same(tensors_of(optimizer, params), before)
+    assert not any(optimizer._replay._scalars)
+    assert not captured._placed
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")

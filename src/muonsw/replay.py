@@ -14,8 +14,8 @@ torch reads one, the graph is bound to its address too, and there may be a graph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import chain
 from operator import itemgetter
@@ -34,7 +34,7 @@ from muonsw.algorithms.muon_kernels import in_kernels
 from muonsw.algorithms.sgd import SGD
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.graphs import GradientReads, recorded
-from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph
+from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph, lengths
 from muonsw.nonfinite import Flag
 from muonsw.normalize import NORMALIZE
 from muonsw.norms import FREE
@@ -112,8 +112,8 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
         return None
     return Binding(
         places,
-        (forms, tuple(missing), aligned(places)),
-        (own, *map(id, params)),
+        (forms, tuple(missing), aligned(places) or [place % 16 for place in places]),  # kernels are compiled for it
+        (own, lengths(params), *map(id, params)),
         (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
         (settings, *(_options(group) for group in groups)),
     )
@@ -221,8 +221,8 @@ class Replay:
         self._steps_without = 0
         self._steps_taken += 1
         self.flag = self._chosen.flag
-        torch._foreach_add_(self._scalars, _flattened(rates))
-        self._chosen.replay(self._now)
+        with self._handed_over(rates):
+            self._chosen.replay(self._now)
 
     def take(self, work: list[Batch], rates: list[Rates], step: StepTaker, *, asked: bool, measured: bool) -> None:
         """A step that is not ready: eagerly, or by capturing it first.
@@ -244,14 +244,20 @@ class Replay:
             self.flag = step(work, handed)
             torch._foreach_zero_(self._scalars)
 
-        torch._foreach_add_(self._scalars, _flattened(rates))
-        try:
+        with self._handed_over(rates):
             captured = None if measured or not self._settled() else self._capture(program, work, asked=asked)
             if captured is None:
                 program()
             else:
                 assert self._now is not None
                 captured.replay(self._now)
+
+    @contextmanager
+    def _handed_over(self, rates: list[Rates]) -> Iterator[None]:
+        """Give the rates of a step to the device; the step itself makes zeros of them again, or else its error does."""
+        try:
+            torch._foreach_add_(self._scalars, _flattened(rates))
+            yield
         except BaseException:
             torch._foreach_zero_(self._scalars)  # or the next step would be too long
             raise

@@ -82,8 +82,8 @@ class GraphTables:
     def move(self, places: tuple[int, ...]) -> None:
         """Let the next replay find the gradients at these addresses."""
         if places != self._placed:
-            self._placed = places
             self._places.copy_(_on_host((*places, 0), self._places.device), non_blocking=True)
+            self._placed = places  # not before: pinned memory may be refused
 
 
 class TooManyEntriesError(RuntimeError):
