@@ -129,6 +129,31 @@ def test_a_hook_clips_after_each_step_and_forgets_what_it_has_seen():
     torch.testing.assert_close(q.weight.detach(), expected.view_as(start), rtol=1e-6, atol=0)
 
 
+def test_forward_passes_of_a_graph_report_at_each_replay():
+    """A graph writes to the tensor that `observe` found at its capture, and calls nothing."""
+    q, k = linear(2 * SIZE), linear(2 * SIZE)
+    clip = QKClip(threshold=50.0)
+    attention = clip.add(query=q.weight, key=k.weight, heads=2)
+    attention.observe(torch.tensor([1.0, 2.0]))
+    known_to_the_graph = attention.maximum
+    clip.step()
+    assert clip.step().tolist() == [-torch.inf, -torch.inf]
+    known_to_the_graph.copy_(torch.tensor([200.0, 3.0]))
+    before = q.weight.detach().clone()
+    assert clip.step().tolist() == [200.0, 3.0]
+    torch.testing.assert_close(q.weight[:SIZE], 0.5 * before[:SIZE])
+
+
+def test_an_evaluation_may_report_before_training_does():
+    q, k = linear(2 * SIZE), linear(2 * SIZE)
+    clip = QKClip(threshold=50.0)
+    attention = clip.add(query=q.weight, key=k.weight, heads=2)
+    with torch.inference_mode():
+        attention.observe(torch.tensor([1.0, 2.0]))
+    attention.observe(torch.tensor([3.0, 1.0]))
+    assert clip.step().tolist() == [3.0, 2.0]
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -3.0])
 def test_logits_that_say_nothing_change_nothing(bad):
     q, k = linear(2 * SIZE), linear(2 * SIZE)

@@ -106,8 +106,9 @@ class AttentionLogits:
             raise ValueError(
                 f"logits of {len(found)} heads from head {first_head} on do not fit an attention of {self.heads} heads"
             )
-        if self.maximum is None:
-            self.maximum = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=found.device)
+        if self.maximum is None or self.maximum.device != found.device:
+            with torch.inference_mode(False):  # an evaluation may be what reports first
+                self.maximum = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=found.device)
         mine = self.maximum.narrow(0, first_head, len(found))
         torch.maximum(mine, found.nan_to_num(-torch.inf, -torch.inf), out=mine)
 
@@ -193,7 +194,8 @@ class QKClip:
         each = maxima.split_with_sizes([attention.heads for attention in self.attentions])
         for attention, maximum in zip(self.attentions, each, strict=True):
             attention.clip_(maximum, self.threshold)
-            attention.maximum = None
+            if attention.maximum is not None:
+                attention.maximum.fill_(-torch.inf)  # in place: a graph of the forward pass reports to this very one
         return maxima
 
     def __call__(self, *_: Any) -> None:
