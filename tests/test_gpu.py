@@ -294,6 +294,18 @@ def test_a_graph_is_refused_where_the_peak_cannot_be_known():
     torch.cuda.synchronize()
 
 
+def test_a_graph_is_refused_in_which_the_state_of_a_parameter_would_begin():
+    params = on_gpu((64, 64), (64, 64))
+    optimizer = AdamWSW(params, lr=0.1, capturable=True)
+    feed(params[:1], 0)
+    optimizer.step()
+    feed(params, 1)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="would make it anew at each replay"), torch.cuda.graph(graph):
+        optimizer.step()
+    torch.cuda.synchronize()
+
+
 def test_a_schedule_of_a_tensor_that_never_comes_near_its_peak_is_reported_at_the_next_check():
     params = on_gpu((64, 64))
     optimizer = MuonSW(params, lr=torch.tensor(1.0, device="cuda"), weight_decay=0.1)

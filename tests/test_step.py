@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW, NonFiniteGradientError, NonFiniteGradientWarning, PeakLRError, PeakLRWarning
+from muonsw.state import ensure_state
+from muonsw.work import Item
 from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, matrices, run, set_gradients
 
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -390,6 +392,23 @@ def test_capturable_keeps_lr_in_a_tensor_that_schedulers_fill():
     assert optimizer.param_groups[0]["lr"] is lr
     assert float(lr) == pytest.approx(0.025)
     assert optimizer.param_groups[0]["resolved_peak_lr"] == pytest.approx(0.1)
+
+
+class OnAGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_state_that_a_graph_would_make_anew_at_each_replay_is_refused(algorithm, monkeypatch):
+    (param,) = matrices((4, 4))
+    group = make(algorithm, [param]).param_groups[0]
+    item = Item(0, "late.weight", torch.ones(4, 4).as_subclass(OnAGPU), torch.ones(4, 4), {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"of late\.weight is missing, and a CUDA graph would make it anew"):
+        ensure_state(group, [item])
+    assert not item.state
 
 
 def test_it_says_once_that_no_group_decays():
