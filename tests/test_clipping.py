@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry, clip_optimizer_grads_
+from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry, clip_optimizer_grads_, clipping
 from muonsw.lab.diagnose.live import Findings
 
 
@@ -102,3 +102,16 @@ def test_telemetry_tells_how_often_it_acts(limit, expected):
             optimizer.step()
     assert [record["clipped"] for record in telemetry.records] == [expected] * 3
     assert any("gradient clipping acted on 100%" in text for text in said) == (expected == 1.0)
+
+
+def test_calls_in_a_graph_are_counted_at_each_replay():
+    """A graph writes to the tensors that the call found at its capture, and calls nothing."""
+    model = model_and_gradients()
+    optimizer = MuonSW.for_model(model, lr=0.02)
+    clip_optimizer_grads_(optimizer, 1e-3)
+    known_to_the_graph = clipping._counts[optimizer]
+    assert (clipping.clipped_share(optimizer), clipping.clipped_share(optimizer)) == (1.0, None)
+    for clipped in (True, False, False, False):
+        known_to_the_graph.calls.add_(1)
+        known_to_the_graph.clipped.add_(torch.tensor(clipped))
+    assert clipping.clipped_share(optimizer) == 0.25

@@ -25,9 +25,12 @@ from muonsw.interop.unwrap import unwrap_optimizer
 
 
 class Counts(NamedTuple):
-    """Calls of `clip_optimizer_grads_` since telemetry last looked, and those that clipped; kept on the device."""
+    """Calls of `clip_optimizer_grads_` since telemetry last looked, and those that clipped.
 
-    calls: int
+    On the device, and written in place, because a captured graph writes to these very ones.
+    """
+
+    calls: Tensor
     clipped: Tensor
 
 
@@ -84,8 +87,12 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
 
 def clipped_share(optimizer: Optimizer) -> float | None:
     """The share of the calls since the last look that clipped, None if there were none; waits for the device."""
-    counts = _counts.pop(optimizer, None)
-    return None if counts is None else float(counts.clipped) / counts.calls
+    counts = _counts.get(optimizer)
+    if counts is None or not int(counts.calls):
+        return None
+    share = float(counts.clipped) / int(counts.calls)
+    torch._foreach_zero_(list(counts))
+    return share
 
 
 def _chosen(algorithms: Collection[str] | None) -> set[str]:
@@ -116,5 +123,8 @@ def _common_norm(grads: Sequence[list[Tensor]]) -> Tensor:
 
 
 def _count(optimizer: Optimizer, clipped: Tensor) -> None:
-    calls, before = _counts.get(optimizer, Counts(0, torch.zeros_like(clipped, dtype=torch.int64)))
-    _counts[optimizer] = Counts(calls + 1, before + clipped)
+    counts = _counts.get(optimizer)
+    if counts is None or counts.clipped.device != clipped.device:
+        counts = _counts[optimizer] = Counts(*(torch.zeros_like(clipped, dtype=torch.int64) for _ in Counts._fields))
+    counts.calls.add_(1)
+    counts.clipped.add_(clipped)
