@@ -9,9 +9,10 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import AdamWSW, MuonSW, machine, replay
-from muonsw.kernels import elementwise, finite, momentum, move, symmetric
+from muonsw.kernels import elementwise, finite, momentum, move, normalize, stored, symmetric
 from muonsw.kernels.graphs import GradientReads
 from muonsw.kernels.tables import GraphTables, in_graph, table
+from muonsw.nonfinite import Flag
 from muonsw.replay import SETTLED
 from tests.common.problems import cosine, matrices, set_gradients
 
@@ -26,7 +27,7 @@ class Recorder(TorchDispatchMode):
         del device, pool
         self.calls = []
         with self, pytest.MonkeyPatch.context() as patch:
-            for module in (elementwise, finite, momentum, move, symmetric):
+            for module in (elementwise, finite, momentum, move, normalize, stored, symmetric):
                 patch.setattr(module, "launch_on", self.launch)
             program()
 
@@ -50,7 +51,8 @@ class Recorder(TorchDispatchMode):
             after = call(*args, **options)
             if before is not None and not call._schema.is_mutable and not call.is_view:
                 for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
-                    old.copy_(new)
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)
 
 
 @pytest.fixture
@@ -127,6 +129,27 @@ def test_addresses_are_handed_over_in_the_order_of_the_parameters(device):
         return params
 
     assert_equal(run(True), run(False))
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("options", [{}, {"normalize": "normuon"}, {"state_dtype": "bfloat16"}], ids=str)
+def test_a_replay_whose_gradients_are_bad_changes_nothing_and_the_summary_says_so(options, device, monkeypatch):
+    def on_the_device(work, *_):
+        bad = torch.zeros((), device=device)
+        finite.find_bad([grad for batch in work for grad in batch.grads], bad)
+        return Flag(bad)
+
+    monkeypatch.setattr("muonsw.step.finite_flag", on_the_device)
+    optimizer, params = trained("muon", device, captured=True, steps=6, nonfinite="skip", **options)
+    params[2].grad[1, 2, 3] = torch.nan
+    before = [t.detach().clone() for p in params for t in (p, *optimizer.state[p].values())]
+    optimizer.step()
+    assert optimizer._replay._replays == 2
+    assert_equal([t for p in params for t in (p, *optimizer.state[p].values())], before)
+    assert optimizer.summary().skipped
+    params[2].grad.zero_()
+    optimizer.step()
+    assert not optimizer.summary().skipped
 
 
 def test_tables_follow_the_gradients_that_their_entries_point_into(device):
