@@ -394,3 +394,18 @@ def test_one_peak_for_groups_of_several_rates_is_that_of_the_highest():
         optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.02 * multiple, 3e-4 * multiple
         run(optimizer, [first, second], 1)
         assert [g["weight_decay"] for g in optimizer.param_groups] == pytest.approx([0.3 * multiple / 5] * 2)
+
+
+def test_a_graph_that_would_freeze_the_decay_is_refused(monkeypatch):
+    """Of a step on a GPU, as which this tensor passes."""
+
+    class OnAGPU(torch.Tensor):
+        is_cuda = True
+
+    optimizer = torch.optim.AdamW(matrices((4, 4)), lr=0.1, weight_decay=0.5)
+    drive_weight_decay(optimizer)
+    optimizer.param_groups[0]["params"] = [torch.ones(4, 4).as_subclass(OnAGPU)]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a CUDA graph would freeze the weight_decay"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step_count"] == 0

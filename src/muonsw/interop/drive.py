@@ -154,6 +154,12 @@ class DecayDriver:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         groups = optimizer.param_groups
+        on_gpu = any(param.is_cuda for group in groups for param in group["params"][:1])
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph would freeze the weight_decay that is set before each step; step outside the graph, or "
+                "take one of our optimizers with capturable=True"
+            )
         decays = [self._decay_of(group, f"param group {number}") for number, group in enumerate(groups)]
         for group, decay in zip(groups, decays, strict=True):
             group["weight_decay"] = group["driven_weight_decay"] = decay
