@@ -11,6 +11,7 @@ from torch import nn
 from muonsw import AdamWSW, MuonSW, NonFiniteGradientError, NonFiniteGradientWarning, PeakLRError, PeakLRWarning
 from muonsw.state import ensure_state
 from muonsw.work import Item
+from tests.common.cuda import OnAGPU
 from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, matrices, run, set_gradients
 
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -392,12 +393,6 @@ def test_capturable_keeps_lr_in_a_tensor_that_schedulers_fill():
     assert optimizer.param_groups[0]["lr"] is lr
     assert float(lr) == pytest.approx(0.025)
     assert optimizer.param_groups[0]["resolved_peak_lr"] == pytest.approx(0.1)
-
-
-class OnAGPU(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    is_cuda = True
 
 
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)

@@ -11,6 +11,7 @@ from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
 from muonsw.precision import Noise
 from muonsw.state import state_bytes
 from muonsw.stored.codes import block_length, decode, encode, scale_shape
+from tests.common.cuda import OnAGPU
 
 KINDS = {
     "muon": (MuonSW, {"ns_dtype": "float32"}),
@@ -290,3 +291,13 @@ def test_training_ends_where_float32_state_ends(kind):
         ends[dtype] = torch.tensor([trained(*a_model(seed, kind, state_dtype=dtype), 300) for seed in range(5)])
     for dtype in ("int8", "bfloat16"):
         assert (ends[dtype] - ends["float32"]).mean().abs() < ends["float32"].std()
+
+
+def test_state_on_its_way_to_host_memory_is_waited_for_whatever_its_group_says(monkeypatch):
+    """A group whose `offload` was set back is saved and loaded to bring its state to the parameters."""
+    waited = []
+    monkeypatch.setattr("muonsw.optimizer.wait_for_host", waited.append)
+    optimizer, param = AdamWSW([nn.Parameter(torch.ones(4, 4))], lr=0.1), torch.ones(4, 4).as_subclass(OnAGPU)
+    optimizer.state[param] = {"exp_avg": torch.zeros(4, 4)}
+    optimizer._wait_for_host()
+    assert waited == [param.device]

@@ -151,3 +151,13 @@ def test_memory_on_the_device(form, bytes_an_element):
     peak = torch.cuda.max_memory_allocated() - before - weights - bytes_an_element * elements
     print(f"{form}: {peak / 2**20:.0f} MiB beside weights, gradients and state; a chunk has {chunk / 2**20:.0f}")
     assert peak <= 10 * chunk
+
+
+def test_a_group_that_has_left_host_memory_saves_what_the_last_step_returned_to_it():
+    """As an error asks for where only `offload` was set back."""
+    params, optimizer = problem("adamw", ((4096, 4096),), offload=True)
+    steps(params, optimizer, 2)
+    optimizer.param_groups[0]["offload"] = False
+    saved = {key: value.clone() for key, value in optimizer.state_dict()["state"][0].items()}
+    torch.cuda.synchronize()
+    assert all(torch.equal(saved[key], value) for key, value in optimizer.state[params[0]].items())

@@ -351,9 +351,9 @@ class ScaledDecayOptimizer(Optimizer):
             return super().state_dict()
 
     def _wait_for_host(self) -> None:
-        """Wait for state that is on its way to host memory."""
-        offloaded = [param for group in self.param_groups if group["offload"] for param in group["params"]]
-        for device in {param.device for param in offloaded if param.is_cuda}:
+        """Wait for state that is on its way to host memory, whatever its group says by now."""
+        kept = [(param, value) for param, state in self.state.items() if param.is_cuda for value in state.values()]
+        for device in {param.device for param, value in kept if isinstance(value, Tensor) and value.is_cpu}:
             wait_for_host(device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

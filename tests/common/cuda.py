@@ -1,4 +1,4 @@
-"""What tests on a CUDA device share."""
+"""What tests on a CUDA device share, and a tensor that passes as one there."""
 
 import contextlib
 import warnings
@@ -16,3 +16,9 @@ def no_waiting():
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+class OnAGPU(torch.Tensor):
+    """A tensor that says it is on a GPU, wherever it is."""
+
+    is_cuda = True

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, drive_weight_decay
+from tests.common.cuda import OnAGPU
 from tests.common.problems import POINTS, clones, matrices, run
 
 RULES = ["constant", "scaled", "squared", "independent", "none"]
@@ -397,11 +398,6 @@ def test_one_peak_for_groups_of_several_rates_is_that_of_the_highest():
 
 
 def test_a_graph_that_would_freeze_the_decay_is_refused(monkeypatch):
-    """Of a step on a GPU, as which this tensor passes."""
-
-    class OnAGPU(torch.Tensor):
-        is_cuda = True
-
     optimizer = torch.optim.AdamW(matrices((4, 4)), lr=0.1, weight_decay=0.5)
     drive_weight_decay(optimizer)
     optimizer.param_groups[0]["params"] = [torch.ones(4, 4).as_subclass(OnAGPU)]
