@@ -435,6 +435,20 @@ def test_measured_steps_are_written_and_change_nothing():
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
+def test_measured_steps_have_the_rates_that_were_handed_over():
+    """The scalars that hold them on the device are zero again when telemetry reads what it has measured."""
+
+    def measured(replay):
+        optimizer, params = optimizer_on("cpu", "adamw", replay=replay, nonfinite="propagate")
+        with Telemetry(optimizer, every=1) as telemetry:
+            feed(params, 0)
+            optimizer.step()
+        return {key: telemetry.last["all"][key] for key in ("update_rms", "applied_rms", "decay")}
+
+    assert measured(True) == pytest.approx(measured(False), rel=1e-5)
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 def test_a_step_that_the_device_skipped_is_none_in_summary_and_telemetry(monkeypatch):
     """Whether it was replayed, or taken eagerly because it was measured."""

@@ -239,7 +239,8 @@ class Replay:
         self._steps_taken += 1
 
         def program() -> None:
-            pairs = zip(self._scalars[::2], self._scalars[1::2], strict=True)
+            scalars = list(map(Tensor.clone, self._scalars)) if measured else self._scalars  # read after the step
+            pairs = zip(scalars[::2], scalars[1::2], strict=True)
             handed = [known._replace(eta=eta, phi=phi) for known, (eta, phi) in zip(rates, pairs, strict=True)]
             self.flag = step(work, handed)
             torch._foreach_zero_(self._scalars)
