@@ -83,6 +83,23 @@ def test_blocks_of_one_matrix(split_dim, device, kernels_on):
     assert largest_difference(build, device, torch.float32, kernels_on) < 5e-4
 
 
+@pytest.mark.parametrize("layout", ["one for all", "every other", "not aligned"])
+def test_gradients_of_a_stack_in_any_layout(layout, device, kernels_on):
+    def moved(on):
+        kernels_on(on)
+        torch.manual_seed(0)
+        param, room = nn.Parameter(torch.randn(3, 8, 12).to(device)), torch.randn(6 * 96 + 1).to(device)
+        param.grad = {
+            "one for all": room[:96].view(8, 12).expand(3, 8, 12),
+            "every other": room[:-1].view(6, 8, 12)[::2],
+            "not aligned": room[1:289].view(3, 8, 12),
+        }[layout]
+        MuonSW([param], lr=0.05, matrix="stack", ns_dtype="float32").step()
+        return param.detach()
+
+    torch.testing.assert_close(moved(True), moved(False), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

@@ -318,7 +318,7 @@ def matrix_addresses(stacks: Sequence[Tensor]) -> list[int]:
             found.append(begin)
         else:
             stride = stack.stride(0) * stack.element_size()
-            found.extend(range(begin, begin + stride * stack.shape[0], stride))
+            found.extend([begin + stride * place for place in range(stack.shape[0])])  # a stride may be zero
     return found
 
 
