@@ -83,6 +83,25 @@ def test_blocks_of_one_matrix(split_dim, device, kernels_on):
     assert largest_difference(build, device, torch.float32, kernels_on) < 5e-4
 
 
+@pytest.mark.parametrize(
+    "slot", [{}, {"normalize": "adamuon"}, {"normalize": "normuon"}, {"precondition": "muon2"}], ids=str
+)
+@pytest.mark.parametrize("split", [{}, {"heads": 2}, {"split_sizes": (3, 5), "split_dim": 1}], ids=str)
+def test_a_flattened_matrix_with_gaps_is_no_stack(split, slot, device, kernels_on):
+    """Its last two axes look like a matrix: those of a block of inputs of a convolution, or of a gradient with gaps."""
+
+    def moved(on):
+        kernels_on(on)
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(6, 8, 5).to(device))
+        param.grad = torch.randn(12, 8, 5).to(device)[::2] if not split.get("split_dim") else torch.randn_like(param)
+        optimizer = MuonSW([param], lr=0.05, matrix="flatten", ns_dtype="float32", **split, **slot)
+        optimizer.step()
+        return param.detach()
+
+    torch.testing.assert_close(moved(True), moved(False), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("layout", ["one for all", "every other", "not aligned"])
 def test_gradients_of_a_stack_in_any_layout(layout, device, kernels_on):
     def moved(on):

@@ -46,7 +46,9 @@ def orthogonalized_momentum(
     grads, momenta = _as_matrices(grads, bucket), _as_matrices(momenta, bucket)
     dtype = iteration.inner(product_dtype(group["ns_dtype"], bucket.dtype, device), device)
     first = None if group["precondition"] is None else _precondition(group, parts, bucket)
-    if not takes(grads, momenta, dtype) or (first is None and group["precondition"] is not None):
+    if not takes(grads, momenta, dtype) or not _are_of(bucket, [*grads, *momenta]):
+        return None
+    if first is None and group["precondition"] is not None:
         return None
     X = normalized_momentum(
         grads,
@@ -73,6 +75,8 @@ def normalizer(
     batch = StateBatch(MatrixView.of(group), bucket, parts, specs)
     state = [tensor for key in specs for tensor in batch.matrices(key)]
     if not takes(directions, state) or (member is NORMUON and state[0].dtype != torch.float32):
+        return None
+    if member is ADAMUON and not _are_of(bucket, state):
         return None
     hand_on = not budget.plain
     if member is MUON_PLUS:
@@ -127,7 +131,7 @@ def _precondition(group: Group, parts: list[Part], bucket: Bucket | None) -> Pre
     if member is MUON2:
         squares = [part.state("exp_avg_sq") for part in parts]
         squares = squares if bucket is None else _as_matrices(squares, bucket)
-        if are_matrices(squares):
+        if are_matrices(squares) and (bucket is None or _are_of(bucket, squares)):
             return Precondition("muon2", squares, options["beta2"], options["eps"])
     return None
 
@@ -140,3 +144,8 @@ def _as_matrices(tensors: list[Tensor], bucket: Bucket) -> list[Tensor]:
     return [
         t.view(-1, *shape) if t.is_contiguous() and not (t.dim() <= 3 and t.shape[-2:] == shape) else t for t in tensors
     ]
+
+
+def _are_of(bucket: Bucket, tensors: list[Tensor]) -> bool:
+    """Whether all are such matrices or stacks of them: a flattened one with gaps has its own axes, like a stack."""
+    return all(tensor.shape[-2:] == (bucket.rows, bucket.columns) for tensor in tensors)
