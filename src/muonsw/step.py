@@ -70,10 +70,15 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
         optimizer._last, optimizer._last_skipped = last
         for group, values in zip(groups, peaks, strict=True):
             group.update(zip(peak.KEPT, values, strict=True))
-        for param in [param for param, state in optimizer.state.items() if not state]:
-            del optimizer.state[param]
+        drop_empty_state(optimizer)
         optimizer._counters.forget_records()
         raise
+
+
+def drop_empty_state(optimizer: Optimizer) -> None:
+    """Forget the state that `collect` has begun for parameters of which nothing is kept yet."""
+    for param in [param for param, state in optimizer.state.items() if not state]:
+        del optimizer.state[param]
 
 
 _peak_of = itemgetter(*peak.KEPT)
@@ -151,6 +156,7 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
         raise
     agreement = agree(optimizer, asked, ok)
     if agreement.absent:
+        drop_empty_state(optimizer)  # ranks make it in one order, in which a checkpoint gathers it
         work = collect(optimizer, agreement.absent)
         remember(optimizer, work)
     if decide(optimizer, work, agreement.ok) is False:
@@ -479,6 +485,7 @@ def skip(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     """Leave everything as it is; the step counts for schedules."""
     optimizer._counters.skip_on_host(items_of(work))
     optimizer._last_skipped = True
+    drop_empty_state(optimizer)
     rates.count_steps(optimizer.param_groups)
 
 

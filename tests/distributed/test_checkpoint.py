@@ -259,3 +259,21 @@ def test_the_first_step_of_a_framework_makes_state_for_every_parameter(pool):
         assert unchanged
         assert made
         assert same_keys
+
+
+def order_of_states(nan):
+    """Parameters in the order of their saved states, where each rank lacked another gradient at the first step."""
+    model, optimizer, _ = build(mesh_of(4))
+    for step in range(2):
+        for number, param in enumerate(model.parameters()):
+            lacks = step == 0 and number == dist.get_rank()
+            param.grad = None if lacks else torch.full_like(param, torch.nan if nan and step == 0 else 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+    return list(optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_states_come_in_one_order_on_all_ranks_for_checkpoints_that_gather_them(pool, nan):
+    assert pool.run(order_of_states, nan) == [[0, 1, 2, 3, 4]] * 4
