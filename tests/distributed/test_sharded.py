@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, MuonSW, rates
+from muonsw.distributed.layout import Layouts
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.problems import (
     GROUPS,
@@ -56,6 +57,19 @@ def test_a_sharded_step_is_the_step_of_one_process(pool, ranks, axis):
 @pytest.mark.parametrize("axes", [(None, 0), (None, 1), (0, 1), (1, 0), (0, 0), (None, None)], ids=str)
 def test_a_mesh_of_two_axes_gives_the_same_steps(pool, axes):
     assert max(pool.run(sharded, [2, 2], axes, steps=2)) < CLOSE
+
+
+def group_of_copies():
+    """Copies on a mesh with an axis of one rank, of which the other ranks of the world know nothing."""
+    mesh = mesh_of(2, 1)
+    if mesh is None:
+        return True
+    param = distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Replicate()], src_data_rank=None)
+    return Layouts().of(param, 0).group is mesh.get_group(0)
+
+
+def test_an_axis_of_one_rank_asks_for_no_process_group_of_its_own(pool):
+    assert all(pool.run(group_of_copies))
 
 
 FEW = {"chosen": ("matrices", "stack", "vectors")}  # a rule sees rates and gradients, and no shape

@@ -108,6 +108,7 @@ class Layouts:
 
     def _group(self, mesh: DeviceMesh, dims: Sequence[int]) -> ProcessGroup:
         """The ranks of a mesh that differ from this one along some of its axes only."""
+        dims = [dim for dim in dims if mesh.shape[dim] > 1] or dims[:1]
         if len(dims) == 1:
             return mesh.get_group(dims[0])
         mine = mesh.get_coordinate()
