@@ -76,9 +76,9 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
             f"{type(optimizer).__name__}; use torch.nn.utils.clip_grad_norm_"
         )
     groups = [group for group in optimizer.param_groups if group["algorithm"] in chosen]
-    params = [param for group in groups for param in group["params"] if param.grad is not None]
+    params = [param for group in groups for param in group["params"] if _counts_in(param)]
     meshes = _by_mesh(params)
-    norm = _common_norm([[param.grad for param in same if param.grad is not None] for same in meshes])
+    norm = _common_norm([[torch.zeros_like(p) if p.grad is None else p.grad for p in same] for same in meshes])
     for same in meshes:
         torch.nn.utils.clip_grads_with_norm_(same, max_norm, norm)
     _count(optimizer, norm > max_norm)
@@ -103,6 +103,11 @@ def _chosen(algorithms: Collection[str] | None) -> set[str]:
     for name in algorithms:
         ALGORITHMS[name]
     return set(algorithms)
+
+
+def _counts_in(param: Tensor) -> bool:
+    """Whether a parameter has a gradient; one that is sharded may have it on other ranks alone, and is zero here."""
+    return param.grad is not None or (is_dtensor(param) and param.requires_grad)
 
 
 def _by_mesh(params: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, MuonSW, rates
+from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, AdamWSW, MuonSW, clip_optimizer_grads_, rates
 from muonsw.distributed.layout import Layouts
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.problems import (
@@ -265,6 +265,21 @@ def one_gradient_missing_on_rank_one():
 
 def test_a_gradient_that_one_rank_lacks_counts_as_zero_there(pool):
     assert max(pool.run(one_gradient_missing_on_rank_one)) < CLOSE
+
+
+def norm_where_rank_one_lacks_a_gradient():
+    params = [nn.Parameter(distribute_tensor(torch.ones(8, 2), mesh_of(4), [Shard(0)])) for _ in range(3)]
+    optimizer = AdamWSW(params, lr=PEAK)
+    for number, param in enumerate(params):
+        param.grad = None if (number, dist.get_rank()) == (1, 1) else torch.ones_like(param)
+    norm = clip_optimizer_grads_(optimizer, 1.0)
+    return norm.item(), [None if p.grad is None else round(p.grad.to_local()[0, 0].item() ** -2) for p in params]
+
+
+def test_a_gradient_that_one_rank_lacks_is_clipped_as_zero(pool):
+    for rank, (norm, squares) in enumerate(pool.run(norm_where_rank_one_lacks_a_gradient, timeout=20)):
+        assert norm == pytest.approx((3 * 16 - 4) ** 0.5)
+        assert squares == [44, None if rank == 1 else 44, 44]
 
 
 def swapped_after_construction():
