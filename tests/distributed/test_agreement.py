@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from muonsw import MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
 from tests.distributed.problems import (
@@ -103,6 +105,8 @@ def different_plans(kind, what):
             optimizer.chunk_bytes = 512
         elif what == "decay":
             optimizer.param_groups[1]["weight_decay"] = 0.0
+        else:
+            group[what] = {"betas": (0.9, 0.5), "role": "experts", "fused": False, "averaged_steps": 3}[what]
     begun = time.monotonic()
     try:
         take_step(optimizer, 0, give)
@@ -112,7 +116,10 @@ def different_plans(kind, what):
 
 
 @pytest.mark.parametrize("kind", ["shards", "copies"])
-@pytest.mark.parametrize("what", ["setting", "order", "fewer", "frozen", "decay", "chunks"])
+@pytest.mark.parametrize(
+    "what",
+    ["setting", "order", "fewer", "frozen", "decay", "chunks", "betas", "role", "fused", "averaged_steps"],
+)
 def test_ranks_with_different_plans_all_get_an_error(pool, kind, what):
     for message, seconds in pool.run(different_plans, kind, what, timeout=20):
         assert "the ranks would take different steps" in message

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 # Lengths of the reduction are multiples of this, so that plans which differ by a few parameters still meet in it.
 _BLOCK = 1024
 
-# Settings of a group that make a rank move its parameters otherwise, besides those of its algorithm. The last ones
-# decide what the peak is or will be.
+# Settings of a group that make a rank move its parameters otherwise, besides those of its algorithm: `role` says what
+# one weight is to a norm rule, `betas` how a decay rule averages gradients, `averaged_steps` is Schedule-Free's. The
+# last ones decide what the peak is or will be.
 _SETTINGS = (
     "algorithm",
     "lr",
@@ -49,6 +50,10 @@ _SETTINGS = (
     "rounding",
     "rounding_seed",
     "maximize",
+    "fused",
+    "betas",
+    "role",
+    "averaged_steps",
     "peak",
     "lr_multiplier",
     "peak_lr",
