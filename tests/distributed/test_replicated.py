@@ -229,6 +229,16 @@ def test_what_is_not_replicated_is_refused_on_every_rank(pool, case, message):
         assert message in answer
 
 
+def a_group_of_others():
+    MuonSW([nn.Parameter(torch.ones(2, 2))], lr=PEAK, process_group=dist.new_group([0, 1]))
+
+
+def test_a_rank_that_is_not_in_its_process_group_is_told_so(pool):
+    answers = pool.attempt(a_group_of_others)
+    assert [ok for ok, _ in answers] == [True, True, False, False]
+    assert "rank 3 is not in process_group" in answers[3][1]
+
+
 def test_momenta_need_ranks_to_be_divided_among():
     with pytest.raises(ValueError, match="needs process_group="):
         MuonSW([nn.Parameter(torch.ones(2, 2))], lr=PEAK, momentum_on_owner=True)

@@ -47,6 +47,11 @@ class Ranks:
     def __init__(self, process_group: ProcessGroup | None = None, *, momentum_on_owner: bool = False) -> None:
         if momentum_on_owner and process_group is None:
             raise ValueError("momentum_on_owner=True needs process_group=, the ranks among which momenta are divided")
+        if process_group is not None and dist.get_rank(process_group) < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in process_group, the ranks that hold its parameters too; give each "
+                f"rank a group that it is in, or None where it trains alone"
+            )
         self.process_group = process_group
         self.momentum_on_owner = momentum_on_owner
         self.agreement = Agreement(process_group)
