@@ -126,6 +126,32 @@ def test_ranks_with_different_plans_all_get_an_error(pool, kind, what):
         assert seconds < 10
 
 
+def shards_of_other_shapes(rows, matrix):
+    """Shards whose lengths are not those that placements say, on some ranks."""
+    mine = torch.ones((rows[dist.get_rank()], 4, 4) if matrix else (rows[dist.get_rank()], 4))
+    shape = torch.Size((8, *mine.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    shard = DTensor.from_local(mine, mesh_of(4), [Shard(0)], run_check=False, shape=shape, stride=stride)
+    param = nn.Parameter(shard)
+    optimizer = MuonSW([param], lr=PEAK, matrix=matrix)
+    param.grad = shard.clone()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rows", [(2, 2, 1, 3), (1, 1, 1, 1)], ids=["some", "all"])
+def test_shards_that_are_not_as_placements_say_are_refused_on_all_ranks(pool, rows):
+    for message in pool.run(shards_of_other_shapes, rows, None, timeout=20):
+        assert "instead of (2, 4): make it with distribute_tensor or fully_shard" in message
+
+
+def test_ranks_may_hold_any_number_of_whole_matrices(pool):
+    assert pool.run(shards_of_other_shapes, (2, 2, 1, 3), "stack", timeout=20) == [""] * 4
+
+
 def a_plan_that_changes_on_one_rank():
     optimizer, give = built("shards")
     take_step(optimizer, 0, give)

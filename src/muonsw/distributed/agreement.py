@@ -20,7 +20,7 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.layout import mesh_ranks
-from muonsw.distributed.shards import as_dtensor, is_dtensor, local
+from muonsw.distributed.shards import as_dtensor, is_dtensor, local, shard_misfit
 from muonsw.work import Group
 
 if TYPE_CHECKING:
@@ -292,7 +292,9 @@ def _describe(member: Member) -> str:
     rule = ALGORITHMS[group["algorithm"]]
     frozen = "" if param.requires_grad else " frozen"
     where = param.device.type if rule.matrices is None else rule.matrices.result_dtype(group, param.dtype, param.device)
-    return f"{name} {tuple(param.shape)} {param.dtype}{sharded}{frozen}: {group['algorithm']} in {where}"
+    view = rule.view(group)
+    misfit = shard_misfit(param, view.stack_axes(param.dim())) if sharded and view is not None else ""
+    return f"{name} {tuple(param.shape)} {param.dtype}{sharded}{frozen}: {group['algorithm']} in {where}{misfit}"
 
 
 def _number(data: bytes) -> int:

@@ -114,7 +114,6 @@ class Ranks:
         """The rounds of an exchange, remembered while parameters and settings stay the same."""
         key = (chunk_bytes, *(_key(batch) for batch in met))
         if key not in self._rounds:
-            _check_boxes(met)
             owners = self._settled_owners(met) if self.momentum_on_owner else None
             if len(self._rounds) == _REMEMBERED:
                 self._rounds.clear()
@@ -227,18 +226,6 @@ def _cost(member: Member) -> int:
         return 0
     stack, cells = member.param.shape[: view.stack_axes(member.param.dim())], view.cells(member.param.shape)
     return math.prod(stack) * sum(max(rows, columns) * min(rows, columns) ** 2 for _, rows, columns in cells)
-
-
-def _check_boxes(met: Sequence[ExchangeBatch]) -> None:
-    """A shard must have the shape that its placements say; a gap would put pieces into wrong places."""
-    for batch in met:
-        for item, layout in zip(batch.items, batch.layouts, strict=True):
-            lengths = tuple(layout.boxes[dist.get_rank(layout.group)].shape_in(layout.shape))
-            if lengths != tuple(item.param.shape):
-                raise ValueError(
-                    f"the local shard of {item.name} has shape {tuple(item.param.shape)}, but its placements say "
-                    f"{lengths}; shard it with distribute_tensor or fully_shard"
-                )
 
 
 def _warn_of_redistribution(items: Sequence[Item]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.matrices import Region, box
@@ -187,14 +188,30 @@ def box_at(
 
 def offset(param: Tensor) -> tuple[int, ...]:
     """Where this rank's shard begins in the whole, along each axis; zeros where shards are not contiguous."""
-    nowhere = (0,) * param.dim()
-    if not is_dtensor(param):
-        return nowhere
+    mine = _box_here(param) if is_dtensor(param) else None
+    return (0,) * param.dim() if mine is None else mine.starts
+
+
+def _box_here(param: Tensor) -> Region | None:
+    """This rank's shard of a DTensor, as its placements say; None where shards are not contiguous."""
     like = as_dtensor(param)
     order, mine = cutting_order(like.placements, like.device_mesh.shape), like.device_mesh.get_coordinate()
     if order is None or mine is None:
-        return nowhere
-    return box_at(mine, like.shape, like.placements, like.device_mesh.shape, order).starts
+        return None
+    return box_at(mine, like.shape, like.placements, like.device_mesh.shape, order)
+
+
+def shard_misfit(param: Tensor, axis: int) -> str:
+    """A remark on a DTensor that is cut along `axis` or a later one, where its shard has another shape than it should.
+
+    `DTensor.from_local` makes such tensors; their pieces would get into wrong places.
+    """
+    mine, shape = _box_here(param), tuple(local(param).shape)
+    is_cut = any(not one.is_replicate() and _axis_of(one) >= axis for one in as_dtensor(param).placements)
+    if mine is None or not is_cut or mine.lengths == shape:
+        return ""
+    here = f"rank {dist.get_rank()}"  # other ranks have another remark, or none, so that all refuse the step
+    return f", on {here} a shard of {shape} instead of {mine.lengths}: make it with distribute_tensor or fully_shard"
 
 
 def position(param: Tensor) -> int:
