@@ -159,6 +159,8 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
         drop_empty_state(optimizer)  # ranks make it in one order, in which a checkpoint gathers it
         work = collect(optimizer, agreement.absent)
         remember(optimizer, work)
+    if not work:
+        optimizer._counters.no_gradient()
     if decide(optimizer, work, agreement.ok) is False:
         skip(optimizer, work)
         return
@@ -318,7 +320,7 @@ def check(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     if counters.placed != (device, *map(id, groups)):
         counters.place(groups, device)
         optimizer._option_check = OptionCheck()
-    if not work and not is_shared(optimizer):  # other ranks may have gradients
+    if not work and not is_shared(optimizer):  # else other ranks may have gradients
         counters.no_gradient()
     _warn_of_unfrozen(optimizer)
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):

@@ -242,6 +242,21 @@ def test_a_rank_without_any_gradient_takes_part(pool):
     assert set(pool.run(nothing_to_do_here)) == {5}
 
 
+def nothing_to_do_anywhere(kind):
+    optimizer, _ = built(kind)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("kind", ["shards", "copies"])
+def test_a_step_without_a_gradient_on_any_rank_is_warned_of(pool, kind):
+    for said in pool.run(nothing_to_do_anywhere, kind):
+        assert len(said) == 1
+        assert "no gradient at all" in said[0]
+
+
 def a_gradient_of_the_wrong_kind(nonfinite="skip"):
     """Rank 1 has a whole gradient for a sharded parameter, and cannot take the step."""
     optimizer, give = built("shards", nonfinite=nonfinite)
