@@ -115,3 +115,24 @@ def test_telemetry_on_one_rank_alone_is_an_error_and_no_hang(pool, kind):
 
 def test_where_ranks_hold_copies_one_may_measure_alone(pool):
     assert set(pool.run(measured_on_one_rank, "copies", timeout=20)) == {""}
+
+
+def weights_of_a_skipped_update(kind):
+    """On rank 1 one gradient is missing, and another one is no number."""
+    optimizer, give = built(kind)
+
+    def give_some(param, grad):
+        lacks = kind != "alone" and dist.get_rank() == 1 and param.shape == (7, 5)
+        return None if lacks else poison(give)(param, grad)
+
+    with Telemetry(optimizer, every=1) as telemetry, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        take_step(optimizer, 0, give_some)
+    return [telemetry.records[0]["all"][key] for key in ("numel", "weight_rms")], len(optimizer.state)
+
+
+def test_weights_are_measured_where_a_rank_lacks_a_gradient_of_a_skipped_update(pool):
+    (expected, _), *_ = pool.run(weights_of_a_skipped_update, "alone")
+    for found, states in pool.run(weights_of_a_skipped_update, "rows"):
+        assert found == pytest.approx(expected)
+        assert states == 0

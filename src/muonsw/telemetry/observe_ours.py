@@ -18,10 +18,9 @@ from muonsw.distributed.shards import local, offset
 from muonsw.matrices import STACK, WHOLE, MatrixView, Part, Region
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION
-from muonsw.step import collect
 from muonsw.telemetry.parameters import ModelView, matrix_view, members
 from muonsw.telemetry.record import Measurements, MeasuringRanks, Piece, inner, measuring_dtype, norm
-from muonsw.work import Group, Item
+from muonsw.work import Group
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 
@@ -202,26 +201,26 @@ class OurOptimizerObserver:
             first = self._matrices[item.param] if item.whole is None else _matrix(view, part)[0]
             self._matrices[item.param] += count
             return [MatrixRows(WHOLE, first, count, rows * columns)]
-        area, before = self._area(group, item)
+        area, before = self._area(group, item.parameter)
         start = part.region.cuts[0][1] if part.region.flat else 0
         return [block._replace(first=block.first + before) for block in _cut_blocks(start, size, area)]
 
-    def _area(self, group: Group, item: Item) -> tuple[int, int]:
+    def _area(self, group: Group, param: Tensor) -> tuple[int, int]:
         """Entries of one expert of a stack, else of the whole parameter; and the experts before this rank's first."""
-        known = self.view.get(item.parameter, (None, None, None))[2]
-        if matrix_view(group, item.parameter, known) != STACK:
-            return item.param.numel(), 0
-        before = _place_in_stack(offset(item.parameter), item.parameter.shape, item.param.dim() - 2)
-        return item.param.shape[-1] * item.param.shape[-2], before
+        known, held = self.view.get(param, (None, None, None))[2], local(param)
+        if matrix_view(group, param, known) != STACK:
+            return held.numel(), 0
+        return held.shape[-1] * held.shape[-2], _place_in_stack(offset(param), param.shape, param.dim() - 2)
 
     def _measure_weights(self) -> None:
         """Measure the weights alone: the update was skipped on the host before anything was computed."""
-        for batch in collect(self.optimizer):
-            for item in (item for item in batch.items if item.param.numel()):
-                if not self.optimizer._ranks.is_elsewhere(item.parameter):
-                    area, first = self._area(batch.group, item)
-                    w = item.param.detach().reshape(-1, area).to(measuring_dtype(item.param))
-                    self.measured.add([Piece(item.parameter, first, w.shape[0], area)], {"weight": norm(w)})
+        for group, params, _ in self.optimizer._last:
+            for param in (param for param in params if not self.optimizer._ranks.is_elsewhere(param)):
+                held = local(param.detach())
+                if held.numel():
+                    area, first = self._area(group, param)
+                    w = held.reshape(-1, area).to(measuring_dtype(held))
+                    self.measured.add([Piece(param, first, w.shape[0], area)], {"weight": norm(w)})
 
     def _shared(self) -> dict[Tensor, MeasuringRanks]:
         """The parameters of which other ranks measure other parts."""
