@@ -15,6 +15,7 @@ from tests.distributed.problems import (
     give_plain,
     give_sharded,
     groups_of,
+    initial,
     mesh_of,
     plain,
     sharded_over,
@@ -87,13 +88,36 @@ CASES = [
 def test_records_are_those_of_one_process_on_every_rank(pool, kind, options):
     for alone, together in pool.run(both, kind, **options):
         assert len(alone) == len(together) == 2
-        for expected, found in zip(map(dict, map(numbers, alone)), map(dict, map(numbers, together)), strict=True):
-            assert expected.keys() == found.keys()
-            for place, value in expected.items():
-                same = found[place] == value
-                if isinstance(value, float) and isinstance(found[place], float):
-                    same = math.isclose(found[place], value, rel_tol=1e-6, abs_tol=1e-9)
-                assert same, (place, value, found[place])
+        assert_same(alone, together)
+
+
+def assert_same(alone, together):
+    for expected, found in zip(map(dict, map(numbers, alone)), map(dict, map(numbers, together)), strict=True):
+        assert expected.keys() == found.keys()
+        for place, value in expected.items():
+            same = found[place] == value
+            if isinstance(value, float) and isinstance(found[place], float):
+                same = math.isclose(found[place], value, rel_tol=1e-6, abs_tol=1e-9)
+            assert same, (place, value, found[place])
+
+
+def layers_of_experts(sharded):
+    """A stack along two axes, whose matrices on a rank are not neighbours where it is cut along the second."""
+    make = sharded_over(mesh_of(4), [Shard(1)]) if sharded else plain
+    groups = [
+        {"params": [("muon", make(initial((2, 5, 3, 4), 1), {}))], "role": "experts", "matrix": "stack"},
+        {"params": [("adamw", make(initial((2, 5, 3, 4), 2), {}))], "role": "experts", "algorithm": "adamw"},
+    ]
+    optimizer = MuonSW(groups, lr=PEAK)
+    with Telemetry(optimizer, every=1) as telemetry:
+        take_step(optimizer, 0, give_sharded if sharded else give_plain)
+    return telemetry.records
+
+
+def test_matrices_of_a_stack_along_two_axes_have_their_own_numbers(pool):
+    alone = pool.run(layers_of_experts, False)[0]
+    for together in pool.run(layers_of_experts, True):
+        assert_same(alone, together)
 
 
 def measured_on_one_rank(kind):

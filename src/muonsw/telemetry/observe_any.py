@@ -69,7 +69,9 @@ class AnyOptimizerObserver:
         rows["change"] = norm(change)
         u = change.neg_() if not isinstance(phi, Tensor) and not phi else change.neg_().sub_(w * phi)
         rows |= {"direction": norm(u), "weight_direction": inner(w, u)}
-        self.measured.add([Piece(param, 0, w.shape[0], w.shape[1], has_momentum=momentum is not None, phi=phi)], rows)
+        self.measured.add(
+            [Piece(param, range(w.shape[0]), w.shape[1], has_momentum=momentum is not None, phi=phi)], rows
+        )
 
     def _gradient_rows(self, group: Group, param: Tensor) -> dict[str, Tensor]:
         grad = param.grad

@@ -33,13 +33,17 @@ ACCELERATOR_BUNDLE = (2**22, 2**24)
 class MatrixRows(NamedTuple):
     """Matrices as rows of `area` elements: whole ones, or one piece of one.
 
-    `region` is where they lie in a part of a parameter, `first` the number of the first of them in the parameter.
+    `region` is where they lie in a part of a parameter, `numbers` which of the parameter's matrices they are.
     """
 
     region: Region
-    first: int
-    rows: int
+    numbers: Sequence[int]
     area: int
+
+    @property
+    def rows(self) -> int:
+        """How many they are."""
+        return len(self.numbers)
 
     def of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """These rows of a tensor that has the part's shape."""
@@ -157,13 +161,13 @@ class OurOptimizerObserver:
         rule = norms.acting(group)
         view = ALGORITHMS[group["algorithm"]].view(group)
         if view is not None and (rule is None or rule.length is None):
-            side = min(_matrix(view, bundle.parts[0])[1:])
+            side = min(_matrices(view, bundle.parts[0])[1:])
         follows = change_follows(group, bundle.parts[0].item.param)
         eta, phi = rates.applied(bundle.parts[0].item.param.dtype)
         share = phi if rule is None else None  # a norm rule takes another share of every weight
         factors = (side, with_momentum, eta, scale, share, follows)
         return [
-            Piece(part.item.parameter, block.first, block.rows, block.area, *factors)
+            Piece(part.item.parameter, block.numbers, block.area, *factors)
             for part, block in zip(bundle.parts, bundle.blocks, strict=True)
         ]
 
@@ -198,19 +202,21 @@ class OurOptimizerObserver:
         if view is not None:
             rows, columns = view.rows_columns(weight.shape)
             count = size // (rows * columns)
-            first = self._matrices[item.param] if item.whole is None else _matrix(view, part)[0]
+            first = self._matrices[item.param]
             self._matrices[item.param] += count
-            return [MatrixRows(WHOLE, first, count, rows * columns)]
-        area, before = self._area(group, item.parameter)
+            numbers = range(first, first + count) if item.whole is None else _matrices(view, part)[0]
+            return [MatrixRows(WHOLE, numbers, rows * columns)]
+        area, numbers = self._area(group, item.parameter)
         start = part.region.cuts[0][1] if part.region.flat else 0
-        return [block._replace(first=block.first + before) for block in _cut_blocks(start, size, area)]
+        blocks = _cut_blocks(start, size, area)
+        return [block._replace(numbers=[numbers[place] for place in block.numbers]) for block in blocks]
 
-    def _area(self, group: Group, param: Tensor) -> tuple[int, int]:
-        """Entries of one expert of a stack, else of the whole parameter; and the experts before this rank's first."""
+    def _area(self, group: Group, param: Tensor) -> tuple[int, list[int]]:
+        """Entries of one expert of a stack, else of the whole parameter; and the numbers of those on this rank."""
         known, held = self.view.get(param, (None, None, None))[2], local(param)
         if matrix_view(group, param, known) != STACK:
-            return held.numel(), 0
-        return held.shape[-1] * held.shape[-2], _place_in_stack(offset(param), param.shape, param.dim() - 2)
+            return held.numel(), [0]
+        return held.shape[-1] * held.shape[-2], _in_stack(offset(param), held.shape[:-2], param.shape)
 
     def _measure_weights(self) -> None:
         """Measure the weights alone: the update was skipped on the host before anything was computed."""
@@ -218,9 +224,9 @@ class OurOptimizerObserver:
             for param in (param for param in params if not self.optimizer._ranks.is_elsewhere(param)):
                 held = local(param.detach())
                 if held.numel():
-                    area, first = self._area(group, param)
+                    area, numbers = self._area(group, param)
                     w = held.reshape(-1, area).to(measuring_dtype(held))
-                    self.measured.add([Piece(param, first, w.shape[0], area)], {"weight": norm(w)})
+                    self.measured.add([Piece(param, numbers, area)], {"weight": norm(w)})
 
     def _shared(self) -> dict[Tensor, MeasuringRanks]:
         """The parameters of which other ranks measure other parts."""
@@ -234,22 +240,26 @@ class OurOptimizerObserver:
         return found
 
 
-def _matrix(view: MatrixView, part: Part) -> tuple[int, int, int]:
-    """The number of the first matrix in a part, and rows and columns of the whole matrix."""
-    shape = part.item.parameter.shape
+def _matrices(view: MatrixView, part: Part) -> tuple[list[int], int, int]:
+    """The numbers of the matrices in a part, and rows and columns of each as a whole."""
+    shape, lengths = part.item.parameter.shape, part.region.shape_in(part.item.param.shape)
     axes = view.stack_axes(len(shape))
     starts = list(offset(part.item.parameter))
     for axis, start, _ in part.region.cuts:
         starts[axis] += start
     for number, (region, rows, columns) in enumerate(view.cells(shape)):
         if all(begin <= starts[axis] < begin + length for axis, begin, length in region.cuts):
-            return number * math.prod(shape[:axes]) + _place_in_stack(starts, shape, axes), rows, columns
+            before = number * math.prod(shape[:axes])
+            return [before + place for place in _in_stack(starts, lengths[:axes], shape)], rows, columns
     raise AssertionError("a part lies in one of the matrices of its parameter")
 
 
-def _place_in_stack(starts: Sequence[int], shape: Sequence[int], axes: int) -> int:
-    """The number of a matrix among those that the first `axes` axes of a parameter count."""
-    return sum(starts[axis] * math.prod(shape[axis + 1 : axes]) for axis in range(axes))
+def _in_stack(starts: Sequence[int], lengths: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """The numbers of matrices among those that the first axes of a parameter count, of which `lengths` are here."""
+    numbers = [0]
+    for start, length, whole in zip(starts, lengths, shape, strict=False):
+        numbers = [number * whole + place for number in numbers for place in range(start, start + length)]
+    return numbers
 
 
 def change_follows(group: Group, weight: Tensor) -> bool:
@@ -272,5 +282,5 @@ def _cut_blocks(start: int, size: int, area: int) -> Iterator[MatrixRows]:
             length, count = area, (end - position) // area
         whole = count * length == size
         region = WHOLE if whole else Region(((0, position - start, count * length),), flat=True)
-        yield MatrixRows(region, index, count, length)
+        yield MatrixRows(region, range(index, index + count), length)
         position += count * length

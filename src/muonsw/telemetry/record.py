@@ -41,7 +41,7 @@ LONGEST = 2**16
 
 
 class Piece(NamedTuple):
-    """Which matrices of a parameter one block of columns describes, and how many of their entries.
+    """Which matrices of a parameter one block of columns describes, and how many entries of each.
 
     `side` is min(m, n) where the direction was orthogonalized, else 0. The update is `lr * scale * direction`, and
     `phi` the decay factor, None where it is not known. Where `change_follows`, the change of the weight was not
@@ -49,8 +49,7 @@ class Piece(NamedTuple):
     """
 
     param: Tensor
-    first: int
-    matrices: int
+    numbers: Sequence[int]
     area: int
     side: int = 0
     has_momentum: bool = False
@@ -200,7 +199,7 @@ def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[T
     """One column for each matrix: which parameter it belongs to, and its rows."""
     pieces = measured.pieces
     piece_of = torch.repeat_interleave(
-        torch.tensor([piece.matrices for piece in pieces], dtype=torch.int64, device="cpu")
+        torch.tensor([len(piece.numbers) for piece in pieces], dtype=torch.int64, device="cpu")
     )
 
     def per_matrix(values: Sequence[float]) -> Tensor:
@@ -218,7 +217,7 @@ def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[T
     rows["phi_numel"] = phi * rows["numel"]
     rows["count_decay"] = per_matrix([piece.phi is not None for piece in pieces]) * rows["numel"]
 
-    keys = [index[piece.param] * _STRIDE + piece.first + i for piece in pieces for i in range(piece.matrices)]
+    keys = [index[piece.param] * _STRIDE + number for piece in pieces for number in piece.numbers]
     unique, inverse = torch.unique(torch.tensor(keys, dtype=torch.int64, device="cpu"), return_inverse=True)
     matrices = _summed(rows, inverse, len(unique))
     if measured.shared:
