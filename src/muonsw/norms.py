@@ -327,8 +327,9 @@ def _sharded(group: Group, item: Item, layouts: Layouts) -> ShardedWeights | Non
         return None
     assert layout.group is not None
     view, shape = ALGORITHMS[group["algorithm"]].view(group), _radius_shape(group, param)
-    sizes = None if view is None else view.sizes(param.shape)
     axis = 0 if view is None else view.split_axis(param.shape)
+    is_within = axis - param.dim() in axes  # else each place along the axis that is split is a weight of its own
+    sizes = view.sizes(param.shape) if view is not None and is_within else None
     count = shape.numel() if sizes is None else shape.numel() // shape[axis] * len(sizes)
     here = box(offset(param), item.param.shape)
     return ShardedWeights(layout.group, count, shard_numbers(shape, sizes, axis, here, item.param.device))

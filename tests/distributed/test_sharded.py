@@ -122,6 +122,8 @@ def test_blocks_and_whole_matrices_take_turns_on_all_ranks(pool, ranks, axis):
 
 NORMS = {
     **{f"norm={rule}": {"norm": rule} for rule in NORM_RULES},
+    "floor that acts": {"norm": "floor", "update_floor": 10.0},
+    "row floor that acts": {"norm": "row_floor", "update_floor": 10.0},
     "given target": {"norm": "target", "target_norm": 0.2},
     "given radius": {"norm": "hyperball", "target_norm": 0.2, "decay": "constant"},
     "norm of NorMuon": {"norm": "hyperball", "normalize": "normuon"},
