@@ -16,7 +16,18 @@ from torch import Tensor
 
 from muonsw import norms
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.shards import held_state, is_dtensor, local, put_state_like, shard_like, zeros_like_state
+from muonsw.distributed.shards import (
+    as_dtensor,
+    held_state,
+    is_dtensor,
+    local,
+    placements_like,
+    put_state,
+    shard_like,
+    state_placements,
+    whole,
+    zeros_like_state,
+)
 from muonsw.matrices import MatrixView
 from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, state_dtype
 from muonsw.slots import wide_dtype
@@ -183,8 +194,14 @@ def _elements(key: str, group: Group, param: Tensor) -> int:
 
 
 def placed(key: str, value: Tensor, group: Group, param: Tensor) -> Tensor:
-    """A saved tensor as this key of a parameter's state lies over ranks."""
-    return put_state_like(param, value, _own_axis(key, group, param))
+    """A saved tensor as this key of a parameter's state lies over ranks: like it, as its own axes ask, or whole."""
+    if not is_dtensor(param):
+        return whole(value)
+    axis = _own_axis(key, group, param)
+    if axis is not None:
+        return put_state(param, value, state_placements(param, axis))
+    alike = value.shape == param.shape and key != "radius"  # which every rank has, also of a weight of one element
+    return put_state(param, value, as_dtensor(param).placements if alike else placements_like(param, value.shape))
 
 
 def _own_axis(key: str, group: Group, param: Tensor) -> int | None:

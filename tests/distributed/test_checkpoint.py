@@ -261,6 +261,23 @@ def test_the_first_step_of_a_framework_makes_state_for_every_parameter(pool):
         assert same_keys
 
 
+def radius_of_one_element():
+    """A weight of one element, whose norm every rank needs; gathered, and put in place again."""
+    param = nn.Parameter(distribute_tensor(torch.full((1,), -3.0), mesh_of(2, 2), [Shard(0), Shard(0)]))
+    optimizer = AdamWSW([param], lr=0.05, norm="hyperball")
+    found = []
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        found.append(optimizer.state[param]["radius"].full_tensor().tolist())
+        optimizer.load_state_dict(optimizer.state_dict())
+    return found
+
+
+def test_the_norm_of_a_weight_of_one_element_can_be_gathered(pool):
+    assert pool.run(radius_of_one_element) == [[[3.0], [3.0]]] * 4
+
+
 def order_of_states(nan):
     """Parameters in the order of their saved states, where each rank lacked another gradient at the first step."""
     model, optimizer, _ = build(mesh_of(4))

@@ -68,8 +68,6 @@ def placements_like(param: Tensor, shape: Sequence[int]) -> tuple[Any, ...]:
     from torch.distributed.tensor import Replicate
 
     like = as_dtensor(param)
-    if tuple(shape) == tuple(like.shape):
-        return tuple(like.placements)
     return tuple(Replicate() if one.is_replicate() or shape[_axis_of(one)] == 1 else one for one in like.placements)
 
 
@@ -120,18 +118,14 @@ def zeros_like_state(param: Tensor, shape: torch.Size, axis: int, dtype: torch.d
     return cast("Tensor", made)
 
 
-def put_state_like(param: Tensor, value: Tensor, axis: int | None = None) -> Tensor:
-    """A saved tensor of state, whole or sharded, in the form of its parameter: placed like it, or whole.
+def put_state(param: Tensor, value: Tensor, places: tuple[Any, ...]) -> Tensor:
+    """A saved tensor of state, whole or sharded, on the mesh of its DTensor parameter.
 
-    One with axes of its own, from `axis` on, is placed as `state_placements` says. A whole tensor is cut where it is,
-    without asking other ranks, which have loaded the same.
+    A whole tensor is cut where it is, without asking other ranks, which have loaded the same.
     """
-    if not is_dtensor(param):
-        return whole(value)
     from torch.distributed.tensor import distribute_tensor
 
     like = as_dtensor(param)
-    places = placements_like(param, value.shape) if axis is None else state_placements(param, axis)
     if is_dtensor(value):
         if (as_dtensor(value).device_mesh, as_dtensor(value).placements) == (like.device_mesh, places):
             return value
