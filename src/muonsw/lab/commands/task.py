@@ -172,7 +172,8 @@ def seconds_of(config: RunConfig) -> tuple[float, float]:
     """Seconds of an update and of an evaluation, from the first seconds of a real run that is then deleted."""
     times: list[float] = []
     evaluations: list[float] = []
-    config = replace(config, steps=max(config.steps, FEWEST_UPDATES))
+    steps = max(config.steps, FEWEST_UPDATES)
+    config = replace(config, steps=steps, eval_every=steps)  # none between the updates that are timed
 
     def record(record: Record) -> None:
         now = time.perf_counter()
@@ -189,9 +190,7 @@ def seconds_of(config: RunConfig) -> tuple[float, float]:
     with TemporaryDirectory() as folder, suppress(_EnoughError):
         train(config, Path(folder) / "run", Watch(started, record))
     evaluation = evaluations[1] - evaluations[0]
-    between = sum(times[0] < when < times[-1] for when in evaluations)
-    update = (times[-1] - times[0] - between * evaluation) / max(1, len(times) - 1)
-    return max(update, 0.0), evaluation
+    return (times[-1] - times[0]) / max(1, len(times) - 1), evaluation
 
 
 def in_words(seconds: float) -> str:
