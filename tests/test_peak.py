@@ -430,14 +430,16 @@ def test_a_schedule_that_never_comes_near_its_peak_is_reported_once(name, kind):
 @pytest.mark.parametrize("steps_after", [0, 1])
 def test_the_highest_rate_of_a_tensor_stays_with_its_group(change, steps_after):
     rates = {"high": 0.8, "low": 0.2}
-    groups = [{"params": [weight()], "lr": torch.tensor(rate), "name": name} for name, rate in rates.items()]
+    groups = [{"params": [weight()], "lr": torch.tensor(0.5 * rate), "name": name} for name, rate in rates.items()]
     optimizer = SGDSW(groups, weight_decay=LAMBDA, peak_lr=1.0)
-    for step in range(1 + steps_after):
+    for step, factor in enumerate([2.0, 0.5, 1.0][: 2 + steps_after]):
         for group in optimizer.param_groups:
             group["params"][0].grad = torch.zeros(4, 4, dtype=torch.float64)
         optimizer.step()
-        if step == 0:
+        if step == 1:
             change(optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group["lr"].mul_(factor)
     optimizer.check()
     assert {group["name"]: round(group["highest_lr"], 6) for group in optimizer.param_groups}.items() <= rates.items()
 

@@ -1,6 +1,7 @@
 """ASGO: equal to its authors' numbers, and to a float64 reference with an exact root."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from muonsw import MuonSW
 from muonsw.algorithms.asgo import asgo, inverse_sqrt
 from muonsw.algorithms.triangles import packed_shape
+from muonsw.orthogonalize import POLAR_EXPRESS
 from tests.family.gradients import gradient, start
 from tests.family.record.asgo import RECORDED
 from tests.family.references.asgo import ReferenceASGO
@@ -55,6 +57,12 @@ def test_the_root_is_right_over_six_decades():
     expected = Q * (37 * values) ** -0.5 @ Q.mT
     found = inverse_sqrt(37 * Q * values @ Q.mT, 1e-10)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_too_small_for_ten_steps_grows_by_their_slopes():
+    slopes = math.prod([*(a / 1.01 for a, _, _ in POLAR_EXPRESS[:7]), 1.875**3])
+    root = inverse_sqrt(torch.diag(torch.tensor([1.0, 1e-24], dtype=torch.float64)), 0.0)
+    assert root[1, 1].item() == pytest.approx(slopes / math.sqrt(1.01), rel=1e-9)
 
 
 def test_without_averages_it_is_muon():
