@@ -102,6 +102,8 @@ def from_means(value: float, seeds: int) -> Estimate:
     Examples:
         >>> from_means(0.3, seeds=3).limits
         'from means over seeds, so without an interval'
+        >>> from_means(0.3, seeds=1).limits == ONE_SEED
+        True
     """
     return Estimate(value, None, "from means over seeds, so without an interval" if seeds > 1 else ONE_SEED)
 
