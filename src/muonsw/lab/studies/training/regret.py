@@ -294,6 +294,17 @@ def good_range(losses: Losses) -> tuple[float, float]:
     return 2.0 ** edge(points[place::-1]), 2.0 ** edge(points[place:])
 
 
+def at_ends(losses: Losses) -> tuple[bool, bool]:
+    """Whether the good range reaches the smallest lambda that was tried, and the largest.
+
+    Examples:
+        >>> at_ends({0.1: 3.0, 0.2: 3.001, 0.4: 3.1})
+        (True, False)
+    """
+    low, high = good_range(losses)
+    return math.isclose(low, min(losses)), math.isclose(high, max(losses))
+
+
 def at_factor(losses: Losses, best: float, factor: float) -> float | None:
     """The regret at a multiple of a lambda, by lines over log lambda; None beyond the grid."""
     points = [(math.log2(lam), regret) for lam, regret in regrets(losses).items()]
@@ -353,7 +364,7 @@ def _optima_table(found: Sequence[Optimum]) -> Table:
     columns = [Column("rule"), *(Column(name, number=True) for name in (*names, "regret at 4 times"))]
     rows: list[list[Value | Cell]] = []
     for one in found:
-        low_end, high_end = math.isclose(one.low, min(one.losses)), math.isclose(one.high, max(one.losses))
+        low_end, high_end = at_ends(one.losses)
         run = one.rule, one.steps, f"{one.peak_lr:.3g}", f"{one.epochs:.1f}"
         best = f"{one.best:.3g}{'*' * one.at_an_end}", f"{one.best * one.per_lambda:.2f}{'*' * one.at_an_end}"
         good = f"{one.low:.3g}{'*' * low_end} to {one.high:.3g}{'*' * high_end}"
