@@ -598,6 +598,30 @@ def test_a_bad_gradient_changes_nothing_and_is_counted(algorithm):
 
 @on_a_gpu
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_the_graph_of_each_place_says_whether_its_own_gradients_were_finite(algorithm):
+    """float64 has no kernels of ours, so a graph is bound to where gradients lie, and there are two."""
+    optimizer, params = optimizer_on("cuda", algorithm, dtype=torch.float64, replay=True)
+    buffers = places_for(params, 2)
+
+    def step_at(place, step, *, bad=False):
+        for param, grad in zip(params, buffers[place], strict=True):
+            param.grad = grad
+        feed(params, step)
+        if bad:
+            params[0].grad[0, 0] = torch.nan
+        optimizer.step()
+        return optimizer.summary().skipped
+
+    skipped = [step_at(step % 2, step) for step in range(24)]
+    assert not any(skipped)
+    assert len(optimizer._replay._graphs) == 2
+    assert [step_at(0, 97, bad=True), step_at(1, 98), step_at(1, 99, bad=True), step_at(0, 100)] == [True, False] * 2
+
+
+@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 def test_whatever_moves_in_mid_run_changes_nothing(algorithm):
     """Gradients that lie elsewhere, a frozen parameter, other momentum, loaded state, measured steps."""
