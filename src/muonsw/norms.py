@@ -424,5 +424,5 @@ def state_keys(group: Group) -> tuple[str, ...]:
 
 def without_radius(groups: Sequence[Group], state: dict[Tensor, Any]) -> int:
     """How many parameters lack the radius that their rule keeps."""
-    ruled = [group for group in groups if group["norm"] != FREE and state_keys(group)]
+    ruled = [group for group in groups if state_keys(group)]
     return sum("radius" not in state.get(param, ()) for group in ruled for param in group["params"])

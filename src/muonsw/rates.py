@@ -129,6 +129,7 @@ def _rates(batch: Batch, flag: Flag | None, average: Average | None) -> Rates:
 
 
 def _norm_rule(group: Group) -> norms.NormRule | None:
+    """The rule that acts on a group; a step whose norms are all free does not enter `norms`."""
     return None if group["norm"] == norms.FREE else norms.acting(group)
 
 
@@ -154,7 +155,7 @@ def _phi(
     eta: float | Tensor,
     top: float | None,
     step: float | Tensor,
-    gradient: float | Tensor | None,
+    gradient: float | Tensor,
 ) -> float | Tensor:
     """The decay factor of a group; one without decay is not asked how long its run is."""
     rule, norm = DECAY_RULES[group["decay"]], _norm_rule(group)

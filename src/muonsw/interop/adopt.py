@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw import norms
+from muonsw import rates
 from muonsw.algorithms import ALGORITHMS
-from muonsw.decay import DECAY_RULES
 from muonsw.interop.load import translate as translate_torch
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import BOOKKEEPING, algorithm_defaults, differing_options, validate_option
@@ -272,8 +271,7 @@ def _refuse_mismatch(optimizer: Optimizer, theirs: Holders) -> None:
 
 def _refuse_unknown_peak(groups: list[Group]) -> None:
     for group in groups:
-        needs = DECAY_RULES[group["decay"]].uses_peak and norms.uses_decay(group)
-        if needs and group["peak_lr"] is None and scheduler_record(group) is None:
+        if rates.needs_peak(group) and group["peak_lr"] is None and scheduler_record(group) is None:
             raise ValueError(
                 f"no scheduler has left its peak in adopted groups whose rate is now {float(group['lr']):g}; "
                 f"pass peak_lr=<the highest learning rate of the run in groups without a record>"

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muonsw import norms, peak
+from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
-from muonsw.decay import DECAY_RULES
 from muonsw.matrices import FLATTEN, STACK
 from muonsw.routing import classify
 from muonsw.work import Group
@@ -101,11 +100,9 @@ def _settings(group: Group) -> tuple[float, float | None, bool]:
     """Learning rate, the peak that decay divides by, and whether the group is decayed at all."""
     lam = group.get("base_weight_decay", group.get("weight_decay", 0.0))
     decayed = _number(lam) != 0
-    divides = decayed and "resolved_peak_lr" in group and DECAY_RULES[group["decay"]].uses_peak
-    rule = norms.acting({"norm": norms.FREE, **group})
-    divides = divides and (rule is None or rule.decays)
-    top = peak.eta_max({"peak": "group", **group}) if divides else None
-    return _number(group.get("lr", float("nan"))), top, decayed
+    known = {"norm": norms.FREE, "peak": "group", **group, "weight_decay": lam}
+    divides = decayed and "resolved_peak_lr" in group and rates.needs_peak(known)
+    return _number(group.get("lr", float("nan"))), peak.eta_max(known) if divides else None, decayed
 
 
 def _number(value: Any) -> float:
