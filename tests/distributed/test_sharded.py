@@ -1,5 +1,6 @@
 """Parameters that are sharded over ranks take the steps that they would take on one."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, AdamWSW, MuonSW, clip_optimizer_grads_, rates
 from muonsw.distributed.layout import Layouts
 from tests.common.problems import RULE_OPTIONS
+from tests.distributed.pool import Pool
 from tests.distributed.problems import (
     GROUPS,
     PEAK,
@@ -70,6 +72,18 @@ def group_of_copies():
 
 def test_an_axis_of_one_rank_asks_for_no_process_group_of_its_own(pool):
     assert all(pool.run(group_of_copies))
+
+
+def uneven(**options):
+    """Ranks 0 to 3 of more form a mesh of two axes, and two of them are in a process group besides."""
+    mesh = mesh_of(2, 2)
+    dist.new_group([0, 3])
+    return compare(mesh, along(0, 1), **options) if mesh is not None else 0.0
+
+
+def test_a_part_of_the_world_is_exchanged_where_ranks_are_in_different_numbers_of_groups():
+    with contextlib.closing(Pool(5)) as five:
+        assert max(five.run(uneven, steps=2)) < CLOSE
 
 
 FEW = {"chosen": ("matrices", "stack", "vectors")}  # a rule sees rates and gradients, and no shape

@@ -95,7 +95,8 @@ class Layouts:
             return Layout(HERE, shape)
         group = self._group(mesh, sorted(dims))
         coordinates = _coordinates(mesh)
-        boxes = [box_at(coordinates[rank], shape, placements, mesh.shape, order) for rank in _ranks(group)]
+        ranks = dist.get_process_group_ranks(group)
+        boxes = [box_at(coordinates[rank], shape, placements, mesh.shape, order) for rank in ranks]
         held = torch.Size((*boxes[0].shape_in(shape)[:first], *shape[first:]))
         shifted = (Region(tuple((a, start if a >= first else 0, n) for a, start, n in one.cuts)) for one in boxes)
         return Layout(SHARDS, held, group, tuple(shifted))
@@ -115,11 +116,28 @@ class Layouts:
         assert mine is not None
         chosen = mesh.mesh[tuple(slice(None) if dim in dims else mine[dim] for dim in range(mesh.ndim))]
         ranks = tuple(sorted(chosen.flatten().tolist()))
-        if len(ranks) == dist.get_world_size():
-            return _world()
+        if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+            return dist.group.WORLD
         if ranks not in self._groups:
+            _even_out(mesh, dims)
             self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
         return self._groups[ranks]
+
+
+def _even_out(mesh: DeviceMesh, dims: Sequence[int]) -> None:
+    """Bring ranks into equally many process groups, by groups of their own.
+
+    torch names the group that they are about to make by their number, and ranks with different names for it would wait
+    for each other for ever.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    own = len(_world.pg_names)
+    most = torch.tensor(own, dtype=torch.int64, device=mesh.device_type)
+    for dim in dims:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    for _ in range(int(most) - own):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def mesh_ranks(params: Iterable[Tensor]) -> set[int]:
@@ -132,13 +150,3 @@ def _coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
     """Where each rank stands in a mesh."""
     places = product(*map(range, mesh.shape))
     return dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
-
-
-def _ranks(group: ProcessGroup) -> list[int]:
-    return list(dist.get_process_group_ranks(group))
-
-
-def _world() -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
