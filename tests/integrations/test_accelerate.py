@@ -9,7 +9,7 @@ from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
 
 from muonsw import MuonSW, Telemetry, clip_optimizer_grads_, drive_weight_decay
-from muonsw.integrations.headlines import routing_counts
+from muonsw.integrations.shared import routing_counts
 from tests.integrations.models import MODELS, Tokens
 
 LR, STEPS = 0.02, 6

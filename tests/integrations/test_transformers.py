@@ -226,6 +226,18 @@ def test_options_reach_the_optimizer_and_mistakes_are_reported_at_once(tmp_path)
         for_model(lr=LR, dekay="scaled")
     with pytest.raises(ValueError, match="decay"):
         for_model(lr=LR, decay="scald")
+    with pytest.raises(ValueError, match="did you mean 'normuon'"):
+        for_model(lr=LR, preset="normon")
+
+
+@pytest.mark.parametrize("options", [{"preset": "normuon"}, {"preset": "soap"}, {"algorithm": "sgd"}], ids=str)
+def test_whatever_for_model_takes_the_trainer_takes(tmp_path, options):
+    random_state = torch.get_rng_state()
+    chosen = for_model(lr=LR, **options)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    trainer = trainer_of(tmp_path, optimizer=chosen)
+    expected = MuonSW.for_model(trainer.model, lr=LR, **options)
+    assert trainer.create_optimizer().routing() == expected.routing()
 
 
 def test_axolotl_passes_its_training_arguments_second(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from muonsw.integrations.headlines import Findings, headlines, routing_counts
+from muonsw.integrations.shared import Findings, headlines, routing_counts
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry import Telemetry

@@ -22,6 +22,7 @@ from torchtitan.components.optimizer.utils import (
 )
 from torchtitan.tools.logging import logger
 
+from muonsw.integrations.shared import refuse_wrong_options
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.routing.groups import patterns_within
 from muonsw.variants import SGDSW, AdamWSW, MuonSW
@@ -120,8 +121,7 @@ def for_model(
         adamw: options for everything that is routed to AdamW.
         **options: options of the class, such as `decay`.
     """
-    probe = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
-    optimizer([probe], lr=lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg,arg-type]
+    refuse_wrong_options(optimizer, lr=lr, weight_decay=weight_decay, **options)
     return ScaledDecayOptimizers.Config(
         name=optimizer.__name__,
         lr=lr,

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from muonsw.integrations.headlines import Findings, headlines, routing_counts
+from muonsw.integrations.shared import Findings, headlines, refuse_wrong_options, routing_counts
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry import Telemetry
@@ -64,8 +64,7 @@ def for_model(
         adamw: options for everything that is routed to AdamW.
         **options: options of the class, such as `decay`.
     """
-    probe = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
-    optimizer([probe], lr=1e-3 if lr is None else lr, weight_decay=weight_decay, **options)  # type: ignore[call-arg,arg-type]
+    refuse_wrong_options(optimizer, lr=1e-3 if lr is None else lr, weight_decay=weight_decay, **options)
     given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "optimizer": optimizer, **options}
     return ModelFactory, given | ({"patterns": patterns} if patterns else {}) | ({"adamw": adamw} if adamw else {})
 

@@ -1,8 +1,11 @@
-"""The few numbers of a record that a framework's log can show without drowning in them."""
+"""What frameworks share: options that are checked at once, and the few numbers of a record that their logs show."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
 
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry.record import Record
@@ -35,3 +38,10 @@ def routing_counts(optimizer: ScaledDecayOptimizer) -> dict[str, float]:
         f"routing/{group.get('name', number)}/{group['algorithm']}": sum(p.numel() for p in group["params"])
         for number, group in enumerate(optimizer.param_groups)
     }
+
+
+def refuse_wrong_options(optimizer: type[ScaledDecayOptimizer], **options: Any) -> None:
+    """Refuse what `for_model` would refuse of any model, where a configuration is made and no model is there yet."""
+    # on the meta device first, as values that are drawn would change the random numbers of the run
+    layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.float32, device="meta")
+    optimizer.for_model(layer.to_empty(device="cpu"), **options)
