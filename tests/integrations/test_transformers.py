@@ -301,15 +301,14 @@ def test_telemetry_goes_on_counting_in_a_resumed_run(tmp_path):
     assert [record["step"] for record in callback.telemetry.records] == [4, 6]
 
 
-def test_findings_are_said_and_counted(tmp_path, caplog):
+def test_findings_and_routing_are_in_the_log_of_transformers_and_findings_are_counted(tmp_path, caplog):
     """Updates of a third of the weights are found out."""
     constant = {"max_steps": 8, "warmup_steps": 0, "lr_scheduler_type": "constant"}
     trainer = trainer_of(tmp_path, optimizer=for_model(lr=0.1), **constant)
     trainer.add_callback(TelemetryCallback(trainer, every=1, findings=Findings()))
-    logging.getLogger("transformers").propagate = True
-    logging.getLogger("muonsw").propagate = True
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO, logger="transformers"):  # as set_verbosity_info does
         trainer.train()
+    assert "routing of the parameters" in caplog.text
     assert "of its weights, so momentum replaces them" in caplog.text
     counted = [entry["telemetry/findings"] for entry in trainer.state.log_history if "telemetry/findings" in entry]
     assert counted[0] == 0 < counted[-1] == caplog.text.count("momentum replaces them")

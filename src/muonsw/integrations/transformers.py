@@ -15,7 +15,7 @@ from muonsw.telemetry import Telemetry
 from muonsw.telemetry.record import Record
 from muonsw.variants import MuonSW
 
-logger = logging.get_logger(__name__)
+logger = logging.get_logger("transformers.muonsw")  # below theirs, so that their verbosity counts
 
 
 class ModelFactory:
