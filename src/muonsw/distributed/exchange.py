@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,25 +48,6 @@ class Transfer(NamedTuple):
         for handle in self.handles:
             handle.wait()
         return self.buffer
-
-
-class Exchange(Protocol):
-    """How the matrices of one round meet at their owners and part again."""
-
-    def gather(self, batches: Sequence[ExchangeBatch], one: Round) -> Transfer:
-        """Advance the momenta of a round and send what is to be orthogonalized."""
-
-    def gather_beside(self, batches: Sequence[ExchangeBatch], one: Round, sizes: Sizes) -> Transfer:
-        """Send what travels with the matrices."""
-
-    def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[EqualTensors]) -> list[Tensor]:
-        """What this rank owns, put together from what has arrived: (count, *shape) for each block."""
-
-    def scatter(self, one: Round, send: Tensor, sizes: Sizes) -> Transfer:
-        """Send what this rank owns to the ranks that hold pieces of it."""
-
-    def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[EqualTensors]) -> list[Tensor]:
-        """What this rank owns in the pieces that `scatter` sends."""
 
 
 class Transfers(NamedTuple):
@@ -147,7 +128,7 @@ def _as_matrices(shape: Shape, state: State) -> State:
 def _scatter(one: Round, results: list[Tensor], kept: list[Tensor]) -> Transfers:
     exchange = EXCHANGES[one.wire.kind]
     send = _packed(exchange.cut(one, results, _owned(one)), one.wire.back, one)
-    returning = exchange.scatter(one, send, Sizes(one.held, one.pieces))
+    returning = exchange.scatter(one, send, one.sizes)
     if one.beside is None:
         return Transfers(returning)
     send = _packed(exchange.cut(one, kept, _beside(one, returning=True)), one.wire.beside, one)
@@ -194,9 +175,9 @@ class Shards:
 
     def gather(self, batches: Sequence[ExchangeBatch], one: Round) -> Transfer:
         """Write what the momenta look ahead to straight into the buffer that is sent."""
-        send = torch.empty(sum(one.held), dtype=one.wire.there, device=one.wire.device)
+        send = torch.empty(sum(one.sizes.held), dtype=one.wire.there, device=one.wire.device)
         _advance(batches, one.units, send, one.wire.me)
-        return _all_to_all(one, send, one.held, one.pieces)
+        return _all_to_all(one, send, one.sizes.held, one.sizes.pieces)
 
     def gather_beside(self, batches: Sequence[ExchangeBatch], one: Round, sizes: Sizes) -> Transfer:
         """Send what this rank holds to the owners."""
@@ -204,7 +185,7 @@ class Shards:
         return _all_to_all(one, send, sizes.held, sizes.pieces)
 
     def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[EqualTensors]) -> list[Tensor]:
-        """Put the pieces of all ranks together."""
+        """What this rank owns, put together from the pieces of all ranks: (count, *shape) for each block."""
         found = [arrived.new_empty(block.matrices, *block.shape) for block in blocks]
         start = 0
         for rank in range(one.wire.ranks):
@@ -215,7 +196,7 @@ class Shards:
         return found
 
     def cut(self, one: Round, results: Sequence[Tensor], blocks: Sequence[EqualTensors]) -> list[Tensor]:
-        """The pieces of all ranks."""
+        """What this rank owns in the pieces of all ranks."""
         pairs = list(zip(results, blocks, strict=True))
         return [_cut(whole, block, rank) for rank in range(one.wire.ranks) for whole, block in pairs]
 
@@ -230,7 +211,7 @@ class Copies:
     def gather(self, batches: Sequence[ExchangeBatch], one: Round) -> Transfer:
         """Advance the momenta that are kept here, and lay the owned ones side by side."""
         me = one.wire.me
-        buffer = torch.empty(one.held[me], dtype=one.wire.there, device=one.wire.device)
+        buffer = torch.empty(one.sizes.held[me], dtype=one.wire.there, device=one.wire.device)
         _advance(batches, one.owned[me], buffer, me)
         _advance(batches, (unit for unit in one.units if unit.owner != me), None, me)
         return Transfer(buffer, [])
@@ -266,7 +247,7 @@ class Copies:
         return Transfer(receive, handles)
 
 
-EXCHANGES: dict[str, Exchange] = {SHARDS: Shards(), COPIES: Copies()}
+EXCHANGES: dict[str, Shards | Copies] = {SHARDS: Shards(), COPIES: Copies()}
 
 
 def _all_gather(receive: Tensor, mine: Tensor, **options: Any) -> Any:
@@ -284,7 +265,7 @@ def _all_to_all(one: Round, send: Tensor, sizes: list[int], expected: list[int])
 
 def _updates(batches: Sequence[ExchangeBatch], one: Round, arrived: Tensor) -> Iterator[tuple[int, Update]]:
     """The directions of a round, cut out of what came back, one update for each shape."""
-    if not arrived.is_cpu and sum(one.held) < LARGE * sum(map(len, one.owned)):
+    if not arrived.is_cpu and sum(one.sizes.held) < LARGE * sum(map(len, one.owned)):
         arrived = arrived.to(one.wire.home)  # one cast for all: kernels for many tensors want one dtype
     found: dict[Shape, tuple[list[Part], list[Tensor]]] = {}
     start = 0

@@ -18,7 +18,7 @@ from muonsw.distributed.rounds import ExchangeBatch, Round, make_rounds, share_b
 from muonsw.distributed.shards import as_dtensor, is_dtensor
 from muonsw.precision import SCALE
 from muonsw.text import users_line
-from muonsw.work import Group, Item
+from muonsw.work import Group, Item, names_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,15 +56,10 @@ class Ranks:
         self.momentum_on_owner = momentum_on_owner
         self.agreement = Agreement(process_group)
         self.elsewhere: dict[Tensor, str] = {}
-        self._layouts = Layouts(process_group)
+        self.layouts = Layouts(process_group)
         self._rounds: dict[Any, list[Round]] = {}
         self._owners: dict[Tensor, int] = {}
         self._warned = False
-
-    @property
-    def layouts(self) -> Layouts:
-        """How parameters lie over ranks."""
-        return self._layouts
 
     def agree(
         self,
@@ -108,16 +103,15 @@ class Ranks:
         """How a parameter lies over ranks."""
         view = ALGORITHMS[group["algorithm"]].view(group)
         assert view is not None
-        return self._layouts.of(param, view.stack_axes(param.dim()))
+        return self.layouts.of(param, view.stack_axes(param.dim()))
 
     def rounds(self, met: Sequence[ExchangeBatch], chunk_bytes: int) -> list[Round]:
         """The rounds of an exchange, remembered while parameters and settings stay the same."""
         key = (chunk_bytes, *(_key(batch) for batch in met))
         if key not in self._rounds:
-            owners = self._settled_owners(met) if self.momentum_on_owner else None
             if len(self._rounds) == _REMEMBERED:
                 self._rounds.clear()
-            self._rounds[key] = make_rounds(met, chunk_bytes, self._layouts.of_state, owners)
+            self._rounds[key] = make_rounds(met, chunk_bytes, self.layouts.of_state, self._settled_owners(met))
         return self._rounds[key]
 
     def settle_owners(self, groups: Sequence[Group]) -> None:
@@ -146,7 +140,7 @@ class Ranks:
     def measuring_group(self, param: Tensor) -> ProcessGroup | None:
         """The ranks that each measure a part of this parameter: those with other shards, or among which it is owned."""
         if is_dtensor(param):
-            return self._layouts.sharding_group(param)
+            return self.layouts.sharding_group(param)
         return self.process_group if self.has_owner(param) else None
 
     def is_elsewhere(self, param: Tensor) -> bool:
@@ -199,9 +193,8 @@ class Ranks:
 def members(groups: Sequence[Group]) -> Iterator[Member]:
     """Every parameter of an optimizer."""
     for number, group in enumerate(groups):
-        names = group.get("param_names")
-        for place, param in enumerate(group["params"]):
-            yield Member(group, names[place] if names else f"parameter {place} of group {number}", param)
+        for name, param in zip(names_of(group, number), group["params"], strict=True):
+            yield Member(group, name, param)
 
 
 def _with_scales(keys: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -145,17 +146,15 @@ class Round(NamedTuple):
         wire: how they travel.
         owned: the units of each owner.
         counts: how many matrices of each shape this rank owns.
-        held: entries of each owner's units that this rank holds.
-        pieces: entries of this rank's own units that each rank holds.
-        beside: the same two of what travels with them, there, then back; None where nothing does.
+        sizes: elements of the matrices.
+        beside: elements of what travels with them, there, then back; None where nothing does.
         stays: every owner holds its units whole and alone, and nothing travels.
     """
 
     wire: Wire
     owned: tuple[tuple[Unit, ...], ...]
     counts: dict[Shape, int]
-    held: list[int]
-    pieces: list[int]
+    sizes: Sizes
     beside: tuple[Sizes, Sizes] | None = None
     stays: bool = False
 
@@ -173,7 +172,7 @@ StateLayout = Callable[[Tensor, torch.Size, int], Layout]
 
 
 def make_rounds(
-    batches: Sequence[ExchangeBatch], chunk_bytes: int, state_layout: StateLayout, owners: Owners | None = None
+    batches: Sequence[ExchangeBatch], chunk_bytes: int, state_layout: StateLayout, owners: Owners
 ) -> list[Round]:
     """All units in rounds.
 
@@ -188,7 +187,7 @@ def make_rounds(
     wires: dict[Wire, list[Unit]] = {}
     for number, batch in enumerate(batches):
         for place, (item, layout) in enumerate(zip(batch.items, batch.layouts, strict=True)):
-            wire = _wire(batch, item, layout)._replace(owner_keeps=(number, place) in (owners or {}))
+            wire = _wire(batch, item, layout)._replace(owner_keeps=(number, place) in owners)
             units = _units(number, place, batch, layout, chunk_bytes, state_layout)
             wires.setdefault(wire, []).extend(units)
     return [
@@ -243,10 +242,8 @@ def _with_companions(
             companions.append(Companion(key, unit.shape.cell, unit.shape.pieces))
             regions.append((key, unit.region))
         else:
-            first, number = (
-                batch.view.stack_axes(len(layout.shape)),
-                batch.view.cell_number(layout.shape, run.cell.region.cuts),
-            )
+            first = batch.view.stack_axes(len(layout.shape))
+            number = batch.view.cell_number(layout.shape, run.cell.region.cuts)
             own = spec.shape(*batch.view.out_in(run.cell.rows, run.cell.columns))
             param = batch.items[unit.place].parameter
             boxes = state_layout(param, torch.Size((*param.shape[:first], *own)), first).boxes
@@ -269,10 +266,9 @@ def _mine(cell: MatrixCell, here: Region) -> Iterator[tuple[int, int, int]]:
     return (cut for cut in cell.region.within(here).cuts if cut[0] in cut_axes)
 
 
-def _with_owners(wire: Wire, units: list[Unit], owners: Owners | None) -> list[Unit]:
+def _with_owners(wire: Wire, units: list[Unit], owners: Owners) -> list[Unit]:
     """Units with their owners: the settled one, else the one rank that holds all of it, else shared by cost."""
-    settled = owners or {}
-    fixed = [settled.get((unit.shape.batch, unit.place), _holder(unit)) for unit in units]
+    fixed = [owners.get((unit.shape.batch, unit.place), _holder(unit)) for unit in units]
     loads = [sum(u.cost for u, owner in zip(units, fixed, strict=True) if owner == rank) for rank in range(wire.ranks)]
     free = [unit.cost for unit, owner in zip(units, fixed, strict=True) if owner is None]
     shared = iter(share_by_cost(free, wire.ranks, loads))
@@ -313,17 +309,15 @@ def _round(wire: Wire, units: list[Unit]) -> Round:
     counts: dict[Shape, int] = {}
     for unit in mine:
         counts[unit.shape] = counts.get(unit.shape, 0) + unit.matrices
-    held = [sum(unit.held(wire.me) for unit in theirs) for theirs in owned]
-    pieces = [sum(unit.held(rank) for unit in mine) for rank in range(wire.ranks)]
-    beside = (_beside(wire, owned, returning=False), _beside(wire, owned, returning=True))
-    has_companions = any(unit.companions for unit in units)
-    stays = not has_companions and all(_holder(unit) == unit.owner for unit in units)
-    return Round(wire, owned, counts, held, pieces, beside if has_companions else None, stays)
 
+    def sizes(held: Callable[[Unit, int], int]) -> Sizes:
+        return Sizes(
+            [sum(held(unit, wire.me) for unit in theirs) for theirs in owned],
+            [sum(held(unit, rank) for unit in mine) for rank in range(wire.ranks)],
+        )
 
-def _beside(wire: Wire, owned: tuple[tuple[Unit, ...], ...], *, returning: bool) -> Sizes:
-    held = [sum(unit.held_beside(wire.me, returning=returning) for unit in theirs) for theirs in owned]
-    mine = owned[wire.me]
-    return Sizes(
-        held, [sum(unit.held_beside(rank, returning=returning) for unit in mine) for rank in range(wire.ranks)]
-    )
+    if any(unit.companions for unit in units):
+        there, back = (sizes(partial(Unit.held_beside, returning=returning)) for returning in (False, True))
+        return Round(wire, owned, counts, sizes(Unit.held), (there, back))
+    stays = all(_holder(unit) == unit.owner for unit in units)
+    return Round(wire, owned, counts, sizes(Unit.held), stays=stays)
