@@ -21,7 +21,7 @@ from torch import Tensor
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.layout import mesh_ranks
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local, shard_misfit
-from muonsw.work import Group
+from muonsw.work import Group, label_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -264,7 +264,7 @@ def asked_by(group: Group) -> Group:
 def _tensors(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
     """Settings that are held in tensors, each with its name and its group."""
     return [
-        (f"{_label(number, group)}: {key}", value)
+        (f"{label_of(group, number)}: {key}", value)
         for number, group in enumerate(groups)
         for key in _SETTINGS
         if isinstance(value := group.get(key), Tensor)
@@ -273,16 +273,12 @@ def _tensors(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
 
 def _described(chosen: Sequence[Group], groups: Sequence[Group]) -> list[str]:
     """A line for each setting, of the optimizer and of its groups."""
-    labels = ["the optimizer", *(_label(number, group) for number, group in enumerate(groups))]
+    labels = ["the optimizer", *(label_of(group, number) for number, group in enumerate(groups))]
     return [
         f"{label}: {key}={value!r}"
         for label, settings in zip(labels, chosen, strict=True)
         for key, value in settings.items()
     ]
-
-
-def _label(number: int, group: Group) -> str:
-    return f"param group {number}" + (f" ({group['role']})" if group.get("role") else "")
 
 
 def _describe(member: Member) -> str:
