@@ -52,15 +52,20 @@ def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
 
 def shard_like(param: Tensor, shard: Tensor) -> Tensor:
     """A DTensor placed like `param`, of which this rank holds `shard`."""
+    like = as_dtensor(param)
+    return _beside(param, shard, like.placements, like.shape, like.stride())
+
+
+def _beside(
+    param: Tensor, shard: Tensor, placements: Sequence[Any], shape: torch.Size, stride: tuple[int, ...] | None = None
+) -> Tensor:
+    """A DTensor of `shape` on the mesh of a parameter, without gaps unless it has a stride."""
     from torch.distributed.tensor import DTensor
 
-    like = as_dtensor(param)
-    return cast(
-        "Tensor",
-        DTensor.from_local(
-            shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        ),
-    )
+    if stride is None:
+        stride = torch.empty(shape, dtype=shard.dtype, device="meta").stride()
+    mesh = as_dtensor(param).device_mesh
+    return cast("Tensor", DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride))
 
 
 def placements_like(param: Tensor, shape: Sequence[int]) -> tuple[Any, ...]:
@@ -73,11 +78,7 @@ def placements_like(param: Tensor, shape: Sequence[int]) -> tuple[Any, ...]:
 
 def placed_like(param: Tensor, shard: Tensor, shape: torch.Size) -> Tensor:
     """A DTensor of `shape` beside a parameter, cut like it along axes longer than one; this rank holds `shard`."""
-    from torch.distributed.tensor import DTensor
-
-    strides = torch.empty(shape, dtype=shard.dtype, device="meta").stride()
-    placements, mesh = placements_like(param, shape), as_dtensor(param).device_mesh
-    return cast("Tensor", DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=strides))
+    return _beside(param, shard, placements_like(param, shape), shape)
 
 
 def state_placements(param: Tensor, axis: int) -> tuple[Any, ...]:
@@ -109,13 +110,8 @@ def held_state(param: Tensor, shape: torch.Size, axis: int) -> tuple[int, ...]:
 
 def zeros_like_state(param: Tensor, shape: torch.Size, axis: int, dtype: torch.dtype) -> Tensor:
     """Zeros of a global shape as `state_placements` says, on the device of this rank's shard."""
-    from torch.distributed.tensor import DTensor
-
-    like, places = as_dtensor(param), state_placements(param, axis)
-    held = torch.zeros(held_state(param, shape, axis), dtype=dtype, device=like.to_local().device)
-    stride = torch.empty(shape, dtype=dtype, device="meta").stride()
-    made = DTensor.from_local(held, like.device_mesh, places, run_check=False, shape=shape, stride=stride)
-    return cast("Tensor", made)
+    held = torch.zeros(held_state(param, shape, axis), dtype=dtype, device=local(param).device)
+    return _beside(param, held, state_placements(param, axis), shape)
 
 
 def put_state(param: Tensor, value: Tensor, places: tuple[Any, ...]) -> Tensor:
