@@ -44,6 +44,7 @@ from muonsw.distributed.sums import ShardedWeights, Term, all_reduce_sums, shard
 from muonsw.matrices import FLATTEN, STACK, Part, box, views
 from muonsw.precision import LOW_PRECISION
 from muonsw.registry import Registry
+from muonsw.slots import wide_dtype
 from muonsw.work import Group, Item
 
 if TYPE_CHECKING:
@@ -194,11 +195,6 @@ def norm_axes(group: Group, param: Tensor) -> tuple[int, ...]:
     return axes[1:] if NORM_RULES[group["norm"]].by_row and param.dim() > 1 else axes
 
 
-def wide_dtype(weight: Tensor) -> torch.dtype:
-    """The precision of norms."""
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
-
-
 def measured(group: Group, update: Update) -> list[Tensor]:
     """||W||^2, ||U||^2, <W, U> and the number of elements, (*axes, 4), of each part: a weight or a shard of one."""
     weights = views(update.parts, [part.item.param for part in update.parts])
@@ -208,7 +204,7 @@ def measured(group: Group, update: Update) -> list[Tensor]:
 
 def _products(group: Group, part: Part, weight: Tensor, direction: Tensor) -> Tensor:
     axes = norm_axes(group, part.item.param)
-    W, U = _wide(group, part, weight), direction.to(wide_dtype(weight))
+    W, U = _wide(group, part, weight), direction.to(wide_dtype(weight.dtype))
     squares = [torch.linalg.vector_norm(X, dim=axes, keepdim=True).double().square() for X in (W, U)]
     inner = torch.linalg.vecdot(*(X.flatten(-len(axes)) for X in (W, U))).double().view_as(squares[0])
     elements = torch.full_like(inner, weight.numel() // max(1, inner.numel()))
@@ -217,7 +213,7 @@ def _products(group: Group, part: Part, weight: Tensor, direction: Tensor) -> Te
 
 def _wide(group: Group, part: Part, weight: Tensor) -> Tensor:
     """A weight in the precision of norms, with what rounding has kept from it so far."""
-    wide = weight.to(wide_dtype(weight))
+    wide = weight.to(wide_dtype(weight.dtype))
     kept = weight.dtype in LOW_PRECISION and group["rounding"] == "kahan"
     return wide + part.state("compensation") if kept else wide
 
@@ -355,7 +351,7 @@ def initial_radius(group: Group, name: str, param: Tensor) -> Tensor:
     It has the axes of the parameter, of length one where all elements belong to the same weight, so that whatever cuts
     a part out of the parameter cuts its radius out of this.
     """
-    axes, wide = norm_axes(group, param), param.detach().to(wide_dtype(param))
+    axes, wide = norm_axes(group, param), param.detach().to(wide_dtype(param.dtype))
     view = ALGORITHMS[group["algorithm"]].view(group)
     sizes = None if view is None else view.sizes(param.shape)
     if view is None or sizes is None:
@@ -406,7 +402,7 @@ def _first_radius(group: Group, item: Item, norm: Tensor | None) -> Tensor:
         radius = initial_radius(group, item.name, item.param)
     else:
         _refuse_zero(group, item.name, item.parameter, norm)
-        radius = norm.to(wide_dtype(item.param))
+        radius = norm.to(wide_dtype(item.param.dtype))
     return radius if item.whole is None else placed_like(item.whole, radius, _radius_shape(group, item.whole))
 
 

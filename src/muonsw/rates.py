@@ -29,6 +29,7 @@ from muonsw.algorithms.base import Rates
 from muonsw.decay import DECAY_RULES, decay_factor, decays, refuse_unknown_run
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local
 from muonsw.nonfinite import Flag
+from muonsw.slots import wide_dtype
 from muonsw.work import Batch, Group, Item, label_of
 
 if TYPE_CHECKING:
@@ -247,10 +248,10 @@ def _place(group: Group, label: str) -> None:
 def _placed(value: Any, fresh: Any, like: Tensor, label: str) -> Tensor:
     if isinstance(value, Tensor) and value.device == like.device:
         return value
-    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _capturing(like):
         raise RuntimeError(f"the decay rule of {label} counts steps; take one step before a CUDA graph is captured")
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return torch.as_tensor(fresh if value is None else value, dtype=dtype, device=like.device).clone()
+    dtype, known = wide_dtype(like.dtype), fresh if value is None else value
+    return torch.as_tensor(known, dtype=dtype, device=like.device).clone()
 
 
 class Average(NamedTuple):

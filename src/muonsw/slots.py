@@ -146,5 +146,5 @@ def rescaled(U: Tensor, factor: Tensor) -> Tensor:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of state that has a shape of its own."""
+    """The dtype of norms, of inner products, and of state that has a shape of its own."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonsw.matrices import STACK
+from muonsw.slots import wide_dtype
 from muonsw.telemetry.observe_ours import MOMENTUM_KEYS
 from muonsw.telemetry.parameters import ModelView, matrix_view, members
-from muonsw.telemetry.record import Measurements, Piece, inner, measuring_dtype, norm
+from muonsw.telemetry.record import Measurements, Piece, inner, norm
 from muonsw.work import Group
 
 # torch optimizers that shrink weights by lr * weight_decay before they move them.
@@ -57,7 +58,7 @@ class AnyOptimizerObserver:
 
     def _measure(self, group: Group, param: Tensor) -> None:
         phi = known_decay(self.optimizer, group)
-        old, dtype = self._before[param], measuring_dtype(param)
+        old, dtype = self._before[param], wide_dtype(param.dtype)
         w = self._rows_of(group, param, old, dtype)
         rows = self._gradients.get(param) or self._gradient_rows(group, param)
         rows["weight"] = rows["decayed"] = norm(w)
@@ -78,7 +79,7 @@ class AnyOptimizerObserver:
         if grad is None:
             return {}
         dense = grad if grad.layout == torch.strided else grad.to_dense()
-        dtype = measuring_dtype(param)
+        dtype = wide_dtype(param.dtype)
         w, g = (self._rows_of(group, param, t, dtype) for t in (self._before[param], dense))
         return {"gradient": norm(g), "weight_gradient": inner(w, g)}
 

@@ -18,8 +18,9 @@ from muonsw.distributed.shards import local, offset
 from muonsw.matrices import STACK, WHOLE, MatrixView, Part, Region
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION
+from muonsw.slots import wide_dtype
 from muonsw.telemetry.parameters import ModelView, matrix_view, members
-from muonsw.telemetry.record import Measurements, MeasuringRanks, Piece, inner, measuring_dtype, norm
+from muonsw.telemetry.record import Measurements, MeasuringRanks, Piece, inner, norm
 from muonsw.work import Group
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
@@ -118,7 +119,7 @@ class OurOptimizerObserver:
             self._apply_fused(group, update, rates)
             return
         weight = update.parts[0].item.param
-        dtype, follows = measuring_dtype(weight), change_follows(group, weight)
+        dtype, follows = wide_dtype(weight.dtype), change_follows(group, weight)
         measured = []
         for bundle in self._bundles(group, update):
             before = bundle.weights(dtype) if follows else bundle.weights_before(dtype)
@@ -135,7 +136,7 @@ class OurOptimizerObserver:
         apply_update(group, update, rates)
         known = Update(update.parts, update.directions(), update.scale)
         old = {id(part): weight for part, weight in zip(update.parts, before, strict=True)}
-        dtype = measuring_dtype(update.parts[0].item.param)
+        dtype = wide_dtype(update.parts[0].item.param.dtype)
         for bundle in self._bundles(group, known):
             weights = bundle.gather((old[id(part)] for part in bundle.parts), dtype)
             rows = self._measure(group, bundle, weights)
@@ -225,7 +226,7 @@ class OurOptimizerObserver:
                 held = local(param.detach())
                 if held.numel():
                     area, numbers = self._area(group, param)
-                    w = held.reshape(-1, area).to(measuring_dtype(held))
+                    w = held.reshape(-1, area).to(wide_dtype(held.dtype))
                     self.measured.add([Piece(param, numbers, area)], {"weight": norm(w)})
 
     def _shared(self) -> dict[Tensor, MeasuringRanks]:

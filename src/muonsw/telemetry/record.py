@@ -107,11 +107,6 @@ def to_floats(values: Sequence[float | Tensor]) -> list[float]:
     return [known[id(value)] if isinstance(value, Tensor) else value for value in values]
 
 
-def measuring_dtype(weight: Tensor) -> torch.dtype:
-    """Inner products are taken in float32, or float64 where the weight is."""
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
-
-
 def inner(x: Tensor, y: Tensor) -> Tensor:
     """Inner products of the rows of two (rows, entries) tensors.
 

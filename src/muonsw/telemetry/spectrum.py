@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from muonsw.slots import wide_dtype
+
 # By value and parameter, one entry for each matrix of the parameter.
 Spectra = dict[str, dict[Tensor, Tensor]]
 
@@ -37,7 +39,7 @@ class SpectralNorms:
         return torch.cat([self._norms((param, number), batch) for number, batch in enumerate(batches)])
 
     def _norms(self, key: tuple[Tensor, int], batch: Tensor) -> Tensor:
-        W = batch.detach().to(torch.float64 if batch.dtype == torch.float64 else torch.float32)
+        W = batch.detach().to(wide_dtype(batch.dtype))
         V = self._vectors.get(key)
         iterations = COLD if V is None else WARM
         if V is None:
