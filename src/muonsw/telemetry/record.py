@@ -198,7 +198,7 @@ def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[T
     )
 
     def per_matrix(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device="cpu")[piece_of]
+        return _column(values)[piece_of]
 
     factors = to_floats([piece.lr for piece in pieces] + [0.0 if piece.phi is None else piece.phi for piece in pieces])
     lrs, phis = factors[: len(pieces)], factors[len(pieces) :]
@@ -254,26 +254,22 @@ def _cosine(matrices: Rows, terms: tuple[str, str, str]) -> tuple[Tensor, Tensor
 
 def _add_settings(rows: Rows, infos: list[ParameterInfo]) -> None:
     """Decay, learning rate and peak, each times the number of entries that have one."""
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device="cpu")
-
     acted_on = torch.where(rows["ww"] == 0, 1.0, rows["decayed"] / rows["ww"])
     rows["decay"] = torch.where(rows["count_decay"] > 0, rows["phi_numel"] * acted_on, 0.0)
-    rows["lr"], rows["count_lr"] = column([info.lr for info in infos]) * rows["numel"], rows["numel"]
-    rows["peak_lr"] = column([info.peak_lr or 0.0 for info in infos]) * rows["numel"]
-    rows["count_peak_lr"] = column([info.peak_lr is not None for info in infos]) * rows["numel"]
+    rows["lr"], rows["count_lr"] = _column([info.lr for info in infos]) * rows["numel"], rows["numel"]
+    rows["peak_lr"] = _column([info.peak_lr or 0.0 for info in infos]) * rows["numel"]
+    rows["count_peak_lr"] = _column([info.peak_lr is not None for info in infos]) * rows["numel"]
 
 
 def _add_spectra(rows: Rows, params: list[Tensor], spectra: Spectra) -> None:
     for name in ("spectral_norm", "condition"):
         found = [spectra.get(name, {}).get(param) for param in params]
-        rows[name] = torch.tensor(
-            [0.0 if v is None else float(v.sum()) for v in found], dtype=torch.float64, device="cpu"
-        )
-        rows[f"count_{name}"] = torch.tensor(
-            [0 if v is None else len(v) for v in found], dtype=torch.float64, device="cpu"
-        )
+        rows[name] = _column([0.0 if v is None else float(v.sum()) for v in found])
+        rows[f"count_{name}"] = _column([0 if v is None else len(v) for v in found])
+
+
+def _column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 class MeasuringRanks(NamedTuple):
