@@ -436,35 +436,29 @@ def _peak_lr(value: Any) -> Any:
     return float(_number(0.0)(value))
 
 
-def _betas(value: Any) -> tuple[float, float]:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ValueError("must be two numbers")
-    below_one = _number(0.0, 1.0, open_end=True)
-    return below_one(value[0]), below_one(value[1])
+def _two(check: Check, meaning: str = "") -> Check:
+    def check_both(value: Any) -> tuple[Any, Any]:
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise ValueError(f"must be two numbers{meaning}")
+        return check(value[0]), check(value[1])
+
+    return check_both
 
 
-def _split_sizes(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
+def _split_sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or not value:
         raise ValueError("must be None or a sequence of whole numbers")
     return tuple(_whole(1)(size) for size in value)
 
 
-def _target_norm(value: Any) -> float | None:
+def _target_norm(value: Any) -> float:
     if value == 0:
         raise ValueError("a norm of zero is what decay aims at; leave norm='free'")
-    return None if value is None else float(_number(0.0)(value))
+    return float(_number(0.0)(value))
 
 
-def _radial_brake(value: Any) -> tuple[float, float]:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ValueError("must be two numbers: what is kept where a norm grows, and where it shrinks")
-    return _number(0.0, 1.0)(value[0]), _number(0.0, 1.0)(value[1])
-
-
-def _role(value: Any) -> Any:
-    if value is not None and not isinstance(value, str):
+def _role(value: Any) -> str:
+    if not isinstance(value, str):
         raise ValueError("must be a string or None")
     return value
 
@@ -477,9 +471,9 @@ CHECKS: dict[str, Check] = {
     "total_steps": _optional(_whole(1)),
     "decay_points": _optional(validated_points),
     "norm": _known(NORM_RULES),
-    "target_norm": _target_norm,
+    "target_norm": _optional(_target_norm),
     "update_floor": _number(0.0),
-    "radial_brake": _radial_brake,
+    "radial_brake": _two(_number(0.0, 1.0), ": what is kept where a norm grows, and where it shrinks"),
     "cautious": _flag,
     "peak_lr": _peak_lr,
     "peak": _one_of("group", "base"),
@@ -492,11 +486,11 @@ CHECKS: dict[str, Check] = {
     "fused": _optional(_flag),
     "foreach": _optional(_flag),
     "capturable": _flag,
-    "role": _role,
+    "role": _optional(_role),
     "momentum": _number(0.0, 1.0, open_end=True),
     "momentum_form": _one_of(*MOMENTUM_FORMS),
     "nesterov": _flag,
-    "betas": _betas,
+    "betas": _two(_number(0.0, 1.0, open_end=True)),
     "eps": _number(0.0),
     "shampoo_beta": _optional(_number(0.0, 1.0)),
     "precondition_frequency": _whole(1),
@@ -524,7 +518,7 @@ CHECKS: dict[str, Check] = {
     "precondition_max_dim": _optional(_whole(1)),
     "precondition_period": _optional(_whole(1)),
     "matrix": _one_of(None, STACK, FLATTEN),
-    "split_sizes": _split_sizes,
+    "split_sizes": _optional(_split_sizes),
     "split_dim": _one_of(0, 1),  # type: ignore[arg-type]
     "transposed": _flag,
     "heads": _optional(_whole(1)),
