@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from muonsw.routing import names
@@ -20,7 +20,6 @@ from muonsw.routing.survey import (
     has_row_for_each_expert,
     is_in_out,
     is_norm,
-    is_transposed_convolution,
 )
 
 View = dict[str, Any]
@@ -181,20 +180,13 @@ def convolution(subject: Subject, _: ModelFacts) -> Decision | None:
         return None
     if module.groups > 1 and module.groups == module.in_channels:
         return Decision("depthwise", "each channel has filters of its own, so rows have nothing in common", {})
-    view: View = {"matrix": "flatten"}
-    swapped = is_transposed_convolution(module)
-    if swapped:
-        view["transposed"] = True
-    if module.groups > 1:
-        view |= {"heads": module.groups, "split_dim": 1} if swapped else {"heads": module.groups}
     if module.out_channels == 1:
         return Decision("vector", "a single filter", {})
-    reason = (
-        f"a convolution of {module.groups} groups, one matrix each"
-        if module.groups > 1
-        else "a convolution, one row for each output channel"
-    )
-    return Decision("convolution", reason, view)
+    view = _kernel_view(module)
+    if module.groups == 1:
+        return Decision("convolution", "a convolution, one row for each output channel", view)
+    view |= {"heads": module.groups, "split_dim": 1} if "transposed" in view else {"heads": module.groups}
+    return Decision("convolution", f"a convolution of {module.groups} groups, one matrix each", view)
 
 
 def table(subject: Subject, known: ModelFacts) -> Decision | None:
@@ -297,14 +289,15 @@ RULES: tuple[Rule, ...] = (
 def _plain_view(subject: Subject, known: ModelFacts) -> View:
     """How Muon sees a matrix or kernel of its own, should a pattern send it there."""
     if isinstance(subject.owner, _ConvNd):
-        return (
-            {"matrix": "flatten", "transposed": True}
-            if is_transposed_convolution(subject.owner)
-            else {"matrix": "flatten"}
-        )
+        return _kernel_view(subject.owner)
     layer = known.survey.layer_of.get(subject.param)
     swapped = layer is not None and layer.gives != subject.shape[0]
     return {"transposed": True} if swapped or is_in_out(subject.owner) else {}
+
+
+def _kernel_view(module: _ConvNd) -> View:
+    """A row for each output channel; a transposed convolution keeps its weight as (in, out / groups, ...)."""
+    return {"matrix": "flatten", **({"transposed": True} if isinstance(module, _ConvTransposeNd) else {})}
 
 
 def _blocks(subject: Subject, count: int) -> View:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from muonsw.routing import names
@@ -325,8 +325,3 @@ def _ask(module: nn.Module, method: str) -> Any:
 def _is_copy(path: str) -> bool:
     """Whether PEFT keeps this module as the untouched original of one that it trains."""
     return "original_module" in path.split(".")
-
-
-def is_transposed_convolution(module: nn.Module) -> bool:
-    """Whether a convolution keeps its weight as (in, out / groups, ...)."""
-    return isinstance(module, _ConvTransposeNd)
