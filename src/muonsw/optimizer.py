@@ -363,7 +363,7 @@ class ScaledDecayOptimizer(Optimizer):
         peak learning rate wins over this optimizer's own, with a warning where they differ. Nothing is changed when it
         raises.
         """
-        before = load.peaks_before(self)
+        before = peak.peaks_before_load(self.defaults["peak_lr"], self.param_groups)
         with load.through_hooks(self):
             super().load_state_dict(state_dict)
         self._counters.replace_groups(self.param_groups)

@@ -314,15 +314,17 @@ def never_reached(group: Group, label: str) -> str | None:
 
 
 class PeakBeforeLoad(NamedTuple):
-    """What a group believed of its peak before a state was loaded into it."""
+    """What a group believed of its peak before a state was loaded, and whether the constructor's number was that."""
 
     expected: float
     handed_over: float | None
+    is_inherited: bool
 
 
-def peak_before_load(group: Group) -> PeakBeforeLoad:
-    """What this group was built for."""
-    return PeakBeforeLoad(expected_peak(group), group["resolved_peak_lr"])
+def peaks_before_load(peak_lr: Any, groups: Sequence[Group]) -> list[PeakBeforeLoad]:
+    """What the groups of an optimizer with this number for all were built for."""
+    pairs = zip(groups, inherited(peak_lr, groups), strict=True)
+    return [PeakBeforeLoad(expected_peak(group), group["resolved_peak_lr"], own) for group, own in pairs]
 
 
 def surprise_after_load(before: PeakBeforeLoad, group: Group) -> str | None:

@@ -380,26 +380,11 @@ def keep_kinds(groups: list[Group], own: list[float | Tensor]) -> None:
             group["lr"] = rate
 
 
-class PeaksBeforeLoad(NamedTuple):
-    """What the groups believed of their peaks before a load, and which of them had the constructor's number."""
-
-    groups: list[PeakBeforeLoad]
-    inherited: list[bool]
-
-
-def peaks_before(optimizer: torch.optim.Optimizer) -> PeaksBeforeLoad:
-    """The peaks of an optimizer into which a state will be loaded."""
-    groups = optimizer.param_groups
-    return PeaksBeforeLoad(
-        [peak.peak_before_load(group) for group in groups], peak.inherited(optimizer.defaults["peak_lr"], groups)
-    )
-
-
-def settle_peaks(optimizer: torch.optim.Optimizer, before: PeaksBeforeLoad, saved: StateDict) -> None:
+def settle_peaks(optimizer: torch.optim.Optimizer, before: list[PeakBeforeLoad], saved: StateDict) -> None:
     """Warn of loaded peaks that surprise, and complete those that were not saved."""
     surprises: dict[str, list[str]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        message = peak.surprise_after_load(before.groups[number], group) if rates.needs_peak(group) else None
+        message = peak.surprise_after_load(before[number], group) if rates.needs_peak(group) else None
         if message is not None:
             surprises.setdefault(message, []).append(label_of(group, number))
         if group["highest_lr"] is None:  # not saved: assume that it was reached
@@ -407,4 +392,4 @@ def settle_peaks(optimizer: torch.optim.Optimizer, before: PeaksBeforeLoad, save
     for message, labels in surprises.items():
         warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
     if not any("peak_lr" in group for group in saved["param_groups"]):  # rates of another optimizer
-        peak.share_anew(optimizer.defaults["peak_lr"], optimizer.param_groups, before.inherited)
+        peak.share_anew(optimizer.defaults["peak_lr"], optimizer.param_groups, [one.is_inherited for one in before])
