@@ -29,8 +29,8 @@ from muonsw.precondition import PRECONDITIONERS
 from muonsw.registry import unknown
 from muonsw.slots import EMPTY_SLOTS
 from muonsw.text import listed, users_line
+from muonsw.work import Group
 
-Group = dict[str, Any]
 Check = Callable[[Any], Any]
 
 

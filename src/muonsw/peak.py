@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import MultiplicativeLR
 
 from muonsw.text import users_line
+from muonsw.work import Group
 
 # LinearLR and others reach the peak with a rounding error. They multiply the rate again and again, so a rate that is
 # held in a tensor may be off by many roundings of its dtype: allow a thousand, but never a noticeable excess.
@@ -50,8 +51,6 @@ KEPT = ("resolved_peak_lr", "peak_record", "highest_lr")
 
 # Where schedulers write the peak of a group; the first that is there counts.
 RECORDS = ("max_lr", "initial_lr")
-
-Group = dict[str, Any]
 
 
 class PeakLRError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from fnmatch import fnmatchcase
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -17,8 +17,7 @@ from muonsw.registry import unknown
 from muonsw.routing.names import aliases
 from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
 from muonsw.text import users_line
-
-Group = dict[str, Any]
+from muonsw.work import Group
 
 ROLE_PREFIX = "role:"
 ADAMW = "adamw"

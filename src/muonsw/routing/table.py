@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.text import text_table
-
-Group = dict[str, Any]
+from muonsw.work import Group
 
 
 def routing_table(groups: list[Group]) -> str:
