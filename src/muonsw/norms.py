@@ -172,16 +172,13 @@ def refuse(group: Group, label: str) -> None:
 
 def refuse_interleaved(group: Group, items: Sequence[Item]) -> None:
     """Refuse shards that are no boxes of the whole: which weights their elements belong to is not known."""
-    for item in items if acting(group) is not None else ():
-        if item.whole is not None and not _is_box(as_dtensor(item.whole)):
+    sharded = [(item.name, as_dtensor(item.whole)) for item in items if item.whole is not None]
+    for name, whole in sharded if acting(group) is not None else ():
+        if cutting_order(whole.placements, whole.device_mesh.shape) is None:
             raise ValueError(
-                f"norm={group['norm']!r} needs contiguous shards, but {item.name} has placements "
-                f"{as_dtensor(item.whole).placements}; use Shard and Replicate, or norm='free'"
+                f"norm={group['norm']!r} needs contiguous shards, but {name} has placements {whole.placements}; use "
+                f"Shard and Replicate, or norm='free'"
             )
-
-
-def _is_box(param: Tensor) -> bool:
-    return cutting_order(as_dtensor(param).placements, as_dtensor(param).device_mesh.shape) is not None
 
 
 # norms of weights, and of shards of them
@@ -230,12 +227,10 @@ def prepared(group: Group, update: Update | FusedUpdate, rates: Rates, sums: lis
     assert isinstance(update, Update), "an algorithm must leave its directions to the norm rule: see Budget.plain"
     rule = rates.norm
     assert rule is not None
-    found = [
-        Norms(
-            one[..., 0].sqrt(), one[..., 1].sqrt(), one[..., 2], update.scale, _radius(group, rule, part, one[..., 3])
-        )
-        for part, one in zip(update.parts, measured(group, update) if sums is None else sums, strict=True)
-    ]
+    found = []
+    for part, products in zip(update.parts, measured(group, update) if sums is None else sums, strict=True):
+        WW, UU, WU, elements = products.unbind(-1)
+        found.append(Norms(WW.sqrt(), UU.sqrt(), WU, update.scale, _radius(group, rule, part, elements)))
     if rule.length is None:
         return update._replace(norms=found)
     phi = rates.applied(update.parts[0].item.param.dtype)[1]
