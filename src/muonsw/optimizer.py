@@ -287,13 +287,12 @@ class ScaledDecayOptimizer(Optimizer):
                     peak.set_resolved_peak(self.param_groups[number], found[number])
             return
         setting = validate_option("peak_lr", peak_lr)
-        numbers = isinstance(setting, float)
         for number in chosen:
             refuse_running_max({**self.param_groups[number], "peak_lr": setting})
-        peaks = peak.shared_peaks(setting, self.param_groups) if numbers and group is None else [setting] * len(chosen)
+        peaks = peak.shared_peaks(setting, self.param_groups) if group is None else [setting]
         for number, own in zip(chosen, peaks, strict=True):
             self.param_groups[number]["peak_lr"] = own
-            peak.set_resolved_peak(self.param_groups[number], own if numbers else None)
+            peak.set_resolved_peak(self.param_groups[number], own if isinstance(own, float) else None)
 
     def summary(self) -> Summary:
         """What the last step did: matrices orthogonalized, parameters moved by each algorithm, decay and peak.

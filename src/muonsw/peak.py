@@ -92,13 +92,15 @@ def _base_rate(group: Group) -> float:
     return float(group["lr"] if made_with is None else made_with)
 
 
-def shared_peaks(peak_lr: float, groups: Sequence[Group]) -> list[float]:
-    """The peak of each group where one number is given for all: that of the highest rate among them.
+def shared_peaks(peak_lr: Any, groups: Sequence[Group]) -> list[Any]:
+    """The peak of each group where one is given for all: a number is that of the highest rate among them.
 
     A group with a lower rate gets the same fraction of its own, since a schedule multiplies them alike: the number
     itself would divide its decay by the ratio of the two. Rates are compared before `lr_multiplier` and after
     `lr_scale`.
     """
+    if not isinstance(peak_lr, float):
+        return [peak_lr] * len(groups)
     multipliers = [float(group.get("lr_multiplier", 1.0)) for group in groups]
     rates = [_base_rate(group) * float(group.get("lr_scale", 1.0)) for group in groups]
     bases = [rate / multiplier for rate, multiplier in zip(rates, multipliers, strict=True)]
@@ -110,11 +112,10 @@ def shared_peaks(peak_lr: float, groups: Sequence[Group]) -> list[float]:
 
 
 def share(peak_lr: Any, groups: Sequence[Group], given: Sequence[Any]) -> None:
-    """Give each group its part of the constructor's number, if it is one, unless the user gave it one of its own."""
-    if isinstance(peak_lr, float):
-        for group, shared, options in zip(groups, shared_peaks(peak_lr, groups), given, strict=False):
-            if not (isinstance(options, dict) and "peak_lr" in options):
-                group["peak_lr"] = shared
+    """Give each group its part of the constructor's peak, unless the user gave it one of its own."""
+    for group, shared, options in zip(groups, shared_peaks(peak_lr, groups), given, strict=False):
+        if not (isinstance(options, dict) and "peak_lr" in options):
+            group["peak_lr"] = shared
 
 
 def give_where_unrecorded(peak_lr: float, groups: Sequence[Group]) -> None:

@@ -209,8 +209,7 @@ def _adopt_groups(
     groups: list[dict[str, Any]], decay: str, peak_lr: float | str | None, *, under_way: bool = False
 ) -> None:
     """Adopt each group; a number for all is the peak of the highest rate among them."""
-    peaks: list[Any] = peak.shared_peaks(peak_lr, groups) if isinstance(peak_lr, float) else [peak_lr] * len(groups)
-    for group, own in zip(groups, peaks, strict=True):
+    for group, own in zip(groups, peak.shared_peaks(peak_lr, groups), strict=True):
         _adopt_group(group, decay, own, under_way=under_way)
 
 
