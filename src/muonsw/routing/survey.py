@@ -90,12 +90,8 @@ class Survey:
         """Every trainable parameter once, under its first name."""
         for name, param in self.model.named_parameters():
             if param.requires_grad:
-                yield self.subject(name, param)
-
-    def subject(self, name: str, param: Tensor) -> Subject:
-        """A parameter's place."""
-        path, own = self._place(*name.rpartition(".")[::2])
-        return Subject(name, param, own, path, self.modules[path])
+                path, own = self._place(*name.rpartition(".")[::2])
+                yield Subject(name, param, own, path, self.modules[path])
 
     def _place(self, path: str, own: str) -> tuple[str, str]:
         """The layer that a parameter belongs to and its name there, whatever torch keeps between the two."""
