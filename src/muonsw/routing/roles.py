@@ -48,12 +48,6 @@ class RoutedParameter(NamedTuple):
     view: View
     decayed: bool
 
-    @property
-    def matrix(self) -> str | None:
-        """The matrix view as groups name it."""
-        found: str | None = self.view.get("matrix")
-        return found
-
 
 class Decision(NamedTuple):
     """A role, the reason in one sentence, and how Muon must see the parameter if it is to."""

@@ -85,8 +85,7 @@ class AnyOptimizerObserver:
 
     def _rows_of(self, group: Group, param: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor as (experts, entries) where the parameter is a stack of matrices, else as one row."""
-        known = self.view.get(param, (None, None, None))[2]
-        stacked = matrix_view(group, param, known) == STACK
+        stacked = matrix_view(group, param, self.view) == STACK
         return tensor.reshape(-1, param.shape[-2] * param.shape[-1] if stacked else param.numel()).to(dtype)
 
     def _momentum(self, param: Tensor) -> Tensor | None:

@@ -214,8 +214,8 @@ class OurOptimizerObserver:
 
     def _area(self, group: Group, param: Tensor) -> tuple[int, list[int]]:
         """Entries of one expert of a stack, else of the whole parameter; and the numbers of those on this rank."""
-        known, held = self.view.get(param, (None, None, None))[2], local(param)
-        if matrix_view(group, param, known) != STACK:
+        held = local(param)
+        if matrix_view(group, param, self.view) != STACK:
             return held.numel(), [0]
         return held.shape[-1] * held.shape[-2], _in_stack(offset(param), held.shape[:-2], param.shape)
 

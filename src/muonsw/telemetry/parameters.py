@@ -16,6 +16,7 @@ from muonsw.routing import classify
 from muonsw.work import Group
 
 ModelView = dict[Tensor, tuple[str, str, str | None]]
+_UNKNOWN = (None, None, None)
 
 
 class ParameterInfo(NamedTuple):
@@ -32,7 +33,8 @@ class ParameterInfo(NamedTuple):
 
 def model_view(model: nn.Module | None) -> ModelView:
     """Name, role and matrix view of a model's parameters."""
-    return {} if model is None else {entry.param: (entry.name, entry.role, entry.matrix) for entry in classify(model)}
+    routed = () if model is None else classify(model)
+    return {entry.param: (entry.name, entry.role, entry.view.get("matrix")) for entry in routed}
 
 
 def members(optimizer: Optimizer) -> Iterator[tuple[Group, str | None, str, Tensor]]:
@@ -49,7 +51,7 @@ def parameter_infos(optimizer: Optimizer, view: ModelView) -> dict[Tensor, Param
     settings = {id(group): _settings(group) for group in optimizer.param_groups}
     infos = {}
     for group, given, words, param in members(optimizer):
-        known, role, matrix = view.get(param, (None, None, None))
+        known, role, _ = view.get(param, _UNKNOWN)
         name = given or known
         lr, peak_lr, decayed = settings[id(group)]
         infos[param] = ParameterInfo(
@@ -59,7 +61,7 @@ def parameter_infos(optimizer: Optimizer, view: ModelView) -> dict[Tensor, Param
             decayed,
             lr,
             peak_lr,
-            matrix_view(group, param, matrix),
+            matrix_view(group, param, view),
         )
     return infos
 
@@ -74,11 +76,11 @@ def layer_of(name: str) -> str | None:
     return next((str(int(word)) for word in name.split(".") if word.isdecimal()), None)
 
 
-def matrix_view(group: Group, param: Tensor, of_model: str | None) -> str | None:
+def matrix_view(group: Group, param: Tensor, view: ModelView) -> str | None:
     """How a parameter is seen as matrices: "stack", "flatten", or None for one tensor that is one unit."""
     if param.dim() < 3:
         return None
-    chosen = group.get("matrix") or of_model
+    chosen = group.get("matrix") or view.get(param, _UNKNOWN)[2]
     return STACK if chosen is None and group.get("role") == "experts" else chosen
 
 
