@@ -55,18 +55,6 @@ class ScaledDecayOptimizer(Optimizer):
     """
 
     algorithm: ClassVar[str]
-    replay: bool | None = None
-    _counters: Counters
-    _observer: Observer | None
-    _option_check: OptionCheck
-    _last: LastStep
-    _last_skipped: bool | Flag
-    _left_out: list[tuple[str, weakref.ref[Tensor]]]
-    _reasons: dict[str, str]
-    _ranks: Ranks
-    _replay: Replay
-    _before_update: BeforeUpdate | None
-    _has_compiled: bool
 
     def __init__(
         self,
@@ -392,10 +380,9 @@ class ScaledDecayOptimizer(Optimizer):
         return {**super().__getstate__(), **settings, "_reasons": self._reasons}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
         if "_counters" not in self.__dict__:
             self._reset()
-        self._reasons = state.get("_reasons", self._reasons)
+        super().__setstate__(state)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self.routing()}"
@@ -409,11 +396,13 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _reset(self) -> None:
         self._counters = Counters()
-        self._observer = None
+        self._observer: Observer | None = None
         self._option_check = OptionCheck()
-        self._last, self._last_skipped = [], False
-        self._left_out, self._reasons = [], {}
+        self._last: LastStep = []
+        self._last_skipped: bool | Flag = False
+        self._left_out: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._reasons: dict[str, str] = {}
         self._ranks = Ranks()
         self._replay = Replay()
-        self._before_update = None
+        self._before_update: BeforeUpdate | None = None
         self._has_compiled = False

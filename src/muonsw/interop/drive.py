@@ -99,8 +99,8 @@ class DecayDriver:
         optimizer: Optimizer,
         decay: str,
         peak_lr: float | str | None,
-        total_steps: int | None = None,
-        decay_points: Points | None = None,
+        total_steps: int | None,
+        decay_points: Points | None,
     ) -> None:
         self.optimizer = optimizer
         self.decay = decay
