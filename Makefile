@@ -38,7 +38,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install  ## the main job on its built-in default: constant against scaled decay on a small model, 5 minutes
 	$(BIN)/muonsw compare
 
-test: lint types pytest  ## everything that CI checks
+test: lint types pytest  ## format, lint, types and the quick tests
 
 check: test  ## the same as test, under the name that other projects use
 
