@@ -93,7 +93,7 @@ class MuonOptions(GroupOptions, total=False):
         precondition_beta2: decay rate of the averages of squared gradients.
         precondition_eps: added to their root, or the least root.
         precondition_period: steps from one change of SOAP's bases to the next.
-        precondition_max_dim: from which length on SOAP leaves a side unrotated.
+        precondition_max_dim: the longest side that SOAP rotates.
         aurora_iterations: calls of the orthogonalizer inside Aurora.
         aurora_beta: how far each of them corrects the lengths of rows.
         aurora_polar: the orthogonalizer inside.
@@ -105,7 +105,7 @@ class MuonOptions(GroupOptions, total=False):
         eps: added to the root of the averages of squares, or to eigenvalues.
         shampoo_beta: decay rate of the factors of "soap" and "shampoo"; None is the second of `betas`.
         precondition_frequency: steps from one decomposition of these factors to the next.
-        max_precond_dim: from which length on "soap" leaves a side unrotated.
+        max_precond_dim: the longest side that "soap" rotates.
         block_size: the longest side of a block of "shampoo".
         grafting: whose step lengths "shampoo" takes.
         grafting_eps: added to the root of the averages of squares that give them.

@@ -26,7 +26,7 @@ def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
 
     Args:
         options: `beta2` of squares and factors; `eps`; `period`, the steps from one change of the bases to the
-            next; `max_dim`, from which on a side is not rotated; and the number of the step.
+            next; `max_dim`, the longest side that is rotated; and the number of the step.
         X: momentum (count, m, n).
         state: squares, factors, bases and the gradient.
     """
