@@ -47,9 +47,9 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
     Args:
         optimizer: one of ours; one that Accelerate has wrapped is unwrapped.
         max_norm: the largest norm, of all clipped gradients laid side by side.
-        algorithms: whose gradients are measured and clipped; by default those of all algorithms but Muon and Lion,
-            whose steps do not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip the whole
-            model by one norm.
+        algorithms: whose gradients are measured and clipped; by default those of all algorithms but Muon, Lion,
+            Dion2 and ASGO, whose steps do not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip
+            the whole model by one norm.
 
     Returns:
         The norm before clipping, of what is clipped: a plain tensor, the same on all ranks that hold shards. Gradients
