@@ -1,6 +1,7 @@
 """What a step promises: order, atomicity, closures, hooks, missing and bad gradients."""
 
 import copy
+import itertools
 import math
 import warnings
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW, NonFiniteGradientError, NonFiniteGradientWarning, PeakLRError, PeakLRWarning
-from muonsw.state import ensure_state
+from muonsw.apply import apply_update
+from muonsw.state import missing_state, zeros
 from muonsw.work import Item
 from tests.common.cuda import OnAGPU
 from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, matrices, run, set_gradients
@@ -402,8 +404,7 @@ def test_state_that_a_graph_would_make_anew_at_each_replay_is_refused(algorithm,
     item = Item(0, "late.weight", torch.ones(4, 4).as_subclass(OnAGPU), torch.ones(4, 4), {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"of late\.weight is missing, and a CUDA graph would make it anew"):
-        ensure_state(group, [item])
-    assert not item.state
+        missing_state(group, [item])
 
 
 def test_it_says_once_that_no_group_decays():
@@ -520,6 +521,50 @@ def test_a_weight_of_norm_zero_in_a_later_group_leaves_the_first_where_it_was(no
     with pytest.raises(ValueError, match="parameter 0 of group 1 holds a weight of norm zero"):
         optimizer.step()
     assert_nothing_changed(optimizer, params, before)
+
+
+def fail_at(number, function):
+    """The function, whose call of this number, from 1, finds no memory."""
+    calls = itertools.count(1)
+
+    def failing(*args, **kwargs):
+        if next(calls) == number:
+            raise torch.OutOfMemoryError
+        return function(*args, **kwargs)
+
+    return failing
+
+
+FOLLOWS_THE_RUN = {"decay": "gradient_norm"}, {"decay": "log_time"}, {"decay": "log_time", "lr": torch.tensor(0.05)}
+
+
+@pytest.mark.parametrize("options", FOLLOWS_THE_RUN, ids=str)
+def test_a_step_without_memory_for_its_state_changes_nothing(options, monkeypatch):
+    params = matrices((4, 6), (6, 6), (5,))
+    groups = [{"params": [p], "algorithm": name} for p, name in zip(params, ("soap", "muon", "adamw"), strict=True)]
+    optimizer = MuonSW(groups, **{"lr": 0.05, "weight_decay": 0.1, **options})
+    run(optimizer, params[:2], 1)
+    set_gradients(params, 1)
+    before = everything(optimizer, params)
+    monkeypatch.setattr("muonsw.state.zeros", fail_at(2, zeros))
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert_nothing_changed(optimizer, params, before)
+
+
+@pytest.mark.parametrize("options", FOLLOWS_THE_RUN, ids=str)
+def test_a_step_without_memory_for_a_later_chunk_is_not_counted(options, monkeypatch):
+    """What was moved before it stays moved: to undo that would take a copy of everything."""
+    params = matrices((4, 6), (6, 6))
+    groups = [{"params": params[:1], "algorithm": "soap"}, {"params": params[1:]}]
+    optimizer = MuonSW(groups, **{"lr": 0.05, "weight_decay": 0.1, **options})
+    run(optimizer, params, 1)
+    set_gradients(params, 1)
+    before = everything(optimizer, params)
+    monkeypatch.setattr("muonsw.step.apply_update", fail_at(2, apply_update))
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert everything(optimizer, params)[1] == before[1]
 
 
 def test_a_gradient_that_is_refused_leaves_no_peak_and_no_highest_rate():

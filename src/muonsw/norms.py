@@ -45,7 +45,7 @@ from muonsw.matrices import FLATTEN, STACK, Part, box, views
 from muonsw.precision import LOW_PRECISION
 from muonsw.registry import Registry
 from muonsw.slots import wide_dtype
-from muonsw.work import Group, Item
+from muonsw.work import Group, Item, MissingState
 
 if TYPE_CHECKING:
     from muonsw.work import Batch
@@ -370,14 +370,10 @@ def _refuse_zero(group: Group, name: str, param: Tensor, radius: Tensor) -> None
         )
 
 
-Radii = list[tuple[dict[str, Tensor], Tensor]]
+def missing_radii(work: Sequence[Batch], sharded: ShardedNorms) -> MissingState:
+    """The radius of each weight that has none yet; one of zero is an error.
 
-
-def missing_radii(work: Sequence[Batch], sharded: ShardedNorms | None = None) -> Radii:
-    """The radius of each weight that has none yet, with the state that is to keep it; one of zero is an error.
-
-    For all groups before any weight moves: a weight that a later group refuses must not find an earlier one moved.
-    Where weights are sharded it is a collective, and every rank takes part before one finds an error.
+    It is a collective, and every rank takes part before one finds an error.
     """
     lacking = [
         (batch.group, item)
@@ -386,9 +382,9 @@ def missing_radii(work: Sequence[Batch], sharded: ShardedNorms | None = None) ->
         for item in batch.items
         if "radius" not in item.state
     ]
-    apart = [item for _, item in lacking if sharded is not None and sharded.of(item) is not None]
-    reduced = {id(item): norm for item, norm in zip(apart, sharded.norms(apart), strict=True)} if sharded else {}
-    return [(item.state, _first_radius(group, item, reduced.get(id(item)))) for group, item in lacking]
+    apart = [item for _, item in lacking if sharded.of(item) is not None]
+    reduced = {id(item): norm for item, norm in zip(apart, sharded.norms(apart), strict=True)}
+    return [(item.state, "radius", _first_radius(group, item, reduced.get(id(item)))) for group, item in lacking]
 
 
 def _first_radius(group: Group, item: Item, norm: Tensor | None) -> Tensor:
@@ -399,12 +395,6 @@ def _first_radius(group: Group, item: Item, norm: Tensor | None) -> Tensor:
         _refuse_zero(group, item.name, item.parameter, norm)
         radius = norm.to(wide_dtype(item.param.dtype))
     return radius if item.whole is None else placed_like(item.whole, radius, _radius_shape(group, item.whole))
-
-
-def keep(radii: Radii) -> None:
-    """Keep the radii of a step that is taken."""
-    for state, radius in radii:
-        state["radius"] = radius
 
 
 def state_keys(group: Group) -> tuple[str, ...]:

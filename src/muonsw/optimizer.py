@@ -35,7 +35,7 @@ from muonsw.options import (
 from muonsw.presets import PRESETS
 from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
-from muonsw.state import ensure_state, state_bytes, zeros
+from muonsw.state import keep, missing_state, state_bytes, zeros
 from muonsw.step import BeforeUpdate, OptionCheck, collect, take_step
 from muonsw.stored import refuse_shards
 from muonsw.stored.offload import wait_for_host
@@ -221,7 +221,7 @@ class ScaledDecayOptimizer(Optimizer):
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step, as `muonsw.step` describes; nothing is changed when it raises an error."""
+        """Take one step, as `muonsw.step` describes; nothing is changed when it refuses."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -314,7 +314,7 @@ class ScaledDecayOptimizer(Optimizer):
         if not self.state:
             trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
             for batch in collect(self, trainable):
-                ensure_state(batch.group, batch.items)
+                keep(missing_state(batch.group, batch.items))
         for group in self.param_groups:
             for param in group["params"]:
                 if self._ranks.has_owner(param):

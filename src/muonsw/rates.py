@@ -35,6 +35,9 @@ from muonsw.work import Batch, Group, Item, label_of
 if TYPE_CHECKING:
     from muonsw.counters import Counters
 
+# What steps count in a group.
+KEPT = ("step_count", "update_count", "gradient_average")
+
 # Schedules that end at zero may pass it by a rounding error.
 _ROUNDING = 1e-12
 

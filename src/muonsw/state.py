@@ -33,7 +33,7 @@ from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, state_dtype
 from muonsw.slots import wide_dtype
 from muonsw.stored import average_keys, code_dtype, is_offloaded, refuse_shards, rounds_state
 from muonsw.stored.codes import decode, encode, is_code, scale_shape
-from muonsw.work import Group, Item
+from muonsw.work import Group, Item, MissingState
 
 # The dtypes of state that is not computed with as it is, where it is rounded with noise.
 _STORED_DTYPES = (torch.int8, torch.uint8, torch.bfloat16)
@@ -112,18 +112,24 @@ def refuse_unfit_state(group: Group, name: str, param: Tensor, state: dict[str, 
             )
 
 
-def ensure_state(group: Group, items: Sequence[Item], leave_out: tuple[str, ...] = ()) -> None:
-    """Create what the state of these parameters of one dtype lacks, except for keys that another rank keeps."""
-    if not items:
-        return
+def missing_state(group: Group, items: Sequence[Item], leave_out: tuple[str, ...] = ()) -> MissingState:
+    """What the state of these parameters of one dtype lacks, except for keys that are left out.
+
+    It is made for all parameters before any keeps it: memory may run out, and a norm rule may refuse a weight.
+    """
     if group["state_dtype"] == INT8 and len(items) > 1:  # the keys then depend on the shape
-        for item in items:
-            ensure_state(group, [item], leave_out)
-        return
-    for key in state_keys(group, items[0].parameter):
+        return [one for item in items for one in missing_state(group, [item], leave_out)]
+    found: MissingState = []
+    for key in state_keys(group, items[0].parameter) if items else ():
         if key not in leave_out:
-            for item in [item for item in items if key not in item.state]:
-                item.state[key] = _fresh(key, group, item)
+            found += [(item.state, key, _fresh(key, group, item)) for item in items if key not in item.state]
+    return found
+
+
+def keep(missing: MissingState) -> None:
+    """Begin the state that was missing."""
+    for state, key, value in missing:
+        state[key] = value
 
 
 def as_state(key: str, value: Any, group: Group, param: Tensor) -> Tensor:

@@ -7,14 +7,16 @@
     update    state and directions, a chunk at a time (`algorithms/`), exchanged where matrices are sharded
     apply     the only place where weights change (`apply.py`)
 
-What can be wrong is found in the first four, before anything changes: a step that raises leaves weights and state
-alone. `local_step` walks them for parameters that are whole on this rank, `sharded_step` for those that ranks share,
-and `captured_step` has the last two in a CUDA graph.
+What can be wrong is found in the first four, and the state that is missing is made there, before anything changes: a
+step that raises leaves weights and state alone. Only the machine can fail in the last two (no memory for a chunk, an
+interrupt); then the step is not counted, but what was updated before stays so. `local_step` walks the phases for
+parameters that are whole on this rank, `sharded_step` for those that ranks share, and `captured_step` has the last two
+in a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from operator import itemgetter
@@ -36,9 +38,9 @@ from muonsw.distributed.shards import is_dtensor, local_item
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.options import algorithm_defaults, validate_option
 from muonsw.precision import STORED
-from muonsw.state import ensure_state, refuse_unfit_state
+from muonsw.state import keep, missing_state, refuse_unfit_state
 from muonsw.stored import as_computed, average_keys, finish, put_back, updates_in_place
-from muonsw.work import Batch, Group, Item, any_dtensor, items_of, label_of, rows_of
+from muonsw.work import Batch, Group, Item, MissingState, any_dtensor, items_of, label_of, rows_of
 
 if TYPE_CHECKING:
     from muonsw.distributed.agreement import StepAgreement
@@ -58,18 +60,19 @@ REPLAYED_CHUNK_BYTES = 9 * 2**24
 
 
 def take_step(optimizer: ScaledDecayOptimizer) -> None:
-    """Take one step, or leave nothing of it: no peak, no highest learning rate, no empty state."""
+    """Take one step, or leave nothing of it: no peak, no highest learning rate, no count, no empty state."""
     if torch.compiler.is_compiling():  # which cannot leave its graph inside of a `try`
         _walk(optimizer)
         return
     last, groups = (optimizer._last, optimizer._last_skipped), optimizer.param_groups
-    peaks = [_peak_of(group) for group in groups]
+    kept = [_copied(_kept_of(group)) for group in groups]
     try:
         _walk(optimizer)
-    except Exception:
+    except BaseException:
         optimizer._last, optimizer._last_skipped = last
-        for group, values in zip(groups, peaks, strict=True):
-            group.update(zip(peak.KEPT, values, strict=True))
+        for group, values in zip(groups, kept, strict=True):
+            for key, value in zip(_KEPT, values, strict=True):
+                group[key] = group[key].copy_(value) if isinstance(value, Tensor) else value
         drop_empty_state(optimizer)
         optimizer._counters.forget_records()
         raise
@@ -81,7 +84,13 @@ def drop_empty_state(optimizer: Optimizer) -> None:
         del optimizer.state[param]
 
 
-_peak_of = itemgetter(*peak.KEPT)
+# What steps keep in a group; they write to tensors in place.
+_KEPT = (*peak.KEPT, *rates.KEPT)
+_kept_of = itemgetter(*_KEPT)
+
+
+def _copied(values: Iterable[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def _walk(optimizer: ScaledDecayOptimizer) -> None:
@@ -165,8 +174,11 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
         skip(optimizer, work)
         return
     sharded = norms.ShardedNorms(work, optimizer._ranks.layouts)
-    radii = agreed_radii(optimizer, asked, work, sharded)
-    update_sharded(optimizer, work, final_rates(optimizer, work, None, radii), sharded)
+    missing = agreed_radii(optimizer, asked, work, sharded)
+    optimizer._ranks.settle_owners(optimizer.param_groups)
+    for batch in work:
+        missing += missing_shards(optimizer, batch)
+    update_sharded(optimizer, work, final_rates(optimizer, work, None, missing), sharded)
 
 
 def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
@@ -454,7 +466,7 @@ def agree(optimizer: ScaledDecayOptimizer, asked: list[Group], ok: Flag | bool) 
 
 def agreed_radii(
     optimizer: ScaledDecayOptimizer, asked: list[Group], work: list[Batch], sharded: norms.ShardedNorms
-) -> norms.Radii:
+) -> MissingState:
     """The radii that are missing; a weight of norm zero on one rank is an error on all."""
     if not norms.without_radius(optimizer.param_groups, optimizer.state):
         return []
@@ -495,19 +507,26 @@ def skip(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
 
 
 def final_rates(
-    optimizer: ScaledDecayOptimizer, work: list[Batch], flag: Flag | None, radii: norms.Radii | None = None
+    optimizer: ScaledDecayOptimizer, work: list[Batch], flag: Flag | None, missing: MissingState | None = None
 ) -> list[Rates]:
-    """Learning rate and decay of each batch; from here on the step is taken."""
-    if radii is None:
-        ruled = [batch for batch in work if batch.group["norm"] != norms.FREE]
-        radii = norms.missing_radii(ruled) if ruled else []
+    """Learning rate and decay of each batch, for which all state is there; from here on the step is taken."""
+    if missing is None:
+        missing = [one for batch in work for one in missing_state(batch.group, batch.items)]
     found = rates.rates_of(work, optimizer.param_groups, flag, optimizer._counters)
     if flag is not None and not torch.compiler.is_compiling():
         optimizer._last_skipped = flag
-    if radii:
-        norms.keep(radii)
+    keep(missing)
     if optimizer._before_update is not None:
         optimizer._before_update(work, found)
+    return found
+
+
+def missing_shards(optimizer: ScaledDecayOptimizer, batch: Batch) -> MissingState:
+    """What the state of a batch lacks on this rank; radii are agreed on, and momenta may be on other ranks."""
+    group, away = batch.group, {item.position for item in batch.items if optimizer._ranks.is_elsewhere(item.parameter)}
+    found = missing_state(group, [item for item in batch.items if item.position not in away], ("radius",))
+    for item in [item for item in batch.items if item.position in away]:
+        found += missing_state(group, [item], ("radius", *average_keys(group, item.parameter)))
     return found
 
 
@@ -528,7 +547,7 @@ def compile_ahead(optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates:
         return
     with suppress(Exception), kernels.compiled_together(device):  # the step compiles what was not, and says why
         for batch, known in ours:
-            for one in updates_here(optimizer, batch.group, stand_ins(batch.items), known):
+            for one in updates_here(optimizer, batch.group, stand_ins(batch.group, batch.items), known):
                 apply_update(batch.group, one, known)
 
 
@@ -539,15 +558,16 @@ def _compiles(batch: Batch, device: torch.device) -> bool:
     return kernels.available(device) and replay.is_ours_alone(batch.group) and not batch.group["offload"]
 
 
-def stand_ins(items: list[Item]) -> list[Item]:
+def stand_ins(group: Group, items: list[Item]) -> list[Item]:
     """Items with the same gradients and other weights and state, one for all weights of a layout."""
-    made: dict[Any, tuple[Tensor, dict[str, Tensor]]] = {}
+    made: dict[Any, Item] = {}
     layouts = [(item.param.shape, item.param.stride()) for item in items]
     for item, layout in zip(items, layouts, strict=True):
         if layout not in made:
-            made[layout] = torch.empty_like(item.param), {}
+            made[layout] = item._replace(param=torch.empty_like(item.param), state={})
+            keep(missing_state(group, [made[layout]]))
     others = [made[layout] for layout in layouts]
-    return [item._replace(param=param, state=state) for item, (param, state) in zip(items, others, strict=True)]
+    return [item._replace(param=other.param, state=other.state) for item, other in zip(items, others, strict=True)]
 
 
 def update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
@@ -566,7 +586,7 @@ def updates_here(
     optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates
 ) -> Iterator[Update | FusedUpdate]:
     """Updates of parameters whose matrices are whole on this rank, each to be applied before the next."""
-    _begin(group, items, batch_rates.flag)
+    _count(items, batch_rates.flag)
     stored, budget = _is_stored(group), _budget(optimizer, group, items, batch_rates)
     observed = optimizer._observer is not None  # by telemetry, which wants averages as they are computed with
     if stored and not budget.plain and not observed:
@@ -603,7 +623,6 @@ def sharded_updates(
 ) -> Iterator[tuple[Group, Update | FusedUpdate, Rates]]:
     """Updates of parameters that ranks share: those whose matrices are whole here, then those that are exchanged."""
     ranks = optimizer._ranks
-    ranks.settle_owners(optimizer.param_groups)
     exchanged: list[tuple[ExchangeBatch, Rates]] = []
     for batch, batch_rates in zip(work, all_rates, strict=True):
         group = batch.group
@@ -612,14 +631,14 @@ def sharded_updates(
             for here in updates_here(optimizer, group, sorted_items.here, batch_rates):
                 yield group, here, batch_rates
         if sorted_items.redistributed is not None:
-            _begin(group, sorted_items.redistributed.items, batch_rates.flag)
+            _count(sorted_items.redistributed.items, batch_rates.flag)
             for one in redistributed_updates(_computed(optimizer, sorted_items.redistributed)):
                 yield group, one, batch_rates
                 if _is_stored(group):
                     put_back(one.parts, None)
         if sorted_items.exchanged is not None:
-            away = ranks.release(group, sorted_items.exchanged.items)
-            _begin(group, sorted_items.exchanged.items, batch_rates.flag, away)
+            ranks.release(group, sorted_items.exchanged.items)
+            _count(sorted_items.exchanged.items, batch_rates.flag)
             exchanged.append((_computed(optimizer, sorted_items.exchanged), batch_rates))
     for number, one in _exchange(optimizer, exchanged):
         sent, batch_rates = exchanged[number]
@@ -649,18 +668,11 @@ def _exchange(
     yield from exchanged_updates(batches, rounds)
 
 
-def _begin(group: Group, items: list[Item], flag: Flag | None, away: Sequence[Item] = ()) -> None:
-    """Create the state that is missing, except for the momenta of items `away` on other ranks, and count the step."""
-    for item in away:
-        ensure_state(group, [item], leave_out=average_keys(group, item.parameter))
-    elsewhere = {id(item) for item in away}
-    ensure_state(group, [item for item in items if id(item) not in elsewhere] if away else items)
+def _count(items: list[Item], flag: Flag | None) -> None:
+    """Count the step in the state of parameters that follow it."""
     counters = [item.state["step"] for item in items if "step" in item.state]
-    if counters:
-        _count(counters, flag)
-
-
-def _count(counters: list[Tensor], flag: Flag | None) -> None:
+    if not counters:
+        return
     if flag is not None:
         torch._foreach_add_(counters, flag.taken, alpha=1)  # without alpha torch would read the tensor on the host
     elif torch.compiler.is_compiling() or not counters[0].is_cpu:

@@ -12,6 +12,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
+# Tensors of state as they begin, each with the state that is to keep it and its key there.
+MissingState = list[tuple[State, str, Tensor]]
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
 

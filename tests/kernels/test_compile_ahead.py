@@ -1,5 +1,7 @@
 """The kernels of a first step are compiled together, before it is taken."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -63,15 +65,17 @@ def test_all_that_a_step_launches_is_found_before_it_and_nothing_changes(
     before = [p.detach().clone() for p in params], [p.grad.clone() for p in params]
     work = step.collect(optimizer)
     rates = step.final_rates(optimizer, work, None)
+    state = copy.deepcopy([item.state for batch in work for item in batch.items])
     launches.real = False
     for batch, known in zip(work, rates, strict=True):
-        for one in step.updates_here(optimizer, batch.group, step.stand_ins(batch.items), known):
+        for one in step.updates_here(optimizer, batch.group, step.stand_ins(batch.group, batch.items), known):
             step.apply_update(batch.group, one, known)
     found = launches.taken()
     after = [p.detach() for p in params], [p.grad for p in params]
     for old, new in zip(before, after, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(old, new, strict=True))
-    assert not any(optimizer.state.values())
+    for old, new in zip(state, [item.state for batch in work for item in batch.items], strict=True):
+        assert all(torch.equal(value, new[key]) for key, value in old.items())
     launches.real = True
     optimizer._has_compiled = True
     optimizer.step()

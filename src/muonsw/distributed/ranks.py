@@ -128,14 +128,12 @@ class Ranks:
         shared = share_by_cost([_cost(member) for member in new], len(loads), loads)
         self._owners.update({member.param: owner for member, owner in zip(new, shared, strict=True)})
 
-    def release(self, group: Group, items: Sequence[Item]) -> list[Item]:
-        """Let go of momenta that other ranks keep, and return the items that they belong to."""
-        away = [item for item in items if self.is_elsewhere(item.parameter)] if self._owners else []
-        for item in away:
+    def release(self, group: Group, items: Sequence[Item]) -> None:
+        """Let go of momenta that other ranks keep."""
+        for item in [item for item in items if self.is_elsewhere(item.parameter)] if self._owners else []:
             for key in _with_scales(ALGORITHMS[group["algorithm"]].state_keys(group)):
                 item.state.pop(key, None)
             self.elsewhere[item.parameter] = item.name
-        return away
 
     def measuring_group(self, param: Tensor) -> ProcessGroup | None:
         """The ranks that each measure a part of this parameter: those with other shards, or among which it is owned."""
