@@ -214,7 +214,7 @@ class ScheduleFree(Optimizer):
             for group in self.param_groups:
                 group["lr"] *= self._warmup(group)
             self.optimizer.step()
-        except Exception:  # nearly always before the weights have left y
+        except BaseException:  # nearly always before the weights have left y
             for group in self.param_groups:
                 self._go_to_y(group, 0.0)
             raise
@@ -311,14 +311,17 @@ class ScheduleFree(Optimizer):
     def _go_to_z(self, work: list[Batch], rates: list[Rates]) -> None:
         """Put z into the parameters that the optimizer is about to move, and b x where z was kept."""
         self._make_z(work, rates)
-        self._pending = list(zip(work, rates, strict=True))
-        for batch, batch_rates in self._pending:
+        self._pending = []
+        for batch, batch_rates in zip(work, rates, strict=True):
+            there = batch._replace(items=[])
+            self._pending.append((there, batch_rates))
             for item in batch.items:
                 y, z = item.param.detach(), item.state["z"]
                 start = z if self.decay_at == "z" else _decayed_at_y(y, z, batch_rates)
                 bx = y - (1 - self.beta) * z
                 y.copy_(start)
                 z.copy_(bx)
+                there.items.append(item)  # not before: memory may run out, and those that are there go back
 
     def _go_to_y(self, group: Group, c: float | Tensor) -> None:
         """Put the new y into the parameters of a group that were moved, and the new z where b x was kept."""

@@ -15,6 +15,7 @@ from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, PeakLRError
 from muonsw.nonfinite import Flag, all_finite
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from muonsw.replay import Replay
+from muonsw.schedule_free import _decayed_at_y
 from tests.common.problems import assert_same, clones, matrices, set_gradients
 from tests.family.record.schedule_free import SHAPES, STEPS, gradient, start
 from tests.family.references.normuon import NorMuon
@@ -255,6 +256,30 @@ def test_a_step_that_raises_changes_nothing():
     assert_same(before[0], after[0])
     assert before[1] == after[1] == [2]
     assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_a_step_without_memory_to_leave_y_goes_back(monkeypatch):
+    """Up to rounding: y is found again from x and z."""
+    params = matrices((4, 6), (6, 6))
+    optimizer = ScheduleFree(SGDSW(params, lr=0.05, decay="independent", weight_decay=0), decay_at="y")
+    optimizer.train()
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+    before = everything(optimizer, params)
+
+    def no_memory_for_the_second(y, z, rates):
+        if y.shape == (6, 6):
+            raise torch.OutOfMemoryError
+        return _decayed_at_y(y, z, rates)
+
+    monkeypatch.setattr("muonsw.schedule_free._decayed_at_y", no_memory_for_the_second)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    after = everything(optimizer, params)
+    assert before[1] == after[1]
+    for old, new in zip(before[0], after[0], strict=True):
+        torch.testing.assert_close(new, old)
 
 
 def test_a_step_that_is_skipped_moves_nothing():
