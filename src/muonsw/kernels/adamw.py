@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonsw.kernels.common import BFLOAT16_EPS, DTYPES, lerp, start, stochastic_round
-from muonsw.kernels.elementwise import BLOCK, Motion, Weights, launch, place, place_blocks, write
+from muonsw.kernels.common import DTYPES, lerp, start, stochastic_round
+from muonsw.kernels.elementwise import BLOCK, Motion, Weights, gradient, launch, place, place_blocks, write
 from muonsw.kernels.stored import decoded, encoded, tile
 from muonsw.precision import Kept
 
@@ -57,49 +57,25 @@ def _adamw(
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ETA_ON_DEVICE: tl.constexpr,
-    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
-    EPS: tl.constexpr,
-    SMALLEST: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
-    g = tl.load(start(pointers, STATE_ROW * tensors + owner, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
-    g = g.to(STATE).to(tl.float32)
+    g = gradient(pointers, STATE_ROW * tensors + owner, offsets, inside, GRAD, STATE, MAXIMIZE, ALIGNED)
     averages = start(pointers, (STATE_ROW + 1) * tensors + owner, STATE, ALIGNED)
     squares = start(pointers, (STATE_ROW + 2) * tensors + owner, STATE, ALIGNED)
     m = tl.load(averages + offsets, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(squares + offsets, mask=inside, other=0.0).to(tl.float32)
-    if MAXIMIZE:
-        g = -g
     m = lerp(m, g, gain1, GAIN_SMALL).to(STATE)
     v = (beta2 * v + gain2 * g * g).to(STATE)
     tl.store(averages + offsets, m, mask=inside)
     tl.store(squares + offsets, v, mask=inside)
     step = tl.load(start(pointers, (STATE_ROW + 3) * tensors + owner, tl.float32, False))
-    write(
-        pointers,
-        tensors,
-        owner,
-        offsets,
-        inside,
-        _direction(m.to(tl.float32), v.to(tl.float32), step, log_beta1, log_beta2, eps),
-        eta,
-        phi,
-        scale,
-        ETA_ON_DEVICE,
-        PHI_ON_DEVICE,
-        CAUTIOUS,
-        ROUNDING,
-        WEIGHT,
-        EPS,
-        SMALLEST,
-        ALIGNED,
-    )
+    direction = _direction(m.to(tl.float32), v.to(tl.float32), step, log_beta1, log_beta2, eps)
+    write(pointers, tensors, owner, offsets, inside, direction, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -125,23 +101,16 @@ def _adamw_stored(
     CODED: tl.constexpr,
     NOISY: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ETA_ON_DEVICE: tl.constexpr,
-    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
-    EPS: tl.constexpr,
-    SMALLEST: tl.constexpr,
     ALIGNED: tl.constexpr,
     LENGTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     owner, rows, offsets, inside = place_blocks(sizes, blocks, bad, HAS_FLAG, ALIGNED, LENGTH, ROWS, COLUMNS)
-    g = tl.load(start(pointers, STATE_ROW * tensors + owner, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
-    g = g.to(tl.float32)
-    if MAXIMIZE:
-        g = -g
+    g = gradient(pointers, STATE_ROW * tensors + owner, offsets, inside, GRAD, tl.float32, MAXIMIZE, ALIGNED)
     step = tl.load(start(pointers, (STATE_ROW + 3) * tensors + owner, tl.float32, False))
     averages = start(pointers, (STATE_ROW + 1) * tensors + owner, tl.int8 if CODED else tl.bfloat16, ALIGNED)
     squares = start(pointers, (STATE_ROW + 2) * tensors + owner, tl.uint8 if CODED else tl.bfloat16, ALIGNED)
@@ -155,25 +124,8 @@ def _adamw_stored(
         v = tl.load(squares + offsets, mask=inside, other=0.0).to(tl.float32)
     m = lerp(m, g, gain1, GAIN_SMALL)
     v = beta2 * v + gain2 * g * g
-    write(
-        pointers,
-        tensors,
-        owner,
-        offsets,
-        inside,
-        _direction(m, v, step, log_beta1, log_beta2, eps),
-        eta,
-        phi,
-        scale,
-        ETA_ON_DEVICE,
-        PHI_ON_DEVICE,
-        CAUTIOUS,
-        ROUNDING,
-        WEIGHT,
-        EPS,
-        SMALLEST,
-        ALIGNED,
-    )
+    direction = _direction(m, v, step, log_beta1, log_beta2, eps)
+    write(pointers, tensors, owner, offsets, inside, direction, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
     key1, key2, origin = owner.to(tl.int64), owner.to(tl.int64), owner.to(tl.int64)  # without noise unused
     if NOISY:
         key1 = tl.load(pointers + (STATE_ROW - 3) * tensors + owner)
@@ -183,8 +135,8 @@ def _adamw_stored(
         encoded(m, averages, average_scales, rows, offsets, inside, step, key1, origin, 127.0, 127.0**4, True, NOISY)
         encoded(v, squares, square_scales, rows, offsets, inside, step, key2, origin, 255.0, 255.0**4, False, NOISY)
     else:
-        m = stochastic_round(m, step, key1, offsets + origin, BFLOAT16_EPS, 0.0)
-        v = stochastic_round(v, step, key2, offsets + origin, BFLOAT16_EPS, 0.0)
+        m = stochastic_round(m, step, key1, offsets + origin, tl.bfloat16)
+        v = stochastic_round(v, step, key2, offsets + origin, tl.bfloat16)
         tl.store(averages + offsets, m.to(tl.bfloat16), mask=inside)
         tl.store(squares + offsets, v.to(tl.bfloat16), mask=inside)
 

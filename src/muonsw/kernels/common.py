@@ -15,19 +15,19 @@ from muonsw.nonfinite import Flag
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-BFLOAT16_EPS = tl.constexpr(torch.finfo(torch.bfloat16).eps)
+FLOAT16_EPS = tl.constexpr(torch.finfo(torch.float16).eps)
+FLOAT16_SMALLEST = tl.constexpr(torch.finfo(torch.float16).smallest_normal)
 NEAREST, STOCHASTIC, KAHAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BY_FOUR = tl.constexpr(4)
 ROUNDINGS = {"nearest": 0, "stochastic": 1, "kahan": 2}
 
 
 @triton.jit
-def scalar(value, ON_DEVICE: tl.constexpr):
+def scalar(value):
     """A number that is an argument, or lies on the device."""
-    if ON_DEVICE:
-        number = tl.load(value).to(tl.float32)
-    else:
-        number = value
+    number = tl.to_tensor(value)  # the interpreter hands over plain floats
+    if number.dtype.is_ptr():
+        number = tl.load(number).to(tl.float32)
     return number
 
 
@@ -53,6 +53,14 @@ def whole_number(table, entry, ALIGNED: tl.constexpr):
     if ALIGNED:
         number = tl.multiple_of(number, 16)
     return number
+
+
+@triton.jit
+def block_of(blocks, BLOCK: tl.constexpr):
+    """The tensor that this program works on, and the entries of its block."""
+    program = tl.program_id(0)
+    owner = tl.load(blocks + program)
+    return owner, tl.load(blocks + tl.num_programs(0) + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
@@ -116,17 +124,17 @@ def mix(h):
 
 
 @triton.jit
-def stochastic_round(x, step, key, position, EPS: tl.constexpr, SMALLEST: tl.constexpr):
-    """`precision.stochastic_round` to a dtype of this spacing; the noise is a hash of step, key and position."""
+def stochastic_round(x, step, key, position, DTYPE: tl.constexpr):
+    """`precision.stochastic_round` to bfloat16 or float16; the noise is a hash of step, key and position."""
     seed = mix(step.to(tl.int32).to(tl.uint32, bitcast=True) ^ key.to(tl.uint32))
     noise = mix(position.to(tl.uint32) * 2654435769 + mix(seed)) & 0xFFFFFF
     bits = x.to(tl.int32, bitcast=True)
-    if EPS == BFLOAT16_EPS:
+    if DTYPE.is_bf16():
         # the upper half of a float32, so the lower half is the fraction of a unit
         up = noise.to(tl.int32) < (bits & 0xFFFF) << 8
         rounded = ((bits & -65536) + (up.to(tl.int32) << 16)).to(tl.float32, bitcast=True)
     else:
-        ulp = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), SMALLEST) * EPS
+        ulp = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), FLOAT16_SMALLEST) * FLOAT16_EPS
         inverse = (0x7F000000 - ulp.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # of a power of two
         ulps = tl.abs(x) * inverse
         below = tl.floor(ulps)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +21,7 @@ from muonsw.kernels.common import (
     ROUNDINGS,
     STOCHASTIC,
     alignment,
+    block_of,
     flag_or,
     limit,
     scalar,
@@ -65,10 +65,8 @@ class Weights(NamedTuple):
 
 @triton.jit
 def place(sizes, blocks, bad, HAS_FLAG: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """The tensor that this program works on, and the entries."""
-    program = tl.program_id(0)
-    owner = tl.load(blocks + program)
-    offsets = tl.load(blocks + tl.num_programs(0) + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """The tensor that this program works on, the entries, and which of them it may change."""
+    owner, offsets = block_of(blocks, BLOCK)
     return owner, offsets, offsets < limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)
 
 
@@ -84,13 +82,30 @@ def place_blocks(
     COLUMNS: tl.constexpr,
 ):
     """The same in blocks of state: the tensor, its blocks (rows), and the entries (rows, columns)."""
-    program = tl.program_id(0)
-    owner = tl.load(blocks + program)
-    rows = tl.load(blocks + tl.num_programs(0) + program).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    owner, rows = block_of(blocks, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
     offsets = rows[:, None] * LENGTH + columns
     size = limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)
     return owner, rows, offsets, (offsets < size) & (columns < LENGTH)
+
+
+@triton.jit
+def gradient(
+    pointers,
+    entry,
+    offsets,
+    inside,
+    GRAD: tl.constexpr,
+    STATE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """The gradient of one block as state of this dtype takes it in, pointing downhill."""
+    g = tl.load(start(pointers, entry, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
+    g = g.to(STATE).to(tl.float32)
+    if MAXIMIZE:
+        g = -g
+    return g
 
 
 @triton.jit
@@ -104,13 +119,9 @@ def write(
     eta,
     phi,
     scale,
-    ETA_ON_DEVICE: tl.constexpr,
-    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
-    EPS: tl.constexpr,
-    SMALLEST: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """Decay and move the weights of one block, in float32, and round once."""
@@ -119,13 +130,13 @@ def write(
     if ROUNDING == KAHAN:
         compensations = start(pointers, tensors + owner, WEIGHT, ALIGNED)
         w += tl.load(compensations + offsets, mask=inside, other=0.0).to(tl.float32)
-    w = shrink_and_move(w, direction, scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE), CAUTIOUS)
+    w = shrink_and_move(w, direction, scalar(eta) * scale, scalar(phi), CAUTIOUS)
     rounded = w
     if ROUNDING == STOCHASTIC:
         step = tl.load(start(pointers, tensors + owner, tl.float32, False))
         key = tl.load(pointers + 2 * tensors + owner)
         position = tl.load(pointers + 3 * tensors + owner) + offsets
-        rounded = stochastic_round(w, step, key, position, EPS, SMALLEST)
+        rounded = stochastic_round(w, step, key, position, WEIGHT)
     rounded = rounded.to(WEIGHT)
     tl.store(weights + offsets, rounded, mask=inside)
     if ROUNDING == KAHAN:
@@ -204,16 +215,10 @@ def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Ten
 
 def choices(weights: Weights, motion: Motion, aligned: int) -> dict[str, object]:
     """What a kernel is compiled for."""
-    dtype = weights.tensors[0].dtype
-    info = torch.finfo(dtype)
     return {
         "HAS_FLAG": motion.flag is not None,
-        "ETA_ON_DEVICE": isinstance(motion.eta, Tensor),
-        "PHI_ON_DEVICE": isinstance(motion.phi, Tensor),
         "CAUTIOUS": motion.cautious,
         "ROUNDING": ROUNDINGS[weights.rounding],
-        "WEIGHT": DTYPES[dtype],
-        "EPS": info.eps,
-        "SMALLEST": info.smallest_normal,
+        "WEIGHT": DTYPES[weights.tensors[0].dtype],
         "ALIGNED": aligned,
     }

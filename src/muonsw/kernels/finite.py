@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import DTYPES, start, whole_number
+from muonsw.kernels.common import DTYPES, block_of, start, whole_number
 from muonsw.kernels.tables import addresses, block_map, lengths, table
 from muonsw.work import all_contiguous
 
@@ -17,13 +17,9 @@ BLOCK_BYTES = 8192
 WARPS = 4
 
 
-@triton.jit(do_not_specialize=["tensors", "programs"])
-def _set_if_not_finite(
-    bad, pointers, tensors, blocks, programs, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):
-    program = tl.program_id(0)
-    owner = tl.load(blocks + program)
-    offsets = tl.load(blocks + programs + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["tensors"])
+def _set_if_not_finite(bad, pointers, tensors, blocks, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    owner, offsets = block_of(blocks, BLOCK)
     inside = offsets < whole_number(pointers, tensors + owner, ALIGNED)
     grad = tl.load(start(pointers, owner, DTYPE, ALIGNED) + offsets, mask=inside, other=0.0).to(tl.float32)
     finite = tl.abs(grad) < float("inf")
@@ -44,16 +40,14 @@ def find_bad(grads: Sequence[Tensor], bad: Tensor) -> None:
         same = grads if len(dtypes) == 1 else [grad for grad in grads if grad.dtype == dtype]
         sizes, block = lengths(same), BLOCK_BYTES // dtype.itemsize
         both, blocks = table((addresses(same), sizes), device), block_map(sizes, block, device)
-        programs = blocks.shape[1]
         launch_on(
             device,
             _set_if_not_finite,
-            (programs,),
+            (blocks.shape[1],),
             bad,
             both.numbers,
             len(sizes),
             blocks,
-            programs,
             DTYPE=DTYPES[dtype],
             ALIGNED=both.aligned,
             BLOCK=block,

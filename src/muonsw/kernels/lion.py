@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels.common import DTYPES, lerp, start
-from muonsw.kernels.elementwise import Motion, Weights, launch, place, write
+from muonsw.kernels.elementwise import Motion, Weights, gradient, launch, place, write
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -31,44 +31,20 @@ def _lion(
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ETA_ON_DEVICE: tl.constexpr,
-    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
-    EPS: tl.constexpr,
-    SMALLEST: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
-    g = tl.load(start(pointers, STATE_ROW * tensors + owner, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
-    g = g.to(STATE).to(tl.float32)
-    if MAXIMIZE:
-        g = -g
+    g = gradient(pointers, STATE_ROW * tensors + owner, offsets, inside, GRAD, STATE, MAXIMIZE, ALIGNED)
     averages = start(pointers, (STATE_ROW + 1) * tensors + owner, STATE, ALIGNED)
     m = tl.load(averages + offsets, mask=inside, other=0.0).to(tl.float32)
     ahead = lerp(m, g, gain1, GAIN1_SMALL)
     tl.store(averages + offsets, lerp(m, g, gain2, GAIN2_SMALL).to(STATE), mask=inside)
-    write(
-        pointers,
-        tensors,
-        owner,
-        offsets,
-        inside,
-        tl.where(ahead > 0, 1.0, tl.where(ahead < 0, -1.0, ahead)),  # NaN stays NaN
-        eta,
-        phi,
-        scale,
-        ETA_ON_DEVICE,
-        PHI_ON_DEVICE,
-        CAUTIOUS,
-        ROUNDING,
-        WEIGHT,
-        EPS,
-        SMALLEST,
-        ALIGNED,
-    )
+    direction = tl.where(ahead > 0, 1.0, tl.where(ahead < 0, -1.0, ahead))  # NaN stays NaN
+    write(pointers, tensors, owner, offsets, inside, direction, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
 
 
 def lion(

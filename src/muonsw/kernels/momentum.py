@@ -24,6 +24,7 @@ from muonsw.kernels.common import (
     DTYPES,
     advance,
     alignment,
+    block_of,
     by_four,
     flag_or,
     lerp,
@@ -260,9 +261,7 @@ def _advance_only(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    owner = tl.load(blocks + program)
-    offsets = tl.load(blocks + tl.num_programs(0) + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    owner, offsets = block_of(blocks, BLOCK)
     size = whole_number(sizes, owner, ALIGNED)
     live = offsets < limit(size, bad, HAS_FLAG)
     g, ahead = _advance_block(

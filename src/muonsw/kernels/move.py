@@ -43,13 +43,9 @@ def _move(
     HAS_FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ETA_ON_DEVICE: tl.constexpr,
-    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
-    EPS: tl.constexpr,
-    SMALLEST: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -63,25 +59,7 @@ def _move(
         # a quotient of numbers below 2^21 by one rounded product: a half keeps it away from whole numbers
         rows = (((begin % columns) + tl.arange(0, BLOCK)).to(tl.float32) + 0.5) * (1.0 / columns)
         direction *= tl.load(factors + begin // columns + rows.to(tl.int32), mask=inside, other=0.0)
-    write(
-        pointers,
-        tensors,
-        owner,
-        offsets,
-        inside,
-        direction,
-        eta,
-        phi,
-        scale,
-        ETA_ON_DEVICE,
-        PHI_ON_DEVICE,
-        CAUTIOUS,
-        ROUNDING,
-        WEIGHT,
-        EPS,
-        SMALLEST,
-        ALIGNED,
-    )
+    write(pointers, tensors, owner, offsets, inside, direction, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
 
 
 LONGEST_ROW = 2**20

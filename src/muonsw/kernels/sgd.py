@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels.common import DTYPES, advance, look_ahead, start
-from muonsw.kernels.elementwise import Motion, Weights, launch, place, write
+from muonsw.kernels.elementwise import Motion, Weights, gradient, launch, place, write
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -34,21 +34,14 @@ def _sgd(
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ETA_ON_DEVICE: tl.constexpr,
-    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
-    EPS: tl.constexpr,
-    SMALLEST: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
-    g = tl.load(start(pointers, STATE_ROW * tensors + owner, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
-    g = g.to(STATE).to(tl.float32)
-    if MAXIMIZE:
-        g = -g
+    g = gradient(pointers, STATE_ROW * tensors + owner, offsets, inside, GRAD, STATE, MAXIMIZE, ALIGNED)
     if HAS_MOMENTUM:
         momenta = start(pointers, (STATE_ROW + 1) * tensors + owner, STATE, ALIGNED)
         m = tl.load(momenta + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -59,25 +52,7 @@ def _sgd(
             g = look_ahead(m, g, beta, EMA, BETA_SMALL)
         else:
             g = m
-    write(
-        pointers,
-        tensors,
-        owner,
-        offsets,
-        inside,
-        g,
-        eta,
-        phi,
-        scale,
-        ETA_ON_DEVICE,
-        PHI_ON_DEVICE,
-        CAUTIOUS,
-        ROUNDING,
-        WEIGHT,
-        EPS,
-        SMALLEST,
-        ALIGNED,
-    )
+    write(pointers, tensors, owner, offsets, inside, g, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
 
 
 def sgd(

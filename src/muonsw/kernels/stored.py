@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import BFLOAT16_EPS, mix, stochastic_round
+from muonsw.kernels.common import mix, stochastic_round
 from muonsw.precision import Noise
 
 # Elements of a program: several blocks of one length.
@@ -137,7 +137,7 @@ def _round(x, rounded, counter, ok, elements, key, origin, HAS_FLAG: tl.constexp
     if HAS_FLAG:
         inside = inside & (tl.load(ok) != 0)
     value = tl.load(x + positions, mask=inside, other=0.0)
-    value = stochastic_round(value, tl.load(counter), key, positions + origin, BFLOAT16_EPS, 0.0)
+    value = stochastic_round(value, tl.load(counter), key, positions + origin, tl.bfloat16)
     tl.store(rounded + positions, value.to(tl.bfloat16), mask=inside)
 
 
