@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW, clip_optimizer_grads_
+from muonsw.algorithms import Budget
 from muonsw.algorithms import lion as module
 from muonsw.reference import Decay
 from tests.common.problems import RULE_OPTIONS, cosine, lion, matrices, run, set_gradients
@@ -74,7 +75,7 @@ def test_what_telemetry_reads_after_a_fused_step_is_where_it_went():
     before = params[0].detach().clone()
     run(optimizer, params, 1, start=3)
     tensors = module.LionTensors([params[0]], [params[0].grad], [optimizer.state[params[0]]["exp_avg"]])
-    (direction,) = module._directions(optimizer.param_groups[0], tensors, None)
+    (direction,) = module._directions(optimizer.param_groups[0], Budget(0), tensors)
     assert torch.equal(direction, (before - params[0].detach()).sign())
 
 

@@ -21,12 +21,10 @@ from muonsw.algorithms.base import (
     clean,
     columns,
     decay_average,
-    elementwise_parts,
+    elementwise_updates,
     kernel_weights,
     suits_torch,
     torch_is_quicker,
-    uncut,
-    whole_parts,
 )
 from muonsw.matrices import Part
 from muonsw.precision import STORED, Kept
@@ -57,23 +55,17 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update 
     makers: list[Maker] = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
     if group["state_dtype"] not in STORED and torch_is_quicker(items):  # `in_place` is ours
         makers.reverse()
-    if uncut(items, budget):
-        whole = _fused_update(group, whole_parts(items), makers)
-        if whole is not None:
-            yield whole
-            return
-    for parts in elementwise_parts(items, KEYS, budget.chunk_bytes):
-        fused = None if budget.plain else _fused_update(group, parts, makers)
-        yield _plain_update(group, parts, budget.ok) if fused is None else fused
+    fused, plain = partial(_fused_update, group, makers), partial(_plain_update, group, budget)
+    return elementwise_updates(items, KEYS, budget, fused, plain)
 
 
-def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
+def _plain_update(group: Group, budget: Budget, parts: list[Part]) -> Update:
     tensors = AdamWTensors(*columns(parts, KEYS))
-    _advance(group, tensors, ok)
+    _advance(group, tensors, budget.ok)
     return Update(parts, _directions(group, parts, tensors))
 
 
-def _fused_update(group: Group, parts: list[Part], makers: list[Maker]) -> FusedUpdate | None:
+def _fused_update(group: Group, makers: list[Maker], parts: list[Part]) -> FusedUpdate | None:
     """The whole step by the first kernel that takes these tensors; None where there is none."""
     tensors = AdamWTensors(*columns(parts, KEYS))
     for make in makers:

@@ -312,12 +312,26 @@ def _gain(form: str, beta: float) -> float:
     return 1 - beta if form == "ema" else 1.0
 
 
-def uncut(items: Sequence[Item], budget: Budget) -> bool:
-    """Whether fused kernels are to be tried on all items at once: they need no memory of their own.
+def elementwise_updates(
+    items: list[Item],
+    keys: tuple[str, ...],
+    budget: Budget,
+    fused: Callable[[list[Part]], FusedUpdate | None],
+    plain: Callable[[list[Part]], Update],
+) -> Iterator[Update | FusedUpdate]:
+    """Updates of a rule that treats every entry alike: `fused` ones where there is a kernel, else `plain` ones.
 
-    Weights that are rounded with noise are always cut in the same way, because the noise depends on it.
+    A kernel is tried on all items at once, since it needs no memory of its own. Weights that are rounded with noise are
+    always cut in the same way, because the noise depends on it.
     """
-    return not (budget.plain or budget.cut) and items[0].param.dtype not in LOW_PRECISION
+    if not (budget.plain or budget.cut) and items[0].param.dtype not in LOW_PRECISION:
+        whole = fused(whole_parts(items))
+        if whole is not None:
+            yield whole
+            return
+    for parts in elementwise_parts(items, keys, budget.chunk_bytes):
+        update = None if budget.plain else fused(parts)
+        yield plain(parts) if update is None else update
 
 
 def whole_parts(items: Sequence[Item]) -> list[Part]:

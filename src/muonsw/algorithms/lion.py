@@ -23,13 +23,10 @@ from muonsw.algorithms.base import (
     advance_momentum,
     clean,
     columns,
-    elementwise_parts,
+    elementwise_updates,
     kernel_weights,
-    uncut,
-    whole_parts,
 )
 from muonsw.matrices import Part
-from muonsw.nonfinite import Flag
 from muonsw.work import Group, Item
 
 KEYS = ("exp_avg",)
@@ -50,26 +47,20 @@ class LionTensors(NamedTuple):
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
     """Directions sign(beta1 M + (1 - beta1) G), or the whole step in one kernel where there is one."""
-    if uncut(items, budget):
-        whole = _fused_update(group, whole_parts(items), budget.flag)
-        if whole is not None:
-            yield whole
-            return
-    for parts in elementwise_parts(items, KEYS, budget.chunk_bytes):
-        fused = None if budget.plain else _fused_update(group, parts, budget.flag)
-        yield _plain_update(group, parts, budget.ok) if fused is None else fused
+    fused, plain = partial(_fused_update, group, budget), partial(_plain_update, group, budget)
+    return elementwise_updates(items, KEYS, budget, fused, plain)
 
 
-def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
+def _plain_update(group: Group, budget: Budget, parts: list[Part]) -> Update:
     (beta1, beta2), (_, grads, averages) = group["betas"], columns(parts, KEYS)
-    grads = clean(grads, averages, group["maximize"], ok)
+    grads = clean(grads, averages, group["maximize"], budget.ok)
     directions = list(torch._foreach_lerp(averages, grads, 1 - beta1))
     torch._foreach_sign_(directions)
-    advance_momentum("ema", averages, grads, beta2, ok)
+    advance_momentum("ema", averages, grads, beta2, budget.ok)
     return Update(parts, directions)
 
 
-def _fused_update(group: Group, parts: list[Part], flag: Flag | None) -> FusedUpdate | None:
+def _fused_update(group: Group, budget: Budget, parts: list[Part]) -> FusedUpdate | None:
     """The whole step by our kernel; None where it does not take these tensors."""
     tensors = LionTensors(*columns(parts, KEYS))
     if not kernels.available(tensors.weights[0].device) or not group["betas"][1]:
@@ -85,14 +76,13 @@ def _fused_update(group: Group, parts: list[Part], flag: Flag | None) -> FusedUp
         motion = Motion(rates.eta, rates.phi, rates.flag, 1.0, group["cautious"])
         lion(weights, tensors.grads, tensors.averages, group["betas"], group["maximize"], motion)
 
-    return FusedUpdate(parts, take, partial(_directions, group, tensors, flag))
+    return FusedUpdate(parts, take, partial(_directions, group, budget, tensors))
 
 
-def _directions(group: Group, tensors: LionTensors, flag: Flag | None) -> list[Tensor]:
+def _directions(group: Group, budget: Budget, tensors: LionTensors) -> list[Tensor]:
     """Where the last step went, from the advanced average: `b1 M + (1-b1) G = (b1/b2) M' + (1 - b1/b2) G`."""
     beta1, beta2 = group["betas"]
-    ok = None if flag is None else flag.ok
-    grads = clean(tensors.grads, tensors.averages, group["maximize"], ok)
+    grads = clean(tensors.grads, tensors.averages, group["maximize"], budget.ok)
     directions = list(torch._foreach_lerp(grads, tensors.averages, beta1 / beta2))
     torch._foreach_sign_(directions)
     return directions

@@ -20,18 +20,15 @@ from muonsw.algorithms.base import (
     advance_momentum,
     clean,
     columns,
-    elementwise_parts,
+    elementwise_updates,
     kernel_weights,
     look_ahead,
     shrink,
     suits_torch,
     torch_is_quicker,
-    uncut,
-    whole_parts,
 )
 from muonsw.decay import decays
 from muonsw.matrices import Part
-from muonsw.nonfinite import Flag
 from muonsw.work import Group, Item
 
 
@@ -60,14 +57,8 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update 
     makers: list[Maker] = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
     if torch_is_quicker(items) and not _takes_torch_two_passes(group):
         makers.reverse()
-    if uncut(items, budget):
-        whole = _fused_update(group, whole_parts(items), makers, budget.flag)
-        if whole is not None:
-            yield whole
-            return
-    for parts in elementwise_parts(items, state_keys(group), budget.chunk_bytes):
-        fused = None if budget.plain else _fused_update(group, parts, makers, budget.flag)
-        yield _plain_update(group, parts, budget.ok) if fused is None else fused
+    fused, plain = partial(_fused_update, group, budget, makers), partial(_plain_update, group, budget)
+    return elementwise_updates(items, state_keys(group), budget, fused, plain)
 
 
 def _tensors(group: Group, parts: list[Part]) -> SGDTensors:
@@ -75,29 +66,28 @@ def _tensors(group: Group, parts: list[Part]) -> SGDTensors:
     return SGDTensors(weights, grads, momenta[0] if momenta else [])
 
 
-def _plain_update(group: Group, parts: list[Part], ok: Tensor | None) -> Update:
+def _plain_update(group: Group, budget: Budget, parts: list[Part]) -> Update:
     tensors = _tensors(group, parts)
-    grads = clean(tensors.grads, tensors.momenta or tensors.grads, group["maximize"], ok)
+    grads = clean(tensors.grads, tensors.momenta or tensors.grads, group["maximize"], budget.ok)
     if tensors.momenta:
-        advance_momentum(group["momentum_form"], tensors.momenta, grads, group["momentum"], ok)
+        advance_momentum(group["momentum_form"], tensors.momenta, grads, group["momentum"], budget.ok)
     return Update(parts, _look_ahead(group, grads, tensors.momenta))
 
 
-def _fused_update(group: Group, parts: list[Part], makers: list[Maker], flag: Flag | None) -> FusedUpdate | None:
+def _fused_update(group: Group, budget: Budget, makers: list[Maker], parts: list[Part]) -> FusedUpdate | None:
     """The whole step by the first kernel that takes these tensors; None where there is none."""
     tensors = _tensors(group, parts)
     for make in makers:
         take = make(group, parts, tensors)
         if take is not None:
-            return FusedUpdate(parts, take, partial(_directions, group, tensors, flag))
+            return FusedUpdate(parts, take, partial(_directions, group, budget, tensors))
     return None
 
 
-def _directions(group: Group, tensors: SGDTensors, flag: Flag | None) -> list[Tensor]:
+def _directions(group: Group, budget: Budget, tensors: SGDTensors) -> list[Tensor]:
     """Where the last step went, from the advanced momentum."""
     _, grads, momenta = tensors
-    ok = None if flag is None else flag.ok
-    return _look_ahead(group, clean(grads, momenta or grads, group["maximize"], ok), momenta)
+    return _look_ahead(group, clean(grads, momenta or grads, group["maximize"], budget.ok), momenta)
 
 
 def _look_ahead(group: Group, grads: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
