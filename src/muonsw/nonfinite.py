@@ -108,13 +108,12 @@ class Flag:
         return self if self.bad.device == device else Flag(self.bad.to(device, non_blocking=True))
 
 
-def all_finite(grads: Sequence[Tensor], order: float = math.inf) -> Tensor:
-    """A boolean scalar on the gradients' device: whether every norm of this order is finite, by torch's operations.
+def all_finite(grads: Sequence[Tensor]) -> Tensor:
+    """A boolean scalar on the gradients' device: whether every entry is finite, by torch's operations.
 
-    With the default, the largest absolute entry, that is whether every entry is finite. The Euclidean norm is
-    several times faster on CPUs but overflows for gradients that are large and finite.
+    The Euclidean norm is several times faster on CPUs but overflows for gradients that are large and finite.
     """
-    norms = [torch._foreach_norm(same, order) for same in _by_dtype(grads)]
+    norms = [torch._foreach_norm(same, math.inf) for same in _by_dtype(grads)]
     flags = [torch.stack(same).isfinite().all() for same in norms]
     if not flags:
         return torch.ones((), dtype=torch.bool, device=grads[0].device if grads else "cpu")
