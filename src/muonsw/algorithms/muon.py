@@ -32,9 +32,8 @@ from muonsw.matrices import (
     Bucket,
     MatrixView,
     Part,
-    chunks,
     empty_batch,
-    remembered_chunks,
+    matrix_chunks,
     scatter,
     views,
 )
@@ -60,10 +59,7 @@ def state_keys(group: Group) -> tuple[str, ...]:
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]:
     """Directions polar(M), one batch of equal matrices after another."""
-    shapes, dtypes = tuple([item.param.shape for item in items]), tuple([item.param.dtype for item in items])
-    plan = chunks if torch.compiler.is_compiling() else remembered_chunks
-    for bucket, regions in plan(shapes, dtypes, MatrixView.of(group), budget.chunk_bytes):
-        parts = [Part(items[index], region) for index, region in regions]
+    for bucket, parts in matrix_chunks(group, items, budget.chunk_bytes):
         directions, row_factors = _directions(group, bucket, parts, budget)
         scale = _scale(group, bucket.rows, bucket.columns)
         yield Update(parts, directions, scale, row_factors=row_factors)

@@ -20,9 +20,8 @@ from muonsw.matrices import (
     MatrixView,
     Part,
     Region,
-    chunks,
     empty_batch,
-    remembered_chunks,
+    matrix_chunks,
     scatter,
     views,
 )
@@ -37,14 +36,6 @@ VIEW_OPTIONS: dict[str, Any] = {
     "split_dim": 0,
     "heads": None,
 }
-
-
-def matrix_chunks(group: Group, items: list[Item], chunk_bytes: int) -> Iterator[tuple[Bucket, list[Part]]]:
-    """The matrices of parameters in batches of equal shape, bounded in bytes."""
-    shapes, dtypes = tuple([item.param.shape for item in items]), tuple([item.param.dtype for item in items])
-    plan = chunks if torch.compiler.is_compiling() else remembered_chunks
-    for bucket, regions in plan(shapes, dtypes, MatrixView.of(group), chunk_bytes):
-        yield bucket, [Part(items[index], region) for index, region in regions]
 
 
 class StateBatch:
