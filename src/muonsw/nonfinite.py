@@ -78,13 +78,6 @@ class Flag:
         self._ok: Tensor | None = None
         self._taken: Tensor | None = None
 
-    @classmethod
-    def from_ok(cls, ok: Tensor) -> Flag:
-        """The flag of a boolean scalar that is true where the step may be taken."""
-        flag = cls((~ok).float())
-        flag._ok = ok
-        return flag
-
     @property
     def ok(self) -> Tensor:
         """True where the step may be taken."""

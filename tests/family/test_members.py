@@ -92,7 +92,7 @@ def snapshot(optimizer):
 
 
 def flag_on_device(work, *_):
-    return Flag.from_ok(all_finite([grad for batch in work for grad in batch.grads]))
+    return Flag((~all_finite([grad for batch in work for grad in batch.grads])).float())
 
 
 @every_member

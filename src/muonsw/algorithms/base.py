@@ -134,6 +134,8 @@ class Budget(NamedTuple):
 class MatrixRule(NamedTuple):
     """A rule that needs whole matrices, in the halves between which the matrices of sharded parameters are exchanged.
 
+    Ranks have agreed that the step is taken before either begins, so neither has a flag.
+
     Attributes:
         sent_dtype: the dtype of what is to be orthogonalized.
         result_dtype: the dtype of directions.
@@ -146,7 +148,7 @@ class MatrixRule(NamedTuple):
 
     sent_dtype: Callable[[Group, torch.dtype], torch.dtype]
     result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype]
-    advance: Callable[[Group, list[Part], list[Tensor] | None, Tensor | None], None]
+    advance: Callable[[Group, list[Part], list[Tensor] | None], None]
     directions: Callable[[Group, Tensor, State, torch.dtype], tuple[Tensor, State]]
     scale: Callable[[Group, int, int], float]
     state: Callable[[Group], Specs] = no_state

@@ -145,16 +145,15 @@ def _scale(group: Group, rows: int, columns: int) -> float:
     return SHAPE_SCALES[group["scale"]](*MatrixView.of(group).out_in(rows, columns))
 
 
-def _advance_parts(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
-    momenta = [part.state("momentum_buffer") for part in parts]
-    grads, flag = [part.grad for part in parts], None if ok is None else Flag.from_ok(ok)
+def _advance_parts(group: Group, parts: list[Part], targets: list[Tensor] | None) -> None:
+    momenta, grads = [part.state("momentum_buffer") for part in parts], [part.grad for part in parts]
     preconditions = _runs_on_shards(group)
     fused = preconditions and _has_kernels(group, grads)
-    if fused and by_kernel.advance(group, parts, grads, momenta, targets, flag, precondition=True):
+    if fused and by_kernel.advance(group, parts, grads, momenta, targets, None, precondition=True):
         return
-    _advance(group, parts, grads, momenta, targets, flag)
+    _advance(group, parts, grads, momenta, targets, None)
     if preconditions:
-        _precondition_shards(group, parts, targets, ok)
+        _precondition_shards(group, parts, targets)
 
 
 def _runs_on_shards(group: Group) -> bool:
@@ -162,17 +161,17 @@ def _runs_on_shards(group: Group) -> bool:
     return member is not None and member.elementwise
 
 
-def _precondition_shards(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
+def _precondition_shards(group: Group, parts: list[Part], targets: list[Tensor] | None) -> None:
     """Run an elementwise preconditioner where the shards are: its state advances on every rank that keeps it."""
     for number, part in enumerate(parts):
         kept = {key: part.state(key) for key in PRECONDITION.specs(group)}
         X = part.state("momentum_buffer") if targets is None else targets[number]
         state = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in kept.items()}
         ahead = X.to(wide_dtype(X.dtype))
-        state["grad"] = clean([part.grad], [ahead], group["maximize"], ok)[0]
+        state["grad"] = clean([part.grad], [ahead], group["maximize"], None)[0]
         result, after = PRECONDITION.apply({**group, "transposed": False}, ahead, state)
         for key, tensor in kept.items():
-            tensor.copy_(after[key] if ok is None else torch.where(ok, after[key], tensor))
+            tensor.copy_(after[key])
         if targets is not None:
             X.copy_(result)
 

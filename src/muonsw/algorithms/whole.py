@@ -180,10 +180,10 @@ def matrix_algorithm(
         X, new = oriented(apply, state(group), X, kept, transposed=group["transposed"])
         return X.to(dtype), new
 
-    def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, ok: Tensor | None) -> None:
+    def advance(group: Group, parts: list[Part], targets: list[Tensor] | None) -> None:
         if targets is not None:
             grads = views(parts, [part.item.grad for part in parts])
-            torch._foreach_copy_(targets, clean(grads, targets, group["maximize"], ok))
+            torch._foreach_copy_(targets, clean(grads, targets, group["maximize"], None))
 
     rule = MatrixRule(
         sent_dtype=lambda group, dtype: wide_dtype(dtype),  # noqa: ARG005

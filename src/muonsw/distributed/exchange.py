@@ -298,7 +298,7 @@ def _advance(batches: Sequence[ExchangeBatch], units: Iterable[Unit], buffer: Te
                 targets.append(buffer[start : start + size].view(part.grad.shape))
         start += size
     for number, (parts, targets) in chosen.items():
-        batches[number].rule.advance(batches[number].group, parts, targets if buffer is not None else None, None)
+        batches[number].rule.advance(batches[number].group, parts, targets if buffer is not None else None)
 
 
 def _part(batches: Sequence[ExchangeBatch], unit: Unit) -> Part:

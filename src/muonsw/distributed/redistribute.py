@@ -27,7 +27,7 @@ def redistributed_updates(batch: ExchangeBatch) -> Iterator[Update]:
 def _directions(batch: ExchangeBatch, item: Item) -> tuple[Tensor, float]:
     """The direction of a whole parameter, and the scale of its first matrices; others are multiplied in."""
     ahead = torch.empty_like(item.param, dtype=batch.rule.sent_dtype(batch.group, item.param.dtype))
-    batch.rule.advance(batch.group, [Part(item, WHOLE)], [ahead], None)
+    batch.rule.advance(batch.group, [Part(item, WHOLE)], [ahead])
     whole, state = _whole(item, ahead), WholeState(batch, item)
     direction = torch.zeros_like(whole, dtype=item.param.dtype)
     scales = []
