@@ -140,6 +140,10 @@ def test_a_skipped_update_is_reported_apart_from_one_of_size_zero():
     optimizer.step()
     assert telemetry.last["skipped"] == 1
     assert telemetry.last["all"]["update_rms"] > 0
+    telemetry.detach()
+    with Telemetry(optimizer, every=1) as late:
+        run(optimizer, params, 1)
+    assert (late.last["skipped"], late.last["step"]) == (0, 1)  # of the updates that it counts none was
 
 
 def test_an_update_of_size_zero_is_no_skip():

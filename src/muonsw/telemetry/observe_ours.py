@@ -84,6 +84,7 @@ class OurOptimizerObserver:
         self._matrices: Counter[Tensor] = Counter()
         self._ok: Tensor | None = None
         self._skipped_before = 0
+        self._skipped_unseen = optimizer.skipped_steps
 
     def begin(self, closure: bool) -> None:  # noqa: ARG002
         """Measure the next update: from now on the optimizer hands its updates to `apply`."""
@@ -106,8 +107,8 @@ class OurOptimizerObserver:
 
     @property
     def skipped(self) -> int:
-        """Updates skipped so far."""
-        return self.optimizer.skipped_steps
+        """Updates skipped since this observer came."""
+        return self.optimizer.skipped_steps - self._skipped_unseen
 
     def apply(self, group: Group, update: Update | FusedUpdate, rates: Rates) -> None:
         """Apply an update exactly as without telemetry, and measure it.
