@@ -46,7 +46,7 @@ def state_keys(group: Group, param: Tensor) -> tuple[str, ...]:
     rounding = _ROUNDING_KEYS[group["rounding"]] if param.dtype in LOW_PRECISION else ()
     norm = () if group["norm"] == norms.FREE else norms.state_keys(group)
     if group["state_dtype"] not in STORED:
-        return (*ALGORITHMS[group["algorithm"]].state_keys(group), *rounding, *norm)
+        return tuple(dict.fromkeys((*ALGORITHMS[group["algorithm"]].state_keys(group), *rounding, *norm)))
     counted = ("step",) if rounds_state(group) else ()
     return tuple(dict.fromkeys((*average_keys(group, param), *rounding, *norm, *counted)))
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw.nonfinite import Flag, all_finite
 
 
 def lion(params, **options):
@@ -80,6 +81,23 @@ def run(optimizer, params, steps, *, start=0, schedule=None, scheduler=None):
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+
+
+def follow(optimizer, params, references, steps, schedule):
+    """Feed an optimizer and references the same gradients; the largest relative distance of a weight at the end."""
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        set_gradients(params, step)
+        for param, reference in zip(params, references, strict=True):
+            reference.step(param.grad, schedule(step))
+        optimizer.step()
+    return max(float((p.detach().double() - r.W).norm() / r.W.norm()) for p, r in zip(params, references, strict=True))
+
+
+def flag_on_device(work, *_):
+    """In the place of `muonsw.step.finite_flag`: the host never learns of bad gradients, as on accelerators."""
+    return Flag.from_ok(all_finite([grad for batch in work for grad in batch.grads]))
 
 
 def clones(params):
