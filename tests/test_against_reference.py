@@ -8,7 +8,7 @@ from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
 from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5, polar
-from tests.common.problems import POINTS, cosine, matrices, set_gradients
+from tests.common.problems import POINTS, cosine, follow, matrices, set_gradients
 from tests.common.reference_rules import Decay
 
 RULES = ["constant", "scaled", "squared", "independent", "fixed", "cosine", "piecewise", "log_time", "none"]
@@ -16,18 +16,6 @@ LAMBDA = {"squared": 2.0, "independent": 0.005, "fixed": 0.002}
 PEAK, STEPS = 0.05, 60
 OF_THE_RUN = {"total_steps": STEPS, "decay_points": POINTS}
 SCHEDULE = cosine(PEAK, STEPS)
-
-
-def follow(optimizer, params, references, steps=STEPS, schedule=SCHEDULE):
-    """Feed both the same gradients; returns the largest relative distance at the end."""
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
-        set_gradients(params, step)
-        for param, reference in zip(params, references, strict=True):
-            reference.step(param.grad, schedule(step))
-        optimizer.step()
-    return max(float((p.detach().double() - r.W).norm() / r.W.norm()) for p, r in zip(params, references, strict=True))
 
 
 # Every rule in float64, which tells most; in float32 the rules that people use, and all of them in the slow tests.
@@ -50,7 +38,7 @@ def test_muon_listing_form(rule, dtype):
         for p in params
     ]
     optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype=dtype, **OF_THE_RUN)
-    assert follow(optimizer, params, references) < TOLERANCE[dtype]
+    assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("cautious", [False, True])
@@ -69,7 +57,7 @@ def test_muon_algorithm_one(form, nesterov, cautious):
         params, lr=PEAK, weight_decay=0.3, momentum_form=form, nesterov=nesterov, orthogonalizer="exact",
         cautious=cautious,
     )  # fmt: skip
-    assert follow(optimizer, params, references) < 1e-7
+    assert follow(optimizer, params, references, STEPS, SCHEDULE) < 1e-7
 
 
 @pytest.mark.parametrize(("rule", "dtype"), RULES_IN_DTYPES)
@@ -81,7 +69,7 @@ def test_adamw(rule, dtype, cautious):
         ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK, STEPS, points=POINTS), cautious=cautious) for p in params
     ]
     optimizer = AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, cautious=cautious, **OF_THE_RUN)
-    assert follow(optimizer, params, references) < TOLERANCE[dtype]
+    assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("rule", "dtype"), RULES_IN_DTYPES)
@@ -109,7 +97,7 @@ def test_sgd(rule, dtype, momentum, form, nesterov):
         nesterov=nesterov,
         **OF_THE_RUN,
     )
-    assert follow(optimizer, params, references) < TOLERANCE[dtype]
+    assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
 
 
 @settings(max_examples=25, deadline=None)
@@ -186,4 +174,4 @@ def test_wrong_decay_would_be_noticed(rule, mutation):
     decay = mutated(rule, lam, PEAK, mutation)
     reference = ReferenceMuonSW(params[0].detach(), decay, nesterov=True, heavy_ball=False, orthogonalize=ns5)
     optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype="float32", **OF_THE_RUN)
-    assert follow(optimizer, params, [reference]) > 20 * TOLERANCE[torch.float32]
+    assert follow(optimizer, params, [reference], STEPS, SCHEDULE) > 20 * TOLERANCE[torch.float32]

@@ -8,7 +8,7 @@ from torch import nn
 
 from muonsw import ALGORITHMS, NORM_RULES, SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry
 from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
-from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
+from tests.common.problems import assert_same, clones, cosine, follow, matrices, run, set_gradients
 from tests.common.reference_rules import Decay
 
 PEAK, STEPS = 0.05, 30
@@ -43,14 +43,7 @@ def test_it_is_the_reference(algorithm, norm, dtype, rule, chunk_bytes):
     references = [reference(p.detach(), Decay(rule, 0.5, PEAK, norm=norm)) for p in params]
     own = {**OWN, "muon": {"ns_dtype": dtype}}.get(algorithm, {})
     optimizer = build(params, lr=PEAK, weight_decay=0.5, decay=rule, norm=norm, chunk_bytes=chunk_bytes, **own)
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = SCHEDULE(step)
-        set_gradients(params, step)
-        for param, one in zip(params, references, strict=True):
-            one.step(param.grad, SCHEDULE(step))
-        optimizer.step()
-    for param, one in zip(params, references, strict=True):
-        assert float((param.detach().double() - one.W).norm() / one.W.norm()) < TOLERANCE[dtype]
+    assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("norm", WITH_RADIUS)
@@ -61,13 +54,7 @@ def test_a_given_target_is_the_root_mean_square_of_the_entries(norm):
         for p in params
     ]
     optimizer = MuonSW(params, lr=PEAK, weight_decay=0.5, decay="constant", norm=norm, target_norm=0.3)
-    for step in range(20):
-        set_gradients(params, step)
-        for param, one in zip(params, references, strict=True):
-            one.step(param.grad, PEAK)
-        optimizer.step()
-    for param, one in zip(params, references, strict=True):
-        torch.testing.assert_close(param.detach(), one.W, rtol=1e-9, atol=1e-11)
+    assert follow(optimizer, params, references, 20, lambda _: PEAK) < 1e-9
     assert "radius" not in optimizer.state[params[0]]
 
 

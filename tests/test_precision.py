@@ -10,7 +10,7 @@ from muonsw import AdamWSW, MuonSW, machine
 from muonsw.machine import cuda_dtype, product_dtype
 from muonsw.nonfinite import Flag
 from muonsw.precision import stochastic_round
-from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run
+from tests.common.problems import OPTIMIZERS, assert_same, clones, flag_on_device, matrices, run
 
 LOW = [torch.bfloat16, torch.float16]
 # Of a thousandth each, which plain rounding to bfloat16 takes back every time.
@@ -121,10 +121,6 @@ def test_weights_of_several_dtypes_in_one_group_are_each_treated_as_their_own(al
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 @pytest.mark.parametrize("large", [1, 10**9])
 def test_float64_keeps_its_digits_under_the_device_flag(algorithm, large, monkeypatch):
-    from muonsw import nonfinite
-
-    def on_device(work, *_):
-        return Flag((~nonfinite.all_finite([grad for batch in work for grad in batch.grads])).float())
 
     def trained():
         params = matrices((4, 6), dtype=torch.float64)
@@ -134,7 +130,7 @@ def test_float64_keeps_its_digits_under_the_device_flag(algorithm, large, monkey
 
     host = trained()
     monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
-    monkeypatch.setattr("muonsw.step.finite_flag", on_device)
+    monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     torch.testing.assert_close(trained(), host, rtol=1e-11, atol=1e-13)
 
 

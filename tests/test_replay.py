@@ -14,12 +14,11 @@ from torch.optim.lr_scheduler import OneCycleLR
 from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine, replay
 from muonsw.kernels import tables
 from muonsw.kernels.graphs import GradientReads
-from muonsw.nonfinite import Flag, all_finite
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
 from muonsw.replay import PATIENCE, SETTLED, Replay, binding
 from muonsw.step import _replays, collect
 from tests.common.cuda import no_waiting
-from tests.common.problems import OPTIMIZERS, POINTS, cosine, matrices, set_gradients
+from tests.common.problems import OPTIMIZERS, POINTS, cosine, flag_on_device, matrices, set_gradients
 
 SHAPES = [(64, 64), (32, 96), (4, 48, 32), (96, 32)]
 
@@ -452,11 +451,7 @@ def test_measured_steps_have_the_rates_that_were_handed_over():
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 def test_a_step_that_the_device_skipped_is_none_in_summary_and_telemetry(monkeypatch):
     """Whether it was replayed, or taken eagerly because it was measured."""
-
-    def on_the_device(work, *_):
-        return Flag((~all_finite([grad for batch in work for grad in batch.grads])).float())
-
-    monkeypatch.setattr("muonsw.step.finite_flag", on_the_device)
+    monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     optimizer, params = run_over(1, [0] * 8, algorithm="muon")
     assert not optimizer.summary().skipped
     before, replays = tensors_of(optimizer, params), optimizer._replay._replays

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW, NonFiniteGradientWarning, Telemetry
-from muonsw.nonfinite import Flag, all_finite
-from tests.common.problems import matrices, run
+from tests.common.problems import flag_on_device, matrices, run
 
 
 def optimizer_of_many_kinds():
@@ -83,10 +82,7 @@ def test_telemetry_carries_it():
 
 def test_a_step_that_the_device_skipped_was_not_decayed(monkeypatch):
     """On accelerators a flag there says so, which the summary reads."""
-    monkeypatch.setattr(
-        "muonsw.step.finite_flag",
-        lambda work, *_: Flag((~all_finite([g for batch in work for g in batch.grads])).float()),
-    )
+    monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     optimizer, params = optimizer_of_many_kinds()
     run(optimizer, params, 1)
     assert not optimizer.summary().skipped

@@ -97,7 +97,7 @@ def follow(optimizer, params, references, steps, schedule):
 
 def flag_on_device(work, *_):
     """In the place of `muonsw.step.finite_flag`: the host never learns of bad gradients, as on accelerators."""
-    return Flag.from_ok(all_finite([grad for batch in work for grad in batch.grads]))
+    return Flag((~all_finite([grad for batch in work for grad in batch.grads])).float())
 
 
 def clones(params):

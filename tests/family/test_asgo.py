@@ -1,6 +1,5 @@
-"""ASGO: equal to its authors' numbers, and to a float64 reference with an exact root."""
+"""ASGO: equal to a float64 reference with an exact root."""
 
-import json
 import math
 
 import pytest
@@ -11,8 +10,7 @@ from muonsw import MuonSW
 from muonsw.algorithms.asgo import asgo, inverse_sqrt
 from muonsw.algorithms.triangles import packed_shape
 from muonsw.orthogonalize import POLAR_EXPRESS
-from tests.family.gradients import gradient, start
-from tests.family.record.asgo import RECORDED
+from tests.family.gradients import gradient
 from tests.family.references.asgo import ReferenceASGO
 
 OPTIONS = {"betas": (0.9, 0.8), "eps": 1e-10}
@@ -26,18 +24,6 @@ def directions(gradients, **options):
     for G in gradients:
         direction, state = asgo(OPTIONS | options, G, state)
         yield direction
-
-
-@pytest.mark.parametrize(
-    "run", json.loads(RECORDED.read_text(encoding="utf-8"))["runs"], ids=lambda run: str(run["shape"])
-)
-def test_it_equals_the_authors_numbers(run):
-    gradients = [gradient(run["shape"], step)[None] for step in range(len(run["weights"]))]
-    weight = start(run["shape"])
-    found = directions(gradients, betas=(run.get("momentum", 0.9), run["beta2"]), eps=run["eps"])
-    for direction, expected in zip(found, run["weights"], strict=True):
-        weight = weight - 0.01 * direction[0]
-        torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(("m", "n"), [(4, 9), (8, 3), (5, 5)])
@@ -80,8 +66,7 @@ def test_without_averages_it_is_muon():
     torch.testing.assert_close(ours, muons, rtol=1e-7, atol=1e-9)
 
 
-def test_gradients_of_zero_move_nothing_and_what_is_not_finite_becomes_the_identity():
-    assert not any(direction.any() for direction in directions(torch.zeros(3, 2, 5, 3)))
+def test_the_root_of_what_is_not_finite_is_the_identity():
     V = torch.stack([torch.eye(3), torch.full((3, 3), torch.nan)])
     root = inverse_sqrt(V, 1e-10)
     torch.testing.assert_close(root, torch.eye(3).expand(2, 3, 3), rtol=1e-5, atol=1e-6)

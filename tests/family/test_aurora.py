@@ -12,7 +12,7 @@ from torch import nn
 from muonsw import MuonSW
 from muonsw.orthogonalize import aurora, exact, newton_schulz
 from muonsw.reference import Decay, ReferenceMuonSW
-from tests.common.problems import cosine, matrices, run, set_gradients
+from tests.common.problems import cosine, follow, matrices, run
 from tests.family.references import aurora as reference
 
 RECORD = json.loads((Path(__file__).parent / "recorded/aurora.json").read_text(encoding="utf-8"))
@@ -67,15 +67,7 @@ def test_a_run_is_the_references_run():
     ]
     options = {"orthogonalizer": "aurora", "aurora_iterations": 3, "aurora_beta": 0.25, "ns_dtype": "float64"}
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.3, **options)
-    schedule = cosine(0.05, 60)
-    for step in range(60):
-        optimizer.param_groups[0]["lr"] = schedule(step)
-        set_gradients(params, step)
-        for param, one in zip(params, references, strict=True):
-            one.step(param.grad, schedule(step))
-        optimizer.step()
-    for param, one in zip(params, references, strict=True):
-        assert (param.detach() - one.W).norm() < 1e-9 * one.W.norm()
+    assert follow(optimizer, params, references, 60, cosine(0.05, 60)) < 1e-9
 
 
 @pytest.mark.parametrize(("iterations", "beta", "spread"), [(1, 0.5, 0.06), (2, 0.5, 0.017), (3, 0.5, 0.006)])

@@ -9,7 +9,7 @@ from torch import nn
 from muonsw import MuonSW, Telemetry
 from muonsw.nonfinite import NonFiniteGradientWarning
 from muonsw.reference import Decay
-from tests.common.problems import assert_same, clones, cosine, matrices, run, set_gradients
+from tests.common.problems import assert_same, clones, cosine, follow, matrices, run, set_gradients
 from tests.family.references.muonbp import ReferenceMuonBP
 
 PEAK = 0.05
@@ -37,15 +37,7 @@ def test_a_run_is_the_references_run(period, blocks, sizes, axis, scale):
     ]
     paper = {"momentum_form": "heavy_ball", "nesterov": False, "weight_decay": 0.3}
     optimizer = muonbp(params, period, scale=scale, **paper, **blocks)
-    schedule = cosine(PEAK, 30)
-    for step in range(30):
-        optimizer.param_groups[0]["lr"] = schedule(step)
-        set_gradients(params, step)
-        for param, reference in zip(params, references, strict=True):
-            reference.step(param.grad, schedule(step))
-        optimizer.step()
-    for param, reference in zip(params, references, strict=True):
-        assert (param.detach() - reference.W).norm() < 1e-9 * reference.W.norm()
+    assert follow(optimizer, params, references, 30, cosine(PEAK, 30)) < 1e-9
 
 
 def test_a_period_of_one_is_muon_and_a_long_one_is_blocks():

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, PeakLRError, ScheduleFree, Telemetry
-from muonsw.nonfinite import Flag, all_finite
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from muonsw.replay import Replay
 from muonsw.schedule_free import _decayed_at_y
-from tests.common.problems import assert_same, clones, matrices, set_gradients
+from tests.common.problems import assert_same, clones, flag_on_device, matrices, set_gradients
 from tests.family.record.schedule_free import SHAPES, STEPS, gradient, start
 from tests.family.references.normuon import NorMuon
 from tests.family.references.schedule_free import ReferenceScheduleFree
@@ -292,10 +291,6 @@ def test_a_step_that_is_skipped_moves_nothing():
     with pytest.warns(NonFiniteGradientWarning, match="skipped"):
         optimizer.step()
     assert_same(before, everything(optimizer, params)[0])
-
-
-def flag_on_device(work, *_):
-    return Flag((~all_finite([grad for batch in work for grad in batch.grads])).float())
 
 
 @pytest.mark.parametrize("on_device", [False, True])

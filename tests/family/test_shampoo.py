@@ -1,14 +1,10 @@
-"""Shampoo: equal to Meta's numbers and to a float64 reference, in one block and in many."""
-
-import json
+"""Shampoo: equal to a float64 reference, in one block and in many."""
 
 import pytest
 import torch
 
 from muonsw.algorithms.factors import average_first, pack, unpack
 from muonsw.algorithms.shampoo import Grid, shampoo
-from tests.family.gradients import gradient, start
-from tests.family.record.shampoo import LR, RECORDED
 from tests.family.references.shampoo import ReferenceShampoo
 
 OPTIONS = {
@@ -44,20 +40,6 @@ def directions(gradients, **options):
         state = state | after
         seen.append(direction)
     return seen, state
-
-
-@pytest.mark.parametrize(
-    "run", json.loads(RECORDED.read_text(encoding="utf-8"))["runs"], ids=lambda run: str(run["grafting"])
-)
-def test_it_equals_metas_numbers(run):
-    (beta1, beta2), shape = run["betas"], run["shape"]
-    options = {"block_size": run["block_size"], "precondition_frequency": run["frequency"], "grafting": run["grafting"]}
-    gradients = [gradient(shape, step)[None] for step in range(len(run["weights"]))]
-    weight = start(shape)
-    found = directions(gradients, betas=(beta1, 0.5 if beta2 == 1 else beta2), shampoo_beta=beta2, **options)[0]
-    for direction, expected in zip(found, run["weights"], strict=True):
-        weight = weight - LR * direction[0]
-        torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("grafting", [None, "sgd", "adam"])
@@ -105,8 +87,3 @@ def test_before_the_first_refresh_it_is_the_graft():
         adam_weight.grad = G[0]
         adam.step()
     torch.testing.assert_close(weight, adam_weight.detach())
-
-
-def test_gradients_of_zero_move_nothing():
-    for direction in directions(torch.zeros(3, 2, 5, 3))[0]:
-        assert torch.equal(direction, torch.zeros(2, 5, 3))

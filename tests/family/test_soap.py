@@ -1,6 +1,4 @@
-"""SOAP: equal to its authors' numbers, to a float64 reference, and steady where eigendecompositions are not."""
-
-import json
+"""SOAP: equal to a float64 reference, and steady where eigendecompositions are not."""
 
 import pytest
 import torch
@@ -10,8 +8,6 @@ from muonsw.algorithms.factors import cholesky_qr, eigenbasis
 from muonsw.algorithms.soap import soap, whitened_momentum
 from muonsw.algorithms.triangles import pack, packed_shape
 from muonsw.machine import full_float32
-from tests.family.gradients import gradient, start
-from tests.family.record.soap import RECORDED
 from tests.family.references.soap import ReferenceSOAP
 
 OPTIONS = {"betas": (0.95, 0.95), "shampoo_beta": None, "eps": 1e-8, "precondition_frequency": 10}
@@ -34,21 +30,6 @@ def directions(gradients, state, **options):
     return seen, state
 
 
-@pytest.mark.parametrize(
-    "run", json.loads(RECORDED.read_text(encoding="utf-8"))["runs"], ids=lambda run: str(run["shape"])
-)
-def test_it_equals_the_authors_numbers(run):
-    shape, longest = run["shape"], run.get("max_precond_dim", 10000)
-    options = {key: run[key] for key in ("betas", "shampoo_beta", "eps", "precondition_frequency") if key in run}
-    gradients = [gradient(shape, step)[None] for step in range(len(run["weights"]))]
-    weight = start(shape)
-    for direction, expected in zip(
-        directions(gradients, fresh(1, *shape, longest), **options)[0], run["weights"], strict=True
-    ):
-        weight = weight - 0.01 * direction[0]
-        torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize(("m", "n", "longest"), [(5, 5, 9), (4, 9, 9), (8, 3, 9), (4, 9, 6), (9, 4, 6)])
 @pytest.mark.parametrize("frequency", [1, 3])
 def test_it_equals_the_reference_over_many_steps(m, n, longest, frequency):
@@ -66,12 +47,6 @@ def test_it_equals_the_reference_over_many_steps(m, n, longest, frequency):
     for step, direction in enumerate(directions(gradients, state, **options)[0]):
         expected = torch.stack([reference.direction(gradients[step, i]) for i, reference in enumerate(references)])
         torch.testing.assert_close(direction, expected, rtol=1e-8, atol=1e-10)
-
-
-def test_the_first_gradient_moves_nothing_and_squares_of_zero_are_safe():
-    first, *others = directions(torch.zeros(4, 2, 3, 5), fresh(2, 3, 5, dtype=torch.float32))[0]
-    assert not first.any()
-    assert all(torch.equal(direction, torch.zeros(2, 3, 5)) for direction in others)
 
 
 @pytest.mark.parametrize("orthonormal", [factors.orthonormal, cholesky_qr])
