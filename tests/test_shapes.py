@@ -15,20 +15,6 @@ def stepped(params, steps=5, **options):
     return [p.detach() for p in params]
 
 
-def test_a_stack_is_its_slices():
-    (stack,) = matrices((3, 4, 6), dtype=torch.float64)
-    slices = [nn.Parameter(s.clone()) for s in stack.detach()]
-    optimizer = MuonSW([stack], **{**OPTIONS, "ns_dtype": "float64"}, matrix="stack")
-    apart = MuonSW(slices, **{**OPTIONS, "ns_dtype": "float64"})
-    for step in range(5):
-        set_gradients([stack], step)
-        for part, grad in zip(slices, stack.grad, strict=True):
-            part.grad = grad.clone()
-        optimizer.step()
-        apart.step()
-    torch.testing.assert_close(stack.detach(), torch.stack([s.detach() for s in slices]), rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize(
     ("shape", "sizes", "dim", "matrix"),
     [
@@ -57,18 +43,6 @@ def test_a_fused_projection_is_its_parts(shape, sizes, dim, matrix):
     expected = torch.cat([p.detach() for p in parts], axis)
     torch.testing.assert_close(fused.detach(), expected, rtol=1e-12, atol=1e-14)
     assert together.state[fused]["momentum_buffer"].shape == shape
-
-
-def test_a_convolution_is_a_matrix_of_its_filters():
-    (conv,) = matrices((6, 2, 3, 3))
-    flat = nn.Parameter(conv.detach().reshape(6, 18).clone())
-    optimizer, as_matrix = MuonSW([conv], **OPTIONS, matrix="flatten"), MuonSW([flat], **OPTIONS)
-    for step in range(5):
-        set_gradients([conv], step)
-        flat.grad = conv.grad.reshape(6, 18).clone()
-        optimizer.step()
-        as_matrix.step()
-    assert torch.equal(conv.detach().reshape(6, 18), flat.detach())
 
 
 def test_a_channels_last_convolution_is_the_same():

@@ -16,28 +16,25 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, drive_weight_decay
+from muonsw import DECAY_RULES, AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, drive_weight_decay
 from tests.common.cuda import OnAGPU
-from tests.common.problems import POINTS, clones, matrices, run
+from tests.common.problems import POINTS, RULE_OPTIONS, clones, matrices, run
 
-RULES = ["constant", "scaled", "squared", "independent", "none"]
-LAMBDA = {"squared": 0.5, "independent": 0.002}
+RULES = [rule for rule in DECAY_RULES if rule != "gradient_norm"]
+LAMBDA = {"squared": 0.5, "independent": 0.002, "fixed": 0.01}
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_driven_adamw_is_ours(rule):
     ours, theirs = matrices((4, 6), (5,)), matrices((4, 6), (5,))
     lam = LAMBDA.get(rule, 0.3)
-    mine = AdamWSW(ours, lr=0.01, weight_decay=lam, decay=rule)
+    of_the_run = RULE_OPTIONS.get(rule, {})
+    mine = AdamWSW(ours, lr=0.01, weight_decay=lam, decay=rule, **of_the_run)
     driven = torch.optim.AdamW(theirs, lr=0.01, weight_decay=lam)
-    drive_weight_decay(driven, rule)
+    drive_weight_decay(driven, rule, **of_the_run)
     for optimizer, params in ((mine, ours), (driven, theirs)):
-        run(
-            optimizer,
-            params,
-            40,
-            scheduler=OneCycleLR(optimizer, max_lr=0.05, total_steps=41, cycle_momentum=False),
-        )
+        scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=41, cycle_momentum=False)
+        run(optimizer, params, 40, scheduler=scheduler)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
@@ -54,20 +51,33 @@ def test_a_driven_muon_is_ours():
         assert (a - b).norm() < 0.02 * b.norm()
 
 
-def test_lambda_and_peak_survive_a_save_and_load():
+@pytest.mark.parametrize("rule", ["scaled", "log_time"])
+def test_lambda_peak_and_count_survive_a_save_and_load(rule):
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    drive_weight_decay(optimizer)
+    driver = drive_weight_decay(optimizer, rule)
     run(optimizer, params, 5, scheduler=CosineAnnealingLR(optimizer, 10))
     saved = copy.deepcopy(optimizer.state_dict())
     assert saved["param_groups"][0]["weight_decay"] != 0.3
     resumed = clones(params)
     other = torch.optim.AdamW(resumed, lr=0.003, weight_decay=0.3)
-    drive_weight_decay(other)
+    drive_weight_decay(other, rule)
     other.load_state_dict(saved)
     run(optimizer, params, 1, start=5)
     run(other, resumed, 1, start=5)
     assert torch.equal(params[0], resumed[0])
+    driver.remove()
+    assert "step_count" not in optimizer.param_groups[0]
+
+
+def test_driving_refuses_what_it_cannot_know():
+    optimizer = torch.optim.AdamW(matrices((4, 6)), lr=0.05)
+    with pytest.raises(ValueError, match="'gradient_norm' follows the gradients, which AdamW keeps to itself"):
+        drive_weight_decay(optimizer, "gradient_norm")
+    with pytest.raises(ValueError, match="'cosine' ends with the run; pass total_steps="):
+        drive_weight_decay(optimizer, "cosine")
+    with pytest.raises(ValueError, match="'piecewise' goes through points; pass decay_points="):
+        drive_weight_decay(optimizer, "piecewise", total_steps=30)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
