@@ -76,8 +76,9 @@ def test_a_rule_says_what_it_must_know():
 
 def test_peak_zero_or_unknown_means_no_decay_where_the_peak_divides():
     for peak in (0.0, None):
-        assert decay_factor("scaled", 0.1, 0.0, peak) == 0.0
-        assert decay_factor("independent", 0.1, 0.0, peak) == 0.0
+        for rule in ("scaled", "independent", "log_time"):
+            assert decay_factor(rule, 0.1, 0.01, peak, step=1) == 0.0
+            assert decay_factors(rule, 0.1, [0.01, 0.02], peak) == [0.0, 0.0]
 
 
 @given(value=positive, peak=positive, rules=st.tuples(st.sampled_from(RULES), st.sampled_from(RULES)))

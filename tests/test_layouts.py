@@ -30,7 +30,7 @@ def go_on(optimizer, param, steps):
 @pytest.mark.parametrize("chunk_bytes", [None, 64])
 def test_a_loaded_state_gets_the_strides_of_its_parameter(chunk_bytes):
     """A channels_last checkpoint in a contiguous model; in chunks, state of other strides cannot be cut at all."""
-    theirs, param = stepped(torch.channels_last)
+    theirs, param = stepped(torch.channels_last, chunk_bytes=chunk_bytes)
     ours, own = stepped(torch.contiguous_format, chunk_bytes=chunk_bytes)
     with torch.no_grad():
         own.copy_(param)

@@ -273,22 +273,36 @@ def test_distributed_checkpoint_round_trip_keeps_the_peak():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize(
-    ("decay", "weight_decay"), [("constant", 0.1), ("squared", 0.1), ("none", 0.1), ("scaled", 0.0)]
+    "options",
+    [{"decay": "constant"}, {"decay": "squared"}, {"decay": "none"}, {"weight_decay": 0.0}, {"norm": "hyperball"}],
+    ids=str,
 )
-def test_rules_that_need_no_peak_do_not_check_it(decay, weight_decay):
+def test_rules_that_need_no_peak_do_not_check_it(options, kind):
     param = weight()
-    optimizer = SGDSW([param], lr=0.1, weight_decay=weight_decay, decay=decay)
-    optimizer.param_groups[0]["lr"] = 0.9
-    param.grad = torch.ones_like(param)
-    optimizer.step()
+    optimizer = SGDSW([param], lr=kind(0.1), **{"weight_decay": 0.1, **options})
+    for lr in (0.1, 0.9, 0.001):
+        optimizer.param_groups[0]["lr"] = kind(lr)
+        param.grad = torch.eye(4, dtype=torch.float64)
+        optimizer.step()
+        optimizer.check()
     assert param[0, 0].item() < 0.2
 
 
-def test_a_saved_explicit_peak_that_differs_is_reported():
-    never_stepped = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=0.5)
-    other = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=0.2)
-    with pytest.warns(PeakLRWarning, match=r"peak learning rate of 0\.2 and loaded one of 0\.5"):
+def test_a_norm_rule_that_decays_needs_the_peak():
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, norm="target")
+    shrinks(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.9
+    with pytest.raises(PeakLRError, match="above its peak"):
+        shrinks(optimizer)
+
+
+@pytest.mark.parametrize(("saved", "own"), [(0.5, 0.2), (2e-6, 1e-6)])
+def test_a_saved_explicit_peak_that_differs_is_reported(saved, own):
+    never_stepped = SGDSW([weight()], lr=1e-6, weight_decay=LAMBDA, peak_lr=saved)
+    other = SGDSW([weight()], lr=1e-6, weight_decay=LAMBDA, peak_lr=own)
+    with pytest.warns(PeakLRWarning, match=re.escape(f"peak learning rate of {own:g} and loaded one of {saved:g}")):
         other.load_state_dict(never_stepped.state_dict())
 
 
@@ -633,10 +647,13 @@ def test_a_group_that_joins_has_its_neighbours_peak_or_its_own_rate(peak_lr):
     assert shrinks(optimizer) == pytest.approx([LAMBDA * now**2 / 0.1, LAMBDA * now**2 / 0.1, LAMBDA * now / 2])
 
 
-def test_a_group_that_is_added_before_the_run_has_its_part_of_the_peak():
-    optimizer = SGDSW([weight()], lr=FAST, weight_decay=LAMBDA, peak_lr=5 * FAST)
-    optimizer.add_param_group({"params": [weight()], "lr": SLOW})
-    assert peaks_of(optimizer) == pytest.approx([5 * FAST, 5 * SLOW])
+@pytest.mark.parametrize(("steps", "peak"), [(0, 5 * FAST), (2, FAST)])
+def test_a_group_that_is_added_before_the_run_or_at_its_peak_has_its_part_of_it(steps, peak):
+    optimizer = SGDSW([weight()], lr=FAST, weight_decay=LAMBDA, peak_lr=peak)
+    for _ in range(steps):
+        shrinks(optimizer)
+    optimizer.add_param_group({"params": [weight()], "lr": SLOW})  # warnings are errors here
+    assert peaks_of(optimizer) == pytest.approx([peak, peak * SLOW / FAST])
 
 
 def test_for_model_shares_the_peak_with_adamw():

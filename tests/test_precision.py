@@ -9,7 +9,7 @@ from torch import nn
 from muonsw import AdamWSW, MuonSW, machine
 from muonsw.machine import cuda_dtype, product_dtype
 from muonsw.nonfinite import Flag
-from muonsw.precision import stochastic_round
+from muonsw.precision import mix, stochastic_round, uniform_hash
 from tests.common.problems import OPTIMIZERS, assert_same, clones, flag_on_device, matrices, run
 
 LOW = [torch.bfloat16, torch.float16]
@@ -118,20 +118,40 @@ def test_weights_of_several_dtypes_in_one_group_are_each_treated_as_their_own(al
         assert mean == pytest.approx(expected, rel=tolerances[param.dtype])
 
 
-@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [*((name, {}) for name in OPTIMIZERS), ("muon", {"momentum_form": "heavy_ball"}), ("sgd", {"fused": False})],
+)
 @pytest.mark.parametrize("large", [1, 10**9])
-def test_float64_keeps_its_digits_under_the_device_flag(algorithm, large, monkeypatch):
+def test_float64_keeps_its_digits_under_the_device_flag(algorithm, options, large, monkeypatch):
 
     def trained():
         params = matrices((4, 6), dtype=torch.float64)
         extra = {"momentum": 0.9} if algorithm == "sgd" else {}
-        run(OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **extra), params, 20)
+        run(OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **extra, **options), params, 20)
         return params[0].detach()
 
     host = trained()
     monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
     monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     torch.testing.assert_close(trained(), host, rtol=1e-11, atol=1e-13)
+
+
+def test_noise_is_a_known_hash_of_seed_and_place():
+    """Wellons's lowbias32, which kernels compute too; a part of a tensor has the numbers of its place in the whole."""
+
+    def lowbias32(x):
+        x = ((x ^ x >> 16) * 0x7FEB352D) & 0xFFFFFFFF
+        x = ((x ^ x >> 15) * 0x846CA68B) & 0xFFFFFFFF
+        return x ^ x >> 16
+
+    numbers = torch.tensor([0, 1, 12345, -1, -(2**31), 2**31 - 1], dtype=torch.int32)
+    assert [n & 0xFFFFFFFF for n in mix(numbers).tolist()] == [lowbias32(n & 0xFFFFFFFF) for n in numbers.tolist()]
+    whole = uniform_hash(torch.Size((40,)), torch.tensor(3, dtype=torch.int32))
+    for origin in (1, 5, 30):
+        part = uniform_hash(torch.Size((10,)), torch.tensor(3, dtype=torch.int32), origin=origin)
+        assert torch.equal(part, whole[origin : origin + 10])
+    assert torch.equal(uniform_hash(torch.Size((8,)), torch.tensor(3, dtype=torch.int32), sizes=(3, 5))[3:], whole[:5])
 
 
 def test_plain_rounding_loses_the_decay_and_warns():

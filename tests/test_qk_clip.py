@@ -32,7 +32,7 @@ def heads_of(x, heads):
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.0, 0.3])
+@pytest.mark.parametrize("alpha", [0.5, 0.0, 0.3, 1.0])
 @pytest.mark.parametrize("bias", [False, True])
 def test_heads_above_the_threshold_reach_it_and_the_others_stay(alpha, bias):
     q, k, x = linear(3 * SIZE, bias, seed=1), linear(3 * SIZE, bias, seed=2), inputs()
@@ -177,6 +177,7 @@ def test_weights_that_are_stored_as_in_out_are_scaled_by_columns():
 def test_largest_logits_are_those_of_the_whole_matrix(is_causal, block):
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(2, heads, LENGTH, SIZE, generator=generator, dtype=torch.float64) for heads in (4, 2))
+    q[:, :2, 0] = 9 * k[:, :1, 0]  # the largest logits of two heads are those of the first query
     found = max_attention_logits(q, k, is_causal=is_causal, block=block)
     logits = torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(2, 1)) / SIZE**0.5
     if is_causal:
@@ -196,6 +197,9 @@ def test_mistakes_are_named():
         QKClip().add(query=q.weight, key=k.weight, heads=4, key_heads=3)
     with pytest.raises(ValueError, match=r"3 heads of 2 rows from row 0 on, 2 apart, do not fit axis 0 of .*\(8, 12\)"):
         QKClip().add(query=q.weight, key=k.weight, heads=3)
+    for rows in (HeadRows(q.weight, 3, stride=6), HeadRows(q.weight, 4, start=1)):  # a row too many
+        with pytest.raises(ValueError, match=r"2 heads of . rows from row . on, . apart, do not fit"):
+            QKClip().add(query=rows, key=k.weight, heads=2)
     attention = QKClip().add(query=q.weight, key=k.weight, heads=2)
     with pytest.raises(ValueError, match="logits of 3 heads from head 0 on do not fit an attention of 2 heads"):
         attention.observe(torch.ones(3))

@@ -148,7 +148,7 @@ def test_the_length_must_be_known_where_a_rule_ends_with_the_run():
     params = matrices((4, 6))
     with pytest.raises(ValueError, match="decay='cosine' of param group 0 ends with the run; pass total_steps="):
         MuonSW(params, decay="cosine")
-    MuonSW(params, decay="cosine", weight_decay=0.0)  # nothing decays, so no rule asks
+    run(MuonSW(params, decay="cosine", weight_decay=0.0), params, 1)  # nothing decays, so no rule asks
     optimizer = MuonSW(params)
     optimizer.param_groups[0]["decay"] = "cosine"
     set_gradients(params, 0)

@@ -123,13 +123,12 @@ def test_a_parameter_that_is_unfrozen_later_is_reported_of_once():
 
     step()
     model[0].requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"0\.weight was frozen when this optimizer was built.*add_param_group"):
-        step()
-    step()
     optimizer.add_param_group({"params": [("0.weight", model[0].weight)]})
     before = model[0].weight.detach().clone()
-    step()
+    with pytest.warns(UserWarning, match=r"0\.bias was frozen when this optimizer was built.*add_param_group"):
+        step()
     assert not torch.equal(model[0].weight, before)
+    step()
 
 
 def test_raise_names_the_parameter_and_changes_nothing():

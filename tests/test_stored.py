@@ -10,6 +10,7 @@ from torch import nn
 from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
 from muonsw.precision import Noise
 from muonsw.state import state_bytes
+from muonsw.stored import codes as codes_module
 from muonsw.stored.codes import block_length, decode, encode, scale_shape
 from tests.common.cuda import OnAGPU
 
@@ -64,6 +65,23 @@ def test_noise_keeps_the_mean():
     error = (every.double().mean(0) - x[0]).abs()
     assert (error <= 5 * every.double().std(0) / 4000**0.5 + 1e-7).all()
     assert ((decode(*stored(x))[0] - x[0]).abs() > 10 * error).float().mean() > 0.5
+
+
+def test_a_flag_on_the_device_decides_whether_codes_are_written():
+    x = wide_and_narrow()
+    expected = stored(x)
+    for ok in (True, False):
+        found = [torch.zeros_like(tensor) for tensor in expected]
+        encode(x, *found, ok=torch.tensor(ok))
+        for tensor, written in zip(found, expected, strict=True):
+            assert torch.equal(tensor, written if ok else torch.zeros_like(written))
+
+
+def test_noise_goes_by_place_however_many_rows_are_encoded_at_a_time(monkeypatch):
+    x, noise = wide_and_narrow(), Noise(torch.tensor(3.0), 7, origin=11)
+    together = stored(x, noise=noise)
+    monkeypatch.setitem(codes_module._AT_A_TIME, "cpu", 3 * 512)
+    assert all(torch.equal(a, b) for a, b in zip(stored(x, noise=noise), together, strict=True))
 
 
 @pytest.mark.parametrize(

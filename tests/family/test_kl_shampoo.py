@@ -76,6 +76,8 @@ def test_late_beginners_and_gradients_of_zero_are_safe():
     G = torch.randn(6, 2, 5, 3)
     late = list(directions(G, first=2))
     assert all(direction.norm() < 3 * 15**0.5 for direction in late)
+    _, state = kl_shampoo(OPTIONS | {"update_count": 2}, G[0], fresh(2, 5, 3, torch.float32))
+    assert all(tensor.isfinite().all() for tensor in state.values())
     zero = torch.zeros(3, 2, 5, 3)
     assert not any(direction.any() for direction in directions(zero))
     assert all(direction.isfinite().all() for direction in directions(torch.cat([zero, G])))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muonsw.algorithms.factors import average_first, pack, unpack
+from muonsw.algorithms.factors import average_first, finite_or, inverse_root, pack, unpack
 from muonsw.algorithms.shampoo import Grid, shampoo
 from tests.family.references.shampoo import ReferenceShampoo
 
@@ -66,6 +66,16 @@ def test_cut_matrices_are_joined_again(m, n, size):
     X, grid = torch.randn(2, m, n), Grid.of(m, n, size)
     assert max(grid.height, grid.width) <= size
     assert torch.equal(grid.join(grid.cut(X), m, n), X)
+
+
+def test_roots_of_what_rounding_has_left_below_zero_and_of_what_is_not_finite():
+    """All eigenvalues are raised until the smallest is eps; a matrix with one bad element is another one's."""
+    eps, otherwise = 1e-4, torch.full((2, 2, 2), 7.0)
+    root = inverse_root(torch.tensor([[[1.0, 0.0], [0.0, -0.01]]]), 0.5, eps, otherwise[:1])
+    torch.testing.assert_close(root[0].diagonal(), torch.tensor([1.01 + eps, eps]).rsqrt())
+    X = torch.ones(2, 2, 2)
+    X[1, 0, 1] = torch.nan
+    assert torch.equal(finite_or(X, otherwise), torch.stack([X[0], otherwise[1]]))
 
 
 def test_two_symmetric_matrices_share_the_room_of_one_and_a_column():
