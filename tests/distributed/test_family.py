@@ -1,4 +1,4 @@
-"""Members of the family with state of whole matrices take the same steps on many ranks as on one."""
+"""Rules with state of whole matrices take the same steps on many ranks as on one."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.distributed.problems import (
 )
 from tests.distributed.test_replicated import divided
 from tests.distributed.test_sharded import along, interleaved_difference
-from tests.family import toy
+from tests.family import algorithms, toy
 from tests.family.members import OPTIONS
 
 CLOSE = 1e-9
@@ -33,8 +33,10 @@ MESHES = {
     "rows twice": ([2, 2], [0, 0], None),
     "copies": ([4], [None], None),
 }
-# Of members that differ in nothing that ranks could notice, one is enough in a hurry.
-QUICK = ("normuon", "adamuon")
+# Of rules that differ in nothing that ranks could notice, one is enough in a hurry: ASGO's state is of SOAP's kinds,
+# that of KL-Shampoo of Shampoo's.
+QUICK = ("normuon", "adamuon", "algorithm=soap", "algorithm=shampoo")
+ALGORITHMS_WITH_FACTORS = {f"algorithm={name}": own for name, own in algorithms.OPTIONS.items()}
 DION2 = {"algorithm": "dion2", "fraction": 0.4}
 # Algorithms of their own beside Muon, and a period of which a checkpoint falls into the middle.
 PATTERNS = {
@@ -45,14 +47,20 @@ PATTERNS = {
 }
 
 
-def cases(**more):
-    chosen = {**OPTIONS, **more}
-    slow = {name: () if name in (*QUICK, *more) else pytest.mark.slow for name in chosen}
-    return [pytest.param(options, id=name, marks=slow[name]) for name, options in chosen.items()]
+def cases(rules, **more):
+    slow = {name: () if name in QUICK else pytest.mark.slow for name in rules}
+    found = [pytest.param(options, id=name, marks=slow[name]) for name, options in rules.items()]
+    return found + [pytest.param(options, id=name) for name, options in more.items()]
 
 
-every_member = pytest.mark.parametrize("options", cases())
-every_rule = pytest.mark.parametrize("options", cases(toy=TOY, dion2=DION2))
+def by_patterns(options):
+    """An algorithm with factors for the matrices of the model whose checkpoint is saved."""
+    return {"patterns": {"up.weight": options, "down.weight": options, "experts": {**options, "matrix": "stack"}}}
+
+
+SAVED = {**OPTIONS, **{name: by_patterns(own) for name, own in ALGORITHMS_WITH_FACTORS.items()}}
+every_member = pytest.mark.parametrize("options", cases(OPTIONS))
+every_rule = pytest.mark.parametrize("options", cases({**OPTIONS, **ALGORITHMS_WITH_FACTORS}, toy=TOY, dion2=DION2))
 
 
 def every_mesh(options):
@@ -87,7 +95,7 @@ def test_placements_without_a_fast_exchange_give_them_too(pool, options):
     assert max(pool.run(interleaved_difference, options)) < CLOSE
 
 
-@pytest.mark.parametrize("options", cases(algorithms={"patterns": PATTERNS}))
+@pytest.mark.parametrize("options", cases(SAVED, algorithms={"patterns": PATTERNS}))
 @pytest.mark.parametrize("kind", ["shards", "owners"])
 def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, options, kind):
     folder = str(tmp_path / "checkpoint")
