@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from muonsw import NORM_RULES, AdamWSW, nonfinite
 from muonsw.nonfinite import Flag, Flags
 from muonsw.step import collect
-from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, matrices, run, set_gradients
+from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run, set_gradients
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
@@ -166,29 +166,6 @@ def test_low_precision_weights_and_what_rounding_kept_of_them_stay_under_the_fla
     run(optimizer, params, 1, start=5)
     for param, kept in zip(params, before, strict=True):
         assert_same([param.detach(), *optimizer.state[param].values()], kept)
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd", "momentum"])
-def test_scaled_decay_under_the_flag_follows_its_formula_in_float64(name, monkeypatch):
-    """W <- (1 - lambda eta^2 / eta_max) W - eta d, with d of torch's own optimizer without decay."""
-    on_the_device(monkeypatch)
-    schedule = cosine(0.05, 20)
-    (param,) = matrices((6, 5), dtype=torch.float64)
-    moving, W = torch.nn.Parameter(torch.zeros_like(param)), param.detach().clone()
-    momentum = {"momentum": 0.9} if name == "momentum" else {}
-    if name == "adamw":
-        optimizer = OPTIMIZERS["adamw"]([param], lr=0.05, weight_decay=0.3)
-        torchs = torch.optim.AdamW([moving], lr=0.05, weight_decay=0.0)
-    else:
-        optimizer = OPTIMIZERS["sgd"]([param], lr=0.05, weight_decay=0.3, **momentum)
-        torchs = torch.optim.SGD([moving], lr=0.05, **momentum)
-    for step in range(20):
-        before = moving.detach().clone()
-        run(optimizer, [param], 1, start=step, schedule=schedule)
-        run(torchs, [moving], 1, start=step, schedule=schedule)
-        eta = schedule(step)
-        W = (1 - 0.3 * eta * eta / 0.05) * W + (moving.detach() - before)
-    torch.testing.assert_close(param.detach(), W, rtol=1e-11, atol=1e-13)
 
 
 def test_work_is_found_anew_whatever_has_changed_since_the_last_step():

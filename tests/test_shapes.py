@@ -89,7 +89,7 @@ def test_non_contiguous_parameters_and_gradients():
     torch.testing.assert_close(strided.detach(), plain.detach())
 
 
-@pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd"])
+@pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd", "lion"])
 def test_chunks_of_any_size_give_the_same(algorithm):
     """What is computed together is a matter of memory alone."""
     shapes = [(4, 6), (3, 5, 4), (4, 6), (50, 2), (7, 5, 4)]

@@ -92,7 +92,6 @@ def test_a_side_that_is_too_long_has_no_factor_and_two_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algorithm": "sopa"}, "did you mean 'soap'"),
         ({"algorithm": "soap", "precondition_frequncy": 3}, "did you mean 'precondition_frequency'"),
         ({"algorithm": "soap", "precondition_frequency": 0}, "a whole number of at least 1"),
         ({"algorithm": "soap", "eps": 0.0}, "eps=0: SOAP begins with averages of zero"),

@@ -69,7 +69,6 @@ def test_only_the_largest_slices_move_and_all_decay():
         ({"fraction": 1.5}, r"fraction=1.5: must be in \(0, 1\]"),
         ({"fractions": 0.5}, "did you mean 'fraction'"),
         ({"ef_decay": 0.9}, "'ef_decay' is not an option: it is called momentum here"),
-        ({"algorithm": "dion"}, "did you mean 'dion2'"),
     ],
     ids=str,
 )

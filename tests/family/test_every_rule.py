@@ -13,6 +13,7 @@ from tests.family import algorithms, members
 
 EXACT = {"orthogonalizer": "newton_schulz", "ns_dtype": "float64"}
 ELEMENTWISE = {name: {"algorithm": name} for name in ("adamw", "sgd", "lion")}
+ELEMENTWISE["sgd, nesterov"] = {"algorithm": "sgd", "momentum": 0.9, "nesterov": True}
 OF_MATRICES = {
     "muon": EXACT,
     "dion2": {"algorithm": "dion2", "ns_dtype": "float64"},

@@ -45,20 +45,6 @@ def test_a_run_is_the_references_run(rule, cautious):
     assert follow(optimizer, params, references, 100, cosine(PEAK, 100)) < 1e-12
 
 
-def test_every_element_moves_by_the_learning_rate():
-    params = matrices((6, 3))
-    before = params[0].detach().clone()
-    run(lion(params, lr=0.01, weight_decay=0.0), params, 1)
-    torch.testing.assert_close((params[0].detach() - before).abs(), torch.full((6, 3), 0.01), rtol=0, atol=1e-7)
-
-
-def test_pieces_of_a_tensor_take_the_same_steps():
-    whole, cut = matrices((40, 30), (7,)), matrices((40, 30), (7,))
-    run(lion(whole, lr=0.01), whole, 3)
-    run(lion(cut, lr=0.01, chunk_bytes=256), cut, 3)
-    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
-
-
 def test_what_telemetry_reads_after_a_fused_step_is_where_it_went():
     """The kernel leaves the advanced average alone; the direction follows from it and the gradient."""
     params = matrices((20, 30))
@@ -88,8 +74,3 @@ def test_a_state_of_bfloat16_keeps_signs():
     other = matrices((16, 16))
     run(lion(other, lr=0.01), other, 3)
     assert ((params[0] - other[0]).abs() > 1e-3).float().mean() < 0.02
-
-
-def test_options_of_others_are_named():
-    with pytest.raises(ValueError, match="did you mean 'lion'"):
-        MuonSW([{"params": matrices((2, 2)), "algorithm": "lions"}])

@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from muonsw import ALGORITHMS, AdamWSW, MuonSW
-from muonsw.replay import obstacle
-from muonsw.step import collect
 from tests.common.problems import assert_same, clones, matrices, run, set_gradients
 from tests.family import toy
 
@@ -55,17 +53,6 @@ class TestMatrixAlgorithm:
             "toy_root.1": (3, 6, 1),
         }
 
-    def test_it_resumes_between_two_of_its_steps(self):
-        params = matrices((4, 6), (6, 6))
-        optimizer = build(params)
-        run(optimizer, params, 4)
-        resumed = clones(params)
-        other = build(resumed)
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        run(optimizer, params, 3, start=4)
-        run(other, resumed, 3, start=4)
-        assert_same(params, resumed)
-
     @pytest.mark.slow
     def test_a_compiled_step_goes_on_counting(self):
         eager, compiled = matrices((4, 6)), matrices((4, 6))
@@ -78,13 +65,6 @@ class TestMatrixAlgorithm:
             step()
         assert two.param_groups[0]["update_count"] == 5
         torch.testing.assert_close(eager[0], compiled[0], rtol=1e-5, atol=1e-6)
-
-    def test_it_is_not_replayed(self):
-        params = matrices((4, 6))
-        optimizer = build(params)
-        set_gradients(params, 0)
-        batch = collect(optimizer)[0]._replace(device=torch.device("cuda"))
-        assert obstacle([batch], "skip") == "algorithm='matrix_toy' does something else every few steps"
 
     def test_a_saved_state_of_another_shape_is_refused(self):
         params = matrices((4, 6))

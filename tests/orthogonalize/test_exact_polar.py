@@ -7,15 +7,11 @@ from hypothesis import strategies as st
 
 from muonsw.orthogonalize import exact
 from muonsw.orthogonalize.exact import polar_by_svd
+from tests.orthogonalize.spectra import with_spectrum
 
 
-def with_spectrum(spectrum, columns, seed=0):
-    """A wide float64 matrix with these singular values, and its polar factor."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = len(spectrum)
-    left = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64, generator=generator))[0]
-    right = torch.linalg.qr(torch.randn(columns, rows, dtype=torch.float64, generator=generator))[0].mT
-    return (left * spectrum) @ right, (left * (spectrum > 0)) @ right
+def with_factor(spectrum, columns, seed=0):
+    return with_spectrum(spectrum, columns, seed), with_spectrum(spectrum > 0, columns, seed)
 
 
 @settings(max_examples=40, deadline=None)
@@ -30,7 +26,7 @@ def test_both_routes_agree_with_the_factor_by_construction(rows, extra, log_cond
     spectrum = torch.logspace(0, -log_condition, rows, dtype=torch.float64)
     if not decaying:
         spectrum[1:] = 10.0**-log_condition
-    matrix, factor = with_spectrum(spectrum, rows + extra, seed)
+    matrix, factor = with_factor(spectrum, rows + extra, seed)
     # Up to a condition number of 1e3 the Gram route, eps * 1e6; above it the SVD, eps * 1e6 from the entries.
     assert torch.linalg.matrix_norm(exact(matrix) - factor, 2) < 2e-9
     assert torch.linalg.matrix_norm(exact(matrix) - polar_by_svd(matrix), 2) < 1e-9
@@ -44,8 +40,8 @@ def test_svd_is_taken_for_the_ill_conditioned_matrices_only(monkeypatch):
         return svd(matrices, **options)
 
     monkeypatch.setattr(torch.linalg, "svd", counting_svd)
-    good = [with_spectrum(torch.logspace(0, -2.9, 8, dtype=torch.float64), 12, seed) for seed in range(5)]
-    bad = [with_spectrum(torch.logspace(0, -k, 8, dtype=torch.float64), 12, 9) for k in (3.1, 6)]
+    good = [with_factor(torch.logspace(0, -2.9, 8, dtype=torch.float64), 12, seed) for seed in range(5)]
+    bad = [with_factor(torch.logspace(0, -k, 8, dtype=torch.float64), 12, 9) for k in (3.1, 6)]
     exact(torch.stack([matrix for matrix, _ in good]))
     assert sizes == []
     result = exact(torch.stack([matrix for matrix, _ in [*good, *bad]]))
@@ -58,7 +54,7 @@ def test_svd_is_taken_for_the_ill_conditioned_matrices_only(monkeypatch):
 def test_rank_is_kept_and_the_rest_contributes_nothing(rank):
     spectrum = torch.zeros(6, dtype=torch.float64)
     spectrum[:rank] = torch.arange(1.0, rank + 1)
-    matrix, factor = with_spectrum(spectrum, 9)
+    matrix, factor = with_factor(spectrum, 9)
     result = exact(matrix)
     torch.testing.assert_close(result, factor, rtol=0, atol=1e-12)
     assert torch.linalg.matrix_rank(result) == rank
@@ -76,14 +72,14 @@ def test_orthonormal_rows_and_a_symmetric_positive_remainder():
 
 
 def test_an_orthogonal_matrix_is_its_own_factor_and_steps_are_ignored():
-    orthogonal = with_spectrum(torch.ones(7, dtype=torch.float64), 7)[0]
+    orthogonal = with_factor(torch.ones(7, dtype=torch.float64), 7)[0]
     torch.testing.assert_close(exact(orthogonal), orthogonal, rtol=0, atol=1e-13)
     assert torch.equal(exact(orthogonal, steps=0), exact(orthogonal, steps=9))
 
 
 @pytest.mark.parametrize("exponent", [-300, -160, 160, 300])
 def test_float64_scales_that_would_overflow_a_gram_matrix(exponent):
-    matrix, factor = with_spectrum(torch.logspace(0, -1, 5, dtype=torch.float64), 9)
+    matrix, factor = with_factor(torch.logspace(0, -1, 5, dtype=torch.float64), 9)
     torch.testing.assert_close(exact(matrix * 10.0**exponent), factor, rtol=0, atol=1e-12)
 
 

@@ -5,15 +5,7 @@ import torch
 
 from muonsw.orthogonalize import auto, gram_newton_schulz, newton_schulz
 from muonsw.orthogonalize.iterations import LONGEST_SEGMENT, cost, gram_pays
-
-
-def with_spectrum(spectrum, columns, seed=0):
-    """A wide float64 matrix with these singular values."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = len(spectrum)
-    left = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64, generator=generator))[0]
-    right = torch.linalg.qr(torch.randn(columns, rows, dtype=torch.float64, generator=generator))[0]
-    return (left * spectrum) @ right.mT
+from tests.orthogonalize.spectra import with_spectrum
 
 
 def hard_spectra(rows, log_condition):

@@ -21,6 +21,7 @@ from muonsw.orthogonalize import (
     singular_value_map,
 )
 from muonsw.orthogonalize.iterations import polynomial
+from tests.orthogonalize.spectra import rotation, with_spectrum
 
 ITERATIONS = {
     auto: newton_schulz_schedule,
@@ -36,16 +37,6 @@ FP32_EPS = 2.0**-23
 
 def random(*shape, dtype=torch.float64, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def rotation(size, seed):
-    return torch.linalg.qr(random(size, size, seed=seed))[0]
-
-
-def with_spectrum(spectrum, columns, seed=0):
-    """A wide float64 matrix with these singular values."""
-    rows = len(spectrum)
-    return (rotation(rows, seed) * spectrum) @ rotation(columns, seed + 1)[:rows]
 
 
 @iterative
@@ -188,27 +179,6 @@ def test_polar_express_does_not_diverge_in_bfloat16_at_the_end_of_its_interval(s
     batch = random(20, 12, 1) @ random(20, 1, 30, seed=1)
     result = polar_express(batch, steps=steps, dtype=torch.bfloat16).double()
     assert torch.linalg.matrix_norm(result, 2).max() < 1.2
-
-
-@pytest.mark.parametrize(
-    ("fn", "steps", "bound"),
-    [
-        (newton_schulz, 5, 0.3203),
-        (gram_newton_schulz, 5, 0.3203),
-        (polar_express, 5, 0.1299),
-        (polar_express, 8, 1e-9),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-@settings(max_examples=20, deadline=None)
-@given(rows=st.integers(2, 20), columns=st.integers(2, 20), seed=st.integers(0, 99))
-def test_distance_to_the_polar_factor(fn, steps, bound, rows, columns, seed):
-    # The spectral distance is the largest |f(s) - 1|, and every s here is at least 1.5e-3 of the norm.
-    short, long = sorted((rows, columns))
-    spectrum = torch.logspace(0, -2, short, dtype=torch.float64)
-    matrix = with_spectrum(spectrum, long, seed)
-    matrix = matrix.mT if rows > columns else matrix
-    assert torch.linalg.matrix_norm(fn(matrix, steps=steps) - exact(matrix), 2) <= bound + 1e-9
 
 
 @every
