@@ -645,6 +645,9 @@ def test_a_group_that_joins_has_its_neighbours_peak_or_its_own_rate(peak_lr):
     with pytest.warns(PeakLRWarning, match=r"param group 2 joins a run .* taken to be its learning rate"):
         optimizer.add_param_group({"params": [weight()], "lr": now / 2})
     assert shrinks(optimizer) == pytest.approx([LAMBDA * now**2 / 0.1, LAMBDA * now**2 / 0.1, LAMBDA * now / 2])
+    for group in optimizer.param_groups:
+        group["lr"] = now / 10
+    shrinks(optimizer)  # no group is said to have missed its peak: warnings are errors here
 
 
 @pytest.mark.parametrize(("steps", "peak"), [(0, 5 * FAST), (2, FAST)])

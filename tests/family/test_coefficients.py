@@ -52,17 +52,21 @@ def test_equal_to_the_reference(name, shape, steps):
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high", "slope"),
+    ("name", "steps", "low", "high", "slope"),
     [
-        ("newton_schulz_you", 0.6807, 1.1451, 492.7),
-        ("polar_express_5", 0.8588, 1.1412, 970.1),
-        ("polar_express_nanochat", 0.8588, 1.1412, 979.7),
-        ("simple_quintic", 1 - 1e-6, 1 + 1e-6, 4096.0),
+        ("newton_schulz", 5, 0.6798, 1.2025, 484.9),
+        ("newton_schulz", 8, 0.6818, 1.1344, 19815.7),
+        ("polar_express", 5, 0.8702, 1.1236, 966.6),
+        ("polar_express", 6, 0.9974, 1.0012, 1810.0),
+        ("polar_express", 8, 1 - 1e-13, 1 + 1e-13, 6300.4),
+        ("newton_schulz_you", 5, 0.6807, 1.1451, 492.7),
+        ("polar_express_5", 5, 0.8588, 1.1412, 970.1),
+        ("polar_express_nanochat", 5, 0.8588, 1.1412, 979.7),
+        ("simple_quintic", 12, 1 - 1e-6, 1 + 1e-6, 4096.0),
     ],
 )
-def test_documented_interval_and_slope(name, low, high, slope):
-    chosen = COEFFICIENT_SETS[name]
-    apply = singular_value_map(chosen.schedule(chosen.steps))
+def test_documented_interval_and_slope(name, steps, low, high, slope):
+    apply = singular_value_map(COEFFICIENT_SETS[name].schedule(steps))
     values = apply(SIGMA)
     assert low <= values.min() < low + 2e-4
     assert high - 2e-4 < values.max() <= high
@@ -72,7 +76,9 @@ def test_documented_interval_and_slope(name, low, high, slope):
 @every
 @pytest.mark.parametrize("steps", [1, 2, 5, 8, 20])
 def test_the_whole_range_stays_bounded_however_many_steps(name, steps):
-    values = singular_value_map(COEFFICIENT_SETS[name].schedule(steps))(torch.linspace(0, 1, 20_001).double())
+    apply, sigma = singular_value_map(COEFFICIENT_SETS[name].schedule(steps)), torch.linspace(0, 1, 20_001).double()
+    values = apply(sigma)
+    assert torch.equal(apply(-sigma), -values)
     assert values[0] == 0
     assert (values[1:] > 0).all()
     assert values.max() < 2.0
