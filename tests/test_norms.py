@@ -58,16 +58,20 @@ def test_a_given_target_is_the_root_mean_square_of_the_entries(norm):
     assert "radius" not in optimizer.state[params[0]]
 
 
-@every
+@pytest.mark.parametrize(
+    ("algorithm", "stacked"),
+    [*((name, {"matrix": "stack"}) for name in CLASSES), ("adamw", {"role": "experts"})],
+    ids=str,
+)
 @norm_rules
-def test_every_expert_of_a_stack_has_a_norm_of_its_own(algorithm, norm):
+def test_every_expert_of_a_stack_has_a_norm_of_its_own(algorithm, stacked, norm):
     """A stack moves as its matrices would move as parameters of their own."""
     (stack,) = matrices((3, 4, 5), dtype=torch.float64)
     stack.data *= torch.tensor([1.0, 2.0, 5.0]).view(3, 1, 1)
     single = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     options = {"lr": 0.05, "weight_decay": 0.5, "norm": norm, **OWN.get(algorithm, {})}
     build = CLASSES[algorithm][0]
-    together, apart = build([{"params": [stack], "matrix": "stack"}], **options), build(single, **options)
+    together, apart = build([{"params": [stack], **stacked}], **options), build(single, **options)
     for step in range(8):
         set_gradients([stack], step)
         for matrix, grad in zip(single, stack.grad, strict=True):

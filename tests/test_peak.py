@@ -321,14 +321,15 @@ def test_rounding_above_the_peak_is_tolerated():
     assert 1 - param[0, 0].item() == pytest.approx(LAMBDA * 0.1, rel=1e-5)
 
 
-def test_tensor_lr_above_the_peak_is_raised_later_and_once_and_saved_with_a_warning():
+@pytest.mark.parametrize(("dtype", "excess"), [(torch.float32, 1.0), (torch.float64, 1e-5)])
+def test_tensor_lr_above_the_peak_is_raised_later_and_once_and_saved_with_a_warning(dtype, excess):
     param = weight()
-    lr = torch.tensor(0.1)
+    lr = torch.tensor(0.1, dtype=dtype)
     optimizer = SGDSW([param], lr=lr, weight_decay=LAMBDA)
     param.grad = torch.zeros_like(param)
     optimizer.step()
     optimizer.check()
-    lr.fill_(0.2)
+    lr.fill_(0.1 * (1 + excess))
     optimizer.step()
     with pytest.warns(PeakLRWarning, match="tensor learning rate exceeded its peak"):
         optimizer.state_dict()

@@ -176,10 +176,10 @@ def test_weights_that_are_stored_as_in_out_are_scaled_by_columns():
 @pytest.mark.parametrize("block", [3, 1024])
 def test_largest_logits_are_those_of_the_whole_matrix(is_causal, block):
     generator = torch.Generator().manual_seed(3)
-    q, k = (torch.randn(2, heads, LENGTH, SIZE, generator=generator, dtype=torch.float64) for heads in (4, 2))
+    q, k = (torch.randn(2, heads, LENGTH, SIZE, generator=generator, dtype=torch.float64) for heads in (6, 2))
     q[:, :2, 0] = 9 * k[:, :1, 0]  # the largest logits of two heads are those of the first query
     found = max_attention_logits(q, k, is_causal=is_causal, block=block)
-    logits = torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(2, 1)) / SIZE**0.5
+    logits = torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(3, 1)) / SIZE**0.5
     if is_causal:
         logits = logits.where(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), -torch.inf)
     torch.testing.assert_close(found, logits.amax((0, 2, 3)).float())
@@ -200,6 +200,7 @@ def test_mistakes_are_named():
     for rows in (HeadRows(q.weight, 3, stride=6), HeadRows(q.weight, 4, start=1)):  # a row too many
         with pytest.raises(ValueError, match=r"2 heads of . rows from row . on, . apart, do not fit"):
             QKClip().add(query=rows, key=k.weight, heads=2)
+    QKClip().add(query=q.weight, key=k.weight, heads=1)
     attention = QKClip().add(query=q.weight, key=k.weight, heads=2)
     with pytest.raises(ValueError, match="logits of 3 heads from head 0 on do not fit an attention of 2 heads"):
         attention.observe(torch.ones(3))

@@ -131,6 +131,13 @@ def test_an_infinite_gradient_does_not_enter_the_average():
     assert torch.equal(optimizer.param_groups[0]["gradient_average"], before)
 
 
+def test_a_step_at_zero_leaves_no_gradient_in_the_average():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
+    run(optimizer, params, 1, schedule=lambda _: 0.0)
+    assert optimizer.param_groups[0]["gradient_average"].tolist() == [0.0, 0.0]
+
+
 def test_a_step_that_raises_is_not_counted():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=3.0, decay="log_time")

@@ -79,9 +79,11 @@ def test_a_step_that_is_skipped_leaves_weights_and_state(name, taken, known_by, 
 
 
 @every_rule
-def test_gradients_of_zero_leave_all_to_decay(name):
+@pytest.mark.parametrize("cautious", [False, True])
+def test_gradients_of_zero_leave_all_to_decay(name, cautious):
+    """Also where it is cautious: what does not move does not move outward."""
     params = matrices((4, 6), (6, 6), dtype=torch.float64)
-    optimizer, before = build(name, params, weight_decay=0.3), clones(params)
+    optimizer, before = build(name, params, weight_decay=0.3, cautious=cautious), clones(params)
     for _ in range(5):
         for param in params:
             param.grad = torch.zeros_like(param)

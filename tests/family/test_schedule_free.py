@@ -374,6 +374,8 @@ def test_schedulers_closures_and_telemetry_take_it_for_an_optimizer():
         losses.append(optimizer.step(closure).item())
         scheduler.step()
     assert losses[0] > losses[-1]
+    optimizer.zero_grad()
+    assert params[0].grad is None
     assert torch.equal(seen[-1], params[0].detach())  # y, not z
     assert len(telemetry.records) == 3
     assert optimizer.param_groups[0]["lr"] == 0.0125
