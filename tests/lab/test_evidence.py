@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from muonsw.lab.runs import Run, load_run
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.records import SAMPLED, Records
 from muonsw.lab.studies import evidence
-from muonsw.lab.studies.arms import Key, decay_factors
+from muonsw.lab.studies.arms import Key, decay_factors, lambda_arm
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.program import main
 from muonsw.lab.studies.training import (
@@ -32,16 +31,18 @@ from muonsw.lab.studies.training import (
     regret,
     rows,
     schedules,
+    sweeps,
     untuned,
     worked_tasks,
 )
 from muonsw.lab.studies.training.best_rules import best_at_an_end, candidates, judge_strengths, rules_run
 from muonsw.lab.studies.training.regret import (
     Optimum,
-    best_against_best,
+    best_gaps,
     carried_regrets,
     good_range,
     judge_losses,
+    loss_at,
     octaves_within,
     regrets,
     too_large,
@@ -92,7 +93,7 @@ def test_every_record_of_a_task_is_a_run_of_a_worked_one(found):
 def test_best_against_best_is_one_number_everywhere(found):
     """The best of means, paired by seed: on the page, in the claims, in the README, as the difference of means."""
     lucky = [{0.1: 3.0, 0.2: 3.3}, {0.1: 3.4, 0.2: 3.0}]  # a seed's own lowest would give 3.0, the best of means 3.15
-    assert best_against_best(lucky, [{0.1: 3.0, 0.2: 3.1}] * 2).value == pytest.approx(0.15)
+    assert best_gaps(lucky, [{0.1: 3.0, 0.2: 3.1}] * 2) == pytest.approx([0.3, 0.0])
     longest = {one.rule: one for one in found.optima() if one.steps == 6_400}
     means = [min(longest[rule].losses.values()) for rule in ("scaled", "constant")]
     claims = {claim.id: claim for claim in found.studies["regret"].judge(found.results["regret"])["regret"]}
@@ -406,7 +407,7 @@ def test_the_family_from_training_to_the_page(tmp_path, monkeypatch, tiny):
 def test_after_the_search_lambda_takes_as_much_over_the_longer_run(monkeypatch):
     """Both rules are best at the lowest rate and the largest lambda; in twice the updates that is half as large."""
     short, run = family.family_run(evidence.MINI, shorter=2), family.family_run(evidence.MINI)
-    monkeypatch.setattr(regret, "swept_loss", lambda one: one.loss)
+    monkeypatch.setattr(sweeps, "swept_loss", lambda one: one.loss)
     arms = {
         arm.name: [MadeRun(arm.optimizer, short, 3, arm.optimizer.lr / arm.optimizer.weight_decay)]
         for arm in family.grid(short, "soap")
@@ -428,7 +429,7 @@ def test_after_the_search_lambda_takes_as_much_over_the_longer_run(monkeypatch):
 @pytest.mark.parametrize(("share", "moves", "holds"), [(0.4, 1.0, True), (0.8, 0.25, False)])
 def test_claims_of_the_family_tell_a_member_that_forgives_and_one_that_moves_lambda(share, moves, holds, monkeypatch):
     """Basins over log lambda: scaled decay's is flatter by a share, normuon's best lambda another than Muon's."""
-    monkeypatch.setattr(regret, "swept_loss", lambda one: one.loss)
+    monkeypatch.setattr(sweeps, "swept_loss", lambda one: one.loss)
 
     def losses(member, rule, lr, lam, steps):
         total = math.log(lam * lr * 0.545 * steps / (0.6 if member == "muon" else 0.6 * moves), 4)
@@ -456,7 +457,7 @@ def test_claims_of_the_family_tell_a_member_that_forgives_and_one_that_moves_lam
 
 def test_where_the_largest_lambda_is_the_best_a_larger_one_is_trained_and_judged(monkeypatch):
     monkeypatch.setattr(family, "RATES", {"muon": 1.0})
-    monkeypatch.setattr(regret, "swept_loss", lambda one: one.loss)
+    monkeypatch.setattr(sweeps, "swept_loss", lambda one: one.loss)
 
     def made(one, best):
         sums = {arm.name: sum(decay_factors(one.base, replace(arm.optimizer, decay="constant"))) for arm in one.arms}
@@ -498,9 +499,13 @@ def test_claims_tell_a_constant_total_from_another(shift, holds, monkeypatch):
         run, middle = one.base, 128 if one.key.width else 8
         grown = (run.model.width if one.key.width else run.batch) / middle
         best = 0.1 * 1_600 / run.steps * grown**shift
-        results[one.key] = (run, [basin(best, best), basin(best, 1.05 * best)])
-    monkeypatch.setattr(lambda_scaling, "losses_of", lambda arms, _rule: arms[1])
-    monkeypatch.setattr(lambda_scaling, "first_run", lambda arms: Made(arms[0]))
+        seeds = basin(best, best), basin(best, 1.05 * best)
+        results[one.key] = {
+            arm.name: [MadeRun(arm.optimizer, run, *end) for end in enumerate(losses[lam] for losses in seeds)]
+            for lam in seeds[0]
+            for arm in (lambda_arm(run.optimizer, rule, lam) for rule in regret.RULES)
+        }
+    monkeypatch.setattr(sweeps, "swept_loss", lambda one: one.loss)
     claims = {claim.id: claim for claim in lambda_scaling.judge_scaling(results, evidence.MINI)}
     for axis, asked in (("width", 0.0), ("batch", 1.0), ("size", -2.0)):
         claim = claims[f"scaled-{axis}"]
@@ -508,13 +513,6 @@ def test_claims_tell_a_constant_total_from_another(shift, holds, monkeypatch):
     known = {one["of"]: one for one in lambda_scaling.scaling_measured(results, evidence.MINI)}
     assert (known["width"]["power"], known["batch"]["power"]) == (pytest.approx(shift, abs=1e-3),) * 2
     assert (known["width"]["from"], known["batch"]["from"]) == (128, 16_384)
-
-
-class Made(NamedTuple):
-    """What of a run the fits look at."""
-
-    config: RunConfig
-    epochs: float = 0.1
 
 
 @pytest.mark.slow
@@ -716,11 +714,12 @@ def test_advice_is_judged_on_lengths_that_it_has_not_seen(found):
 
 def test_a_loss_between_lambdas_is_on_the_line_between_its_neighbours():
     losses = {0.1: 3.0, 0.2: 3.1, 0.4: 3.5}
-    assert untuned.loss_at(losses, 0.2) == pytest.approx(3.1)
-    assert untuned.loss_at(losses, 0.1 * 2**0.5) == pytest.approx(3.05)
-    assert untuned.loss_at(losses, 0.8) == pytest.approx(3.9)
-    assert untuned.loss_at(losses, 0.81) is None
-    assert untuned.loss_at(losses, 0.04) is None
+    assert loss_at(losses, 0.2) == pytest.approx(3.1)
+    assert loss_at(losses, 0.1 * 2**0.5) == pytest.approx(3.05)
+    assert loss_at(losses, 0.41) is None
+    assert loss_at(losses, 0.8, reach=1.0) == pytest.approx(3.9)
+    assert loss_at(losses, 0.81, reach=1.0) is None
+    assert loss_at(losses, 0.04, reach=1.0) is None
 
 
 def task_run(task, arm, seed, end):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from muonsw.lab.claims.claim import Claim, Estimate, Verdict
 from muonsw.lab.claims.statistics import ONE_SEED, over_seeds
-from muonsw.lab.studies.arms import Results
+from muonsw.lab.studies.arms import Key, Results
 from muonsw.lab.studies.outcome import last_loss, over_runs, paired
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training import (
@@ -61,8 +61,8 @@ def _untuned(evidence: EvidencePage) -> str:
 def _map(evidence: EvidencePage) -> str:
     if not (found := evidence.optima()):
         return ""
-    one, losses = max(found, key=lambda one: one.steps), regret.map_of(evidence.results["regret"])
-    gap = regret.best_against_best(losses["scaled"][one.steps], losses["constant"][one.steps])
+    one = max(found, key=lambda one: one.steps)
+    gap = regret.best_against_best(evidence.results["regret"][Key(steps=one.steps)])
     close = "Choose lambda well and the rule hardly matters" if abs(gap.value) <= GOOD else "The rule matters"
     return (
         f"{close}: each at the lambda with the lowest mean over seeds, scaled decay ends {_nats(gap)} from constant "
@@ -78,15 +78,14 @@ def _too_large(evidence: EvidencePage) -> str:
     longest = max(row.constant_at.steps for row in costly)
     last = [row for row in costly if row.constant_at.steps == longest]
     shares = sorted(row.scaled / row.constant for row in costly)
-    cost = ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in last)
     known = [(row.same_total, row.constant) for row in last if row.same_total is not None]
     less = all(ours < theirs for ours, theirs in known)
     how = "so it matters when decay acts, not only how much there is" if less else "so it is the amount that matters"
     total = ", ".join(f"{ours:.3f}" for ours, _ in known)
     return (
         f"Too large a lambda costs scaled decay {shares[0]:.2f} to {shares[-1]:.2f} of what it costs constant decay, "
-        f"over all horizons: at {longest:,} updates constant and scaled end {cost} above their best. Scaled decay of "
-        f"the same total ends {total} above, {how}."
+        f"over all horizons: at {longest:,} updates constant and scaled end {_costs_of(last)} above their best. "
+        f"Scaled decay of the same total ends {total} above, {how}."
     )
 
 
@@ -109,17 +108,19 @@ def _totals(evidence: EvidencePage) -> str:
 
 def _length(evidence: EvidencePage) -> str:
     """Whether the gap at the best lambda grows with the length, on text that is hardly repeated."""
-    losses = regret.map_of(evidence.results["long"])
-    lengths = sorted(losses["constant"])
-    gaps = [regret.best_against_best(losses["scaled"][steps], losses["constant"][steps]) for steps in lengths]
-    ends = " and ".join(f"{_nats(gap)} at {steps:,} updates" for gap, steps in zip(gaps, lengths, strict=True))
-    costs = [row for row in regret.too_large(regret.optima(evidence.results["long"])) if row.constant > GOOD]
-    last = [row for row in costs if row.constant_at.steps == lengths[-1]]
-    large = ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in last)
-    more = f" At {lengths[-1]:,} updates too large a lambda costs them, constant decay first, {large}." if large else ""
-    return (
-        f"On fresh text, each at its best lambda, scaled decay ends {ends} from constant decay.{more}" if ends else ""
-    )
+    if not (results := evidence.results["long"]):
+        return ""
+    ends = [f"{_nats(regret.best_against_best(arms))} at {key.steps:,} updates" for key, arms in results.items()]
+    found = regret.optima(results)
+    longest = max(one.steps for one in found)
+    last = [row for row in regret.too_large(found) if row.constant_at.steps == longest and row.constant > GOOD]
+    large = f" At {longest:,} updates too large a lambda costs them, constant decay first, {_costs_of(last)}."
+    more = large if last else ""
+    return f"On fresh text, each at its best lambda, scaled decay ends {' and '.join(ends)} from constant decay.{more}"
+
+
+def _costs_of(rows: Sequence[regret.TooLargeLambda]) -> str:
+    return ", ".join(f"{row.constant:.3f} and {row.scaled:.3f} at {row.lam:g}" for row in rows)
 
 
 def _rules(evidence: EvidencePage) -> str:
@@ -173,20 +174,15 @@ def _little_text(evidence: EvidencePage) -> str:
 
 
 def _repeated(results: Results, _scale: Scale) -> str:
-    losses = {rule: regret.losses_of(results[cases.REPEATED], rule) for rule in (*RULES, "piecewise")}
-    rising, scaled = (
-        _nats(regret.best_against_best(losses[rule], losses["constant"])) for rule in ("piecewise", "scaled")
-    )
+    arms = results[cases.REPEATED]
+    rising, scaled = (_nats(regret.best_against_best(arms, rule)) for rule in ("piecewise", "scaled"))
     return f"Each at its best lambda, rising decay ends {rising} from constant decay, and scaled decay {scaled}."
 
 
 def _schedules(results: Results, _scale: Scale) -> str:
     """How far apart the rules end under every schedule."""
-    gaps = []
-    for key, arms in results.items():
-        losses = {rule: regret.losses_of(arms, rule) for rule in RULES}
-        gaps.append(f"{_nats(regret.best_against_best(losses['scaled'], losses['constant']))} under {key}")
-    return f"Each at its best lambda, scaled decay ends {'; '.join(gaps)} from constant decay."
+    gaps = "; ".join(f"{_nats(regret.best_against_best(arms))} under {key}" for key, arms in results.items())
+    return f"Each at its best lambda, scaled decay ends {gaps} from constant decay."
 
 
 def _drift(results: Results, _scale: Scale) -> str:

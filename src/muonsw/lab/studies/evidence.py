@@ -369,5 +369,5 @@ def _other_rules(results: Results) -> list[Optimum]:
         for rule, those in best_rules.candidates(best_rules.rules_run(MINI)).items():
             if rule in DECAY_RULES and rule not in RULES and rule != "none" and not DECAY_RULES[rule].uses_gradient:
                 runs = {arm.name: arms[arm.name] for arm in those if arm.name in arms}
-                found.append(regret.optimum(regret.losses_of(runs, rule), regret.first_run(runs), rule))
+                found.append(regret.optimum(runs, rule))
     return found

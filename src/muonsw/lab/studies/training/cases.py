@@ -14,7 +14,7 @@ from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, lambda_arm
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import rules_run
-from muonsw.lab.studies.training.regret import EXACT, RULES, basins, best_against_best, losses_of
+from muonsw.lab.studies.training.regret import EXACT, RULES, basins, best_against_best
 from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 LITTLE, STRONG = Key("little text"), Key("little text, four times the lambda")
@@ -62,8 +62,7 @@ def repeated_text(scale: Scale) -> list[Comparison]:
 
 def judge_repeated(results: Results, _scale: Scale) -> list[Claim]:
     """Each at the best of its lambdas: rising decay ends below constant decay, scaled decay does not."""
-    losses = {rule: losses_of(results[REPEATED], rule) for rule in (*RULES, "piecewise")}
-    rising, scaled = (best_against_best(losses[rule], losses["constant"]) for rule in ("piecewise", "scaled"))
+    rising, scaled = (best_against_best(results[REPEATED], rule) for rule in ("piecewise", "scaled"))
     lower = "rising decay minus constant decay, each at its best lambda, in nats"
     higher = "scaled decay minus constant decay, each at its best lambda, in nats"
     return [

@@ -42,6 +42,7 @@ from muonsw.lab.studies.training.regret import (
     basins_chart,
     losses_of,
     optimum,
+    under,
     vertex,
 )
 from muonsw.lab.studies.training.sweeps import mean_losses
@@ -195,7 +196,7 @@ class Best:
 
 def best_of(arms: Runs, rule: str) -> Best:
     """The rate whose best lambda has the lowest mean loss, and what was found there."""
-    runs = {name: those for name, those in arms.items() if those[0].config.optimizer.decay == rule}
+    runs = under(arms, rule)
     rates = sorted({those[0].config.optimizer.lr for those in runs.values()})
     at_rate = {lr: {name: r for name, r in runs.items() if r[0].config.optimizer.lr == lr} for lr in rates}
     seeds = {lr: losses_of(those, rule) for lr, those in at_rate.items()}
@@ -204,7 +205,7 @@ def best_of(arms: Runs, rule: str) -> Best:
     lam = min(means, key=lambda lam: means[lam])
     one = next(r[0] for r in at_rate[lr].values() if r[0].config.optimizer.weight_decay == lam)
     larger = None if lam == max(means) else [losses[max(means)] - losses[lam] for losses in seeds[lr]]
-    return Best(seeds[lr], optimum(seeds[lr], one, rule), larger, lr in (rates[0], rates[-1]), one)
+    return Best(seeds[lr], optimum(at_rate[lr], rule), larger, lr in (rates[0], rates[-1]), one)
 
 
 def tuned_members(results: Results, scale: Scale) -> dict[str, dict[str, Best]]:
@@ -335,8 +336,8 @@ def _search_table(results: Results, scale: Scale) -> Table:
     rows: list[list[Value | Cell]] = []
     for key, arms in results.items():
         for rule in RULES if key.steps != family_run(scale).steps else ():
-            runs = [those[0] for those in arms.values() if those[0].config.optimizer.decay == rule]
-            losses = {float(place): swept_loss(run) for place, run in enumerate(runs)}
+            runs = under(arms, rule).values()
+            losses = {float(place): swept_loss(those[0]) for place, those in enumerate(runs)}
             rows.append([key.name, rule, *(loss_cell(losses, place) for place in losses)])
     note = (
         "Validation loss on the seed of the search, the best of each row marked: multiples of the member's middle "

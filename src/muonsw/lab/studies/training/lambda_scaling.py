@@ -148,7 +148,7 @@ def _resolution(grown: Sequence[int]) -> Tolerance:
 
 
 def _optima(results: Results, rule: str) -> Mapping[Key, Optimum]:
-    return {key: optimum(losses_of(arms, rule), first_run(arms), rule) for key, arms in results.items()}
+    return {key: optimum(arms, rule) for key, arms in results.items()}
 
 
 def scaling_tables(results: Results, _scale: Scale) -> list[Table]:
@@ -198,7 +198,7 @@ def scaling_charts(results: Results, _scale: Scale) -> list[Chart]:
     for axis in AXES:
         curves, grown = [], along(axis, results)
         for rule in RULES if len(grown) > 1 else ():
-            best = [optimum(losses_of(arms, rule), first_run(arms), rule).best for arms in grown.values()]
+            best = [optimum(arms, rule).best for arms in grown.values()]
             curves.append(Curve(rule, rule, list(grown), best))
             published = [best[0] * (one / min(grown)) ** axis.published for one in grown]
             curves.append(Curve(f"{rule}, published", rule, list(grown), published, line="dashed"))

@@ -23,9 +23,9 @@ from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Comparison, Key, Results, Runs, decay_factors, lambda_arm
-from muonsw.lab.studies.outcome import loss_cell, swept_loss
+from muonsw.lab.studies.outcome import loss_cell
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.sweeps import Losses, mean_losses, power
+from muonsw.lab.studies.training.sweeps import Losses, losses_by_seed, mean_losses, power
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig
 
@@ -61,12 +61,14 @@ def at_horizon(run: RunConfig, steps: int) -> RunConfig:
     )
 
 
+def under(arms: Runs, rule: str) -> Runs:
+    """The arms of one decay rule."""
+    return {name: runs for name, runs in arms.items() if runs[0].config.optimizer.decay == rule}
+
+
 def losses_of(arms: Runs, rule: str) -> list[dict[float, float]]:
     """For each seed, final loss by lambda under one rule; a run that diverged counts as infinitely bad."""
-    found: dict[int, dict[float, float]] = {}
-    for run in (run for runs in arms.values() for run in runs if run.config.optimizer.decay == rule):
-        found.setdefault(run.config.seed, {})[run.config.optimizer.weight_decay] = swept_loss(run)
-    return [dict(sorted(found[seed].items())) for seed in sorted(found)]
+    return losses_by_seed(under(arms, rule), "weight_decay")
 
 
 def map_of(results: Results) -> Map:
@@ -96,9 +98,9 @@ def best_gaps(ours: Sequence[Losses], theirs: Sequence[Losses]) -> list[float]:
     return [a[best] - b[other] for a, b in zip(ours, theirs, strict=True)]
 
 
-def best_against_best(ours: Sequence[Losses], theirs: Sequence[Losses]) -> Estimate:
-    """Their mean with its interval."""
-    return over_seeds(best_gaps(ours, theirs))
+def best_against_best(arms: Runs, rule: str = "scaled", other: str = "constant") -> Estimate:
+    """Their mean with its interval, of two rules in one comparison."""
+    return over_seeds(best_gaps(losses_of(arms, rule), losses_of(arms, other)))
 
 
 def regrets(losses: Losses, best: float | None = None) -> dict[float, float]:
@@ -161,7 +163,7 @@ def judge_losses(found: Map, short: int, long: int) -> list[Claim]:
     wider = f"octaves of lambda within {GOOD} of the best at {long:,} updates: scaled over constant"
     lower = f"best of scaled minus best of constant over lambda at {long:,} updates, in nats"
     limits = "the best of means, on the seeds that it is judged on: a little too good for both rules"
-    gap = best_against_best(last["scaled"], last["constant"])
+    gap = over_seeds(best_gaps(last["scaled"], last["constant"]))
     return [
         at_least(f"constant-regret-grows-{long}", grows, BEYOND, over_seeds(carried["constant"]), GOOD, EXACT),
         at_most(f"scaled-regret-does-not-{long}", stays, BEYOND, over_seeds(carried["scaled"]), GOOD, EXACT),
@@ -217,8 +219,9 @@ class Optimum:
     costs: Mapping[float, tuple[float, float | None]]
 
 
-def optimum(seeds: Sequence[Losses], run: Run, rule: str) -> Optimum:
-    """What the losses of several seeds say; `run` is one of theirs."""
+def optimum(arms: Runs, rule: str) -> Optimum:
+    """What the runs of a rule say, which differ in lambda and seed alone."""
+    seeds, run = losses_of(arms, rule), first_run(arms)
     config, losses, lowest = run.config, mean_losses(seeds), best_of_means(seeds)
     one = replace(config.optimizer, decay=rule, weight_decay=1.0)
     low, high = good_range(losses)
@@ -245,7 +248,7 @@ def _cost(values: Sequence[float]) -> tuple[float, float | None]:
 
 def optima(results: Results) -> list[Optimum]:
     """Of every rule at every horizon."""
-    return [optimum(losses_of(arms, rule), first_run(arms), rule) for rule in RULES for arms in results.values()]
+    return [optimum(arms, rule) for rule in RULES for arms in results.values()]
 
 
 def measurement(one: Optimum) -> dict[str, Any]:
@@ -305,14 +308,21 @@ def at_ends(losses: Losses) -> tuple[bool, bool]:
     return math.isclose(low, min(losses)), math.isclose(high, max(losses))
 
 
-def at_factor(losses: Losses, best: float, factor: float) -> float | None:
-    """The regret at a multiple of a lambda, by lines over log lambda; None beyond the grid."""
-    points = [(math.log2(lam), regret) for lam, regret in regrets(losses).items()]
-    x = math.log2(best * factor)
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return None
+def loss_at(losses: Losses, lam: float, reach: float = 0.0) -> float | None:
+    """The loss at a lambda, by lines over log lambda; None more than `reach` octaves beyond those that were tried.
+
+    Examples:
+        >>> loss_at({0.1: 3.0, 0.4: 3.2}, 0.2)
+        3.1
+        >>> loss_at({0.1: 3.0, 0.2: 3.1}, 0.8, reach=1.0) is None
+        True
+    """
+    points, x = [(math.log2(lam), loss) for lam, loss in losses.items()], math.log2(lam)
+    if not points[0][0] - reach <= x <= points[-1][0] + reach:
+        return None
+    pairs = list(pairwise(points))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 @dataclass(frozen=True)
@@ -333,7 +343,7 @@ def too_large(found: Sequence[Optimum]) -> list[TooLargeLambda]:
     for constant in (one for one in found if one.rule == "constant"):
         scaled = scaled_at[constant.steps]
         for lam in (lam for lam in constant.costs if lam > max(constant.best, scaled.best)):
-            same_total = at_factor(scaled.losses, lam, constant.per_lambda / scaled.per_lambda)
+            same_total = loss_at(regrets(scaled.losses), lam * constant.per_lambda / scaled.per_lambda)
             rows.append(TooLargeLambda(constant, lam, constant.costs[lam][0], scaled.costs[lam][0], same_total))
     return rows
 
@@ -369,7 +379,7 @@ def _optima_table(found: Sequence[Optimum]) -> Table:
         best = f"{one.best:.3g}{'*' * one.at_an_end}", f"{one.best * one.per_lambda:.2f}{'*' * one.at_an_end}"
         good = f"{one.low:.3g}{'*' * low_end} to {one.high:.3g}{'*' * high_end}"
         octaves = f"{octaves_within(one.losses):.1f}{'*' * (low_end or high_end)}"
-        costs = at_factor(one.losses, one.best, 4.0)
+        costs = loss_at(regrets(one.losses), 4.0 * one.best)
         rows.append([*run, *best, good, octaves, None if costs is None else f"{costs:+.3f}"])
     powers = {
         rule: [(one.best, one.steps) for one in found if one.rule == rule] for rule in RULES if len(found) > len(RULES)

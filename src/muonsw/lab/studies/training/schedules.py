@@ -25,9 +25,7 @@ from muonsw.lab.studies.training.regret import (
     RULES,
     at_horizon,
     basins,
-    best_against_best,
     best_gaps,
-    first_run,
     lambda_map,
     losses_of,
     optimum,
@@ -72,8 +70,7 @@ def judge_schedules(results: Results, _scale: Scale) -> list[Claim]:
     claims = []
     for key in (key for key in (LINEAR, Key("cosine to 0"), WSD) if key in losses):
         lower = f"{key}: scaled decay minus constant decay, each at its best lambda, in nats"
-        gap = best_against_best(losses[key]["scaled"], losses[key]["constant"])
-        claims.append(at_most(f"{key.slug}-best", lower, BEYOND, gap, 0.0, EXACT))
+        claims.append(at_most(f"{key.slug}-best", lower, BEYOND, over_seeds(_gaps(losses[key])), 0.0, EXACT))
     if LINEAR in losses and WSD in losses:
         gaps = [_gaps(losses[key]) for key in (LINEAR, WSD)]
         more = f"the same under {LINEAR}, minus the same under {WSD}, in nats"
@@ -82,7 +79,7 @@ def judge_schedules(results: Results, _scale: Scale) -> list[Claim]:
     if LINEAR in losses and COSINE in losses:
         for rule in RULES:
             zero = f"{rule} decay at its best lambda: {LINEAR} minus {COSINE}, in nats"
-            gap = best_against_best(losses[LINEAR][rule], losses[COSINE][rule])
+            gap = over_seeds(best_gaps(losses[LINEAR][rule], losses[COSINE][rule]))
             claims.append(below(f"{rule}-to-zero", zero, TO_ZERO, gap, 0.0, EXACT))
     return claims
 
@@ -105,7 +102,7 @@ def schedule_tables(results: Results, _scale: Scale) -> list[Table]:
     for key, arms in results.items():
         losses = {rule: losses_of(arms, rule) for rule in RULES}
         for rule, seeds in losses.items():
-            one, means = optimum(seeds, first_run(arms), rule), mean_losses(seeds)
+            one, means = optimum(arms, rule), mean_losses(seeds)
             gap = with_interval(_gaps(losses)) if rule == "scaled" else None
             total = f"{one.best * one.per_lambda:.2f}"
             rows.append([str(key), rule, *(loss_cell(means, lam) for lam in lambdas), total, gap])

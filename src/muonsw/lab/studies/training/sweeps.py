@@ -71,11 +71,11 @@ def by_algorithm(results: Results) -> list[dict[Key, list[dict[float, float]]]]:
     return [{key: losses_by_seed(arms) for key, arms in results.items() if key.name == name} for name in names]
 
 
-def losses_by_seed(arms: Runs) -> list[dict[float, float]]:
-    """For each seed, final loss by learning rate; a run without one counts as infinitely bad."""
+def losses_by_seed(arms: Runs, setting: str = "lr") -> list[dict[float, float]]:
+    """For each seed, final loss by a setting of the optimizer; a run without one counts as infinitely bad."""
     found: dict[int, dict[float, float]] = {}
     for run in chain.from_iterable(arms.values()):
-        found.setdefault(run.config.seed, {})[run.config.optimizer.lr] = swept_loss(run)
+        found.setdefault(run.config.seed, {})[getattr(run.config.optimizer, setting)] = swept_loss(run)
     return [dict(sorted(found[seed].items())) for seed in sorted(found)]
 
 

@@ -7,10 +7,8 @@ on: a length of the map is judged by what the other lengths found, and other tex
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import attrgetter
 
 from muonsw.lab.advice import best_totals
@@ -27,6 +25,7 @@ from muonsw.lab.studies.training.regret import (
     Optimum,
     best_of_means,
     first_run,
+    loss_at,
     losses_of,
     measurement,
     optimum,
@@ -88,10 +87,10 @@ def _at_length(text: str, arms: Runs, known: Sequence[Optimum]) -> Iterator[Pric
     for rule in RULES:
         chosen = dict(zip(CHOICES, KEPT, strict=False))
         if advised := [measurement(one) for one in known if one.rule == rule]:
-            total = optimum(losses[rule], run, rule).per_lambda
-            chosen[ADVICE] = best_totals(rule, run.config.steps, advised)[0] / total
+            total = best_totals(rule, run.config.steps, advised)[0]
+            chosen[ADVICE] = total / optimum(arms, rule).per_lambda
         for choice, lam in chosen.items():
-            ends = [loss_at(one, lam) for one in losses[rule]]
+            ends = [loss_at(one, lam, REACH) for one in losses[rule]]
             costs = [end - low for end, low in zip(ends, lowest, strict=True) if end is not None]
             if len(costs) == len(lowest):
                 tried = losses[rule][0]
@@ -106,23 +105,6 @@ def _lowest(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
     best = {rule: best_of_means(seeds) for rule, seeds in losses.items()}
     better = min(RULES, key=lambda rule: mean_losses(losses[rule])[best[rule]])
     return [one[best[better]] for one in losses[better]]
-
-
-def loss_at(losses: Losses, lam: float) -> float | None:
-    """The loss at a lambda, by lines over log lambda; None far beyond those that were tried.
-
-    Examples:
-        >>> loss_at({0.1: 3.0, 0.4: 3.2}, 0.2)
-        3.1
-        >>> loss_at({0.1: 3.0, 0.2: 3.1}, 0.8) is None
-        True
-    """
-    points, x = [(math.log2(lam), loss) for lam, loss in losses.items()], math.log2(lam)
-    if not points[0][0] - REACH <= x <= points[-1][0] + REACH:
-        return None
-    pairs = list(pairwise(points))
-    (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def price_table(found: Sequence[Price]) -> Table:
