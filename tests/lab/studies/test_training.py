@@ -418,8 +418,8 @@ def test_rules_are_judged_against_each_other(tmp_path):
     arms["none"] = [
         written(tmp_path, f"none-{seed}", rule="none", seed=seed, loss=3.1, lam=0.7, lr=0.02) for seed in range(3)
     ]
-    assert all(verdicts(rules.judge_rules({rules.RULES: arms}, CPU)).values())
-    swapped = verdicts(rules.judge_rules({rules.RULES: arms | {"squared": arms["constant"]}}, CPU))
+    assert all(verdicts(rules.judge_rules({rules.EVERY_RULE: arms}, CPU)).values())
+    swapped = verdicts(rules.judge_rules({rules.EVERY_RULE: arms | {"squared": arms["constant"]}}, CPU))
     assert not swapped["squared-is-scaled"]
 
 

@@ -21,7 +21,8 @@ from muonsw.presets import PRESETS
 from muonsw.registry import unknown
 
 CONSTANT, SCALED, GROUP = "constant", "scaled", "scaled, group peak"
-CONTROL_SUFFIX = "same total"
+CONTROL = "constant, same total"
+RULES = (CONSTANT, SCALED)
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
     if math.isnan(wanted):
         raise UsageError(f"arm {arm.name!r} follows the gradients, so its total is not known before the run")
     weight_decay = constant.weight_decay * (wanted / total)
-    return Arm(f"constant, {CONTROL_SUFFIX}", replace(constant, weight_decay=weight_decay))
+    return Arm(CONTROL, replace(constant, weight_decay=weight_decay))
 
 
 @cache

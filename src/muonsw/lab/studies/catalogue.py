@@ -50,7 +50,6 @@ ROWS = {
     "paper": "Nothing is scaled; above width 256 scaled decay is run with both readings of eta_max, and constant decay "
     "of the same total beside it, which the paper does not have.",
 }
-BEYOND = "beyond the paper"
 LOSS_AND_NORM = partial(rows.draw_figures, figures=("loss-and-norm",))
 
 TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
@@ -182,7 +181,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
     TrainingStudy(
         name="family",
         title="each member of the family at its best learning rate and lambda, under constant and scaled decay",
-        reference=family.BEYOND.reference,
+        reference=regret.BEYOND.reference,
         comparisons=family.search,
         then=family.family,
         claims=family.judge_family,
@@ -193,7 +192,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
     TrainingStudy(
         name="hard-cases",
         title="where decay should matter most: little text seen many times, a flat learning rate, bfloat16 weights",
-        reference=BEYOND,
+        reference=rows.BEYOND,
         comparisons=cases.hard_cases,
         own_tables=cases.case_tables,
     ),
@@ -219,7 +218,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
     TrainingStudy(
         name="adamw",
         title="AdamW with constant decay, with scaled decay, and with AdamC's own form",
-        reference=BEYOND,
+        reference=rows.BEYOND,
         comparisons=cases.adamw_forms,
         own_tables=cases.case_tables,
     ),
@@ -236,7 +235,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
     TrainingStudy(
         name="decay-sweep",
         title="the best lambda of scaled decay against the best lambda of constant decay",
-        reference=BEYOND,
+        reference=rows.BEYOND,
         comparisons=rules.lambda_sweep,
         claims=rules.judge_best,
         own_tables=regret.map_tables,
@@ -245,7 +244,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
     TrainingStudy(
         name="decay-rules",
         title="all decay rules side by side, with the same decay at the peak",
-        reference=BEYOND,
+        reference=rows.BEYOND,
         comparisons=rules.all_rules,
         claims=rules.judge_rules,
         own_tables=rows.control_tables,
@@ -254,7 +253,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
     TrainingStudy(
         name="best-rules",
         title="every decay and norm rule at its best of three strengths",
-        reference=best_rules.BEYOND.reference,
+        reference=regret.BEYOND.reference,
         comparisons=best_rules.best_of_three,
         claims=best_rules.judge_best_rules,
         own_tables=best_rules.best_rules_tables,
@@ -263,7 +262,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
     TrainingStudy(
         name="dense-moe",
         title="both rules in a dense decoder and in a mixture of experts",
-        reference=BEYOND,
+        reference=rows.BEYOND,
         comparisons=rules.dense_and_moe,
         claims=rules.judge_dense,
         own_tables=rows.control_tables,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from muonsw.lab.claims.claim import Claim, Estimate, Verdict
 from muonsw.lab.claims.statistics import ONE_SEED, over_seeds
-from muonsw.lab.studies.arms import Key, Results
+from muonsw.lab.studies.arms import RULES, Key, Results
 from muonsw.lab.studies.outcome import last_loss, over_runs, paired
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training import (
@@ -21,15 +21,13 @@ from muonsw.lab.studies.training import (
     regret,
     untuned,
 )
-from muonsw.lab.studies.training.regret import GOOD, RULES
+from muonsw.lab.studies.training.regret import GOOD
 from muonsw.lab.studies.training.sweeps import best_rate, mean_losses
 
 if TYPE_CHECKING:
     from muonsw.lab.studies.evidence import EvidencePage
 
 ADVISE = "[`muonsw advise`](guide/which-rule.md#which-lambda)"
-# Totals of the best lambdas within this factor count as one: basins are flatter than that.
-SAME_TOTAL = 3.0
 
 
 def conclusion(evidence: EvidencePage) -> str:
@@ -98,7 +96,7 @@ def _totals(evidence: EvidencePage) -> str:
         f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, from {min(lengths):,} to {max(lengths):,} updates "
         f"and under both rules"
     )
-    if totals[-1] > SAME_TOTAL * totals[0]:
+    if totals[-1] > lambda_scaling.SAME_TOTAL * totals[0]:
         return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
     return (
         f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "

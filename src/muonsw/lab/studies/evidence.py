@@ -21,7 +21,7 @@ from muonsw.lab.data.shards import fingerprint, read_record
 from muonsw.lab.report.sections import Chart, LegendEntry, Sheet
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.arms import Comparison, Key, Results, Runs
+from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs
 from muonsw.lab.studies.catalogue import find_study
 from muonsw.lab.studies.conclusions import SENTENCES, conclusion
 from muonsw.lab.studies.jobs import Job
@@ -35,7 +35,7 @@ from muonsw.lab.studies.training import (
     untuned,
     worked_tasks,
 )
-from muonsw.lab.studies.training.regret import GOOD, RULES, Optimum, measurement
+from muonsw.lab.studies.training.regret import GOOD, Optimum, measurement
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.train.folder import CHECKPOINTS, RESULT
 from muonsw.registry import unknown

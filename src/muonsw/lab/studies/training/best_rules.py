@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from muonsw.decay import convert_weight_decay
 from muonsw.lab.base.tables import Cell, Column, Table, Value
-from muonsw.lab.claims.claim import Claim, Source, within
+from muonsw.lab.claims.claim import Claim, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier
 from muonsw.lab.studies.outcome import swept_loss
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.regret import at_horizon
+from muonsw.lab.studies.training.regret import BEYOND, at_horizon
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
 
@@ -30,7 +30,7 @@ GRADIENT, GRADIENT_FACTORS = 1e-4, (0.25, 1.0, 4.0)
 # Where Muon's weights end under a well-chosen constant decay, as the root mean square of their entries.
 TARGET = 0.2
 SAME = Tolerance(0.01, "a hundredth of a nat: what two seeds differ by")
-BEYOND = Source("beyond the paper; claims written down before the runs", "each rule at the best of its strengths")
+AT_BEST = replace(BEYOND, hypothesis="each rule at the best of its strengths")
 
 # By rule: the arms among which its best is chosen.
 Candidates = Mapping[str, Sequence[Arm]]
@@ -132,7 +132,7 @@ def judge_strengths(found: Mapping[str, Sequence[Sequence[float]]]) -> list[Clai
                 within(
                     f"{rule}-is-as-good",
                     f"{rule} at its best minus constant decay at its best, in nats",
-                    BEYOND,
+                    AT_BEST,
                     over_seeds([a - b for a, b in zip(best, constant, strict=False)]),
                     0.0,
                     SAME,

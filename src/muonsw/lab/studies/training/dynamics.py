@@ -14,12 +14,11 @@ from muonsw.lab.diagnose.history import open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import CONSTANT, SCALED, Results, Runs
+from muonsw.lab.studies.arms import CONSTANT, RULES, SCALED, Results, Runs
 from muonsw.lab.studies.outcome import log_end_norm, over_runs, paired
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.rows import SAME_RUNS, larger_norm
 
-RULES = (CONSTANT, SCALED)
 RECURSION = Tolerance(0.1, "alignment is sampled every few updates and interpolated between, and the error adds up")
 NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
 DEFECT_LOW, DEFECT_HIGH = 0.8, 1.0

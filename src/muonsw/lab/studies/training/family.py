@@ -26,17 +26,17 @@ from functools import lru_cache
 from typing import Any
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
-from muonsw.lab.claims.claim import Claim, Source, at_most, within
+from muonsw.lab.claims.claim import Claim, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs
+from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, Runs
 from muonsw.lab.studies.outcome import loss_cell, swept_loss, with_interval
 from muonsw.lab.studies.scales import NEVER, Scale
 from muonsw.lab.studies.training.regret import (
+    BEYOND,
     EXACT,
-    RULES,
     Optimum,
     at_horizon,
     basins_chart,
@@ -69,7 +69,7 @@ TOTAL, MORE = 1.0, 16.0
 # How many times shorter the search's runs are, and updates between records: the first one lets others compile.
 SHORTER, LOGGED = 2, 20
 FORGIVEN = 0.6
-BEYOND = Source("beyond the paper; claims written down before the runs", "each at the best of nine settings")
+SEARCHED = replace(BEYOND, hypothesis="each at the best of nine settings")
 OCTAVE = Tolerance(1.0, "a factor of two, the bound that was stated before the runs")
 
 
@@ -235,13 +235,13 @@ def judge_family(results: Results, scale: Scale) -> list[Claim]:
         if constant is not None and scaled is not None:
             costs = [s - FORGIVEN * c for s, c in zip(scaled, constant, strict=False)]
             text = f"{member}: what the largest lambda costs scaled decay, minus 0.6 of constant decay's, in nats"
-            claims.append(at_most(f"{member}-forgives", text, BEYOND, over_seeds(costs), 0.0, EXACT))
+            claims.append(at_most(f"{member}-forgives", text, SEARCHED, over_seeds(costs), 0.0, EXACT))
         for rule in RULES if member != MUON and MUON in found else ():
             both = zip(rules[rule].totals, found[MUON][rule].totals, strict=False)
             text = f"{member}, {rule} decay: total of the best lambda over Muon's, in octaves"
             moved = over_seeds([math.log2(ours / theirs) for ours, theirs in both])
             if not any(one[rule].optimum.at_an_end for one in (rules, found[MUON])):
-                claims.append(within(f"{member}-{rule}-lambda", text, BEYOND, moved, 0.0, OCTAVE))
+                claims.append(within(f"{member}-{rule}-lambda", text, SEARCHED, moved, 0.0, OCTAVE))
     return claims
 
 

@@ -23,11 +23,11 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import Arm, Comparison, Key, Results
+from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results
 from muonsw.lab.studies.outcome import over_runs, paired, with_interval
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.cases import ADAMW_RATE
-from muonsw.lab.studies.training.regret import EXACT, RULES
+from muonsw.lab.studies.training.regret import EXACT
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
 ADAMC = Source("AdamC (arXiv 2506.02285); claims written down before the runs", "matrices that a normalization follows")

@@ -24,13 +24,12 @@ from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
 from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
-from muonsw.lab.studies.arms import Comparison, Key, Results, Runs
+from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs
 from muonsw.lab.studies.scales import Scale, at_width
 from muonsw.lab.studies.training.best_rules import rules_run
 from muonsw.lab.studies.training.long import FACTORS
 from muonsw.lab.studies.training.regret import (
     BEYOND,
-    RULES,
     Optimum,
     at_horizon,
     first_run,

@@ -15,12 +15,11 @@ from dataclasses import replace
 
 from muonsw.lab.claims.claim import Claim, at_least, at_most, below
 from muonsw.lab.claims.statistics import from_means, over_seeds
-from muonsw.lab.studies.arms import Comparison, Results
+from muonsw.lab.studies.arms import RULES, Comparison, Results
 from muonsw.lab.studies.scales import Scale, lean
 from muonsw.lab.studies.training.regret import (
     BEYOND,
     EXACT,
-    RULES,
     at_horizon,
     best_gaps,
     best_of_means,

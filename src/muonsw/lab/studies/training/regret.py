@@ -22,14 +22,13 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import Comparison, Key, Results, Runs, decay_factors, lambda_arm
+from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, decay_factors, lambda_arm
 from muonsw.lab.studies.outcome import loss_cell
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.sweeps import Losses, losses_by_seed, mean_losses, power
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig
 
-RULES = ("constant", "scaled")
 # A loss within so many nats of the best counts as good.
 GOOD = 0.01
 BEYOND = Source("beyond the paper; claims written down before the runs", "Muon, cosine to a tenth of the peak")

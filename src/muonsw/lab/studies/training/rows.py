@@ -15,8 +15,9 @@ from muonsw.lab.diagnose.diagnosis import diagnose
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (
     CONSTANT,
-    CONTROL_SUFFIX,
+    CONTROL,
     GROUP,
+    RULES,
     SCALED,
     Comparison,
     Key,
@@ -39,7 +40,6 @@ from muonsw.lab.studies.outcome import (
 )
 from muonsw.lab.studies.scales import Scale
 
-CONTROL = f"constant, {CONTROL_SUFFIX}"
 BEYOND = "beyond the paper"
 SMALLER = "a short run with raised lambda: its gain need not be the paper's"
 SAME_RUNS = "the same weights and batches for every arm"
@@ -49,7 +49,7 @@ def row(scale: Scale, width: int) -> Comparison:
     """The arms of one width."""
     run = scale.rows[width]
     lambdas = [factor * run.optimizer.weight_decay for factor in scale.near_best]
-    near = (rule_arm(run, rule, lam, named=True) for lam in lambdas for rule in (CONSTANT, SCALED))
+    near = (rule_arm(run, rule, lam, named=True) for lam in lambdas for rule in RULES)
     return Comparison(Key(width=width), run, (*decay_arms(run), *near), tuple(range(scale.seeds)))
 
 
@@ -68,7 +68,7 @@ def sampled_row(scale: Scale) -> list[Comparison]:
     (one,) = headline_row(scale)
     if scale.sampled_every is None:
         return [one]
-    arms = tuple(arm for arm in one.arms if arm.name in (CONSTANT, SCALED))
+    arms = tuple(arm for arm in one.arms if arm.name in RULES)
     return [replace(one, base=replace(one.base, telemetry_every=scale.sampled_every), arms=arms)]
 
 
@@ -179,5 +179,5 @@ def draw_figures(results: Results, folder: Path, *, figures: Sequence[str]) -> l
     for key, arms in results.items():
         chosen = folder / "figures" / key.slug
         chosen.mkdir(parents=True, exist_ok=True)
-        paths += draw([diagnose(arms[rule][0]) for rule in (CONSTANT, SCALED)], chosen, figures)
+        paths += draw([diagnose(arms[rule][0]) for rule in RULES], chosen, figures)
     return paths

@@ -14,6 +14,7 @@ from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (
     CONSTANT,
+    RULES,
     SCALED,
     Arm,
     Comparison,
@@ -37,7 +38,7 @@ from muonsw.lab.studies.training.rows import (
     limits_at,
 )
 
-LAMBDAS, RULES = Key("lambdas"), Key("rules")
+LAMBDAS, EVERY_RULE = Key("lambdas"), Key("rules")
 EDGE = Tolerance(0.0, "at an edge a better lambda may lie beyond")
 SAME = Tolerance(0.01, "the same decay, computed another way: training amplifies its rounding")
 EQUIVALENT = {"squared": SCALED, "independent": CONSTANT}
@@ -47,13 +48,13 @@ def lambda_sweep(scale: Scale) -> list[Comparison]:
     """Both rules at multiples of the run's lambda."""
     run = scale.rows[scale.small]
     lambdas = [float(f"{run.optimizer.weight_decay * factor:.4g}") for factor in scale.factors]
-    arms = tuple(rule_arm(run, rule, lam, named=True) for lam in lambdas for rule in (CONSTANT, SCALED))
+    arms = tuple(rule_arm(run, rule, lam, named=True) for lam in lambdas for rule in RULES)
     return [Comparison(LAMBDAS, run, arms, tuple(range(scale.sweep_seeds)), paired=False)]
 
 
 def judge_best(results: Results, _scale: Scale) -> list[Claim]:
     """Whether scaled decay is better when constant decay is given its own best lambda."""
-    losses = {rule: losses_of(results[LAMBDAS], rule) for rule in (CONSTANT, SCALED)}
+    losses = {rule: losses_of(results[LAMBDAS], rule) for rule in RULES}
     lower = "scaled decay at its best lambda minus constant decay at its own, in nats"
     gap = best_against_best(results[LAMBDAS])
     beyond = Source(BEYOND, "each the best of means over seeds")
@@ -80,12 +81,12 @@ def all_rules(scale: Scale) -> list[Comparison]:
         others.append(Arm(rule, replace(base, decay=rule, peak="group", weight_decay=weight_decay)))
     no_decay = Arm("none", replace(base, decay="none", weight_decay=0.0, peak="group"))
     arms = (constant, scaled, *others, no_decay, control_arm(run, scaled))
-    return [Comparison(RULES, run, arms, tuple(range(scale.seeds)))]
+    return [Comparison(EVERY_RULE, run, arms, tuple(range(scale.seeds)))]
 
 
 def judge_rules(results: Results, scale: Scale) -> list[Claim]:
     """Scaled beats constant, rules that are the same under another name end alike, and norms are ordered."""
-    arms, source = results[RULES], Source(BEYOND, SAME_RUNS)
+    arms, source = results[EVERY_RULE], Source(BEYOND, SAME_RUNS)
     claims = judge_pair("rules", "at equal decay at the peak", arms, paper.TABLE, limits_at(scale))
     for rule, like in EQUIVALENT.items():
         statement = f"{rule} decay with a converted lambda ends where {like} decay does"

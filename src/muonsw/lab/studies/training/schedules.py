@@ -15,14 +15,13 @@ from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.report.sections import Chart
-from muonsw.lab.studies.arms import Comparison, Key, Results
+from muonsw.lab.studies.arms import RULES, Comparison, Key, Results
 from muonsw.lab.studies.outcome import loss_cell, with_interval
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import FACTORS, rules_run
 from muonsw.lab.studies.training.regret import (
     BEYOND,
     EXACT,
-    RULES,
     at_horizon,
     basins,
     best_gaps,

@@ -16,12 +16,11 @@ from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, at_most
 from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
-from muonsw.lab.studies.arms import Results, Runs
+from muonsw.lab.studies.arms import RULES, Results, Runs
 from muonsw.lab.studies.training.regret import (
     BEYOND,
     EXACT,
     GOOD,
-    RULES,
     Optimum,
     best_of_means,
     first_run,

@@ -16,18 +16,17 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run, last
 from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.arms import CONSTANT, CONTROL_SUFFIX, SCALED, Key, Results, Runs
+from muonsw.lab.studies.arms import CONSTANT, CONTROL, RULES, SCALED, Key, Results, Runs
+from muonsw.lab.studies.compare import LOWER
 from muonsw.lab.studies.outcome import Measure, arm_outcome, last_loss, mean, metric_names, paired
 from muonsw.lab.train.config import RunConfig
 
 NAME = "tasks"
-SAME_TOTAL = f"{CONSTANT}, {CONTROL_SUFFIX}"
-ARMS = (CONSTANT, SCALED, SAME_TOTAL)
+ARMS = (*RULES, CONTROL)
 SOURCE = Source("its outlook: other architectures, modalities and stages of training", "the worked tasks as they stand")
 BY_CHANCE = Tolerance(0.0, "of a dozen comparisons one may lie beyond its 95% interval by chance")
-LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
 # The fine-tuning of models that were pre-trained under each rule.
-TUNED = {rule: f"finetune.py start={rule}-seed{{seed}} text=new.txt" for rule in (CONSTANT, SCALED)}
+TUNED = {rule: f"finetune.py start={rule}-seed{{seed}} text=new.txt" for rule in RULES}
 
 
 def described(config: RunConfig) -> str:
@@ -92,7 +91,7 @@ def _row(runs: Runs) -> list[Value | Cell]:
         f"{constant.total_decay:.2g}",
         f"{mean(constant.final):.3f}",
         _cell(difference(runs, CONSTANT)),
-        _cell(difference(runs, SAME_TOTAL)),
+        _cell(difference(runs, CONTROL)),
         metrics[0] if metrics else None,
     ]
 
@@ -109,7 +108,7 @@ def _cell(found: Estimate | None, name: str = "") -> Cell | None:
 
 def summary(results: Results) -> str:
     """In how many comparisons the rules differ beyond chance."""
-    same, total = (_intervals(results, other) for other in (CONSTANT, SAME_TOTAL))
+    same, total = (_intervals(results, other) for other in (CONSTANT, CONTROL))
     lower, higher = ([count(gaps) for gaps in (same, total)] for count in (_below, _above))
     return (
         f"At one lambda scaled decay ended lower in {lower[0]} of {len(same)} comparisons beyond chance, and higher in "
@@ -135,7 +134,7 @@ def judge_tasks(results: Results) -> list[Claim]:
     found = []
     for id, other, words in (
         ("same-lambda", CONSTANT, "constant decay at the same lambda"),
-        ("same-total", SAME_TOTAL, "constant decay of the same total"),
+        ("same-total", CONTROL, "constant decay of the same total"),
     ):
         gaps = _intervals(results, other)
         statement = f"of {len(gaps)} comparisons, scaled decay ends above {words}, beyond chance, in at most one"
