@@ -618,10 +618,10 @@ def test_arms_are_held_against_constant_decay_of_their_own_settings(found):
 
 def test_a_best_strength_at_the_end_of_its_range_is_reported():
     found = {
-        "low": [[3.0], [3.1], [3.2]],
-        "inside": [[3.1], [3.0], [3.2]],
-        "high": [[3.1], [3.2], [3.0]],
-        "none": [[3]],
+        "low": [{0.1: 3.0, 0.2: 3.1, 0.4: 3.2}],
+        "inside": [{0.1: 3.1, 0.2: 3.0, 0.4: 3.2}],
+        "high": [{0.1: 3.1, 0.2: 3.2, 0.4: 3.0}],
+        "none": [{0.0: 3.0}],
     }
     assert best_at_an_end(found) == ["low", "high"]
 
@@ -670,7 +670,11 @@ def optimum_of(rule, steps):
 
 
 def test_claims_tell_a_rule_that_is_as_good_from_one_that_is_not():
-    found = {"constant": [[3.0, 3.1], [3.2, 3.3]], "same": [[3.5, 3.6], [3.0, 3.1]], "worse": [[3.1, 3.2]]}
+    found = {
+        "constant": [{0.1: 3.0, 0.2: 3.2}, {0.1: 3.1, 0.2: 3.3}],
+        "same": [{1.0: 3.5, 2.0: 3.0}, {1.0: 3.6, 2.0: 3.1}],
+        "worse": [{0.1: 3.1}, {0.1: 3.2}],
+    }
     claims = {claim.id: claim for claim in judge_strengths(found)}
     assert claims["same-is-as-good"].holds
     assert claims["worse-is-as-good"].fails

@@ -146,6 +146,16 @@ def _value(text: str, key: str, value: str) -> Any:
     return value
 
 
+def multiples(value: float, factors: Sequence[float], digits: int = 3) -> list[float]:
+    """A setting at several multiples, rounded to what the names of arms show.
+
+    Examples:
+        >>> multiples(0.07, (0.5, 1.0, 2.0))
+        [0.035, 0.07, 0.14]
+    """
+    return [float(f"{value * factor:.{digits}g}") for factor in factors]
+
+
 def lambda_arm(base: OptimizerConfig, rule: str, lam: float) -> Arm:
     """A rule at one lambda, called after both."""
     return Arm(f"{rule}, lambda {lam:g}", replace(base, decay=rule, weight_decay=lam))

@@ -368,6 +368,6 @@ def _other_rules(results: Results) -> list[Optimum]:
     for arms in results.values():
         for rule, those in best_rules.candidates(best_rules.rules_run(MINI)).items():
             if rule in DECAY_RULES and rule not in RULES and rule != "none" and not DECAY_RULES[rule].uses_gradient:
-                runs = {arm.name: arms[arm.name] for arm in those if arm.name in arms}
+                runs = {arm.name: arms[arm.name] for arm in those}
                 found.append(regret.optimum(runs, rule))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table
-from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, decay_factors, with_lambda
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, decay_factors, multiples, with_lambda
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.train.config import RunConfig
 
@@ -44,7 +44,7 @@ class TuningResult:
 
 def grid(arm: Arm, factors: Sequence[float]) -> list[Arm]:
     """The arm at multiples of its lambda."""
-    lambdas = [float(f"{arm.optimizer.weight_decay * factor:.4g}") for factor in factors]
+    lambdas = multiples(arm.optimizer.weight_decay, factors, digits=4)
     return [with_lambda(arm, f"{arm.name}, lambda={lam:g}", lam) for lam in lambdas]
 
 

@@ -7,7 +7,6 @@ were written down before the runs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,10 +15,11 @@ from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier
-from muonsw.lab.studies.outcome import swept_loss
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier, multiples
+from muonsw.lab.studies.outcome import loss_cell
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.regret import BEYOND, at_horizon
+from muonsw.lab.studies.training.regret import BEYOND, at_horizon, best_gaps, best_of_means
+from muonsw.lab.studies.training.sweeps import Losses, losses_by_seed, mean_losses
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.state import schedule_multiple
 
@@ -54,26 +54,25 @@ def candidates(run: RunConfig) -> Candidates:
         "hyperball_target": _rates(replace(hyperball, target_norm=TARGET)),
         "none": [replace(base, decay="none", weight_decay=0.0)],
     }
-    return {rule: [Arm(arm_name(rule, one), one) for one in those] for rule, those in found.items()}
+    return {rule: [Arm(_name(rule, one), one) for one in those] for rule, those in found.items()}
 
 
-def arm_name(rule: str, optimizer: OptimizerConfig) -> str:
-    """A rule with its strength."""
-    if rule == "none":
-        return rule
-    return (
-        f"{rule}, lr {optimizer.lr:g}"
-        if optimizer.norm == "hyperball"
-        else f"{rule}, lambda {optimizer.weight_decay:g}"
-    )
+def _name(rule: str, optimizer: OptimizerConfig) -> str:
+    word = "lr" if _strength(optimizer) == "lr" else "lambda"
+    return rule if rule == "none" else f"{rule}, {word} {getattr(optimizer, _strength(optimizer)):g}"
+
+
+def _strength(optimizer: OptimizerConfig) -> str:
+    """The setting by which a rule is made stronger."""
+    return "lr" if optimizer.norm == "hyperball" else "weight_decay"
 
 
 def _lambdas(base: OptimizerConfig, lam: float, factors: Sequence[float] = FACTORS) -> list[OptimizerConfig]:
-    return [replace(base, weight_decay=float(f"{lam * factor:.3g}")) for factor in factors]
+    return [replace(base, weight_decay=each) for each in multiples(lam, factors)]
 
 
 def _rates(base: OptimizerConfig) -> list[OptimizerConfig]:
-    return [replace(base, lr=float(f"{base.lr * factor:.3g}")) for factor in FACTORS]
+    return [replace(base, lr=each) for each in multiples(base.lr, FACTORS)]
 
 
 def _equal_total(run: RunConfig, rule: str, lam: float) -> float:
@@ -97,23 +96,12 @@ def rules_run(scale: Scale) -> RunConfig:
     return replace(run, optimizer=replace(run.optimizer, weight_decay=middle))
 
 
-def losses_by_rule(arms: Runs, run: RunConfig) -> dict[str, list[list[float]]]:
-    """For each rule and each strength, final loss by seed; a run that diverged counts as infinitely bad."""
+def losses_by_rule(arms: Runs, run: RunConfig) -> dict[str, list[dict[float, float]]]:
+    """For each rule and seed, final loss by strength."""
     return {
-        rule: [[swept_loss(one) for one in arms[arm.name]] for arm in those if arm.name in arms]
+        rule: losses_by_seed({arm.name: arms[arm.name] for arm in those}, _strength(those[0].optimizer))
         for rule, those in candidates(run).items()
     }
-
-
-def best_strength(losses: Sequence[Sequence[float]]) -> int:
-    """The place of the strength with the lowest mean.
-
-    Examples:
-        >>> best_strength([[3.0, 3.2], [3.0, 3.1], [3.3, 3.3]])
-        1
-    """
-    means = [math.fsum(seeds) / len(seeds) for seeds in losses]
-    return means.index(min(means))
 
 
 def judge_best_rules(results: Results, scale: Scale) -> list[Claim]:
@@ -121,43 +109,35 @@ def judge_best_rules(results: Results, scale: Scale) -> list[Claim]:
     return judge_strengths(losses_by_rule(results[KEY], rules_run(scale)))
 
 
-def judge_strengths(found: Mapping[str, Sequence[Sequence[float]]]) -> list[Claim]:
-    """The same from losses alone: by rule, by strength, by seed."""
-    constant = found["constant"][best_strength(found["constant"])]
+def judge_strengths(found: Mapping[str, Sequence[Losses]]) -> list[Claim]:
+    """The same from losses alone: by rule, by seed, by strength."""
+    limits = "chosen on the seeds that it is judged on: a little too good for rules with more strengths"
     claims = []
-    for rule, losses in found.items():
-        if rule != "constant" and losses:
-            best = losses[best_strength(losses)]
-            claims.append(
-                within(
-                    f"{rule}-is-as-good",
-                    f"{rule} at its best minus constant decay at its best, in nats",
-                    AT_BEST,
-                    over_seeds([a - b for a, b in zip(best, constant, strict=False)]),
-                    0.0,
-                    SAME,
-                    limits="chosen on the seeds that it is judged on: a little too good for rules with more strengths",
-                )
-            )
+    for rule in (rule for rule in found if rule != "constant"):
+        best = f"{rule} at its best minus constant decay at its best, in nats"
+        gap = over_seeds(best_gaps(found[rule], found["constant"]))
+        claims.append(within(f"{rule}-is-as-good", best, AT_BEST, gap, 0.0, SAME, limits=limits))
     return claims
 
 
 def best_rules_tables(results: Results, scale: Scale) -> list[Table]:
     """Mean final loss of each rule at each strength, the best marked."""
     run = rules_run(scale)
+    found, arms = losses_by_rule(results[KEY], run), candidates(run)
     columns = [Column("rule"), Column("strength"), Column("seeds", number=True), Column("loss", number=True)]
     rows: list[list[Value | Cell]] = []
-    for (rule, losses), arms in zip(losses_by_rule(results[KEY], run).items(), candidates(run).values(), strict=True):
-        for place, (arm, seeds) in enumerate(zip(arms, losses, strict=False)):
-            tone = "holds" if place == best_strength(losses) else ""
-            text = f"{math.fsum(seeds) / len(seeds):.4f}"
-            rows.append([rule, arm.name.removeprefix(rule).removeprefix(", "), len(seeds), Cell(text, tone=tone)])
+    for rule, seeds in found.items():
+        means = mean_losses(seeds)
+        for arm, strength in zip(arms[rule], means, strict=True):
+            shown = arm.name.removeprefix(rule).removeprefix(", ")
+            rows.append([rule, shown, len(seeds), loss_cell(means, strength)])
     note = "Validation loss, means over seeds; the best strength of each rule is marked."
-    if ends := ", ".join(best_at_an_end(losses_by_rule(results[KEY], run))):
+    if ends := ", ".join(best_at_an_end(found)):
         note += f" Best at the weakest or strongest that was tried, so perhaps better beyond it: {ends}."
     return [Table("best-rules", "Every rule at three strengths", columns, rows, note)]
 
 
-def best_at_an_end(found: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
+def best_at_an_end(found: Mapping[str, Sequence[Losses]]) -> list[str]:
     """The rules whose best strength has no other on one side of it."""
-    return [rule for rule, values in found.items() if len(values) > 1 and best_strength(values) in (0, len(values) - 1)]
+    several = {rule: seeds for rule, seeds in found.items() if len(seeds[0]) > 1}
+    return [rule for rule, seeds in several.items() if best_of_means(seeds) in (min(seeds[0]), max(seeds[0]))]

@@ -23,7 +23,7 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results
+from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, multiples
 from muonsw.lab.studies.outcome import over_runs, paired, with_interval
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.cases import ADAMW_RATE
@@ -50,8 +50,8 @@ def growth_runs(scale: Scale) -> list[Comparison]:
     run = replace(run, telemetry_every=scale.sampled_every or run.telemetry_every)
     found = []
     for optimizer in _optimizers(run):
-        for factor in FACTORS:
-            one = replace(optimizer, lr=float(f"{optimizer.lr * factor:.3g}"))
+        for lr in multiples(optimizer.lr, FACTORS):
+            one = replace(optimizer, lr=lr)
             arms = tuple(Arm(rule, replace(one, decay=rule)) for rule in RULES)
             key = Key(f"{one.algorithm}, lr {one.lr:g}")
             found.append(Comparison(key, run, arms, tuple(range(scale.sweep_seeds))))

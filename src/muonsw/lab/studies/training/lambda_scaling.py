@@ -24,7 +24,7 @@ from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
 from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
-from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs
+from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, multiples
 from muonsw.lab.studies.scales import Scale, at_width
 from muonsw.lab.studies.training.best_rules import rules_run
 from muonsw.lab.studies.training.long import FACTORS
@@ -99,7 +99,7 @@ def lambda_scaling(scale: Scale) -> list[Comparison]:
     """Five lambdas under both rules at every point."""
     found = []
     for key, run in points(scale).items():
-        lambdas = [float(f"{run.optimizer.weight_decay * factor:.3g}") for factor in FACTORS]
+        lambdas = multiples(run.optimizer.weight_decay, FACTORS)
         found.append(replace(lambda_map(run, lambdas, scale.map_seeds), key=key))
     return found
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from muonsw.lab.claims.claim import Claim, at_least, at_most, below
 from muonsw.lab.claims.statistics import from_means, over_seeds
-from muonsw.lab.studies.arms import RULES, Comparison, Results
+from muonsw.lab.studies.arms import RULES, Comparison, Results, multiples
 from muonsw.lab.studies.scales import Scale, lean
 from muonsw.lab.studies.training.regret import (
     BEYOND,
@@ -46,10 +46,7 @@ def long_runs(scale: Scale) -> list[Comparison]:
     run = replace(scale.map_run, batch=scale.map_run.batch // 2)
     steps, lambdas = list(scale.maps.items())[-1]
     middle = lambdas[(len(lambdas) - 1) // 2]
-    grids = {
-        steps: [float(f"{middle * factor:.3g}") for factor in (ADDED, *FACTORS)],
-        LONGER * steps: [float(f"{SMALLER * middle * factor:.3g}") for factor in FACTORS],
-    }
+    grids = {steps: multiples(middle, (ADDED, *FACTORS)), LONGER * steps: multiples(SMALLER * middle, FACTORS)}
     # Logged often: the first record of a run lets the next process compile.
     runs = {length: replace(lean(at_horizon(run, length)), log_every=20) for length in grids}
     return [lambda_map(runs[length], grid, scale.map_seeds) for length, grid in grids.items()]

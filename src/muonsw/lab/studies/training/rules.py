@@ -23,6 +23,7 @@ from muonsw.lab.studies.arms import (
     control_arm,
     decay_arms,
     hidden_multiplier,
+    multiples,
     own_peak,
     rule_arm,
 )
@@ -47,7 +48,7 @@ EQUIVALENT = {"squared": SCALED, "independent": CONSTANT}
 def lambda_sweep(scale: Scale) -> list[Comparison]:
     """Both rules at multiples of the run's lambda."""
     run = scale.rows[scale.small]
-    lambdas = [float(f"{run.optimizer.weight_decay * factor:.4g}") for factor in scale.factors]
+    lambdas = multiples(run.optimizer.weight_decay, scale.factors, digits=4)
     arms = tuple(rule_arm(run, rule, lam, named=True) for lam in lambdas for rule in RULES)
     return [Comparison(LAMBDAS, run, arms, tuple(range(scale.sweep_seeds)), paired=False)]
 

@@ -15,7 +15,7 @@ from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.report.sections import Chart
-from muonsw.lab.studies.arms import RULES, Comparison, Key, Results
+from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, multiples
 from muonsw.lab.studies.outcome import loss_cell, with_interval
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import FACTORS, rules_run
@@ -46,7 +46,7 @@ def schedules(scale: Scale) -> list[Comparison]:
         ['cosine to 0.1', 'cosine to 0', 'linear to 0.1', 'linear to 0', 'wsd to 0.1', 'wsd to 0']
     """
     run = at_horizon(rules_run(scale), scale.horizons[1])
-    lambdas = [float(f"{run.optimizer.weight_decay * factor:.3g}") for factor in FACTORS]
+    lambdas = multiples(run.optimizer.weight_decay, FACTORS)
     found = []
     for shape in SHAPES:
         for final in FINALS:
