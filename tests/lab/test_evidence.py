@@ -337,7 +337,7 @@ def test_the_drift_of_rates_from_training_to_the_page(tmp_path):
 def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
     """By a half power under constant decay, which moves a rate by four over sixteen times the width, and not at all."""
 
-    def sweeps(name, power):
+    def swept(name, power):
         grid = [0.0125 * 2**place for place in range(7)]
         return {
             Key(name, width=width): [{rate: math.log2(rate / 0.1 / (width / 64) ** power) ** 2 for rate in grid}] * 2
@@ -346,12 +346,12 @@ def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
 
     for moves, stays, holds in ((-0.6, 0.0, True), (0.0, -0.6, False)):
         found = {"constant": moves, "scaled": (moves + 2 * stays) / 3, "hyperball": stays}
-        made = [sweeps(*one) for one in found.items()]
-        monkeypatch.setattr(rate_drift, "by_algorithm", lambda _, made=made: made)
+        made = {name: swept(name, power) for name, power in found.items()}
+        monkeypatch.setattr(rate_drift, "by_name", lambda _, made=made: made)
         claims = {claim.id: claim for claim in rate_drift.judge_drift({}, tiny_scale())}
         assert [claim.holds for claim in claims.values()] == [holds] * 3
-        made[-1].pop(Key("hyperball", width=256))  # a study under way
-        assert [[key.width for key in one] for one in rate_drift.by_rule({})] == [[64, 128]] * 3
+        made["hyperball"].pop(Key("hyperball", width=256))  # a study under way
+        assert [[key.width for key in one] for one in rate_drift.by_rule({}).values()] == [[64, 128]] * 3
 
 
 @pytest.mark.slow

@@ -186,9 +186,9 @@ def _schedules(results: Results, _scale: Scale) -> str:
 def _drift(results: Results, _scale: Scale) -> str:
     """How far the best rate moves under every rule."""
     moves = []
-    for sweeps in rate_drift.by_rule(results):
+    for rule, sweeps in rate_drift.by_rule(results).items():
         best = [best_rate(mean_losses(seeds)) for seeds in sweeps.values()]
-        moves.append(f"{max(best) / min(best):.2f} times under {next(iter(sweeps)).name}")
+        moves.append(f"{max(best) / min(best):.2f} times under {rule}")
         widths = [key.width for key in sweeps]
     return f"From width {widths[0]} to {widths[-1]} the best learning rate moves {', '.join(moves)}." if moves else ""
 

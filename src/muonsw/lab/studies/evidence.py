@@ -364,10 +364,6 @@ def measured(evidence: EvidencePage) -> dict[str, Any]:
 
 def _other_rules(results: Results) -> list[Optimum]:
     """Of the decay rules that the map does not have and that follow no gradients."""
-    found = []
-    for arms in results.values():
-        for rule, those in best_rules.candidates(best_rules.rules_run(MINI)).items():
-            if rule in DECAY_RULES and rule not in RULES and rule != "none" and not DECAY_RULES[rule].uses_gradient:
-                runs = {arm.name: arms[arm.name] for arm in those}
-                found.append(regret.optimum(runs, rule))
-    return found
+    tried = (rule for rule in best_rules.candidates(best_rules.rules_run(MINI)) if rule in DECAY_RULES)
+    rules = [rule for rule in tried if rule not in (*RULES, "none") and not DECAY_RULES[rule].uses_gradient]
+    return [regret.optimum(arms, rule) for arms in results.values() for rule in rules]

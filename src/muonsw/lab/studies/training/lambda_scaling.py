@@ -15,7 +15,7 @@ down before the runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from muonsw.lab.studies.training.regret import (
     optimum,
     vertex,
 )
-from muonsw.lab.studies.training.sweeps import power
+from muonsw.lab.studies.training.sweeps import power, resolution
 from muonsw.lab.train.config import RunConfig
 
 BATCHES, SIZES = (0.5, 1.0, 2.0), (0.5, 1.0, 1.5)
@@ -129,7 +129,7 @@ def judge_scaling(results: Results, _scale: Scale) -> list[Claim]:
         for rule in RULES:
             if (found := exponent(axis, results, rule)) is not None:
                 follows = f"{rule} decay: power of {axis.grows} that the best lambda follows"
-                slack = SIZE_SLACK if axis.name == "size" else _resolution(list(along(axis, results)))
+                slack = SIZE_SLACK if axis.name == "size" else resolution(math.log(2), along(axis, results))
                 claims.append(within(f"{rule}-{axis.name}", follows, axis.source, found, axis.published, slack))
     for rule in RULES if len(results) > 1 else ():
         best = _optima(results, rule).values()
@@ -138,12 +138,6 @@ def judge_scaling(results: Results, _scale: Scale) -> list[Claim]:
         ratio = from_means(max(totals) / min(totals), min(one.seeds for one in best))
         claims.append(at_most(f"{rule}-one-total", same, WANG, ratio, SAME_TOTAL, FLAT))
     return claims
-
-
-def _resolution(grown: Sequence[int]) -> Tolerance:
-    """An optimum is known to a quarter of a step of the grid, a factor of two, at either end."""
-    size = 0.5 * math.log(2) / math.log(max(grown) / min(grown))
-    return Tolerance(size, "a quarter of a step of the grid at either end")
 
 
 def _optima(results: Results, rule: str) -> Mapping[Key, Optimum]:

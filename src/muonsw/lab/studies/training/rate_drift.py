@@ -16,9 +16,8 @@ from dataclasses import replace
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
-from muonsw.lab.studies.arms import Arm, Comparison, Key, Results
+from muonsw.lab.studies.arms import Comparison, Key, Results
 from muonsw.lab.studies.outcome import with_interval
 from muonsw.lab.studies.scales import NEVER, Scale, at_width
 from muonsw.lab.studies.training.best_rules import TARGET, rules_run
@@ -26,9 +25,12 @@ from muonsw.lab.studies.training.regret import BEYOND, EXACT, at_horizon
 from muonsw.lab.studies.training.sweeps import (
     Losses,
     best_rate,
-    by_algorithm,
+    by_name,
+    excess,
     grid_step,
     mean_losses,
+    rate_sweep,
+    resolution,
     sweep_tables,
     transfer_cost,
 )
@@ -56,13 +58,7 @@ def rate_drift(scale: Scale) -> list[Comparison]:
     """
     run = drift_run(scale)
     return [
-        Comparison(
-            Key(rule, width=width),
-            at_width(run, width),
-            tuple(Arm(f"lr {rate:g}", replace(optimizer, lr=rate)) for rate in scale.rates[-RATES:]),
-            tuple(range(scale.sweep_seeds)),
-            paired=False,
-        )
+        rate_sweep(Key(rule, width=width), at_width(run, width), optimizer, scale.rates[-RATES:], scale.sweep_seeds)
         for width in scale.drift_widths
         for rule, optimizer in _optimizers(run).items()
     ]
@@ -90,24 +86,28 @@ def drift_powers(sweeps: Sweeps) -> list[float]:
         [0.5]
     """
     best = [[best_rate(losses) for losses in those] for those in zip(*sweeps.values(), strict=False)]
-    return [math.log(max(rates) / min(rates)) / math.log(_range(sweeps)) for rates in best]
+    widths = _widths(sweeps)
+    return [math.log(max(rates) / min(rates)) / math.log(max(widths) / min(widths)) for rates in best]
 
 
-def by_rule(results: Results) -> list[Sweeps]:
+def by_rule(results: Results) -> dict[str, Sweeps]:
     """The sweeps of each rule at the widths that all rules have: of a study under way the last ones may lack some."""
-    found = by_algorithm(results)
-    shared = set.intersection(*({key.width for key in sweeps} for sweeps in found))
-    return [{key: seeds for key, seeds in sweeps.items() if key.width in shared} for sweeps in found if shared]
+    found = by_name(results)
+    shared = set.intersection(*({key.width for key in sweeps} for sweeps in found.values()))
+    return {
+        rule: {key: seeds for key, seeds in sweeps.items() if key.width in shared}
+        for rule, sweeps in found.items()
+        if shared
+    }
 
 
-def _range(sweeps: Sweeps) -> float:
-    widths = [key.width for key in sweeps if key.width is not None]
-    return max(widths) / min(widths)
+def _widths(sweeps: Sweeps) -> list[int]:
+    return [key.width for key in sweeps if key.width is not None]
 
 
 def judge_drift(results: Results, _scale: Scale) -> list[Claim]:
     """Constant decay and Hyperball drift as published; scaled decay less than constant decay."""
-    found = {next(iter(sweeps)).name: sweeps for sweeps in by_rule(results) if len(sweeps) > 1}
+    found = {rule: sweeps for rule, sweeps in by_rule(results).items() if len(sweeps) > 1}
     powers = {rule: drift_powers(sweeps) for rule, sweeps in found.items()}
     limits = "of a number that is never negative, so a little too large"
     claims = []
@@ -115,10 +115,10 @@ def judge_drift(results: Results, _scale: Scale) -> list[Claim]:
         if rule in found:
             asked = math.log(PUBLISHED[rule]) / math.log(PUBLISHED_RANGE)
             moves = f"{rule}: power of the width by which the best learning rate moves"
-            slack = _resolution(found[rule], asked)
-            claims.append(
-                make(f"{rule}-drift", moves, HYPERBALL, over_seeds(powers[rule]), asked, slack, limits=limits)
-            )
+            known = resolution(grid_step(_rates(found)), _widths(found[rule]))
+            slack = replace(known, size=known.size / asked)  # a share of the bound
+            power = over_seeds(powers[rule])
+            claims.append(make(f"{rule}-drift", moves, HYPERBALL, power, asked, slack, limits=limits))
     if "scaled" in powers and "constant" in powers:
         less = "the same under scaled decay minus under constant decay"
         gaps = [a - b for a, b in zip(powers["scaled"], powers["constant"], strict=False)]
@@ -126,21 +126,13 @@ def judge_drift(results: Results, _scale: Scale) -> list[Claim]:
     return claims
 
 
-def _resolution(sweeps: Sweeps, asked: float) -> Tolerance:
-    """How well the grid can tell a power: an optimum is known to a quarter of a step at either end."""
-    rates = list(next(iter(sweeps.values()))[0])
-    size = 0.5 * grid_step(rates) / math.log(_range(sweeps))
-    return Tolerance(size / asked, "a quarter of a step of the grid at either end of the widths")
-
-
 def drift_charts(results: Results, _scale: Scale) -> list[Chart]:
     """The best rate over the width by rule; and excess loss over the rate, one panel for each rule."""
-    found = {next(iter(sweeps)).name: sweeps for sweeps in by_rule(results)}
+    found = by_rule(results)
     means = {rule: {key: mean_losses(seeds) for key, seeds in sweeps.items()} for rule, sweeps in found.items()}
     curves, panels = [], []
     for rule, widths in means.items():
-        numbers = [key.width or 0 for key in widths]
-        curves.append(Curve(rule, rule, numbers, [best_rate(losses) for losses in widths.values()]))
+        curves.append(Curve(rule, rule, _widths(found[rule]), [best_rate(losses) for losses in widths.values()]))
         panels.append(_excess_chart(rule, widths))
     x, y = (
         Axis("width", log=2, ticks=curves[0].x if curves else ()),
@@ -154,10 +146,7 @@ def _rates(found: Mapping[str, Sweeps]) -> list[float]:
 
 
 def _excess_chart(rule: str, widths: Mapping[Key, Losses]) -> Chart:
-    curves = []
-    for key, losses in widths.items():
-        excess = [loss - min(losses.values()) if loss < math.inf else math.nan for loss in losses.values()]
-        curves.append(Curve(str(key), f"width {key.width}", list(losses), excess))
+    curves = [Curve(str(key), f"width {key.width}", list(losses), excess(losses)) for key, losses in widths.items()]
     x, y = Axis("learning rate", log=2), Axis("above the lowest", "nats")
     return Chart(f"rate-drift-{rule}", rule.capitalize(), curves, x=x, y=y, points=True)
 
@@ -165,17 +154,17 @@ def _excess_chart(rule: str, widths: Mapping[Key, Losses]) -> Chart:
 def drift_tables(results: Results, scale: Scale) -> list[Table]:
     """The best rate at each width, by how much it moves, and what the narrowest model's costs the widest."""
     found = by_rule(results)
-    widths = [key.width for key in found[0]] if found else []
+    widths = _widths(next(iter(found.values()), {}))
     names = (*(f"width {width}" for width in widths), "moves by", "power of the width", "narrowest's, at the widest")
     columns = [Column("rule"), *(Column(name, number=True) for name in names)]
     rows: list[list[Value | Cell]] = []
-    for sweeps in found:
+    for rule, sweeps in found.items():
         means = [mean_losses(seeds) for seeds in sweeps.values()]
         best = [best_rate(losses) for losses in means]
         power = with_interval(drift_powers(sweeps), 2) if len(sweeps) > 1 else None
         cost = f"{transfer_cost(means[0], means[-1]):.2f}"
         moves = f"{max(best) / min(best):.2f} times"
-        rows.append([next(iter(sweeps)).name, *(f"{rate:.3g}" for rate in best), moves, power, cost])
+        rows.append([rule, *(f"{rate:.3g}" for rate in best), moves, power, cost])
     note = (
         "Best learning rates, each the vertex of a parabola over all that were tried, from means over seeds; the "
         "highest over the lowest; that factor as a power of the width, with half of its 95% t interval over seeds; "

@@ -25,7 +25,7 @@ from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, decay_factors, lambda_arm
 from muonsw.lab.studies.outcome import loss_cell
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.sweeps import Losses, losses_by_seed, mean_losses, power
+from muonsw.lab.studies.training.sweeps import Losses, excess, losses_by_seed, mean_losses, power
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig
 
@@ -437,14 +437,11 @@ def basins(name: str, title: str, arms: Runs, rules: Sequence[str] = RULES) -> C
 def basins_chart(name: str, title: str, means: Mapping[str, Losses], x: Axis) -> Chart:
     """The same, of losses by anything that goes with lambda."""
     lowest = min(min(losses.values()) for losses in means.values())
-    curves = [
-        Curve(rule, rule, list(losses), [loss - lowest if loss < math.inf else math.nan for loss in losses.values()])
-        for rule, losses in means.items()
-    ]
+    curves = [Curve(rule, rule, list(losses), excess(losses, lowest)) for rule, losses in means.items()]
     note = "Mean final loss over seeds minus the lowest of all rules."
     return Chart(name, title, curves, x=x, y=Axis("above the lowest", "nats"), note=note, points=True)
 
 
 def _regret_curve(arms: Runs, rule: str) -> Curve:
-    found = regrets(mean_losses(losses_of(arms, rule)))
-    return Curve(rule, rule, list(found), [value if value < math.inf else math.nan for value in found.values()])
+    means = mean_losses(losses_of(arms, rule))
+    return Curve(rule, rule, list(means), excess(means))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import linear_regression
@@ -19,7 +19,7 @@ from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.studies.scales import Scale, adamw_sweep, at_width
-from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
 MUON = "muon"
 ADAMW = "AdamW for all parameters, constant decay"
@@ -53,22 +53,19 @@ def _sweeps(key: Key, run: RunConfig, scale: Scale) -> list[Comparison]:
     """The rates under AdamW, as the paper's; where the scale asks for it under Muon with scaled decay too."""
     muon = replace(run.optimizer, algorithm="muon", decay="scaled")
     chosen = {key: run.optimizer, **({replace(key, name=MUON): muon} if scale.muon_sweeps else {})}
-    return [
-        Comparison(
-            one,
-            run,
-            tuple(Arm(f"lr {rate:g}", replace(optimizer, lr=rate)) for rate in scale.rates),
-            tuple(range(scale.sweep_seeds)),
-            paired=False,
-        )
-        for one, optimizer in chosen.items()
-    ]
+    return [rate_sweep(one, run, optimizer, scale.rates, scale.sweep_seeds) for one, optimizer in chosen.items()]
 
 
-def by_algorithm(results: Results) -> list[dict[Key, list[dict[float, float]]]]:
-    """The sweeps of AdamW, then those of Muon, where there are any: for each comparison the losses of every seed."""
+def rate_sweep(key: Key, run: RunConfig, optimizer: OptimizerConfig, rates: Sequence[float], seeds: int) -> Comparison:
+    """The run with this optimizer at every learning rate."""
+    arms = tuple(Arm(f"lr {rate:g}", replace(optimizer, lr=rate)) for rate in rates)
+    return Comparison(key, run, arms, tuple(range(seeds)), paired=False)
+
+
+def by_name(results: Results) -> dict[str, dict[Key, list[dict[float, float]]]]:
+    """The sweeps by the names of their keys, which say what is swept: for each comparison the losses of every seed."""
     names = dict.fromkeys(key.name for key in results)
-    return [{key: losses_by_seed(arms) for key, arms in results.items() if key.name == name} for name in names]
+    return {name: {key: losses_by_seed(arms) for key, arms in results.items() if key.name == name} for name in names}
 
 
 def losses_by_seed(arms: Runs, setting: str = "lr") -> list[dict[float, float]]:
@@ -128,7 +125,7 @@ def distance(seeds: Sequence[Losses]) -> float:
 
 def judge_widths(results: Results, scale: Scale) -> list[Claim]:
     """The best rate is the same at every width, within a step of the grid; taking the narrowest's costs little."""
-    return [claim for sweeps in by_algorithm(results) for claim in _judge_widths(sweeps, scale)]
+    return [claim for sweeps in by_name(results).values() for claim in _judge_widths(sweeps, scale)]
 
 
 def _judge_widths(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> list[Claim]:
@@ -179,6 +176,17 @@ def mean_losses(seeds: Sequence[Losses]) -> dict[float, float]:
     return {rate: math.fsum(losses[rate] for losses in seeds) / len(seeds) for rate in seeds[0]}
 
 
+def excess(losses: Losses, lowest: float | None = None) -> list[float]:
+    """Losses above the lowest of them, or above another, as a curve shows them: with a gap where a run diverged.
+
+    Examples:
+        >>> excess({0.1: 3.5, 0.2: 3.0, 0.4: math.inf})
+        [0.5, 0.0, nan]
+    """
+    lowest = min(losses.values()) if lowest is None else lowest
+    return [loss - lowest if loss < math.inf else math.nan for loss in losses.values()]
+
+
 def _inside(key: Key, losses: Losses, source: Source) -> Claim:
     rates, best = list(losses), best_rate(losses)
     inside = f"{key}: steps of the grid from the best learning rate to the nearest edge"
@@ -202,7 +210,7 @@ def _printed_widths(sweeps: Mapping[Key, Sequence[Losses]]) -> list[Claim]:
 
 def judge_horizons(results: Results, scale: Scale) -> list[Claim]:
     """The best learning rate falls with the horizon as its cube root."""
-    return [claim for sweeps in by_algorithm(results) for claim in _judge_horizons(sweeps, scale)]
+    return [claim for sweeps in by_name(results).values() for claim in _judge_horizons(sweeps, scale)]
 
 
 def _judge_horizons(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> list[Claim]:
@@ -212,7 +220,7 @@ def _judge_horizons(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> lis
     slope = over_seeds([power(rates, scale.horizons) for rates in best])
     falls = f"{_of(who)}power of the horizon that the best learning rate follows"
     limits = "" if scale.printed else "validated by the paper for 5,000 to 20,000 updates only"
-    rule, slack = paper.HORIZON_POWER, resolution(scale)
+    rule, slack = paper.HORIZON_POWER, resolution(grid_step(scale.rates), scale.horizons)
     return [*claims, within(f"{_id(who)}cube-root", falls, HORIZON_FIGURE, slope, rule, slack, limits=limits)]
 
 
@@ -226,16 +234,15 @@ def power(rates: Sequence[float], horizons: Sequence[int]) -> float:
     return linear_regression(*([math.log(value) for value in values] for values in (horizons, rates))).slope
 
 
-def resolution(scale: Scale) -> Tolerance:
-    """How well a grid can tell the power: an optimum is known to a quarter of a step at either end.
+def resolution(step: float, grown: Collection[float]) -> Tolerance:
+    """How well a grid can tell a power of what grew: an optimum is known to a quarter of its step at either end.
 
     Examples:
-        >>> from muonsw.lab.studies.scales import MINI
-        >>> round(resolution(MINI).size, 3)
+        >>> resolution(math.log(2.0), (400, 1_600)).size
         0.25
     """
-    size = 0.5 * grid_step(scale.rates) / math.log(scale.horizons[-1] / scale.horizons[0])
-    return Tolerance(size, "a quarter of a step of the grid, by a parabola over all of it, at either end")
+    size = 0.5 * step / math.log(max(grown) / min(grown))
+    return Tolerance(size, "a quarter of a step of the grid at either end")
 
 
 def sweep_tables(results: Results, scale: Scale) -> list[Table]:
@@ -264,9 +271,8 @@ def _excess_chart(results: Results, first: float, label: str) -> Chart:
     curves = []
     for key, arms in results.items():
         losses = mean_losses(losses_by_seed(arms))
-        lowest, factor = min(losses.values()), ((key.steps or first) / first) ** (1.0 / 3.0)
-        x, y = [rate * factor for rate in losses], [loss - lowest for loss in losses.values()]
-        curves.append(Curve(str(key), str(key), x, y))
+        factor = ((key.steps or first) / first) ** (1.0 / 3.0)
+        curves.append(Curve(str(key), str(key), [rate * factor for rate in losses], excess(losses)))
     note = "Mean over seeds minus the lowest of the same curve."
-    rates, excess = Axis(label, log=10), Axis("excess loss", "nats per token")
-    return Chart("excess-loss", "Excess loss", curves, x=rates, y=excess, note=note, points=True)
+    x, y = Axis(label, log=10), Axis("excess loss", "nats per token")
+    return Chart("excess-loss", "Excess loss", curves, x=x, y=y, note=note, points=True)
