@@ -203,31 +203,18 @@ def advise(
 
 
 class _Course(NamedTuple):
-    """What a run will do whatever decays: the numbers from which everything else follows.
-
-    Attributes:
-        steps: updates.
-        peak_lr: the peak learning rate.
-        decay_peak: the peak that decay divides by.
-        rates: learning rates of evenly spaced steps.
-        stride: for how many steps each of them stands.
-        updates: root mean square of the update at each of them.
-        memory: by how much momentum makes successive updates add up.
-        initial_rms: root mean square of the weights' entries at the start.
-        points: of a piecewise decay.
-        sizes: width and tokens of an update, None where they are not given.
-    """
+    """What a run will do whatever decays: the numbers from which everything else follows."""
 
     steps: int
     peak_lr: float
-    decay_peak: float
-    rates: Sequence[float]
-    stride: float
-    updates: Sequence[float]
-    memory: float
-    initial_rms: float
-    points: Points | None = None
-    sizes: Mapping[str, int | None] = {}
+    decay_peak: float  # the peak that decay divides by
+    rates: Sequence[float]  # learning rates of evenly spaced steps
+    stride: float  # for how many steps each of them stands
+    updates: Sequence[float]  # root mean square of the update at each of them
+    memory: float  # by how much momentum makes successive updates add up
+    initial_rms: float  # root mean square of the weights' entries at the start
+    points: Points | None = None  # of a piecewise decay
+    sizes: Mapping[str, int | None] = {}  # width and tokens of an update, None where they are not given
 
 
 def _advice(found: list[RuleAdvice], lam: float, course: _Course, algorithm: str, forgets: float) -> Advice:

@@ -50,23 +50,16 @@ OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where runs are jobs of their own.
+    """Where runs are jobs of their own."""
 
-    Attributes:
-        kind: "slurm", or "local" for processes of this machine.
-        parameters: What every job asks for, in the words of submitit's executor of this kind.
-        at_once: How many jobs are submitted at a time; None is all of them.
-        ranks: Processes that train a run together.
-        cancel_on_stop: Whether jobs of Slurm end when the watcher is stopped; those of this machine always do.
-        poll: Seconds between two looks at the jobs.
-    """
-
-    kind: Literal["slurm", "local"]
+    kind: Literal["slurm", "local"]  # "local": processes of this machine
+    # What every job asks for, in the words of submitit's executor of this kind.
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    at_once: int | None = None
-    ranks: int = 1
+    at_once: int | None = None  # how many jobs are submitted at a time; None is all of them
+    ranks: int = 1  # processes that train a run together
+    # Whether jobs of Slurm end when the watcher is stopped; those of this machine always do.
     cancel_on_stop: bool = False
-    poll: float = 15.0
+    poll: float = 15.0  # seconds between two looks at the jobs
 
 
 def run_on_cluster(jobs: Mapping[str, Job], audience: Audience, cluster: Cluster) -> None:
@@ -104,21 +97,13 @@ def _sleep(seconds: float, request: StopRequest) -> None:
 
 @dataclass
 class Attempt:
-    """A job that has a run.
+    """A job that has a run."""
 
-    Attributes:
-        id: The scheduler's name of it.
-        step: The update that the run's newest checkpoint held before.
-        fruitless: How many jobs ended before it without an update.
-        missing: Looks since it was last seen in the queue.
-        state: What the scheduler said of it last.
-    """
-
-    id: str
-    step: int
-    fruitless: int = 0
-    missing: int = 0
-    state: str = "SUBMITTED"
+    id: str  # the scheduler's name of it
+    step: int  # the update that the run's newest checkpoint held before
+    fruitless: int = 0  # how many jobs ended before it without an update
+    missing: int = 0  # looks since it was last seen in the queue
+    state: str = "SUBMITTED"  # what the scheduler said of it last
 
 
 class _Watcher:
@@ -286,17 +271,11 @@ def last_records(path: Path) -> list[Record]:
 
 @dataclass(frozen=True)
 class Order:
-    """What a job does: bring one run to its end, from wherever its folder says it is.
-
-    Attributes:
-        job: The run.
-        failure: Where to say why it failed.
-        ranks: Processes that train it together, one for each GPU.
-    """
+    """What a job does: bring one run to its end, from wherever its folder says it is."""
 
     job: Job
-    failure: Path
-    ranks: int = 1
+    failure: Path  # where to say why it failed
+    ranks: int = 1  # processes that train it together, one for each GPU
 
     def __call__(self) -> None:
         """Train; whatever comes of it is on disk afterwards."""

@@ -57,23 +57,14 @@ class ComparisonResult:
 
 @dataclass(frozen=True)
 class CompareStudy(Study[ComparisonResult]):
-    """Arms against a baseline, on the same weights and batches.
+    """Arms against a baseline, on the same weights and batches."""
 
-    Attributes:
-        base: What the arms share.
-        arms: The first is the baseline.
-        seeds: How many.
-        title: Of the page.
-        control: Whether constant decay of the total of the first scaled arm is added.
-        tune_lambda: Whether each arm is compared at its best lambda, found on a seed of its own.
-    """
-
-    base: RunConfig
-    arms: tuple[Arm, ...]
-    seeds: int
-    title: str
-    control: bool = False
-    tune_lambda: bool = False
+    base: RunConfig  # what the arms share
+    arms: tuple[Arm, ...]  # the first is the baseline
+    seeds: int  # how many
+    title: str  # of the page
+    control: bool = False  # whether constant decay of the total of the first scaled arm is added
+    tune_lambda: bool = False  # whether each arm is compared at its best lambda, found on a seed of its own
     name: str = field(default="compare", init=False)
     numbers: ClassVar[str] = "outcome.json"
 

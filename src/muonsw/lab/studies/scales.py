@@ -24,60 +24,33 @@ LAMBDAS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 @dataclass(frozen=True)
 class Scale:
-    """Everything that a study leaves open.
+    """Everything that a study leaves open."""
 
-    Attributes:
-        name: What `--scale` is given.
-        title: What it is, for lists and reports.
-        rows: The runs of the main table by width, with the scaled rule and the undivided peak.
-        headline: The width of the figures.
-        others: The widths of the figures beside the headline's.
-        small: The width of studies that the paper does not have.
-        sweep: The AdamW run whose learning rate is swept, at the width of the horizons.
-        sweep_widths: Widths of that sweep.
-        drift_widths: Widths over which the best learning rate and the best lambda of Muon are followed.
-        drift_steps: Updates of these runs.
-        rates: Learning rates, ascending.
-        horizons: Updates, ascending.
-        factors: Multiples of lambda.
-        map_run: The run of the regret map, at the smallest width that trains stably.
-        maps: By its lengths, a factor of four apart, its lambdas, a factor of two apart.
-        map_seeds: How many for each point of the map.
-        seeds: How many for each arm.
-        sweep_seeds: How many for each point of a sweep.
-        tflops: FLOPs that one run sustains in a second, in units of 1e12; a guess for planning.
-        workers: Runs at a time that the times are given for.
-        tokens: Makes or finds the tokens where no folder is given.
-        vocab: The vocabulary that a given folder must have; None takes any.
-        near_best: Further lambdas of the main table, as multiples of its own.
-        muon_sweeps: Whether learning rates are swept under Muon too.
-        sampled_every: Updates between samples where telemetry is what is studied; None is as in all other runs.
-    """
-
-    name: str
-    title: str
-    rows: Mapping[int, RunConfig]
-    headline: int
-    others: tuple[int, ...]
-    small: int
-    sweep: RunConfig
-    sweep_widths: tuple[int, ...]
-    drift_widths: tuple[int, ...]
-    drift_steps: int
-    rates: tuple[float, ...]
-    horizons: tuple[int, ...]
-    factors: tuple[float, ...]
-    map_run: RunConfig
-    maps: Mapping[int, tuple[float, ...]]
-    map_seeds: int
-    seeds: int
-    sweep_seeds: int
-    tflops: float
-    workers: int
-    tokens: Callable[[], Path]
-    vocab: int | None = None
-    near_best: tuple[float, ...] = ()
-    muon_sweeps: bool = False
+    name: str  # what `--scale` is given
+    title: str  # what it is, for lists and reports
+    rows: Mapping[int, RunConfig]  # the runs of the main table by width, with the scaled rule and the undivided peak
+    headline: int  # the width of the figures
+    others: tuple[int, ...]  # the widths of the figures beside the headline's
+    small: int  # the width of studies that the paper does not have
+    sweep: RunConfig  # the AdamW run whose learning rate is swept, at the width of the horizons
+    sweep_widths: tuple[int, ...]  # widths of that sweep
+    drift_widths: tuple[int, ...]  # widths over which the best learning rate and the best lambda of Muon are followed
+    drift_steps: int  # updates of these runs
+    rates: tuple[float, ...]  # learning rates, ascending
+    horizons: tuple[int, ...]  # updates, ascending
+    factors: tuple[float, ...]  # multiples of lambda
+    map_run: RunConfig  # the run of the regret map, at the smallest width that trains stably
+    maps: Mapping[int, tuple[float, ...]]  # by its lengths, a factor of four apart, its lambdas, a factor of two apart
+    map_seeds: int  # how many for each point of the map
+    seeds: int  # how many for each arm
+    sweep_seeds: int  # how many for each point of a sweep
+    tflops: float  # FLOPs that one run sustains in a second, in units of 1e12; a guess for planning
+    workers: int  # runs at a time that the times are given for
+    tokens: Callable[[], Path]  # makes or finds the tokens where no folder is given
+    vocab: int | None = None  # the vocabulary that a given folder must have; None takes any
+    near_best: tuple[float, ...] = ()  # further lambdas of the main table, as multiples of its own
+    muon_sweeps: bool = False  # whether learning rates are swept under Muon too
+    # Updates between samples where telemetry is what is studied; None is as in all other runs.
     sampled_every: int | None = None
 
     @property

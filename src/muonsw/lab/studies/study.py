@@ -33,20 +33,12 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What came out of a study that was run and judged.
-
-    Attributes:
-        sentence: What came out, in a few words.
-        claims: By the experiment that makes them.
-        tables: Numbers beside them, the most telling one first.
-        paths: What was written, the numbers first.
-        seconds: How long it took.
-    """
+    """What came out of a study that was run and judged."""
 
     sentence: str
-    claims: Claims
-    tables: Sequence[Table]
-    paths: Sequence[Path]
+    claims: Claims  # by the experiment that makes them
+    tables: Sequence[Table]  # numbers beside them, the most telling one first
+    paths: Sequence[Path]  # what was written, the numbers first
     seconds: float
 
     @property
@@ -61,17 +53,11 @@ class Conclusion:
 
 
 class Study(ABC, Generic[Found]):
-    """A question with the work that answers it; `conduct` runs it, judges it and draws it.
+    """A question with the work that answers it; `conduct` runs it, judges it and draws it."""
 
-    Attributes:
-        name: What `muonsw reproduce` is given.
-        title: One line for lists and pages.
-        numbers: The file that its numbers are written to.
-    """
-
-    name: str
-    title: str
-    numbers: ClassVar[str] = "claims.json"
+    name: str  # what `muonsw reproduce` is given
+    title: str  # one line for lists and pages
+    numbers: ClassVar[str] = "claims.json"  # the file that its numbers are written to
 
     @abstractmethod
     def run(self, workshop: Workshop) -> Found:
@@ -125,21 +111,14 @@ def counts(claims: Claims) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ExperimentStudy(Study[Mapping[str, ExperimentResult]]):
-    """Experiments that are reproduced together under one name, and the picture drawn from them.
-
-    Attributes:
-        name: What `muonsw reproduce` is given.
-        title: One line for lists.
-        experiments: In the order in which they are shown.
-        picture: Writes figures from the evidence into a folder and returns their paths.
-        seed: Of every random number.
-    """
+    """Experiments that are reproduced together under one name, and the picture drawn from them."""
 
     name: str
     title: str
-    experiments: tuple[Experiment, ...]
+    experiments: tuple[Experiment, ...]  # in the order in which they are shown
+    # Writes figures from the evidence into a folder and returns their paths.
     picture: Callable[[Mapping[str, Evidence], Path], list[Path]]
-    seed: int = 0
+    seed: int = 0  # of every random number
 
     def select(self, name: str) -> ExperimentStudy:
         """The study with one of its experiments only."""
@@ -226,33 +205,21 @@ def no_figures(_results: Results, _folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class TrainingStudy(Study[Results]):
-    """One table or figure of the paper, or a question next to it, answered by training.
-
-    Attributes:
-        name: What `muonsw reproduce` is given.
-        title: One line for lists.
-        reference: Where the paper has it.
-        comparisons: The runs, given a scale.
-        then: Further runs, given what those found; before that, runs of the same sizes, for plans.
-        claims: The claims that they allow.
-        own_tables: Tables of its own.
-        charts: Figures of its own, for the page.
-        figures: Figures of its own, as files in a folder.
-        notes: By scale, what a reader should know of it there, in sentences.
-        scale: At which size it is run.
-    """
+    """One table or figure of the paper, or a question next to it, answered by training."""
 
     name: str
     title: str
-    reference: str
-    comparisons: Callable[[Scale], Sequence[Comparison]]
+    reference: str  # where the paper has it
+    comparisons: Callable[[Scale], Sequence[Comparison]]  # the runs, given a scale
+    # Further runs, given what those found; before that, runs of the same sizes, for plans.
     then: Callable[[Results, Scale], Sequence[Comparison]] = nothing
-    claims: Callable[[Results, Scale], Sequence[Claim]] = nothing
+    claims: Callable[[Results, Scale], Sequence[Claim]] = nothing  # the claims that they allow
     own_tables: Callable[[Results, Scale], Sequence[Table]] = nothing
-    charts: Callable[[Results, Scale], Sequence[Chart]] = nothing
-    figures: Callable[[Results, Path], list[Path]] = no_figures
+    charts: Callable[[Results, Scale], Sequence[Chart]] = nothing  # figures of its own, for the page
+    figures: Callable[[Results, Path], list[Path]] = no_figures  # figures of its own, as files in a folder
+    # By scale, what a reader should know of it there, in sentences.
     notes: Mapping[str, str] = field(default_factory=dict)
-    scale: Scale = CPU
+    scale: Scale = CPU  # at which size it is run
 
     def at(self, scale: Scale) -> TrainingStudy:
         """The study at another scale."""

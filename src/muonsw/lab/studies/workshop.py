@@ -56,17 +56,11 @@ class ByArm:
 
 @dataclass(frozen=True)
 class BySettings:
-    """Runs under a hash of all their settings, so that studies share those that are equal.
+    """Runs under a hash of all their settings, so that studies share those that are equal."""
 
-    Attributes:
-        folder: Of all runs.
-        data: Prepared tokens.
-        device: "cpu" or "cuda".
-    """
-
-    folder: Path
-    data: Path
-    device: str
+    folder: Path  # of all runs
+    data: Path  # prepared tokens
+    device: str  # "cpu" or "cuda"
 
     def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
         """The run of one arm with one seed."""
@@ -119,22 +113,15 @@ class Workshop:
     """Makes what studies ask for.
 
     The number of workers changes nothing but the time.
-
-    Attributes:
-        console: Where progress is shown.
-        workers: Runs, or experiments, at a time.
-        places: Where runs are kept; experiments keep nothing.
-        retry_diverged: Whether runs that diverged in an earlier call are tried again.
-        devices: GPUs over which runs are spread, as CUDA_VISIBLE_DEVICES names them; with none, a process sees all.
-        cluster: Where runs are jobs; None trains them in processes of this machine.
     """
 
-    console: Console
-    workers: int
-    places: Places = field(default_factory=lambda: ByArm(Path("runs")))
-    retry_diverged: bool = False
+    console: Console  # where progress is shown
+    workers: int  # runs, or experiments, at a time
+    places: Places = field(default_factory=lambda: ByArm(Path("runs")))  # where runs are kept; experiments keep nothing
+    retry_diverged: bool = False  # whether runs that diverged in an earlier call are tried again
+    # GPUs over which runs are spread, as CUDA_VISIBLE_DEVICES names them; with none, a process sees all.
     devices: tuple[str, ...] = ()
-    cluster: Cluster | None = None
+    cluster: Cluster | None = None  # where runs are jobs; None trains them in processes of this machine
 
     def train(self, comparisons: Sequence[Comparison]) -> Results:
         """Bring every run to its end, equal ones once, and read all back by comparison and arm.

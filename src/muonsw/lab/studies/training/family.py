@@ -167,21 +167,13 @@ def _rates_sum(run: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class Best:
-    """A member under one rule at its best learning rate.
+    """A member under one rule at its best learning rate."""
 
-    Attributes:
-        seeds: For each seed, the loss of each lambda at that rate.
-        optimum: What they say about lambda.
-        larger: For each seed, what the largest lambda costs; None where it is the best.
-        edge: Whether the best rate is the lowest or the highest that was tried.
-        run: The first seed's at the best lambda.
-    """
-
-    seeds: list[dict[float, float]]
-    optimum: Optimum
-    larger: list[float] | None
-    edge: bool
-    run: Run
+    seeds: list[dict[float, float]]  # for each seed, the loss of each lambda at that rate
+    optimum: Optimum  # what they say about lambda
+    larger: list[float] | None  # for each seed, what the largest lambda costs; None where it is the best
+    edge: bool  # whether the best rate is the lowest or the highest that was tried
+    run: Run  # the first seed's at the best lambda
 
     @property
     def losses(self) -> list[float]:

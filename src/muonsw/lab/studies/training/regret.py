@@ -187,34 +187,20 @@ def shared(found: Map, *horizons: int) -> list[dict[str, list[dict[float, float]
 
 @dataclass(frozen=True)
 class Optimum:
-    """What a rule's best lambda is at a horizon, and how wrong it may be.
-
-    Attributes:
-        rule: Of decay.
-        steps: The horizon.
-        peak_lr: The peak learning rate there.
-        epochs: How often the text was seen; not a number where that is not known.
-        seeds: How many.
-        best: The vertex of a parabola over the logarithm of lambda, through the lowest mean and its neighbours.
-        low: The smallest lambda within `GOOD` of the lowest mean, by lines over the logarithm.
-        high: The largest one.
-        per_lambda: What decay takes over the run, the sum of phi, for each unit of lambda.
-        at_an_end: Whether the best is the smallest or the largest that was tried.
-        losses: Means by lambda.
-        costs: By lambda, the mean regret, and half of its 95% interval over seeds; None of one seed.
-    """
+    """What a rule's best lambda is at a horizon, and how wrong it may be."""
 
     rule: str
-    steps: int
-    peak_lr: float
-    epochs: float
+    steps: int  # the horizon
+    peak_lr: float  # the peak learning rate there
+    epochs: float  # how often the text was seen; not a number where that is not known
     seeds: int
-    best: float
-    low: float
-    high: float
-    per_lambda: float
-    at_an_end: bool
-    losses: Losses
+    best: float  # the vertex of a parabola over the logarithm of lambda, through the lowest mean and its neighbours
+    low: float  # the smallest lambda within `GOOD` of the lowest mean, by lines over the logarithm
+    high: float  # the largest one
+    per_lambda: float  # what decay takes over the run, the sum of phi, for each unit of lambda
+    at_an_end: bool  # whether the best is the smallest or the largest that was tried
+    losses: Losses  # means by lambda
+    # By lambda, the mean regret, and half of its 95% interval over seeds; None of one seed.
     costs: Mapping[float, tuple[float, float | None]]
 
 

@@ -41,26 +41,16 @@ REACH = 1.0
 
 @dataclass(frozen=True)
 class Price:
-    """What a choice of lambda costs in runs of one kind.
+    """What a choice of lambda costs in runs of one kind."""
 
-    Attributes:
-        text: What was read.
-        width: Of the model.
-        steps: Updates.
-        rule: Of decay.
-        choice: How lambda was chosen, one of `CHOICES`.
-        lam: The lambda.
-        cost: In nats.
-        beyond: Whether this lambda lies beyond those that were tried; basins grow steeper outwards, so it costs more.
-    """
-
-    text: str
-    width: int
+    text: str  # what was read
+    width: int  # of the model
     steps: int
     rule: str
-    choice: str
+    choice: str  # how lambda was chosen, one of `CHOICES`
     lam: float
-    cost: Estimate
+    cost: Estimate  # in nats
+    # Whether this lambda lies beyond those that were tried; basins grow steeper outwards, so it costs more.
     beyond: bool
 
 
