@@ -252,8 +252,7 @@ def own_peak(run: RunConfig) -> OptimizerConfig:
     return replace(run.optimizer, peak="group") if run.model.relative_width != 1.0 else run.optimizer
 
 
-def rule_arm(run: RunConfig, rule: str, weight_decay: float, *, named: bool = False) -> Arm:
-    """A rule at one lambda, called after the rule, or with `named` after both."""
+def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
+    """A rule at one lambda, with every group's own peak."""
     base = own_peak(run)
-    arm = lambda_arm(replace(base, peak="group" if rule == CONSTANT else base.peak), rule, weight_decay)
-    return arm if named else replace(arm, name=rule)
+    return lambda_arm(replace(base, peak="group" if rule == CONSTANT else base.peak), rule, weight_decay)

@@ -185,11 +185,7 @@ _MINI = relaxed("mini", replace(preset("mini"), width=128, mup=MuP(base_width=12
 MINI = Scale(
     name="mini",
     title="6 layers, minutes to an hour on one GPU; with the text of docs/evidence.md its runs are those of that page",
-    rows={
-        128: shortened(_MINI, 1_600, 16),
-        256: shortened(_wider(_MINI, "mini", 256, 0.01), 1_600, 16),
-        512: shortened(_wider(_MINI, "mini", 512, 0.01), 1_600, 16),
-    },
+    rows={width: shortened(_wider(_MINI, "mini", width, 0.01), 1_600, 16) for width in (128, 256, 512)},
     headline=256,
     others=(128, 512),
     small=256,
@@ -218,7 +214,7 @@ _CPU = relaxed("demo", replace(preset("demo"), mup=MuP(base_width=64)), phi_peak
 CPU = Scale(
     name="cpu",
     title="4 layers, Python source, under half an hour on two cores",
-    rows={64: _CPU, 96: _wider(_CPU, "demo", 96, 0.02)},
+    rows={width: _wider(_CPU, "demo", width, 0.02) for width in (64, 96)},
     headline=64,
     others=(96,),
     small=64,

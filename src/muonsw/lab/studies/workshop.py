@@ -75,16 +75,11 @@ class BySettings:
             model=replace(config.model, vocab=padded_vocab(read_record(self.data).vocab_size)),
             data=replace(config.data, path=str(self.data)),
             device=self.device,
-            threads=threads_for(config, self.device),
+            threads=1 if self.device == "cpu" else config.threads,  # so that the number of workers changes nothing
             arm="",
         )
         chosen = with_fingerprint(chosen)
         return replace(chosen, arm=describe(chosen))
-
-
-def threads_for(config: RunConfig, device: str) -> int:
-    """One thread for each run on a CPU: the number of workers then changes nothing but the time."""
-    return 1 if device == "cpu" else config.threads
 
 
 def describe(config: RunConfig) -> str:

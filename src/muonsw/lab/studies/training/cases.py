@@ -73,8 +73,7 @@ def judge_repeated(results: Results, _scale: Scale) -> list[Claim]:
 
 def repeated_charts(results: Results, _scale: Scale) -> list[Chart]:
     """The three rules over lambda."""
-    rules = (*RULES, "piecewise")
-    return [basins(f"repeated-{key.slug}", str(key).capitalize(), arms, rules) for key, arms in results.items()]
+    return basins("repeated", results, (*RULES, "piecewise"))
 
 
 def adamw_forms(scale: Scale) -> list[Comparison]:

@@ -97,11 +97,10 @@ def _at(run: RunConfig, steps: int) -> RunConfig:
 
 def lambda_scaling(scale: Scale) -> list[Comparison]:
     """Five lambdas under both rules at every point."""
-    found = []
-    for key, run in points(scale).items():
-        lambdas = multiples(run.optimizer.weight_decay, FACTORS)
-        found.append(replace(lambda_map(run, lambdas, scale.map_seeds), key=key))
-    return found
+    return [
+        lambda_map(key, run, multiples(run.optimizer.weight_decay, FACTORS), scale.map_seeds)
+        for key, run in points(scale).items()
+    ]
 
 
 def along(axis: Growth, results: Results) -> dict[int, Runs]:

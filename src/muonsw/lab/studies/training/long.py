@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from muonsw.lab.claims.claim import Claim, at_least, at_most, below
 from muonsw.lab.claims.statistics import from_means, over_seeds
-from muonsw.lab.studies.arms import RULES, Comparison, Results, multiples
+from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, multiples
 from muonsw.lab.studies.scales import Scale, lean
 from muonsw.lab.studies.training.regret import (
     BEYOND,
@@ -49,7 +49,7 @@ def long_runs(scale: Scale) -> list[Comparison]:
     grids = {steps: multiples(middle, (ADDED, *FACTORS)), LONGER * steps: multiples(SMALLER * middle, FACTORS)}
     # Logged often: the first record of a run lets the next process compile.
     runs = {length: replace(lean(at_horizon(run, length)), log_every=20) for length in grids}
-    return [lambda_map(runs[length], grid, scale.map_seeds) for length, grid in grids.items()]
+    return [lambda_map(Key(steps=length), runs[length], grid, scale.map_seeds) for length, grid in grids.items()]
 
 
 def judge_long(results: Results, _scale: Scale) -> list[Claim]:

@@ -41,14 +41,15 @@ Map = Mapping[str, Mapping[int, Sequence[Losses]]]
 def maps(scale: Scale) -> list[Comparison]:
     """Every lambda under both rules, at every horizon."""
     return [
-        lambda_map(at_horizon(scale.map_run, steps), lambdas, scale.map_seeds) for steps, lambdas in scale.maps.items()
+        lambda_map(Key(steps=steps), at_horizon(scale.map_run, steps), lambdas, scale.map_seeds)
+        for steps, lambdas in scale.maps.items()
     ]
 
 
-def lambda_map(run: RunConfig, lambdas: Sequence[float], seeds: int) -> Comparison:
-    """Every lambda under both rules at one horizon."""
+def lambda_map(key: Key, run: RunConfig, lambdas: Sequence[float], seeds: int) -> Comparison:
+    """Every lambda under both rules."""
     arms = tuple(lambda_arm(run.optimizer, rule, lam) for lam in lambdas for rule in RULES)
-    return Comparison(Key(steps=run.steps), run, arms, tuple(range(seeds)), paired=False)
+    return Comparison(key, run, arms, tuple(range(seeds)), paired=False)
 
 
 def at_horizon(run: RunConfig, steps: int) -> RunConfig:
@@ -113,19 +114,19 @@ def regrets(losses: Losses, best: float | None = None) -> dict[float, float]:
     return {lam: loss - lowest for lam, loss in losses.items()}
 
 
-def octaves_within(losses: Losses, limit: float = GOOD, best: float | None = None) -> float:
-    """How many factors of two of lambda lie within so many nats of the best, by lines between the points of the grid.
+def octaves_within(losses: Losses, best: float | None = None) -> float:
+    """How many factors of two of lambda lie within `GOOD` of the best, by lines between the points of the grid.
 
     Examples:
-        >>> octaves_within({0.125: 2.5, 0.25: 2.0, 0.5: 3.0}, limit=0.5)
+        >>> octaves_within({0.125: 0.01, 0.25: 0.0, 0.5: 0.02})
         1.5
     """
     points = [(math.log2(lam), value) for lam, value in regrets(losses, best).items() if value < math.inf]
     width = 0.0
     for (x0, y0), (x1, y1) in pairwise(points):
         low, high = min(y0, y1), max(y0, y1)
-        if low <= limit:
-            width += (x1 - x0) * (1.0 if high <= limit else (limit - low) / (high - low))
+        if low <= GOOD:
+            width += (x1 - x0) * (1.0 if high <= GOOD else (GOOD - low) / (high - low))
     return width
 
 
@@ -414,14 +415,17 @@ def map_charts(results: Results, _scale: Scale) -> list[Chart]:
     ]
 
 
-def basins(name: str, title: str, arms: Runs, rules: Sequence[str] = RULES) -> Chart:
-    """Mean final loss of every rule over lambda, above the lowest of all."""
-    means = {rule: mean_losses(losses_of(arms, rule)) for rule in rules}
-    return basins_chart(name, title, means, Axis("lambda", log=2))
+def basins(name: str, results: Results, rules: Sequence[str] = RULES) -> list[Chart]:
+    """Mean final loss of every rule over lambda, one panel for each comparison."""
+    charts = []
+    for key, arms in results.items():
+        means = {rule: mean_losses(losses_of(arms, rule)) for rule in rules}
+        charts.append(basins_chart(f"{name}-{key.slug}", str(key).capitalize(), means, Axis("lambda", log=2)))
+    return charts
 
 
 def basins_chart(name: str, title: str, means: Mapping[str, Losses], x: Axis) -> Chart:
-    """The same, of losses by anything that goes with lambda."""
+    """Losses of every rule over something that goes with lambda, above the lowest of all."""
     lowest = min(min(losses.values()) for losses in means.values())
     curves = [Curve(rule, rule, list(losses), excess(losses, lowest)) for rule, losses in means.items()]
     note = "Mean final loss over seeds minus the lowest of all rules."

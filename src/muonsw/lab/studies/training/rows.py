@@ -49,7 +49,7 @@ def row(scale: Scale, width: int) -> Comparison:
     """The arms of one width."""
     run = scale.rows[width]
     lambdas = [factor * run.optimizer.weight_decay for factor in scale.near_best]
-    near = (rule_arm(run, rule, lam, named=True) for lam in lambdas for rule in RULES)
+    near = (rule_arm(run, rule, lam) for lam in lambdas for rule in RULES)
     return Comparison(Key(width=width), run, (*decay_arms(run), *near), tuple(range(scale.seeds)))
 
 

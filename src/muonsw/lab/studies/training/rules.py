@@ -49,7 +49,7 @@ def lambda_sweep(scale: Scale) -> list[Comparison]:
     """Both rules at multiples of the run's lambda."""
     run = scale.rows[scale.small]
     lambdas = multiples(run.optimizer.weight_decay, scale.factors, digits=4)
-    arms = tuple(rule_arm(run, rule, lam, named=True) for lam in lambdas for rule in RULES)
+    arms = tuple(rule_arm(run, rule, lam) for lam in lambdas for rule in RULES)
     return [Comparison(LAMBDAS, run, arms, tuple(range(scale.sweep_seeds)), paired=False)]
 
 

@@ -47,12 +47,12 @@ def schedules(scale: Scale) -> list[Comparison]:
     """
     run = at_horizon(rules_run(scale), scale.horizons[1])
     lambdas = multiples(run.optimizer.weight_decay, FACTORS)
-    found = []
-    for shape in SHAPES:
-        for final in FINALS:
-            one = lambda_map(replace(run, schedule=_schedule(run, shape, final)), lambdas, scale.map_seeds)
-            found.append(replace(one, key=Key(f"{shape} to {final:g}")))
-    return found
+    runs = {
+        Key(f"{shape} to {final:g}"): replace(run, schedule=_schedule(run, shape, final))
+        for shape in SHAPES
+        for final in FINALS
+    }
+    return [lambda_map(key, one, lambdas, scale.map_seeds) for key, one in runs.items()]
 
 
 def _schedule(run: RunConfig, shape: str, final: float) -> ScheduleConfig:
@@ -89,7 +89,7 @@ def _gaps(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
 
 def schedule_charts(results: Results, _scale: Scale) -> list[Chart]:
     """Both rules over lambda, one panel for each schedule."""
-    return [basins(f"schedule-{key.slug}", str(key).capitalize(), arms) for key, arms in results.items()]
+    return basins("schedule", results)
 
 
 def schedule_tables(results: Results, _scale: Scale) -> list[Table]:
