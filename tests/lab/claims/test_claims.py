@@ -183,4 +183,3 @@ def test_slopes_of_several_curves():
     x = torch.tensor([1.0, 3.0, 10.0, 40.0], dtype=torch.float64)
     slopes = log_log_slope(x, torch.stack([x**-1.5, 7.0 * x**2]))
     assert torch.allclose(slopes, torch.tensor([-1.5, 2.0], dtype=torch.float64))
-    assert torch.allclose(log_log_slope(x.tolist(), x**-1.5), slopes[0])

@@ -113,12 +113,8 @@ def interval_of(values: Sequence[float]) -> Interval | None:
     return t_interval(torch.tensor(values, dtype=torch.float64)) if len(values) > 1 else None
 
 
-def log_log_slope(x: Sequence[float] | Tensor, y: Tensor) -> Tensor:
-    """Least-squares slopes of log y over log x, one for each row of y.
-
-    Args:
-        x: Positions, n of them.
-        y: Shape (..., n), positive.
+def log_log_slope(x: Tensor, y: Tensor) -> Tensor:
+    """Least-squares slopes of log y (..., n) over log x (n,), one for each row of y.
 
     Examples:
         >>> import torch
@@ -126,7 +122,6 @@ def log_log_slope(x: Sequence[float] | Tensor, y: Tensor) -> Tensor:
         >>> round(float(log_log_slope(x, 3 * x**-2)), 6)
         -2.0
     """
-    u = y.new_tensor(x).log() if not isinstance(x, Tensor) else x.log()
-    u = u - u.mean()
+    u = x.log() - x.log().mean()
     slopes: Tensor = (y.log() * u).sum(-1) / u.square().sum()
     return slopes

@@ -13,13 +13,7 @@ SIGNS = {Criterion.AT_MOST: "≤ ", Criterion.AT_LEAST: "≥ ", Criterion.ABOVE:
 
 
 def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours"), *, named: bool = False) -> Table:
-    """Claims, by who makes them, with what was said and what was found.
-
-    Args:
-        claims: By owner.
-        headings: What the columns of predictions and measurements are called.
-        named: Whether the short names of claims have a column of their own.
-    """
+    """Claims, by who makes them, with what was said and what was found under these headings; `named` adds their ids."""
     owners = {id(claim): name for name, those in claims.items() for claim in those}
     ordered = failed_first(claim for those in claims.values() for claim in those)
     columns = [

@@ -368,11 +368,7 @@ def scheduler_of(cluster: Cluster, folder: Path) -> Scheduler:
 
 
 class Slurm:
-    """Jobs in the queue of Slurm.
-
-    Args:
-        executor: Of submitit.
-    """
+    """Jobs in the queue of Slurm, through submitit's executor."""
 
     def __init__(self, executor: Any) -> None:
         self.executor = executor
@@ -411,11 +407,7 @@ class Slurm:
 
 
 class Local:
-    """Jobs as processes of this machine, on its GPUs in turn.
-
-    Args:
-        executor: Of submitit.
-    """
+    """Jobs as processes of this machine, on its GPUs in turn, through submitit's executor."""
 
     def __init__(self, executor: Any) -> None:
         self.executor, self.started = executor, dict[str, Any]()

@@ -121,17 +121,10 @@ def chosen(name: str, data: Path | None, folder: Path = FOLDER) -> list[str]:
 def gather(
     name: str, workshop: Workshop, path: Path, seeds: int | None = None, only: Sequence[str] | None = None
 ) -> int:
-    """Train the runs of a study that have no record yet, and add each to its file as soon as it has ended.
+    """Train the runs of a study that have no record yet, add each to its file as soon as it has ended, and count them.
 
-    Args:
-        name: The study.
-        workshop: Where they are trained.
-        path: The file.
-        seeds: How many of the seeds of each comparison; all unless given.
-        only: Comparisons with one of these in their names, such as `muon` or `6400 updates`; all unless given.
-
-    Returns:
-        How many runs were added.
+    Of each comparison so many seeds alone, if that is given; comparisons with one of `only` in their names alone, such
+    as `muon` or `6400 updates`, if that is.
 
     Raises:
         UsageError: If the file holds runs on other text, or a run cannot start.

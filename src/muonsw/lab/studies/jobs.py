@@ -100,11 +100,7 @@ def write_divergence(folder: Path, error: Diverged) -> None:
 def train_alone(config: RunConfig, folder: Path, note: Path, world: World | None = None) -> None:
     """Bring one run to its end without an audience: what comes of it is on disk afterwards.
 
-    Args:
-        config: The run.
-        folder: Where it is.
-        note: Where to say why it failed, and whether trying again is of any use.
-        world: The ranks that train it, of which this process is one.
+    The note says why it failed, and whether trying again is of any use.
     """
     leads = world is None or world.leads
     try:

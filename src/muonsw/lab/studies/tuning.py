@@ -66,14 +66,8 @@ def tune(
     """Try multiples of each arm's lambda on one seed and keep the best of each arm.
 
     Where the best is the smallest or the largest that was tried, the search goes on beyond it, a few times. A lambda
-    with which an update would take more than the weight is not tried.
-
-    Args:
-        train: Makes the runs of comparisons.
-        base: The run that is varied.
-        arms: What is tuned, each for itself.
-        seed: For the search alone: a comparison on the same seed would favour the arm that was luckier.
-        factors: Multiples of the arm's lambda.
+    with which an update would take more than the weight is not tried. The seed is for the search alone: a comparison on
+    the same one would favour the arm that was luckier.
     """
     grids = {arm.name: sorted(factors) for arm in arms}
     for extensions in range(MOST_EXTENSIONS + 1):

@@ -84,11 +84,7 @@ def march(
 ) -> Iterator[int]:
     """Set the learning rate of each step in turn; the body writes gradients and calls `optimizer.step()`.
 
-    Args:
-        optimizer: Whose groups all get the same learning rate.
-        etas: The learning rate of each step.
-        progress: Called with the fraction done, about a hundred times.
-        part: From where to where in the whole experiment this march goes.
+    `part` says from where to where in the whole experiment this march goes, for the fraction that is done.
     """
     start, end = part
     every = max(1, len(etas) // 100)

@@ -55,13 +55,9 @@ class Price:
 
 
 def prices(text: str, results: Results, known: Sequence[Optimum], *, leave_out: bool) -> list[Price]:
-    """The price of every choice under both rules at every length.
+    """The price of every choice under both rules at every length, `known` being what advice knows.
 
-    Args:
-        text: What was read.
-        results: Runs of every lambda under both rules, by length.
-        known: What advice knows.
-        leave_out: Whether that was found in these very runs: then a length does not know itself.
+    With `leave_out` that was found in these very runs, and a length does not know itself.
     """
     found: list[Price] = []
     for arms in results.values():
