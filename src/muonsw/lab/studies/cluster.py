@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from filelock import FileLock
 
@@ -108,7 +108,7 @@ class Attempt:
 
 class _Watcher:
     def __init__(
-        self, jobs: Mapping[str, Job], audience: Audience, cluster: Cluster, scheduler: Scheduler, folder: Path
+        self, jobs: Mapping[str, Job], audience: Audience, cluster: Cluster, scheduler: Slurm | Local, folder: Path
     ) -> None:
         self.jobs, self.audience, self.cluster, self.scheduler, self.folder = jobs, audience, cluster, scheduler, folder
         self.waiting = dict.fromkeys(jobs, 0)  # names, with the fruitless jobs so far
@@ -328,28 +328,8 @@ def saving_before_the_end() -> Iterator[_End]:
         signal.signal(EARLY, before)
 
 
-class Scheduler(Protocol):
-    """What a cluster is asked."""
-
-    def submit(self, order: Callable[[], None], name: str) -> str:
-        """Start a job now or later, and return its name."""
-        ...
-
-    def states(self) -> dict[str, str] | None:
-        """The jobs that have not ended, and how they are; None if that cannot be known now."""
-        ...
-
-    def cancel(self, jobs: Sequence[str]) -> None:
-        """Ask jobs to save and end."""
-        ...
-
-    def close(self) -> None:
-        """Nothing will be asked any more: all jobs have said what came of them."""
-        ...
-
-
-def scheduler_of(cluster: Cluster, folder: Path) -> Scheduler:
-    """The scheduler of a cluster, which keeps its own files in a folder.
+def scheduler_of(cluster: Cluster, folder: Path) -> Slurm | Local:
+    """What submits jobs, says which have not ended, and ends them; it keeps its own files in a folder.
 
     Raises:
         UsageError: If it is not to be had here.
@@ -388,7 +368,7 @@ class Slurm:
             )
 
     def states(self) -> dict[str, str] | None:
-        """Ask squeue for all jobs of this user, which is one question however many there are."""
+        """The jobs of this user that have not ended, by one question however many there are; None without an answer."""
         command = ["squeue", "--me", "--noheader", "--states=all", "--format=%i %T"]
         try:
             answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -423,7 +403,7 @@ class Local:
         self.started[job.job_id] = job
         return str(job.job_id)
 
-    def states(self) -> dict[str, str] | None:
+    def states(self) -> dict[str, str]:
         """Ask the processes that were started here, and look for those of an earlier command."""
         alive = {number: "RUNNING" for number, job in self.started.items() if not job.done()}
         return alive | {number: "RUNNING" for number in _earlier() if number not in self.started}

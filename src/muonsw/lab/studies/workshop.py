@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -29,14 +29,6 @@ from muonsw.lab.train.folder import RESULT, identity, refuse_other_settings
 from muonsw.lab.train.progress import numbers_of
 from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import resolve_device, with_fingerprint
-
-
-class Places(Protocol):
-    """Decides where the runs of comparisons are kept."""
-
-    def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
-        """The run of one arm with one seed."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,8 @@ class Workshop:
 
     console: Console  # where progress is shown
     workers: int  # runs, or experiments, at a time
-    places: Places = field(default_factory=lambda: ByArm(Path("runs")))  # where runs are kept; experiments keep nothing
+    # Where runs are kept; experiments keep nothing.
+    places: ByArm | BySettings = field(default_factory=lambda: ByArm(Path("runs")))
     retry_diverged: bool = False  # whether runs that diverged in an earlier call are tried again
     # GPUs over which runs are spread, as CUDA_VISIBLE_DEVICES names them; with none, a process sees all.
     devices: tuple[str, ...] = ()
