@@ -13,6 +13,7 @@ from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Cell, Column, Table, Value, change_text, norm_text
 from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
+from muonsw.lab.diagnose.history import History
 from muonsw.lab.runs import Run, last
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
 from muonsw.lab.theory import relaxation_number
@@ -189,10 +190,9 @@ def _decays(run: Run) -> bool:
 
 
 def _relative_update_at_peak(run: Run) -> float:
-    scope = run.telemetry.scope("decayed")
-    if not scope.records or not np.isfinite(scope["lr"]).any():
-        return math.nan
-    return float(scope["relative_update"][int(np.nanargmax(scope["lr"]))])
+    seen = History(run)
+    lr = seen.column("lr")
+    return float(seen.relative_update[int(np.nanargmax(lr))]) if np.isfinite(lr).any() else math.nan
 
 
 def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
