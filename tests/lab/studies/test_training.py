@@ -402,6 +402,21 @@ def test_the_cube_root_rule_is_reported_from_others(tmp_path, power, holds):
     assert len(minima) == len(MINI.horizons)
 
 
+def test_horizons_and_widths_are_judged_on_what_a_study_under_way_has(tmp_path):
+    first, last = (Key(steps=steps) for steps in CPU.horizons[::2])
+    results = {
+        first: sweep_runs(tmp_path, 0.02, rates=CPU.rates, name="first-"),
+        last: sweep_runs(tmp_path, 0.02 * 4 ** (-1 / 3), rates=CPU.rates, seeds=1, name="last-"),
+    }
+    found = {claim.id: claim for claim in sweeps.judge_horizons(results, CPU)}
+    assert found["cube-root"].measured == pytest.approx(-1 / 3, abs=1e-6)
+    (inside,) = sweeps.judge_horizons({first: results[first]}, CPU)
+    assert inside.id == f"{first.slug}-inside"
+    widths = {Key(width=width): arms for width, arms in zip((32, 64), results.values(), strict=True)}
+    same = {claim.id: claim for claim in sweeps.judge_widths(widths, CPU)}["same-rate"]
+    assert same.limits.endswith("seed by seed it is 0.67")
+
+
 def test_rules_that_are_the_same_under_another_name_decay_alike():
     (one,) = planned("decay-rules", "mini")
     phis = {arm.name: decay_factors(one.base, arm.optimizer) for arm in one.arms}

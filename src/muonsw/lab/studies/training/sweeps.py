@@ -133,7 +133,7 @@ def _judge_widths(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> list[
     claims = [_inside(key, losses, WIDTH_FIGURE) for key, losses in means.items()]
     narrow, *wider = means
     who = replace(narrow, width=None)
-    spread = ", ".join(f"{distance(those):.2f}" for those in zip(*sweeps.values(), strict=True))
+    spread = ", ".join(f"{distance(those):.2f}" for those in zip(*sweeps.values(), strict=False))
     same = f"{_of(who)}steps of the grid between the best learning rates of the widths"
     limits = f"from means over seeds; seed by seed it is {spread}"
     claims.append(
@@ -215,12 +215,15 @@ def judge_horizons(results: Results, scale: Scale) -> list[Claim]:
 
 def _judge_horizons(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> list[Claim]:
     claims = [_inside(key, mean_losses(seeds), HORIZON_FIGURE) for key, seeds in sweeps.items()]
+    horizons = [key.steps for key in sweeps if key.steps is not None]
+    if len(horizons) < 2:
+        return claims
     who = replace(next(iter(sweeps)), steps=None)
-    best = [[best_rate(losses) for losses in those] for those in zip(*sweeps.values(), strict=True)]
-    slope = over_seeds([power(rates, scale.horizons) for rates in best])
+    best = [[best_rate(losses) for losses in those] for those in zip(*sweeps.values(), strict=False)]
+    slope = over_seeds([power(rates, horizons) for rates in best])
     falls = f"{_of(who)}power of the horizon that the best learning rate follows"
     limits = "" if scale.printed else "validated by the paper for 5,000 to 20,000 updates only"
-    rule, slack = paper.HORIZON_POWER, resolution(grid_step(scale.rates), scale.horizons)
+    rule, slack = paper.HORIZON_POWER, resolution(grid_step(scale.rates), horizons)
     return [*claims, within(f"{_id(who)}cube-root", falls, HORIZON_FIGURE, slope, rule, slack, limits=limits)]
 
 
