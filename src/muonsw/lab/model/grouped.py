@@ -63,37 +63,9 @@ def grouped_gemm(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def slice_by_slice(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """One product for each group, on contiguous slices; reads the sizes, which would make a GPU wait."""
-    ends: list[int] = ends_E.tolist()
-    return cast("Tensor", cast("Any", _SliceBySlice).apply(x_RD, weight_EFD, tuple(pairwise([0, *ends]))))
-
-
-class _SliceBySlice(torch.autograd.Function):
-    """Products that are written where they belong: joining and splitting them would take longer than some of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, weight_EFD: Tensor, bounds: tuple[tuple[int, int], ...]) -> Tensor:
-        ctx.save_for_backward(x_RD, weight_EFD)
-        ctx.bounds = bounds
-        out_RF = x_RD.new_empty(x_RD.shape[0], weight_EFD.shape[1])
-        for (start, end), weight in zip(bounds, weight_EFD, strict=True):
-            torch.mm(x_RD[start:end], weight.T, out=out_RF[start:end])
-        return out_RF
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, weight_EFD = ctx.saved_tensors
-        grad_RF = grads[0]
-        grad_x = torch.empty_like(x_RD) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.empty_like(weight_EFD) if ctx.needs_input_grad[1] else None
-        for expert, (start, end) in enumerate(ctx.bounds):
-            rows = grad_RF[start:end]
-            if grad_x is not None:
-                torch.mm(rows, weight_EFD[expert], out=grad_x[start:end])
-            if grad_weight is not None:
-                torch.mm(rows.T, x_RD[start:end], out=grad_weight[expert])
-        return grad_x, grad_weight, None
+    """One product for each group; reads the sizes, which would make a GPU wait."""
+    bounds = pairwise([0, *ends_E.tolist()])
+    return torch.cat([x_RD[start:end] @ matrix.T for (start, end), matrix in zip(bounds, weight_EFD, strict=True)])
 
 
 def expert_by_expert(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
