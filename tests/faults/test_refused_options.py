@@ -2,6 +2,9 @@
 
 import json
 import re
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +15,9 @@ from muonsw.lab.model import Decoder
 from muonsw.lab.studies.arms import parse_arm
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
-from tests.faults.commands import refused
-from tests.faults.folders import MODEL, folders
+from muonsw.lab.train.loop import train
+from tests.faults.commands import refused, run_command
+from tests.faults.folders import MODEL, config, documents, folders
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,55 @@ from tests.faults.folders import MODEL, folders
 def test_an_option_that_makes_no_sense_is_refused_before_anything_is_written(arguments, message, tmp_path):
     places = {"DIR": tmp_path / "out", "RUN": folders().whole, "DATA": folders().data}
     assert message in refused(*(places.get(argument, argument) for argument in arguments))
-    assert not list(tmp_path.glob("out/**/*.json*"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    """What commands are given, by the word that stands for it; the working directory is an empty folder beside it."""
+    given, here = tmp_path / "given", tmp_path / "here"
+    given.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    (given / "text.txt").write_text("\n\n".join(documents()), encoding="utf-8")
+    assert run_command("task", "new", given / "task.py").code == 0
+    data, moved = folders().copy("data"), given / "moved"
+    train(config(data, steps=1), moved)
+    data.rename(data.with_name("gone"))
+    small, heavy = config(folders().data), OptimizerConfig(weight_decay=60.0)
+    settings = {
+        "DECAY": replace(small, optimizer=heavy),
+        "BATCH": replace(small, batch=1 << 20),
+        "EVENTS": replace(small, tensorboard=True),
+    }
+    for name, run in settings.items():
+        (given / name).write_text(json.dumps(run.as_data()), encoding="utf-8")
+    names = {"TEXT": "text.txt", "TASK": "task.py", "MOVED": "moved", "FILE/below": "text.txt/below"}
+    return {name: given / name for name in settings} | {word: given / name for word, name in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train --config DECAY --out run", "1.2 times the weight in one update"),
+        ("train --config BATCH --out run", "fewer than one batch"),
+        ("train --config EVENTS --out run", "the package tensorboard"),
+        ("train --text TEXT --tensorboard --out run", "the package tensorboard"),
+        ("train --text TEXT --device meta --out run", "device 'meta' cannot be used here"),
+        ("train --text TEXT --out FILE/below", "cannot write to the folder"),
+        ("compare --text TEXT --out FILE/below", "cannot write to the folder"),
+        ("compare --task TASK --record TEXT --out runs", "text.txt holds no records of runs"),
+        ("compare --task TASK --record FILE/below --out runs", "cannot write to the folder"),
+        ("report nowhere --out new/page.html", "nowhere"),
+        ("reproduce main-table --data nowhere --out new", "nowhere holds no prepared data"),
+        ("export MOVED --out new", "holds no prepared data"),
+        ("data prepare new --tokenizer gpt2 --gpt2-files nowhere", "no GPT-2 vocabulary"),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(command, message, inputs):
+    assert message in refused(*(inputs.get(word, word) for word in command.split()))
+    assert not list(Path().iterdir())
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum", "adam_lr", "clip"])

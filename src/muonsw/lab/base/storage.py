@@ -50,9 +50,20 @@ def prepare_folder(folder: Path) -> None:
         UsageError: If it cannot be made or written to.
         MachineError: If the disk is full or fails.
     """
+    _try_to_write(folder, make=True)
+
+
+def require_writable(folder: Path) -> None:
+    """Find out the same without making the folder: other input may still be refused."""
+    _try_to_write(folder, make=False)
+
+
+def _try_to_write(folder: Path, *, make: bool) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         message = f"cannot write to the folder {folder}: {error.strerror or error}"

@@ -12,6 +12,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 from muonsw import machine
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import prepare_folder
 from muonsw.lab.base.tables import Table
 from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
@@ -102,6 +103,7 @@ class Compare:
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"--workers must be at least 1, got {self.workers}")
         self.cluster.check(self.device)
+        check_target(self.out / PAGE, images=True)
         console = Console()
         base = self._task_base(console) if self.task is not None else self._decoder_base(console)
         arms = self._arms(base)
@@ -115,14 +117,15 @@ class Compare:
             tune_lambda=self.tune_lambda,
         )
         workshop = self._workshop(console)
-        check_target(self.out / PAGE, images=True)
+        records = None if self.record is None else Records.open(self.record, base)
+        prepare_folder(self.out)
         paragraph(console, self._plan(study, workshop.workers))
         conclusion = conduct(study, workshop, self.out)
         tables = self._tables(conclusion)
         print_conclusion(console, conclusion, self.out, tables, verbose=self.verbose)
-        if self.record is not None:
+        if records is not None:
             ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
-            Records.open(self.record, base).add(load_runs(ended), comparison=comparison_key(base))
+            records.add(load_runs(ended), comparison=comparison_key(base))
             say(console, f"records of {counted(len(ended), 'run')} are in {self.record}")
         return int(conclusion.failed)
 

@@ -155,6 +155,7 @@ class Reproduce:
         check_target(folder / PAGE, images=True)
         data = find_data(scale, self.data) if study.planned() else Path()
         places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
+        prepare_folder(folder)
         conclusion = conduct(study, self._workshop(console, places, workers, len(study.runs())), folder)
         tables = [claims_table(conclusion.claims, ("expected", "measured")), *conclusion.tables]
         kept = f"; runs are in {places.folder}" if study.planned() else ""

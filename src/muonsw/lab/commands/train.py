@@ -11,6 +11,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import require_writable
 from muonsw.lab.base.terminal import say
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.parsing import changed
@@ -19,6 +20,8 @@ from muonsw.lab.studies.arms import refuse_too_much_decay
 from muonsw.lab.studies.program import read_config_file, run
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import preset_run, require_enough_text, with_data, with_steps
+from muonsw.lab.train.records import require_sinks
+from muonsw.lab.train.state import resolve_device
 from muonsw.lab.train.world import speaker
 
 WITH_CONFIG = ("--config", "--out", "--strategy")
@@ -93,6 +96,7 @@ class Train:
         if self.config is not None:
             self._refuse_with_config()
         folder = self.out or Path("out/train") / (self.config.stem if self.config else self.preset)
+        require_writable(folder)
         config = read_config_file(self.config) if self.config else self._config()
         if self.text:
             if speaker() is None:
@@ -139,4 +143,6 @@ class Train:
         except ValueError as error:
             raise UsageError(str(error)) from error
         refuse_too_much_decay(config, config.optimizer)
+        resolve_device(config.device)
+        require_sinks(config)
         return with_data(config, self.data, self.text)

@@ -122,10 +122,11 @@ def prepare_corpus(
     sizes, recipe = _sizes(corpus), corpus.recipe()
     if threads is not None and threads < 1:
         raise UsageError(f"--threads must be at least 1, got {threads}")
+    ready = _ready_tokenizer(corpus)
     with locked(folder, wait=wait):
         earlier_groups(folder, {**sizes, **recipe})
         begun("tokenizer")
-        tokenizer, trained_on = _make_tokenizer(folder, corpus, sizes["validation_fraction"])
+        tokenizer, trained_on = (ready, None) if ready else _trained(folder, corpus, sizes["validation_fraction"])
         recipe |= {"trained_on": trained_on}
         record = DataRecord(tokenizer.identity, tokenizer.vocab_size, **sizes, recipe=recipe)
         begun("documents")
@@ -332,12 +333,15 @@ def _remove_others(folder: Path, record: DataRecord) -> None:
             path.unlink(missing_ok=True)
 
 
-def _make_tokenizer(folder: Path, corpus: Corpus, fraction: float) -> tuple[Tokenizer, str | None]:
-    """The tokenizer, and a hash of the documents it was trained on."""
+def _ready_tokenizer(corpus: Corpus) -> Tokenizer | None:
+    """The tokenizer, unless it is to be trained."""
     if corpus.tokenizer == "bytes":
-        return ByteTokenizer(), None
-    if corpus.tokenizer == "gpt2":
-        return GPT2Tokenizer(corpus.gpt2_files), None
+        return ByteTokenizer()
+    return GPT2Tokenizer(corpus.gpt2_files) if corpus.tokenizer == "gpt2" else None
+
+
+def _trained(folder: Path, corpus: Corpus, fraction: float) -> tuple[Tokenizer, str]:
+    """A BPE, and a hash of the documents it was trained on."""
     allowed = (text for text in corpus.documents() if not is_validation(text, fraction))
     sample = list(up_to(allowed, TRAINING_CHARACTERS))
     if not sample:

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, Unpack
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import flatten
-from muonsw.lab.base.storage import prepare_folder
+from muonsw.lab.base.storage import prepare_folder, require_writable
 from muonsw.lab.base.tables import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
 from muonsw.lab.claims.table import Claims, any_failed, claims_table
 from muonsw.lab.report.charts import Charts
@@ -58,6 +58,7 @@ def write_report(
     target = Path(path)
     check_target(target, images=images)
     document = build_report(title, runs, **content)
+    prepare_folder(target.parent)
     written = [write_page(target, document)]
     if images:
         prepare_folder(folder := target.with_suffix(""))
@@ -94,7 +95,7 @@ def check_target(path: Path, *, images: bool) -> None:
     require_own([path])
     if images:
         require_own_folder(path.with_suffix(""))
-    prepare_folder(path.parent)
+    require_writable(path.parent)
 
 
 def summary(charts: Charts) -> str:

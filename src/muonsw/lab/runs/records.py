@@ -50,9 +50,16 @@ class Records:
 
     @classmethod
     def read(cls, path: Path) -> Records:
-        """Read a file back."""
-        header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return cls(path, header, lines)
+        """Read a file back.
+
+        Raises:
+            UsageError: If it holds something else.
+        """
+        try:
+            header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            return cls(path, header, lines)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} holds no records of runs ({error}): name another file") from error
 
     @classmethod
     def open(cls, path: Path, config: RunConfig, **about: Any) -> Records:

@@ -12,7 +12,7 @@ import numpy as np
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.storage import write_json
+from muonsw.lab.base.storage import prepare_folder, write_json
 from muonsw.lab.base.tables import plain_text
 from muonsw.lab.report.report import check_target, write_report
 from muonsw.lab.runs import Columns, Run, load_run
@@ -87,6 +87,7 @@ def compare_arms(
             runs[name].append(own_run(make_run(arm, seed), name, seed))
     outcome = compare(runs)
     said = verdict(outcome)
+    prepare_folder(Path(folder))
     write_json(Path(folder) / "outcome.json", {"verdict": said, **outcome.as_data()})
     tables = [arms_table(outcome), pairs_table(outcome.pairs)]
     everyone = [run for those in runs.values() for run in those]

@@ -39,12 +39,16 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     """
     config = _decoder_config(run)
     saved = load_newest(run, config, best=best, note=note)
+    data = Path(config.data.path)
+    tokenizer, record = load_tokenizer(data), read_record(data)
     _require_own(folder)
-    prepare_folder(folder)
-    remove_leftovers(folder)
+    for place in (folder, folder / TOKENIZER):
+        prepare_folder(place)
+        remove_leftovers(place)
     with placing(folder / MODEL) as beside:
         checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt"})
-        _copy_tokenizer(Path(config.data.path), folder / TOKENIZER)
+        store(tokenizer, folder / TOKENIZER)
+        save_record(folder / TOKENIZER, replace(record, groups=()))  # which tokenizer it is, and nothing of the tokens
         content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model), "sha256": _sha256(beside)}
         # First: it says whose folder this is, and a model that does not follow has another checksum, or is missing.
         write_json(folder / CONFIG, content)
@@ -97,14 +101,6 @@ def load_newest(
             except checkpoint.CheckpointError as error:
                 note(f"damaged checkpoint left out, an older one is taken if there is one: {error}")
     raise UsageError(f"{run} has no whole checkpoint: train it first with `muonsw train --out {run}`")
-
-
-def _copy_tokenizer(data: Path, folder: Path) -> None:
-    """The tokenizer's own files, and a record that says which tokenizer it is; nothing about the tokens."""
-    prepare_folder(folder)
-    remove_leftovers(folder)
-    store(load_tokenizer(data), folder)
-    save_record(folder, replace(read_record(data), groups=()))
 
 
 def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder, Tokenizer]:

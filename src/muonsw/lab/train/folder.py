@@ -18,7 +18,7 @@ from muonsw import machine
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
 from muonsw.lab.base.settings import differences, flatten
-from muonsw.lab.base.storage import locked, read_object, write_json
+from muonsw.lab.base.storage import locked, read_object, require_writable, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 
@@ -46,19 +46,33 @@ def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
     Raises:
         UsageError: If another process holds it, or it belongs to a run with another config.
     """
-    with locked(folder, f"another process is training in {folder}: wait for it, or choose another folder"):
-        _agree(folder, config)
+    with _held(folder, config):
+        write_json(folder / CONFIG, config.as_data())
         yield
 
 
-def _agree(folder: Path, config: RunConfig) -> None:
-    begun = (folder / CHECKPOINTS).exists() or (folder / METRICS).exists()
-    if os.path.lexists(folder / CONFIG) and begun:
-        refuse_other_settings(folder, config)
-    for path in checkpoint.newest_first(folder / CHECKPOINTS):
-        with suppress(checkpoint.CheckpointError):  # a damaged one belongs to no run
-            refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
-    write_json(folder / CONFIG, config.as_data())
+def require_free(folder: Path, config: RunConfig) -> None:
+    """Find out whether a folder could be claimed, before a model is built: no folder is made, and no config written.
+
+    Raises:
+        UsageError: As `claimed`.
+    """
+    require_writable(folder)
+    if folder.exists():
+        with _held(folder, config):
+            pass
+
+
+@contextmanager
+def _held(folder: Path, config: RunConfig) -> Iterator[None]:
+    with locked(folder, f"another process is training in {folder}: wait for it, or choose another folder"):
+        begun = (folder / CHECKPOINTS).exists() or (folder / METRICS).exists()
+        if os.path.lexists(folder / CONFIG) and begun:
+            refuse_other_settings(folder, config)
+        for path in checkpoint.newest_first(folder / CHECKPOINTS):
+            with suppress(checkpoint.CheckpointError):  # a damaged one belongs to no run
+                refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
+        yield
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:

@@ -16,11 +16,10 @@ from muonsw.lab.base.errors import Diverged, Interrupted, UsageError
 from muonsw.lab.base.processes import StopRequest, stop_requests, torch_threads
 from muonsw.lab.train.checkpoint import CheckpointError, Shelf
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, claimed, write_environment, write_result
-from muonsw.lab.train.parallel import require_division
-from muonsw.lab.train.records import Journal, MetricsFile, Sink, tensorboard_sink, wandb_sink
+from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, claimed, require_free, write_environment, write_result
+from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks, tensorboard_sink, wandb_sink
 from muonsw.lab.train.shared import SharedShelf, check
-from muonsw.lab.train.state import Training, own_device, with_fingerprint
+from muonsw.lab.train.state import Training, with_fingerprint
 from muonsw.lab.train.world import World, agreed
 from muonsw.state import state_bytes
 
@@ -89,26 +88,31 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     world = world or World()
     watch = watch if watch and world.leads else Watch()
     config = world.together(lambda: with_fingerprint(config))
-    # A device that is not there, or a batch that cannot be divided, must leave no trace in the folder.
-    world.together(lambda: own_device(config, world))
-    world.together(lambda: require_division(config, world.size))
-    with _held(folder, config, world), stop_requests() as request, torch_threads(None):
-        training = _usable(config, world)
-        shelf = _shelf(folder, watch, training)
-        resume(training, shelf, watch)
-        journal = Journal(training)
-        with _recording(training, journal, folder, watch) as metrics:
-            watch.started(training)
-            try:
-                _updates(training, journal, metrics, shelf, request)
-            except Diverged as error:
-                shelf.finish()
-                saved = shelf.newest()
-                kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
-                raise Diverged(f"{error}; {kept}", error.step) from error
-        result = _result(training)
-        world.leading(lambda: write_result(folder, result))
-        return result
+    world.leading(lambda: require_sinks(config))
+    world.leading(lambda: require_free(folder, config))
+    with stop_requests() as request, torch_threads(None):
+        training = _usable(config, world)  # what cannot be trained must leave no trace in the folder
+        with _held(folder, config, world):
+            return _train(training, folder, watch, request)
+
+
+def _train(training: Training, folder: Path, watch: Watch, request: StopRequest) -> dict[str, Any]:
+    """Train in a folder that is held."""
+    shelf = _shelf(folder, watch, training)
+    resume(training, shelf, watch)
+    journal = Journal(training)
+    with _recording(training, journal, folder, watch) as metrics:
+        watch.started(training)
+        try:
+            _updates(training, journal, metrics, shelf, request)
+        except Diverged as error:
+            shelf.finish()
+            saved = shelf.newest()
+            kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
+            raise Diverged(f"{error}; {kept}", error.step) from error
+    result = _result(training)
+    training.world.leading(lambda: write_result(folder, result))
+    return result
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonsw.lab.base.errors import UsageError, install_line
+from muonsw.lab.base.errors import needed
 from muonsw.lab.base.storage import numbered, parse_json, plain, replacing, reported, write_atomically
 from muonsw.lab.tasks.task import LossParts
+from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Evaluation, Training
 from muonsw.telemetry import TensorBoardSink, WandbSink
@@ -212,12 +213,22 @@ def _record_in(line: bytes) -> Record | None:
     return record if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
 
 
+def require_sinks(config: RunConfig) -> None:
+    """Find out whether the packages are installed that a run is logged with.
+
+    Raises:
+        UsageError: If one is missing, with the command that installs it.
+    """
+    if config.tensorboard:
+        needed("tensorboard", "TensorBoard events need", "tensorboard")
+    if config.wandb:
+        needed("wandb", "logging to Weights & Biases needs", "wandb")
+
+
 def tensorboard_sink(folder: Path) -> Sink:
     """A sink that writes TensorBoard events into the run's folder."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UsageError(f"TensorBoard is not installed: {install_line('tensorboard')}") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     events = folder / "tensorboard"
     with reported(events):
         sink = TensorBoardSink(SummaryWriter(str(events)))
@@ -231,8 +242,5 @@ def tensorboard_sink(folder: Path) -> Sink:
 
 def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
     """A sink that logs to a Weights & Biases project; a resumed run goes on under its folder's name."""
-    try:
-        wandb = import_module("wandb")
-    except ImportError as error:
-        raise UsageError(f"Weights & Biases is not installed: {install_line('wandb')}") from error
+    wandb = import_module("wandb")
     return WandbSink(wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", config=dict(config)))

@@ -26,7 +26,7 @@ from muonsw.lab.train.checkpoint import Checkpoint, CheckpointError, load_optimi
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
-from muonsw.lab.train.parallel import place_model
+from muonsw.lab.train.parallel import place_model, require_division
 from muonsw.lab.train.world import World
 from muonsw.rates import counts_steps
 
@@ -81,7 +81,8 @@ class Training:
         self.guard = LossGuard(config.diverged, config.skipped)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.device = own_device(config, self.world)
+        self.device = self.world.together(lambda: own_device(config, self.world))
+        self.world.together(lambda: require_division(config, self.world.size))
         self.task = self.world.together(lambda: open_task(config, self.world.size))
         self.model = self.task.model(config.seed).to(self.device)
         if config.weights == "bfloat16":
