@@ -79,18 +79,5 @@ class Advise:
         return 0
 
     def _advice(self) -> Advice:
-        return advise(
-            self.steps,
-            self.lr,
-            self.weight_decay,
-            schedule=self.schedule,
-            warmup_steps=self.warmup_steps,
-            final_fraction=self.final_fraction,
-            decay_fraction=self.decay_fraction,
-            algorithm=self.algorithm,
-            momentum=self.momentum,
-            initial_rms=self.initial_rms,
-            rules=self.rules,
-            width=self.width,
-            batch_tokens=self.batch_tokens,
-        )
+        settings = {name: value for name, value in vars(self).items() if name not in ("lr", "json")}
+        return advise(peak_lr=self.lr, **settings)
