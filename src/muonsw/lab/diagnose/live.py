@@ -13,8 +13,8 @@ from typing import Any
 
 from muonsw.telemetry.record import Record
 
-# As in `muonsw diagnose`: a norm that follows sqrt(lr) is down by this much when the learning rate has halved, and
-# part of the fall must come after that.
+# A norm that follows sqrt(lr) is down by this much when the learning rate has halved. Part of the fall must come after
+# that: a norm that started too large falls before.
 COLLAPSE, HALVED, LATE_LOSS = 0.29, 0.5, 0.1
 FALLING_RULES = ("constant", "independent")
 # Momentum with the usual coefficient of 0.95 then replaces the weights within the 20 steps that it remembers.

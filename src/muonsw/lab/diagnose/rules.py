@@ -15,20 +15,14 @@ import numpy as np
 
 from muonsw.lab.base.tables import norm_text
 from muonsw.lab.diagnose.history import LINEAR, QUADRATIC, History, ratio
-from muonsw.lab.diagnose.live import NEARLY_ALWAYS
+from muonsw.lab.diagnose.live import COLLAPSE, HALVED, LATE_LOSS, MANY_SKIPPED, NEARLY_ALWAYS, ROUNDING
 from muonsw.lab.recipes import IDLE
 from muonsw.text import counted
 
 # Samples of telemetry: fewer than the first say nothing at all, fewer than the second are too few for fits and slopes.
 MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
-MANY_SKIPPED = 0.01
 # Share of the records that one average of the loss covers, and share of the progress that may be given back.
 AVERAGED, GIVEN_BACK = 0.05, 0.1
-# Where the norm follows sqrt(lr), it is down by this much when the learning rate has halved.
-COLLAPSE = 0.29
-HALVED = 0.5
-# Part of the fall must come after the learning rate has halved: a norm that started too large falls before that.
-LATE_LOSS = 0.1
 HELD = 0.15
 # exp(-3) = 0.05: the squared norm has forgotten 95% of its start.
 RELAXED = 3.0
@@ -39,7 +33,6 @@ UNEXPLAINED = 0.1
 DEFECT_RANGE = (0.68, 1.21)
 # Decay should be slow against momentum: a fifth is 0.01 per step at beta 0.95, twice that is a warning.
 SLOW, TOO_FAST = 0.2, 0.4
-ROUNDING = 0.05
 RADIAL = 0.05
 
 
