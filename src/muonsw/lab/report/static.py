@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from muonsw.lab.report.own import METADATA, write_own
 from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Sheet
-from muonsw.lab.report.theme import LIGHT, ArmStyle, Palette, arm_styles, matplotlib_style
+from muonsw.lab.report.theme import LIGHT, ArmStyle, arm_styles, matplotlib_style
 
 DPI = 160
 # Sizes in inches: a panel that stands alone, two beside each other, and one of many; and the room around it.
@@ -40,24 +40,24 @@ DASHES: Mapping[str, Any] = {
 }
 
 
-def write_chart(chart: Chart, arms: Sequence[LegendEntry], folder: Path, palette: Palette = LIGHT) -> list[Path]:
+def write_chart(chart: Chart, arms: Sequence[LegendEntry], folder: Path) -> list[Path]:
     """Draw one chart and write it as PNG and SVG under its name."""
-    return write_sheet(Sheet(chart.name, "", [chart], columns=1), arms, folder, palette)
+    return write_sheet(Sheet(chart.name, "", [chart], columns=1), arms, folder)
 
 
-def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path, palette: Palette = LIGHT) -> list[Path]:
+def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path) -> list[Path]:
     """Draw all charts of a sheet on one picture, its legend below them, and write it as PNG and SVG under its name.
 
     Margins are fixed: to find them would take longer than to draw, and charts are many.
     """
-    styles = dict(zip((arm.name for arm in arms), arm_styles([arm.rule for arm in arms], palette), strict=True))
+    styles = dict(zip((arm.name for arm in arms), arm_styles([arm.rule for arm in arms]), strict=True))
     columns = min(sheet.columns, len(sheet.charts))
     rows = math.ceil(len(sheet.charts) / columns)
     width, height = PANELS.get(columns, SMALL) if rows == 1 else SMALL
     small = (width, height) == SMALL
     left_room = LEFT_OF_SMALL if small else LEFT
-    with matplotlib.rc_context(cast(Any, matplotlib_style(palette))):
-        entries = _legend_entries(sheet, styles, palette)
+    with matplotlib.rc_context(cast(Any, matplotlib_style())):
+        entries = _legend_entries(sheet, styles)
         wide = columns * (left_room + width + RIGHT)
         across = _entries_across(entries, wide)
         below = 0.1 + LEGEND_LINE * math.ceil(len(entries) / across) if entries else 0.1
@@ -68,7 +68,7 @@ def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path, palette
             row, column = divmod(place, columns)
             left, top = column * wide / columns + left_room, above + row * (TOP + height + BOTTOM) + TOP
             axis = figure.add_axes((left / wide, 1.0 - (top + height) / high, width / wide, height / high))
-            _draw_chart(axis, chart, styles, palette, small=small)
+            _draw_chart(axis, chart, styles, small=small)
         if sheet.title:
             corner = {"x": 0.2 / wide, "y": 1.0 - 0.15 / high, "ha": "left", "va": "top"}
             figure.suptitle(_text(sheet.title), **cast(Any, corner), fontsize=15, weight="bold")
@@ -78,14 +78,14 @@ def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path, palette
         return save_figure(figure, folder / sheet.name)
 
 
-def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], palette: Palette, *, small: bool) -> None:
+def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, small: bool) -> None:
     for band in chart.bands:
-        axis.axhspan(band.low, band.high, color=palette.grid, alpha=0.6, zorder=0)
+        axis.axhspan(band.low, band.high, color=LIGHT.grid, alpha=0.6, zorder=0)
     for arm in {curve.arm: None for curve in chart.curves}:
-        _draw_arm(axis, [curve for curve in chart.curves if curve.arm == arm], styles[arm], palette, chart.points)
+        _draw_arm(axis, [curve for curve in chart.curves if curve.arm == arm], styles[arm], chart.points)
     for level in chart.levels:
         look = {"linestyle": DASHES["dashed"], "linewidth": 1.4, "zorder": 3} if level.label else {"linewidth": 1.0}
-        axis.axhline(level.y, color=palette.bound if level.label else palette.muted, **cast(Any, look))
+        axis.axhline(level.y, color=LIGHT.bound if level.label else LIGHT.muted, **cast(Any, look))
     for mark in chart.marks:
         colour = styles[mark.arm].colour
         axis.axvline(mark.x, color=colour, linewidth=1.0, alpha=0.8)
@@ -103,7 +103,7 @@ def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], palett
     axis.set(xlim=chart.x.limits, ylim=chart.y.limits)
 
 
-def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, palette: Palette, marked: bool) -> None:
+def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, marked: bool) -> None:
     """Curves that look alike as one collection, which draws hundreds at once; thin where there is a middle."""
     middle = any(curve.middle for curve in curves)
     single = sum(not curve.middle for curve in curves)
@@ -111,7 +111,7 @@ def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, palette: Pal
     for curve in curves:
         groups.setdefault((curve.line, curve.middle, curve.neutral), []).append(curve)
     for (line, is_middle, neutral), alike in groups.items():
-        colour = palette.text if neutral else style.colour
+        colour = LIGHT.text if neutral else style.colour
         if line != "none":
             look: dict[str, Any] = {"linewidths": 1.6, "linestyles": [DASHES[line or style.dash]]}
             if is_middle:
@@ -146,7 +146,7 @@ def _label(drawn: DrawnAxis, axis: Axis, most: int) -> None:
             drawn.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
 
 
-def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle], palette: Palette) -> list[Line2D]:
+def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle]) -> list[Line2D]:
     """What tells the curves apart: the arms where there are several, then what kinds of lines mean."""
     used = {curve.arm: None for chart in sheet.charts for curve in chart.curves}
     marked = any(chart.points for chart in sheet.charts)
@@ -158,9 +158,9 @@ def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle], palette: Palet
     entries = entries if len(used) > 1 else []
     for kind, word in dict.fromkeys(pair for chart in sheet.charts for pair in chart.key):
         look = {"linestyle": "-", "marker": "v"} if kind == "mark" else {"linestyle": DASHES[kind]}
-        entries.append(Line2D([], [], color=palette.muted, label=_text(word), **cast(Any, look)))
+        entries.append(Line2D([], [], color=LIGHT.muted, label=_text(word), **cast(Any, look)))
     for label in dict.fromkeys(level.label for chart in sheet.charts for level in chart.levels if level.label):
-        entries.append(Line2D([], [], color=palette.bound, linestyle=DASHES["dashed"], label=_text(label)))
+        entries.append(Line2D([], [], color=LIGHT.bound, linestyle=DASHES["dashed"], label=_text(label)))
     return entries
 
 

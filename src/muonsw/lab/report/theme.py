@@ -114,7 +114,7 @@ def matplotlib_style(palette: Palette = LIGHT) -> dict[str, Any]:
     }
 
 
-def plotly_style(palette: Palette = LIGHT) -> dict[str, Any]:
+def plotly_style(palette: Palette) -> dict[str, Any]:
     """The theme as plotly settings: of the layout, and of each axis."""
     layout = {
         "paper_bgcolor": palette.background,
