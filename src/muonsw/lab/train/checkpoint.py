@@ -13,21 +13,23 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as load_bytes
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from muonsw.distributed.shards import is_dtensor, shard_like
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import numbered, plain, read_object, reported, sync
 from muonsw.lab.train.pieces import Reader, own_piece
+
+if TYPE_CHECKING:
+    from muonsw.lab.train.state import Training
 
 STATE = "state.json"
 PREFIX = "step-"
@@ -37,17 +39,6 @@ Tensors = dict[str, Tensor]
 
 class CheckpointError(Exception):
     """A checkpoint that cannot be used, with its name and the reason."""
-
-
-class Resumable(Protocol):
-    """A run that can go on from a checkpoint."""
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """Its model, placed on ranks as it will be trained."""
-
-    def load(self, saved: Checkpoint) -> None:
-        """Go on from it."""
 
 
 @dataclass(frozen=True)
@@ -107,27 +98,34 @@ def load(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: If a part is missing, unreadable or altered.
     """
+    return read_pieces(path, check(path), {})
+
+
+def check(path: Path) -> dict[str, Any]:
+    """Check every byte of a checkpoint without holding its tensors, and return its JSON half.
+
+    Raises:
+        CheckpointError: If a part is missing, unreadable or altered.
+    """
     content = read_state(path)
-    if "index" in content:
-        check_files(path, content["checksums"], content["checksums"])
-        return read_pieces(path, content, {})
-    tensors = {}
-    for name, checksum in content["checksums"].items():
-        with _readable(path / f"{name}.safetensors") as file:
-            _check(file, checksum)
-            tensors[name] = read_tensors(file)
-    return Checkpoint(content["step"], tensors, content["state"])
+    check_files(path, content["checksums"])
+    return content
 
 
-def check_files(path: Path, names: Iterable[str], checksums: Mapping[str, str]) -> None:
+def check_files(path: Path, checksums: Mapping[str, str]) -> None:
     """Compare files of a checkpoint with their checksums.
 
     Raises:
         CheckpointError: If one is missing, unreadable or altered.
     """
-    for name in names:
-        with _readable(path / f"{name}.safetensors") as file:
-            _check(file, checksums[name])
+    for name, checksum in checksums.items():
+        file = path / f"{name}.safetensors"
+        try:
+            found = sha256(file)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        if found != checksum:
+            raise CheckpointError(f"{file} does not match its checksum")
 
 
 def read_pieces(path: Path, content: Mapping[str, Any], like: Mapping[str, Tensor]) -> Checkpoint:
@@ -157,20 +155,6 @@ def _read_like(reader: Reader, name: str, param: Tensor | None) -> Tensor:
     if param is None or not is_dtensor(param) or reader.shape(name) != tuple(param.shape):
         return reader.read(name)
     return shard_like(param.detach(), reader.read(name, own_piece(param)).to(param.device))
-
-
-@contextmanager
-def _readable(file: Path) -> Iterator[Path]:
-    try:
-        yield file
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
-
-
-def _check(file: Path, checksum: str) -> None:
-    with file.open("rb") as opened:
-        if hashlib.file_digest(opened, "sha256").hexdigest() != checksum:
-            raise CheckpointError(f"{file} does not match its checksum")
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -227,13 +211,11 @@ class Shelf:
         folder: Where they are.
         keep: How many to keep besides the best.
         note: Called with what was put aside or could not be deleted.
-        check: Reads a checkpoint that another process wrote, and raises `CheckpointError` if it is not whole.
     """
 
     folder: Path
     keep: int
     note: Callable[[str], None] = lambda _text: None
-    check: Callable[[Path], object] = load
     _whole: set[Path] = field(default_factory=set)
 
     def save(self, checkpoint: Checkpoint) -> None:
@@ -254,7 +236,7 @@ class Shelf:
         """What has the name of the newest checkpoint, whether or not it is whole."""
         return next(newest_first(self.folder), None)
 
-    def load_into(self, training: Resumable, path: Path) -> None:
+    def load_into(self, training: Training, path: Path) -> None:
         """Let a run go on from a checkpoint.
 
         Raises:
@@ -288,7 +270,7 @@ class Shelf:
         """Whether a checkpoint can be loaded; it is read for this once, and not at all if this process wrote it."""
         if path not in self._whole:
             try:
-                self.check(path)
+                check(path)
             except CheckpointError as error:
                 self.put_aside(path, error)
                 return False
@@ -321,6 +303,11 @@ def write_part(folder: Path, name: str, tensors: Tensors) -> str:
     path = folder / f"{name}.safetensors"
     write_tensors(path, tensors)
     sync(path)
+    return sha256(path)
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -336,19 +323,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 def read_tensors(path: Path) -> Tensors:
     """The tensors of a file; what is no such file becomes an `OSError`, as for `write_tensors`."""
     try:
-        str(path).encode()
-    except UnicodeEncodeError:  # the library opens only names in UTF-8
-        source: Any = path.read_bytes()
-        read: Any = load_bytes
-    else:
-        source, read = path, load_file
-    try:
-        tensors: Tensors = read(source)
+        with Reader(path.parent, path.stem, None, ranks=1) as reader:
+            return {name: reader.read(name) for name in reader.names()}
     except OSError:
         raise
     except Exception as error:  # a header that lies is refused in many ways: as a key, a value, a type, a file
         raise OSError(f"it is not a whole file of tensors ({error})") from error
-    return tensors
 
 
 def _digest(content: Mapping[str, Any]) -> str:

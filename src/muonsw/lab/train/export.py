@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -49,7 +48,12 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
         checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt"})
         store(tokenizer, folder / TOKENIZER)
         save_record(folder / TOKENIZER, replace(record, groups=()))  # which tokenizer it is, and nothing of the tokens
-        content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model), "sha256": _sha256(beside)}
+        content = {
+            "format": FORMAT,
+            "step": saved.step,
+            "model": as_data(config.model),
+            "sha256": checkpoint.sha256(beside),
+        }
         # First: it says whose folder this is, and a model that does not follow has another checksum, or is missing.
         write_json(folder / CONFIG, content)
     return folder
@@ -94,8 +98,6 @@ def load_newest(
         if wanted in (None, checkpoint.step_of(path)):
             try:
                 saved = checkpoint.load(path)
-                if "model" not in saved.tensors:
-                    raise checkpoint.CheckpointError(f"{path} holds no model")
                 refuse_changes(path, saved.state.get("config"), config)
                 return saved
             except checkpoint.CheckpointError as error:
@@ -132,7 +134,7 @@ def _exported(path: Path, content: dict[str, Any]) -> tuple[ModelConfig, Mapping
     except ValueError as error:
         raise UsageError(f"{path / CONFIG}: {error}; {AGAIN}") from error
     try:
-        if _sha256(path / MODEL) != content.get("sha256"):
+        if checkpoint.sha256(path / MODEL) != content.get("sha256"):
             raise UsageError(f"{path / MODEL} was altered, its checksum is not the one in {CONFIG}: {AGAIN}")
         return config, checkpoint.read_tensors(path / MODEL)
     except OSError as error:
@@ -154,11 +156,6 @@ def _require_fit(path: Path, config: ModelConfig, tensors: Mapping[str, torch.Te
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if model is None or {name: tensor.shape for name, tensor in model.state_dict().items()} != shapes:
         raise UsageError(f"{path / CONFIG} describes another model than the one whose weights are there: {AGAIN}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from muonsw.lab.train.checkpoint import CheckpointError, Shelf
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, claimed, require_free, write_environment, write_result
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks, tensorboard_sink, wandb_sink
-from muonsw.lab.train.shared import SharedShelf, check
+from muonsw.lab.train.shared import SharedShelf
 from muonsw.lab.train.state import Training, with_fingerprint
 from muonsw.lab.train.world import World, agreed
 from muonsw.state import state_bytes
@@ -130,10 +130,8 @@ def _require_shared(folder: Path, world: World) -> None:
 
 
 def _shelf(folder: Path, watch: Watch, training: Training) -> Shelf | SharedShelf:
-    path, keep, world = folder / CHECKPOINTS, training.config.keep, training.world
-    if world.alone:
-        return Shelf(path, keep, watch.note)
-    return SharedShelf(Shelf(path, keep, watch.note, check), world)
+    shelf = Shelf(folder / CHECKPOINTS, training.config.keep, watch.note)
+    return shelf if training.world.alone else SharedShelf(shelf, training.world)
 
 
 @contextmanager

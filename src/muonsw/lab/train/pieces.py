@@ -8,14 +8,13 @@ index: its files hold whole tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load as load_bytes
 from torch import Tensor
 
 from muonsw.distributed.rounds import share_by_cost
@@ -163,42 +162,12 @@ class Reader:
         return self._files[name]
 
 
-def _opened(path: Path) -> Any:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:  # the library opens only names in UTF-8
-        return _LoadedFile(path)
-    return safe_open(path, framework="pt")
-
-
-class _LoadedFile:
-    """A file whose tensors have all been read, with the methods of one that is open."""
-
-    def __init__(self, path: Path) -> None:
-        self._tensors = load_bytes(path.read_bytes())
-
-    def __enter__(self) -> _LoadedFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tensors = {}
-
-    def keys(self) -> list[str]:
-        return list(self._tensors)
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def get_slice(self, name: str) -> _Slice:
-        return _Slice(self._tensors[name])
-
-
-class _Slice:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, place: Any) -> Tensor:
-        return self._tensor[place]
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of tensors; the library takes names in UTF-8 alone, so that a file of another name is opened here."""
+    with ExitStack() as stack:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            path = Path(f"/dev/fd/{stack.enter_context(path.open('rb')).fileno()}")
+        yield stack.enter_context(safe_open(path, framework="pt"))

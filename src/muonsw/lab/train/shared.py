@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from muonsw.lab.train.checkpoint import (
     ROOM,
     Checkpoint,
     CheckpointError,
-    Resumable,
     Shelf,
     check_files,
     final_name,
@@ -37,6 +36,9 @@ from muonsw.lab.train.checkpoint import (
 from muonsw.lab.train.pieces import file_name, merged, own_pieces
 from muonsw.lab.train.world import World
 from muonsw.matrices import Region
+
+if TYPE_CHECKING:
+    from muonsw.lab.train.state import Training
 
 Files = dict[str, dict[str, Tensor]]
 
@@ -107,15 +109,15 @@ class SharedShelf:
         """What has the name of the newest checkpoint, as rank 0 sees it."""
         return self.world.gather(next(newest_first(self.folder), None))[0]
 
-    def load_into(self, training: Resumable, path: Path) -> None:
+    def load_into(self, training: Training, path: Path) -> None:
         """Let a run go on from a checkpoint; ranks share the checking, and each reads its own part.
 
         Raises:
             CheckpointError: On all ranks, if it is damaged or not of such a run.
         """
         content = self.world.together(lambda: read_state(path))
-        names = sorted(content["checksums"])[self.world.rank :: self.world.size]
-        self.world.together(lambda: check_files(path, names, content["checksums"]))
+        own = dict(sorted(content["checksums"].items())[self.world.rank :: self.world.size])
+        self.world.together(lambda: check_files(path, own))
         like = dict(training.model.named_parameters())
         self.world.together(lambda: training.load(read_pieces(path, content, like)))
 
@@ -160,16 +162,6 @@ class SharedShelf:
 def copied(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor on the host, which later updates do not change."""
     return local(tensor.detach()).to("cpu", copy=True).contiguous()
-
-
-def check(path: Path) -> None:
-    """Find out whether a checkpoint is whole, without holding its tensors.
-
-    Raises:
-        CheckpointError: If it is not.
-    """
-    checksums = read_state(path)["checksums"]
-    check_files(path, checksums, checksums)
 
 
 def _make(beside: Path) -> None:
