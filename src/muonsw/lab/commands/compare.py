@@ -18,6 +18,7 @@ from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.data import describe
+from muonsw.lab.commands.parsing import given
 from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.data.shards import read_record
@@ -32,7 +33,7 @@ from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
-from muonsw.lab.train.presets import preset_run, require_enough_text, with_data, with_steps
+from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
 from muonsw.presets import PRESETS
 from muonsw.text import counted
 
@@ -139,23 +140,20 @@ class Compare:
     def _plan(self, study: CompareStudy, workers: int) -> str:
         """What is about to happen, in a sentence."""
         base, names = study.base, " and ".join(arm.name for arm in study.arms)
-        seeds = f"{counted(self.seeds, 'seed')} each"
         if base.task is not None:
-            length = f"{counted(base.steps, 'update')} of {counted(base.batch, 'sample')}"
-            return f"{names}, {seeds}: {length}, {workers} at a time, in {self.out}"
-        epochs = base.steps * base.tokens_per_step / read_record(Path(base.data.path)).tokens("train")
-        length = f"{counted(base.steps, 'update')} of {counted(base.tokens_per_step, 'token')}"
-        length = f"{length} ({epochs:.2f} epochs of {base.data.path})"
-        return f"{names}, {seeds}: {length}, {workers} at a time, in {self.out}"
+            seen = counted(base.batch, "sample")
+        else:
+            epochs = base.steps * base.tokens_per_step / read_record(Path(base.data.path)).tokens("train")
+            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.data.path})"
+        length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'update')} of {seen}"
+        return f"{names}, {length}, {workers} at a time, in {self.out}"
 
     def _task_base(self, console: Console) -> RunConfig:
         """The run of a user's task, after checking it and saying how it is routed."""
         assert self.task is not None
         refuse_with_task(self, "--preset", "--data", "--text")
-        rates = {"lr": self.lr, "weight_decay": self.weight_decay, "steps": self.steps}
-        given: dict[str, Any] = {name: value for name, value in rates.items() if value is not None}
-        base, checked = self.own.run_config(self.task, device=self.device, **given, **self._every())
-        base = replace(base, threads=1 if self._on_cpu() else base.threads)
+        chosen = given(self, "lr", "weight_decay", "steps")
+        base, checked = self.own.run_config(self.task, **chosen, **self._changes())
         introduce(console, base, checked)
         return base
 
@@ -164,7 +162,7 @@ class Compare:
         self.own.refuse_without_task()
         if self.record is not None:
             raise UsageError("--record keeps runs of a task: give --task FILE; those of the decoder are studies")
-        base = self._base()
+        base = changed_run(self.preset, self.steps, given(self, "lr", "weight_decay"), **self._changes())
         self._arms(base)  # what is wrong with them is said before tokens are prepared, which may take long
         if self.data is None and not self.text:
             say(console, "tokens: the Python standard library, prepared once in out/data")
@@ -174,23 +172,10 @@ class Compare:
             require_enough_text(base)
         return base
 
-    def _every(self) -> dict[str, Any]:
-        names = ("checkpoint_every", "telemetry_every", "precision", "accumulation")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    def _base(self) -> RunConfig:
-        """The run of a preset, without data."""
-        changes = {"lr": self.lr, "weight_decay": self.weight_decay}
-        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-        try:
-            base = replace(preset_run(self.preset, ""), device=self.device)
-            base = base if self.steps is None else with_steps(base, self.steps)
-            # One thread for each run: the number of workers then changes nothing but the time.
-            threads = 1 if self._on_cpu() else base.threads
-            optimizer = replace(base.optimizer, **given)
-            return replace(base, optimizer=optimizer, threads=threads, **self._every())
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+    def _changes(self) -> dict[str, Any]:
+        # One thread for each run: the number of workers then changes nothing but the time.
+        threads = {"threads": 1} if self._on_cpu() else {}
+        return given(self, "device", "checkpoint_every", "telemetry_every", "precision", "accumulation") | threads
 
     def _on_cpu(self) -> bool:
         return on_cpu(self.device) if self.cluster.cluster is None else not self.cluster.gpus(self.device)

@@ -79,6 +79,17 @@ def changed(command: Any) -> list[str]:
     return found
 
 
+def given(command: Any, *names: str) -> dict[str, Any]:
+    """Options of a command by their names, without those that were left out.
+
+    Examples:
+        >>> from muonsw.lab.commands.train import Train
+        >>> given(Train(steps=5), "steps", "batch")
+        {'steps': 5}
+    """
+    return {name: value for name in names if (value := getattr(command, name)) is not None}
+
+
 def width() -> int:
     """Columns of prose: those of the terminal, and 80 at most."""
     return min(80, shutil.get_terminal_size().columns)

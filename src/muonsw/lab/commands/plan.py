@@ -16,7 +16,7 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table, print_table
 from muonsw.lab.base.terminal import paragraph, say
-from muonsw.lab.commands.parsing import changed
+from muonsw.lab.commands.parsing import changed, given
 from muonsw.lab.cost import (
     DECAYS,
     H200,
@@ -168,10 +168,8 @@ class Plan:
     def _trained(self) -> tuple[OptimizerConfig, int]:
         """The optimizer of the preset and its tokens an update, with what the options change."""
         optimizer, tokens = trained_like(self.preset)
-        changes: dict[str, Any] = {"momentum": self.momentum}
-        if self.weight_decay is not None:
-            changes["weight_decay"] = self.weight_decay
-        return replace(optimizer, **changes), parse_amount(self.batch_tokens) if self.batch_tokens else tokens
+        optimizer = replace(optimizer, **given(self, "momentum", "weight_decay"))
+        return optimizer, parse_amount(self.batch_tokens) if self.batch_tokens else tokens
 
     def _recipe(self) -> RecipePlan:
         for option in changed(self):

@@ -20,7 +20,7 @@ from muonsw.lab.advice import advise
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import prepare_folder, write_atomically
 from muonsw.lab.base.terminal import paragraph, say
-from muonsw.lab.commands.parsing import changed
+from muonsw.lab.commands.parsing import changed, given
 from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import gpus_for, on_cpu
 from muonsw.lab.tasks.check import Checked, check_task
@@ -54,7 +54,7 @@ class TaskOptions:
         for option in changed(self):
             raise UsageError(f"{option} needs a task: give --task FILE")
 
-    def run_config(self, path: str, seed: int = 0, **given: Any) -> tuple[RunConfig, Checked]:
+    def run_config(self, path: str, seed: int = 0, **chosen: Any) -> tuple[RunConfig, Checked]:
         """The run of the task, and what calling its functions showed.
 
         Raises:
@@ -64,11 +64,9 @@ class TaskOptions:
             task = TaskConfig(path, tuple(sorted(self.task_options)), None, self.eval_batches)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        every = {} if self.eval_every is None else {"eval_every": self.eval_every}
         checked = check_task(task, seed)
-        return task_run(
-            replace(task, fingerprint=fingerprint(task.path)), checked, seed=seed, **given, **every
-        ), checked
+        settings = {**chosen, **given(self, "eval_every")}
+        return task_run(replace(task, fingerprint=fingerprint(task.path)), checked, seed=seed, **settings), checked
 
 
 def refuse_with_task(command: object, *options: str) -> None:
@@ -147,8 +145,7 @@ class Check:
         if self.seeds < 1:
             raise UsageError(f"--seeds must be at least 1, got {self.seeds}")
         console = Console()
-        given = {} if self.steps is None else {"steps": self.steps}
-        config, checked = self.own.run_config(self.file, device=self.device, **given)
+        config, checked = self.own.run_config(self.file, **given(self, "device", "steps"))
         config = replace(config, threads=1 if on_cpu(self.device) else 0)
         introduce(console, config, checked)
         update, evaluation = seconds_of(config)

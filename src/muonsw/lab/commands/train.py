@@ -14,12 +14,12 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import require_writable
 from muonsw.lab.base.terminal import say
 from muonsw.lab.commands.data import describe
-from muonsw.lab.commands.parsing import changed
+from muonsw.lab.commands.parsing import changed, given
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.studies.arms import refuse_too_much_decay
 from muonsw.lab.studies.program import read_config_file, run
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import preset_run, require_enough_text, with_data, with_steps
+from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
 from muonsw.lab.train.records import require_sinks
 from muonsw.lab.train.state import resolve_device
 from muonsw.lab.train.world import speaker
@@ -117,31 +117,22 @@ class Train:
     def _run_task(self, task: str) -> int:
         """Check a task, say how it is routed, and train it."""
         refuse_with_task(self, "--preset", "--data", "--text", "--config", "--batch")
-        given = {**self._changes(), **self._optimizer(), **self._extras()}
-        steps = {} if self.steps is None else {"steps": self.steps}
-        config, checked = self.own.run_config(task, seed=self.seed, **given, **steps)
+        settings = {**self._changes(), **self._optimizer(), **given(self, "steps")}
+        config, checked = self.own.run_config(task, **settings)
         if speaker() is None:
             introduce(Console(), config, checked)
         return run(self._divided(config), self.out or Path("out/train") / Path(task).stem)
 
     def _changes(self) -> dict[str, Any]:
         names = ("batch", "accumulation", "checkpoint_every", "telemetry_every", "precision")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return given(self, *names, "seed", "device", "tensorboard", "wandb")
 
     def _optimizer(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self.optimizer).items() if value is not None}
-
-    def _extras(self) -> dict[str, Any]:
-        return {"device": self.device, "tensorboard": self.tensorboard, "wandb": self.wandb}
+        return given(self.optimizer, *vars(self.optimizer))
 
     def _config(self) -> RunConfig:
         """The run of a preset; its settings are checked before tokens are prepared, which may take long."""
-        try:
-            config = replace(preset_run(self.preset, "", seed=self.seed), **self._changes())
-            config = config if self.steps is None else with_steps(config, self.steps)
-            config = replace(config, optimizer=replace(config.optimizer, **self._optimizer()), **self._extras())
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        config = changed_run(self.preset, self.steps, self._optimizer(), **self._changes())
         refuse_too_much_decay(config, config.optimizer)
         resolve_device(config.device)
         require_sinks(config)

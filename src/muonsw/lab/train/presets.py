@@ -65,7 +65,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: int = 0) -> RunConfig:
+def preset_run(name: str, data: str, *, model: ModelConfig | None = None) -> RunConfig:
     """The run of a preset on prepared tokens, perhaps with another model; a dense variant is trained like its mixture.
 
     Examples:
@@ -74,7 +74,21 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None, seed: 
     """
     model = model or preset(name)
     settings = {**SHARED, **DEFAULTS[name.removesuffix("-dense")]}
-    return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), seed=seed, **settings)
+    return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), **settings)
+
+
+def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **changes: Any) -> RunConfig:
+    """The run of a preset, without data, with what is to be otherwise; other steps change its peak learning rate.
+
+    Raises:
+        UsageError: If there is no such preset, or a setting is wrong.
+    """
+    try:
+        run = replace(preset_run(name, ""), **changes)
+        run = run if steps is None else with_steps(run, steps)
+        return replace(run, optimizer=replace(run.optimizer, **optimizer))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def trained_like(name: str) -> tuple[OptimizerConfig, int]:
