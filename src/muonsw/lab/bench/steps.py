@@ -140,6 +140,11 @@ def theirs(build: Callable[[list[nn.Parameter]], Any], *, stacked: bool = False)
     return make
 
 
+def stacked(kind: Callable[..., Optimizer], **options: Any) -> Contender:
+    """An optimizer that moves stacks element by element."""
+    return theirs(lambda params: kind(params, lr=LR, weight_decay=LAMBDA, **options), stacked=True)
+
+
 def _schedule_free(params: list[nn.Parameter]) -> ScheduleFree:
     optimizer = ScheduleFree(AdamWSW(params, lr=LR, weight_decay=LAMBDA, decay="constant", betas=(0.0, 0.95)))
     optimizer.train()
@@ -208,28 +213,18 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "torch.optim.Muon": theirs(
             lambda p: torch.optim.Muon(p, lr=LR, weight_decay=LAMBDA, adjust_lr_fn="match_rms_adamw")
         ),
-        "AdamWSW": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA), stacked=True),
-        "AdamWSW unchecked": theirs(
-            lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, nonfinite="propagate"), stacked=True
-        ),
-        "AdamWSW eager": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, replay=False), stacked=True),
-        "AdamWSW bfloat16": theirs(
-            lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, state_dtype="bfloat16"), stacked=True
-        ),
-        "AdamWSW int8": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, state_dtype="int8"), stacked=True),
-        "AdamWSW offload": theirs(lambda p: AdamWSW(p, lr=LR, weight_decay=LAMBDA, offload=True), stacked=True),
+        "AdamWSW": stacked(AdamWSW),
+        "AdamWSW unchecked": stacked(AdamWSW, nonfinite="propagate"),
+        "AdamWSW eager": stacked(AdamWSW, replay=False),
+        "AdamWSW bfloat16": stacked(AdamWSW, state_dtype="bfloat16"),
+        "AdamWSW int8": stacked(AdamWSW, state_dtype="int8"),
+        "AdamWSW offload": stacked(AdamWSW, offload=True),
         "schedule_free": theirs(_schedule_free, stacked=True),
-        "torch AdamW fused": theirs(
-            lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=LAMBDA, betas=(0.9, 0.95), fused=True), stacked=True
-        ),
-        "SGDSW": theirs(lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9), stacked=True),
-        "SGDSW unchecked": theirs(
-            lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, nonfinite="propagate"), stacked=True
-        ),
-        "SGDSW eager": theirs(lambda p: SGDSW(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, replay=False), stacked=True),
-        "torch SGD fused": theirs(
-            lambda p: torch.optim.SGD(p, lr=LR, weight_decay=LAMBDA, momentum=0.9, fused=True), stacked=True
-        ),
+        "torch AdamW fused": stacked(torch.optim.AdamW, betas=(0.9, 0.95), fused=True),
+        "SGDSW": stacked(SGDSW, momentum=0.9),
+        "SGDSW unchecked": stacked(SGDSW, momentum=0.9, nonfinite="propagate"),
+        "SGDSW eager": stacked(SGDSW, momentum=0.9, replay=False),
+        "torch SGD fused": stacked(torch.optim.SGD, momentum=0.9, fused=True),
     }
 )
 # What is timed by default, beside the peers that are installed; and what else on a CUDA device.
