@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import read_json
+from muonsw.lab.base.storage import read_object
 from muonsw.lab.data.shards import RECORD, fingerprint, load_tokenizer, open_split, read_record, verify_folder
 from muonsw.lab.data.tokenizers import BPETokenizer
 from muonsw.lab.diagnose.diagnosis import as_data, diagnose
@@ -178,7 +178,7 @@ READERS = {
     "tokenizer file": (DATA, "tokenizer.json", lambda folder: BPETokenizer.load(folder / "tokenizer.json"), True),
     "export": (EXPORT, "config.json", load_model, True),
     "record of an export": (EXPORT, "tokenizer/data.json", load_model, True),
-    "any JSON": (RUN, "result.json", lambda folder: read_json(folder / "result.json"), True),
+    "a JSON object": (RUN, "result.json", lambda folder: read_object(folder / "result.json"), True),
 }
 _folders: dict[str, Path] = {}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from muonsw.lab.base.errors import MachineError, UsageError
-from muonsw.lab.base.storage import LOCK, locked, read_json, read_object, replacing, write_atomically, write_json
+from muonsw.lab.base.storage import LOCK, locked, read_object, replacing, write_atomically, write_json
 from tests.faults.killing import files_no_larger_than
 
 
@@ -66,7 +66,7 @@ def test_whatever_a_file_holds_it_is_data_or_an_error_with_its_name(tmp_path, co
     path = tmp_path / "state.json"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=rf"state\.json cannot be read: .*{reason}.*; delete the folder"):
-        read_json(path, remedy="delete the folder")
+        read_object(path, remedy="delete the folder")
 
 
 def test_a_list_where_an_object_belongs_is_refused(tmp_path):
@@ -77,9 +77,9 @@ def test_a_list_where_an_object_belongs_is_refused(tmp_path):
 
 def test_a_missing_file_and_a_folder_are_said_to_be_such(tmp_path):
     with pytest.raises(UsageError, match="does not exist"):
-        read_json(tmp_path / "nothing")
+        read_object(tmp_path / "nothing")
     with pytest.raises(UsageError, match="Is a directory"):
-        read_json(tmp_path)
+        read_object(tmp_path)
 
 
 def test_a_file_too_large_to_be_ours_is_refused_without_reading_it(tmp_path):
@@ -87,7 +87,7 @@ def test_a_file_too_large_to_be_ours_is_refused_without_reading_it(tmp_path):
     with path.open("wb") as file:
         file.truncate(1 << 40)  # sparse: no disk, and no memory
     with pytest.raises(UsageError, match="it is larger than 256 MiB"):
-        read_json(path)
+        read_object(path)
 
 
 @pytest.mark.parametrize("place", [Path.mkdir, lambda path: path.symlink_to("elsewhere")])

@@ -114,9 +114,9 @@ def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROO
     return path
 
 
-def write_json(path: Path, data: Any, *, indent: int | None = 1, remedy: str = MAKE_ROOM) -> Path:
+def write_json(path: Path, data: Any, *, remedy: str = MAKE_ROOM) -> Path:
     """Replace a file by plain data in JSON, with None for what JSON has no number for."""
-    text = json.dumps(plain(data), indent=indent, allow_nan=False)
+    text = json.dumps(plain(data), indent=1, allow_nan=False)
     return write_atomically(path, text + "\n", remedy=remedy)
 
 
@@ -161,18 +161,21 @@ def numbered(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def read_json(path: Path, *, remedy: str = "check the file, or delete it") -> Any:
-    """The data of a JSON file, whatever it holds.
+def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
+    """The JSON object in a file.
 
     Raises:
-        UsageError: If it cannot be read, is larger than any file of ours, or is not JSON as the lab writes it.
+        UsageError: If it cannot be read, is larger than any file of ours, or holds something else than the lab writes.
     """
     try:
-        return parse_json(_bounded_bytes(path))
+        data = parse_json(_bounded_bytes(path))
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: check the path") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} does not hold a JSON object; {remedy}")
+    return data
 
 
 def _bounded_bytes(path: Path) -> bytes:
@@ -184,14 +187,6 @@ def _bounded_bytes(path: Path) -> bytes:
             if len(content) > JSON_BYTES:
                 raise ValueError(f"it is larger than {JSON_BYTES >> 20} MiB")
     return bytes(content)
-
-
-def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
-    """The JSON object in a file; any other kind of data is refused like what is not JSON."""
-    data = read_json(path, remedy=remedy)
-    if not isinstance(data, dict):
-        raise UsageError(f"{path} does not hold a JSON object; {remedy}")
-    return data
 
 
 def parse_json(text: str | bytes) -> Any:
