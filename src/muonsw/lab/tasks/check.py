@@ -137,10 +137,7 @@ def _metrics(functions: Functions, model: nn.Module, batch: Batch) -> dict[str, 
     for name, value in found.items():
         if not isinstance(name, str) or name in RESERVED:
             raise UsageError(f"{call} a metric called {name!r}; {wanted}, with other names than {', '.join(RESERVED)}")
-        single = isinstance(value, int | float) or (
-            isinstance(value, Tensor) and value.numel() == 1 and not value.dim()
-        )
-        if not single:
+        if not (isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())):
             raise UsageError(f"{call} {shown(value)} as {name!r}; {wanted}, of numbers or scalar tensors")
     return {name: float(value) for name, value in found.items()}
 
@@ -176,7 +173,7 @@ def _made_again(functions: Functions, model: nn.Module, seed: int) -> str:
 
 def same(one: Batch, other: Batch) -> bool:
     """Whether two batches have equal tensors."""
-    pairs = list(zip(tensors_of(one), tensors_of(other), strict=False))
-    return len(tensors_of(one)) == len(tensors_of(other)) and all(
-        a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b)) for a, b in pairs
+    ours, theirs = tensors_of(one), tensors_of(other)
+    return len(ours) == len(theirs) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
     )
