@@ -90,6 +90,8 @@ def inputs(tmp_path, monkeypatch):
         ("reproduce main-table --data nowhere --out new", "nowhere holds no prepared data"),
         ("export MOVED --out new", "holds no prepared data"),
         ("data prepare new --tokenizer gpt2 --gpt2-files nowhere", "no GPT-2 vocabulary"),
+        ("data prepare new --source text --files TASK --validation-fraction 0.1", "is of no known kind"),
+        ("data prepare new --source fineweb --dataset FILE/below", "cannot be read"),
     ],
 )
 def test_bad_input_leaves_nothing_behind(command, message, inputs):

@@ -122,6 +122,8 @@ def prepare_corpus(
     sizes, recipe = _sizes(corpus), corpus.recipe()
     if threads is not None and threads < 1:
         raise UsageError(f"--threads must be at least 1, got {threads}")
+    if next(corpus.documents(), None) is None:
+        raise UsageError("the source gave no document: check its path")
     ready = _ready_tokenizer(corpus)
     with locked(folder, wait=wait):
         earlier_groups(folder, {**sizes, **recipe})
