@@ -16,6 +16,7 @@ from muonsw.lab.base.terminal import say
 from muonsw.lab.bench.steps import PACKAGES, SETS, MatrixSource, WrongStepError, check, contenders, measure
 from muonsw.lab.bench.timing import chosen_device, environment, product_rate
 from muonsw.lab.bench.training import Amount, WrongLossError, measure_training
+from muonsw.lab.commands.parsing import require_at_least_one
 from muonsw.lab.model import preset
 from muonsw.registry import unknown
 from muonsw.text import counted
@@ -50,7 +51,7 @@ class Bench:
     rounds: int = 7
     """Steps of each, and blocks of updates, of which the medians are shown."""
 
-    micro: Annotated[int | None, arg(name="micro-batch", metavar="N")] = None
+    micro_batch: Annotated[int | None, arg(metavar="N")] = None
     """Sequences in a micro-batch; default: the preset's."""
 
     json: FlagCreatePairsOff[bool] = False
@@ -70,7 +71,9 @@ class Bench:
             if trained:
                 say(console, f"timing training of {trained} ...")
                 record["product_tflops"] = product_rate(device) / 1e12
-                record["training"] = measure_training(trained, device, Amount(micro=self.micro, blocks=self.rounds))
+                record["training"] = measure_training(
+                    trained, device, Amount(micro=self.micro_batch, blocks=self.rounds)
+                )
         except (WrongStepError, WrongLossError) as error:
             say(console, f"muonsw: {error}")
             return FAILED
@@ -88,10 +91,7 @@ class Bench:
         for name in sets:
             if name not in SETS:
                 raise UsageError(unknown("set of matrices", name, list(SETS)))
-        if self.rounds < 1:
-            raise UsageError(f"--rounds must be at least 1, got {self.rounds}")
-        if self.micro is not None and self.micro < 1:
-            raise UsageError(f"--micro-batch must be at least 1, got {self.micro}")
+        require_at_least_one(self, "rounds", "micro_batch")
         try:
             if trained:
                 preset(trained)

@@ -7,11 +7,14 @@ import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
+from rich.console import Console
 from tyro.conf import arg
 
+from muonsw import machine
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.commands.parsing import require_at_least_one
 from muonsw.lab.studies.cluster import Cluster
-from muonsw.lab.studies.workshop import on_cpu
+from muonsw.lab.studies.workshop import Places, Workshop, gpus_for, on_cpu
 
 # Options of sbatch that this command or submitit sets.
 OURS = ("array", "error", "job-name", "ntasks", "open-mode", "output", "requeue", "signal", "time", "wckey")
@@ -68,8 +71,7 @@ class ClusterOptions:
             raise UsageError("--gpus-per-run does not go with --device cpu: leave one of them out")
         if self.gpus_per_run == 0 and device.startswith("cuda"):
             raise UsageError(f"--device {device} needs a GPU: leave out --gpus-per-run 0")
-        if self.cpus_per_run is not None and self.cpus_per_run < 1:
-            raise UsageError(f"--cpus-per-run must be at least 1, got {self.cpus_per_run}")
+        require_at_least_one(self, "cpus_per_run")
         self.minutes()
         self.extra()
 
@@ -97,6 +99,14 @@ class ClusterOptions:
         parameters = {**given, "additional_parameters": {"requeue": True, **extra}}
         return Cluster("slurm", parameters, at_once, max(1, gpus), self.on_stop == "cancel")
 
+    def workshop(
+        self, console: Console, places: Places, device: str, workers: int | None, runs: int, retry_diverged: bool
+    ) -> Workshop:
+        """Where so many runs are made: as jobs of the cluster, all at a time, or in processes of this machine."""
+        if (cluster := self.cluster_for(device, workers)) is not None:
+            return Workshop(console, workers or runs, places, retry_diverged, cluster=cluster)
+        return Workshop(console, workers or runs_at_once(device), places, retry_diverged, gpus_for(device))
+
     def gpus(self, device: str) -> int:
         """GPUs for a run on the device of this name; a cluster has some even where this machine has none."""
         if self.gpus_per_run is not None:
@@ -120,6 +130,11 @@ class ClusterOptions:
                 known = "is set by this command" if key in OURS else "is no option of sbatch"
                 raise UsageError(f"--slurm {key!r} {known}: give what sbatch knows, such as constraint=h100")
         return {key: value if equals else True for key, equals, value in pairs}
+
+
+def runs_at_once(device: str) -> int:
+    """How many runs this machine makes at a time: one for each core, or for each GPU."""
+    return machine.cores() if on_cpu(device) else max(1, len(gpus_for(device)))
 
 
 def parse_minutes(text: str) -> int:

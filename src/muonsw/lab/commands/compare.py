@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
-from muonsw import machine
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import prepare_folder
@@ -18,7 +17,7 @@ from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.data import describe
-from muonsw.lab.commands.parsing import given
+from muonsw.lab.commands.parsing import given, require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.data.shards import read_record
@@ -30,7 +29,7 @@ from muonsw.lab.studies.compare import CompareStudy
 from muonsw.lab.studies.study import PAGE, Conclusion, conduct
 from muonsw.lab.studies.training.worked_tasks import comparison_key
 from muonsw.lab.studies.tuning import FACTORS
-from muonsw.lab.studies.workshop import ByArm, Workshop, gpus_for, on_cpu
+from muonsw.lab.studies.workshop import ByArm, on_cpu
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
 from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
@@ -99,10 +98,7 @@ class Compare:
 
     def run(self) -> int:
         """Train all arms, print the verdict, write the report."""
-        if self.seeds < 1:
-            raise UsageError(f"--seeds must be at least 1, got {self.seeds}")
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(f"--workers must be at least 1, got {self.workers}")
+        require_at_least_one(self, "seeds", "workers")
         self.cluster.check(self.device)
         check_target(self.out / PAGE, images=True)
         console = Console()
@@ -117,7 +113,8 @@ class Compare:
             control=self.control == "total",
             tune_lambda=self.tune_lambda,
         )
-        workshop = self._workshop(console)
+        places, runs = ByArm(self.out / "runs"), self.seeds * len(self.arms)
+        workshop = self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
         records = None if self.record is None else Records.open(self.record, base)
         prepare_folder(self.out)
         paragraph(console, self._plan(study, workshop.workers))
@@ -195,12 +192,3 @@ class Compare:
         if self.tune_lambda and not any(arm.optimizer.weight_decay for arm in arms):
             raise UsageError("--tune-lambda tries multiples of lambda: give --weight-decay above zero")
         return arms
-
-    def _workshop(self, console: Console) -> Workshop:
-        places = ByArm(self.out / "runs")
-        if (cluster := self.cluster.cluster_for(self.device, self.workers)) is not None:
-            at_once = self.workers or self.seeds * len(self.arms)
-            return Workshop(console, at_once, places, self.retry_diverged, cluster=cluster)
-        gpus = gpus_for(self.device)
-        workers = self.workers or (machine.cores() if on_cpu(self.device) else max(1, len(gpus)))
-        return Workshop(console, workers, places, self.retry_diverged, gpus)

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, Protocol, cast, get_args, get_origin
 import tyro
 from tyro.conf import arg
 
+from muonsw.lab.base.errors import UsageError
+
 TASK_PREFIX = "--task."
 
 
@@ -88,6 +90,13 @@ def given(command: Any, *names: str) -> dict[str, Any]:
         {'steps': 5}
     """
     return {name: value for name in names if (value := getattr(command, name)) is not None}
+
+
+def require_at_least_one(command: Any, *names: str) -> None:
+    """Refuse options that count something and are below 1."""
+    for name, value in given(command, *names).items():
+        if value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def width() -> int:

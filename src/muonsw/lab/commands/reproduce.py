@@ -17,6 +17,7 @@ from muonsw.lab.base.tables import Column, Table, Value, print_table
 from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
+from muonsw.lab.commands.parsing import require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.cost import Cost, amount, cost
 from muonsw.lab.report.report import check_target
@@ -24,7 +25,7 @@ from muonsw.lab.studies import evidence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.scales import SCALES, find_data
 from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
-from muonsw.lab.studies.workshop import BySettings, Workshop, gpus_for
+from muonsw.lab.studies.workshop import BySettings, Workshop
 from muonsw.lab.train.state import resolve_device
 from muonsw.registry import unknown
 from muonsw.text import counted
@@ -95,6 +96,7 @@ class Reproduce:
         if self.list:
             print_studies(console, STUDIES.values())
             return 0
+        require_at_least_one(self, "workers", "seeds", "processes")
         self.cluster.check(self.device)
         if self.name.partition("/")[0] == evidence.NAME:
             return self._evidence(console)
@@ -103,19 +105,18 @@ class Reproduce:
 
     def _evidence(self, console: Console) -> int:
         """Make what the evidence lacks where data is given; then its page, from the records alone."""
-        workers, seeds = _at_least_one("--workers", self.workers), _at_least_one("--seeds", self.seeds)
         records = self.out or evidence.FOLDER
         names = evidence.chosen(self.name, self.data, records)
         if self.dry_run:
             for name in names:
-                self._price(console, evidence.part(name), workers)
+                self._price(console, evidence.part(name))
             say(console, f"{evidence.PAGE} would be written; without --data nothing is trained")
             return 0
         if self.data is not None:
             places = BySettings(Path("out/runs-mini"), self.data, self._device())
             for name in names:
-                shop = self._workshop(console, places, workers, len(evidence.part(name).runs()))
-                made = evidence.gather(name, shop, evidence.file_of(name, records), seeds)
+                shop = self._workshop(console, places, len(evidence.part(name).runs()))
+                made = evidence.gather(name, shop, evidence.file_of(name, records), self.seeds)
                 say(console, f"{name}: {made} runs exported to {evidence.file_of(name, records)}")
         if not (evidence.FOLDER / evidence.TEMPLATE).exists():
             raise UsageError(f"there is no {evidence.FOLDER / evidence.TEMPLATE} here: go to a clone of the repository")
@@ -127,7 +128,6 @@ class Reproduce:
         """A study of experiments that are run anew each time."""
         if self.cluster.cluster is not None:
             raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
-        processes = _at_least_one("--processes", self.processes) or machine.cores()
         if self.scale is not None:
             say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
         if self.dry_run:
@@ -139,47 +139,45 @@ class Reproduce:
             return 0
         folder = self.out or Path("out") / study.name
         prepare_folder(folder)
-        conclusion = conduct(replace(study, seed=self.seed), Workshop(console, processes), folder)
+        conclusion = conduct(
+            replace(study, seed=self.seed), Workshop(console, self.processes or machine.cores()), folder
+        )
         table = claims_table(conclusion.claims, ("predicted", "measured"), named=True)
         print_conclusion(console, conclusion, folder, [table], verbose=self.verbose)
         return int(conclusion.failed)
 
     def _train(self, console: Console, study: TrainingStudy) -> int:
         """A study that trains."""
-        scale = SCALES[self.scale or DEFAULT_SCALE].with_seeds(_at_least_one("--seeds", self.seeds))
-        study, workers = study.at(scale), _at_least_one("--workers", self.workers)
+        scale = SCALES[self.scale or DEFAULT_SCALE].with_seeds(self.seeds)
+        study = study.at(scale)
         if self.dry_run:
-            self._price(console, study, workers)
+            self._price(console, study)
             return 0
         folder, device = self.out or Path("out") / f"{study.name}-{scale.name}", self._device()
         check_target(folder / PAGE, images=True)
         data = find_data(scale, self.data) if study.planned() else Path()
         places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
         prepare_folder(folder)
-        conclusion = conduct(study, self._workshop(console, places, workers, len(study.runs())), folder)
+        conclusion = conduct(study, self._workshop(console, places, len(study.runs())), folder)
         tables = [claims_table(conclusion.claims, ("expected", "measured")), *conclusion.tables]
         kept = f"; runs are in {places.folder}" if study.planned() else ""
         print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
         return int(conclusion.failed)
 
-    def _price(self, console: Console, study: TrainingStudy, workers: int | None) -> None:
+    def _price(self, console: Console, study: TrainingStudy) -> None:
         """Print what a study would take."""
         if self.tflops is not None and not self.tflops > 0:
             raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
         usual = study.scale.workers if self.cluster.cluster is None else len(study.runs())
-        print_cost(console, study, self.tflops or study.scale.tflops, workers or usual)
+        print_cost(console, study, self.tflops or study.scale.tflops, self.workers or usual)
 
     def _device(self) -> str:
         if self.cluster.cluster is not None:
             return "cuda" if self.cluster.gpus(self.device) else "cpu"
         return resolve_device(self.device).type
 
-    def _workshop(self, console: Console, places: BySettings, workers: int | None, runs: int) -> Workshop:
-        if (cluster := self.cluster.cluster_for(self.device, workers)) is not None:
-            return Workshop(console, workers or runs, places, self.retry_diverged, cluster=cluster)
-        gpus = gpus_for(self.device)
-        usual = machine.cores() if places.device == "cpu" else max(1, len(gpus))
-        return Workshop(console, workers or usual, places, self.retry_diverged, gpus)
+    def _workshop(self, console: Console, places: BySettings, runs: int) -> Workshop:
+        return self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
 
     def _study(self) -> ExperimentStudy | TrainingStudy:
         if not self.name:
@@ -251,9 +249,3 @@ def hours_text(hours: float) -> str:
         ('1,630', '12.3', '0.051')
     """
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 1 else f"{hours:.2g}"
-
-
-def _at_least_one(option: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise UsageError(f"{option} must be at least 1, got {value}")
-    return value

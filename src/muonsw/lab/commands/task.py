@@ -15,14 +15,14 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
-from muonsw import machine
 from muonsw.lab.advice import advise
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import prepare_folder, write_atomically
 from muonsw.lab.base.terminal import paragraph, say
-from muonsw.lab.commands.parsing import changed, given
+from muonsw.lab.commands.cluster import runs_at_once
+from muonsw.lab.commands.parsing import changed, given, require_at_least_one
 from muonsw.lab.studies.tuning import FACTORS
-from muonsw.lab.studies.workshop import gpus_for, on_cpu
+from muonsw.lab.studies.workshop import on_cpu
 from muonsw.lab.tasks.check import Checked, check_task
 from muonsw.lab.tasks.functions import TaskConfig, fingerprint
 from muonsw.lab.train.config import RunConfig
@@ -142,8 +142,7 @@ class Check:
 
     def run(self) -> int:
         """Check, and time some updates."""
-        if self.seeds < 1:
-            raise UsageError(f"--seeds must be at least 1, got {self.seeds}")
+        require_at_least_one(self, "seeds")
         console = Console()
         config, checked = self.own.run_config(self.file, **given(self, "device", "steps"))
         config = replace(config, threads=1 if on_cpu(self.device) else 0)
@@ -154,7 +153,7 @@ class Check:
 
     def _duration(self, config: RunConfig, update: float, evaluation: float) -> str:
         run = config.steps * update + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
-        workers = machine.cores() if on_cpu(self.device) else max(1, len(gpus_for(self.device)))
+        workers = runs_at_once(self.device)
         compared, searched = (math.ceil(runs / workers) * run for runs in (ARMS * self.seeds, ARMS * len(FACTORS)))
         parts = f"{1e3 * update:,.1f} ms an update, {1e3 * evaluation:,.0f} ms an evaluation, {workers} runs at a time"
         runs = f"{counted(config.steps, 'update')}, {ARMS} arms, {counted(self.seeds, 'seed')}"
