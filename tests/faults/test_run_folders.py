@@ -62,16 +62,23 @@ def test_a_run_whose_name_is_not_utf8_is_trained_shown_and_exported():
     assert "run-\\udcff\\udcfe" in page.read_text(encoding="utf-8")
 
 
-def test_an_alignment_above_one_is_drawn_without_a_prediction():
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize(
+    ("key", "value", "predicted"),
+    [
+        ("alignment_update", 3.0, False),
+        ("alignment_update", 1.0000001, True),  # a cosine in float32
+        ("update_rms", 1e300, False),
+    ],
+)
+def test_what_no_training_can_have_measured_is_shown_without_a_prediction(key, value, predicted):
     run = folders().copy("whole")
     path = run / "metrics.jsonl"
-    path.write_text(
-        path.read_text(encoding="utf-8").replace('"alignment_update":', '"alignment_update":3,"other":'),
-        encoding="utf-8",
-    )
-    assert len(load_run(run).predicted_norms[0]) == 0
-    assert len(load_run(folders().whole).predicted_norms[0]) > 1
+    text = path.read_text(encoding="utf-8").replace(f'"{key}":', f'"{key}":{value},"other":')
+    path.write_text(text, encoding="utf-8")
+    assert (len(load_run(run).predicted_norms[0]) > 1) == predicted
     assert run_command("report", run, "-o", run / "page.html", "--no-images").code == 0
+    assert run_command("diagnose", run).code == 0
 
 
 def test_changed_settings_do_not_resume_though_the_config_is_gone():

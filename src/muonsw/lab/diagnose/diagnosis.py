@@ -119,7 +119,7 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
             "rule": run.rule,
             "complete": run.complete,
             "scope": history.scope,
-            "samples": int(history.complete.sum()),
+            "samples": history.complete,
             "norm": norm_numbers(history),
             "tracking": {"step": norm.steps, **vars(tracking)} if norm is not None and tracking is not None else None,
             "late_fits": asdict(diagnosis.fits) if diagnosis.fits else None,

@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.runs import Points, Run, last
+from muonsw.lab.runs import Points, Run, last, norm_history
 from muonsw.lab.theory import HypothesisError, NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
 from muonsw.lab.theory.sampled import window_in_steps, windowed_line
 
 Array = NDArray[np.float64]
-NORM_KEYS = ("weight_rms", "update_rms", "decay", "alignment_update")
 # The paper fits the alignment over the last 50,000 of 376,000 steps.
 LATE = 0.133
 # Rules whose decay factor falls with the learning rate, and with its square.
@@ -72,19 +71,14 @@ class History:
         return self.run.planned_steps or self.run.steps
 
     @cached_property
-    def complete(self) -> NDArray[np.bool_]:
-        """Which samples have everything that the recursion needs."""
-        known: NDArray[np.bool_] = np.all([np.isfinite(self.column(key)) for key in NORM_KEYS], axis=0)
-        return known & (self.column("weight_rms") > 0)
-
-    @cached_property
     def norm(self) -> NormHistory | None:
-        """The complete samples, for theory; None where there are none."""
-        if not self.complete.any():
-            return None
-        r, s, phi, a = (self.column(key)[self.complete].tolist() for key in NORM_KEYS)
-        # A cosine in float32 may exceed 1 by rounding.
-        return NormHistory.of(self.steps[self.complete].tolist(), r=r, s=s, phi=phi, a=np.clip(a, -1.0, 1.0).tolist())
+        """The samples that have everything which theory needs, the complete ones; None where there are none."""
+        return norm_history(self.run.telemetry.scope(self.scope))
+
+    @property
+    def complete(self) -> int:
+        """How many samples are complete."""
+        return 0 if self.norm is None else len(self.norm)
 
     @cached_property
     def tracking(self) -> Tracking | None:
@@ -93,7 +87,7 @@ class History:
             return None
         try:
             return track(self.norm)
-        except HypothesisError:
+        except (HypothesisError, OverflowError):
             return None
 
     @cached_property

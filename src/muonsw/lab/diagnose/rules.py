@@ -151,7 +151,7 @@ def unfinished(history: History) -> Said:
 @rule("too-few-samples")
 def too_few_samples(history: History) -> Said:
     """There is too little telemetry for fits and slopes."""
-    n = int(history.complete.sum())
+    n = history.complete
     if n >= ENOUGH_SAMPLES:
         return None
     every = max(history.planned_steps // 100, 1)
@@ -324,7 +324,7 @@ def _still_rising(history: History) -> bool:
 def tracking_broke(history: History) -> Said:
     """From some step on the steady state no longer says where the norm is."""
     tracking = history.tracking
-    if tracking is None or tracking.broke_at is None or int(history.complete.sum()) < MIN_SAMPLES:
+    if tracking is None or tracking.broke_at is None or history.complete < MIN_SAMPLES:
         return None
     side = "above" if float(tracking.lag[tracking.lag.isfinite()][-1]) > 0 else "below"
     numbers = {"broke_at": float(tracking.broke_at), "followed": float(tracking.followed)}

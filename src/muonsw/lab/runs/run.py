@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +26,7 @@ METRICS = "metrics.jsonl"
 NAN = float("nan")
 NORMALIZED = "normalized"  # the scope of matrices whose output enters a normalization, in the record of a run
 SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
-RECURSION = {"r": "weight_rms", "s": "update_rms", "phi": "decay", "a": "alignment_update"}
+RECURSION = ("weight_rms", "update_rms", "decay", "alignment_update")
 NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
 REMEDIES = {
     "config.json": "put the run's own config.json back",
@@ -44,6 +45,8 @@ SETTINGS: Mapping[str, Any] = {
     "optimizer.betas": list,
     "optimizer.betas[0]": int | float,
 }
+# By how much a cosine in float32 may exceed 1.
+ROUNDING = 1e-5
 # How exactly phi/lr (or phi/lr^2) must stay the same for a run to have decayed by that rule, and how much the
 # learning rate must change before the two can be told apart.
 SAME_RATIO, VARIES = 0.01, 1.1
@@ -304,17 +307,10 @@ class Run:
     @property
     def predicted_norms(self) -> Points:
         """The norms that the recursion gives from the first one and the measured updates; empty where not recorded."""
-        for columns in map(self.telemetry.scope, SCOPES):
-            if not all(key in columns for key in RECURSION.values()):
-                continue
-            known = np.isfinite([columns[key] for key in RECURSION.values()]).all(axis=0)
-            if known.sum() > 1:
-                steps = columns.step[known]
-                measured = {symbol: columns[key][known].tolist() for symbol, key in RECURSION.items()}
-                try:
-                    return steps, predict_norms(NormHistory.of(steps.tolist(), **measured)).numpy()
-                except HypothesisError:  # numbers that no training can have measured
-                    continue
+        for samples in map(norm_history, map(self.telemetry.scope, SCOPES)):
+            if samples is not None and len(samples) > 1:
+                with suppress(HypothesisError, OverflowError):  # numbers that no training can have measured
+                    return samples.steps.numpy(), predict_norms(samples).numpy()
         return NOTHING
 
     def _result(self, key: str, otherwise: float = NAN) -> float:
@@ -325,6 +321,18 @@ class Run:
 def last(points: Points) -> float:
     """The last value; not a number where there is none."""
     return float(points[1][-1]) if len(points[1]) else NAN
+
+
+def norm_history(columns: Columns) -> NormHistory | None:
+    """The samples that have everything which the recursion of the norm needs; None where there are none."""
+    if not all(key in columns for key in RECURSION):
+        return None
+    r, s, phi, a = (columns[key] for key in RECURSION)
+    known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (np.abs(a) < 1.0 + ROUNDING)
+    if not known.any():
+        return None
+    r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
+    return NormHistory.of(columns.step[known].tolist(), r=r, s=s, phi=phi, a=a)
 
 
 def _rule_of(decayed: Columns) -> str:
