@@ -23,8 +23,9 @@ from muonsw.lab.report.static import write_chart
 from muonsw.lab.runs import Run, differences
 from muonsw.text import counted
 
-OF_ONE_RUN = ("command", "command_line", "argv", "started", "time", "pid", "folder", "cwd")
 TRAINED = "trained"
+# Of what a run says about its environment: the first differs between runs on one machine, the second has its own table.
+NOT_OF_THE_MACHINE = ("command", TRAINED)
 MANY = 12  # rows from which a table that few will read starts closed
 
 
@@ -226,8 +227,7 @@ def environment_table(charts: Charts) -> Table | None:
     """On what the runs were made; runs with the same environment share a column."""
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for label, run in zip(charts.labels, charts.runs, strict=True):
-        whole = {key: value for key, value in run.environment.items() if key != TRAINED}
-        flat = {key: value for key, value in flatten(whole).items() if key not in OF_ONE_RUN}
+        flat = flatten({key: value for key, value in run.environment.items() if key not in NOT_OF_THE_MACHINE})
         if flat:
             groups.setdefault(json.dumps(flat, sort_keys=True, default=str), (flat, []))[1].append(label)
     if not groups:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from muonsw.lab.runs import Run
 
 # What may differ between runs of one arm: the draw of random numbers, and how a run is carried out and kept.
-WITHIN_ARM = frozenset(
-    {"seed", "arm", "name", "out", "device", "threads", "compile", "keep", "tensorboard", "wandb"}
-    | {"checkpoint_every", "checkpoint_seconds"}
+WITHIN_ARM = (
+    *("seed", "arm", "device", "threads", "compile", "keep", "tensorboard", "wandb"),
+    *("checkpoint_every", "checkpoint_seconds"),
 )
 SYMBOLS = {"optimizer.weight_decay": "λ", "optimizer.lr": "η", "steps": "T", "model.width": "d"}
 FIRST = ("optimizer.algorithm", "optimizer.preset", "optimizer.decay", "optimizer.weight_decay", "optimizer.lr")
