@@ -170,13 +170,13 @@ def _no_waiting(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def measure_training(name: str, device: torch.device, amount: Amount | None = None) -> dict[str, Any]:
+def measure_training(name: str, device: torch.device, amount: Amount) -> dict[str, Any]:
     """What `TimedTraining.measure` says of a preset, after the check.
 
     Raises:
         WrongLossError: If the compiled losses are wrong.
     """
-    timed = TimedTraining(name, device, amount or Amount())
+    timed = TimedTraining(name, device, amount)
     return {"compile_s": timed.check(), **timed.measure()}
 
 

@@ -49,13 +49,12 @@ ABOUT = (
 )
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the command it names; usage errors exit with 2."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] in ([], ["-h"], ["--help"]):
-        print(overview(), file=sys.stdout if given else sys.stderr)
-        return 0 if given else USAGE
-    name, *options = given
+def run(arguments: Sequence[str]) -> int:
+    """Parse the words of a command line and run the command that they name; usage errors exit with 2."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else USAGE
+    name, *options = arguments
     if name not in COMMANDS:
         print(f"muonsw: {unknown('command', harmless(name), list(COMMANDS))}", file=sys.stderr)
         return USAGE

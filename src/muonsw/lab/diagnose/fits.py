@@ -62,14 +62,13 @@ class LateFits:
     limit: NormLimit | None
 
 
-def fit_alignment(lr: Array, alignment: Array, *, offset: bool, confidence: float = CONFIDENCE) -> AlignmentFit:
+def fit_alignment(lr: Array, alignment: Array, *, offset: bool) -> AlignmentFit:
     """Least squares of alignment over learning rate, both in the order of their steps.
 
     Args:
         lr: Learning rates.
         alignment: The alignment at each.
         offset: Whether the line may miss the origin.
-        confidence: Of the intervals.
 
     Raises:
         ValueError: If the samples are too few, or the learning rate does not vary and an offset is asked for.
@@ -92,8 +91,8 @@ def fit_alignment(lr: Array, alignment: Array, *, offset: bool, confidence: floa
     independent = independent_samples(residuals)
     freedom = max(independent - len(coefficients), 1.0)
     deviations = np.sqrt(np.diag(inverse) * (residuals @ residuals) / freedom)
-    half = student_t_quantile(0.5 + confidence / 2.0, math.floor(freedom)) * deviations
-    method = f"{100 * confidence:g}% t, n={n} counted as {independent:.0f}"
+    half = student_t_quantile(0.5 + CONFIDENCE / 2.0, math.floor(freedom)) * deviations
+    method = f"{100 * CONFIDENCE:g}% t, n={n} counted as {independent:.0f}"
     (k, k_interval), *rest = [
         (float(c), Interval(float(c - h), float(c + h), method)) for c, h in zip(coefficients, half, strict=True)
     ]

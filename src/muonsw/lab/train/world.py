@@ -71,7 +71,7 @@ class World:
 
     def mean(self, numbers: Tensor) -> Tensor:
         """The mean over ranks of numbers on the host."""
-        return self.total(numbers) / self.size if self.size > 1 else numbers
+        return self.total(numbers) / self.size
 
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers."""
