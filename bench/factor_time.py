@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from muonsw import MuonSW
 from muonsw.algorithms.factors import cholesky_qr
+from muonsw.lab.bench import steps
 from muonsw.lab.bench.steps import LAMBDA, LR, SETS, Matrices, MatrixSource
 from muonsw.lab.bench.timing import chosen_device, environment, in_turn, milliseconds, save, synchronize
 from muonsw.machine import full_float32
@@ -75,17 +75,8 @@ def theirs(clone: Path | None, frequency: int) -> dict[str, dict[str, Callable[[
 
 
 def ours(algorithm: str, frequency: int, matrices: Matrices, source: MatrixSource) -> Optimizer:
-    params = source.make([shape for shape, _ in matrices.ours])
     own = {"precondition_frequency": frequency} if algorithm in ("soap", "shampoo") else {}
-    groups = [
-        {"params": [param], "algorithm": algorithm, **own, **settings}
-        for param, (_, settings) in zip(params, matrices.ours, strict=True)
-    ]
-    merged: dict[str, dict[str, Any]] = {}
-    for group in groups:
-        key = repr({name: value for name, value in group.items() if name != "params"})
-        merged.setdefault(key, {**group, "params": []})["params"] += group["params"]
-    return MuonSW(list(merged.values()), **SHARED)
+    return steps.ours(own={"algorithm": algorithm, **own})(matrices, source)[0]
 
 
 def state_bytes(optimizer: Optimizer) -> int:
