@@ -13,6 +13,7 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.terminal import say
 from muonsw.lab.report.report import check_target, write_report
 from muonsw.lab.runs import load_runs
+from muonsw.lab.runs.run import runs_below
 from muonsw.text import counted
 
 
@@ -55,6 +56,5 @@ def find_runs(paths: tuple[Path, ...]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         single = path.is_file() or (path / "config.json").is_file()
-        inside = [] if single else sorted((*path.glob("*/config.json"), *path.glob("runs/*/config.json")))
-        found += [config.parent for config in inside] or [path]
+        found += [path] if single else runs_below(path) or [path]
     return list(dict.fromkeys(found))

@@ -391,11 +391,16 @@ def _require_folder(folder: Path) -> None:
     if not folder.exists():
         raise UsageError(f"{folder} is not a run: it does not exist; {advice}")
     if not (folder / "config.json").is_file():
-        below = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/config.json") if path.is_file()]
-        inside = sorted(str(path.parent.relative_to(folder)) for path in below)  # `compare` has its own in runs/
+        inside = [str(path.relative_to(folder)) for path in runs_below(folder)]
         begun = os.path.lexists(folder / METRICS) or os.path.lexists(folder / "config.json")
         hint = f"it holds runs: {', '.join(inside[:3])}" if inside else REMEDIES["config.json"] if begun else advice
         raise UsageError(f"{folder} is not a run: it has no config.json; {hint}")
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The run folders inside a folder, or inside its `runs`, where `compare` has them."""
+    found = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/config.json") if path.is_file()]
+    return sorted(path.parent for path in found)
 
 
 def _tables(path: Path, *, details: bool = False) -> dict[str, dict[str, Columns]]:
