@@ -19,11 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.data.shards import read_record
-from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.training.regret import at_horizon
 from muonsw.lab.train.loop import train
+from muonsw.lab.train.presets import with_data
 
 # By name: the switch of the kernels, and the orthogonalizer.
 PATHS = {"fast": ("1", "auto"), "kernels alone": ("1", "newton_schulz"), "plain": ("0", "newton_schulz")}
@@ -57,9 +56,7 @@ def start(path: str) -> subprocess.Popen[str]:
 def final_loss(options: argparse.Namespace, seed: int) -> float:
     run = at_horizon(MINI.map_run, options.steps)
     optimizer = replace(run.optimizer, weight_decay=0.1, orthogonalizer=PATHS[options.path][1])
-    model = replace(run.model, vocab=padded_vocab(read_record(options.data).vocab_size))
-    data = replace(run.data, path=str(options.data))
-    run = replace(run, model=model, data=data, optimizer=optimizer, seed=seed, checkpoint_every=run.steps)
+    run = with_data(replace(run, optimizer=optimizer, seed=seed, checkpoint_every=run.steps), options.data)
     with tempfile.TemporaryDirectory() as folder:
         return float(train(run, Path(folder) / "run")["final_loss"])
 

@@ -60,12 +60,8 @@ def products(shape: tuple[int, int, int], turned: bool, tiles: Tiles | None) -> 
     X = (X / inner**0.5 / rows**0.5).half()
     R = X[:2].float() @ X[:2].float().mT
     if tiles is None:
-        ms = milliseconds(lambda: torch.bmm(X, X.mT))
-        dense = (
-            milliseconds(lambda: torch.bmm(G, X, out=torch.empty_like(X)))
-            if (G := torch.bmm(X, X.mT)) is not None
-            else 0
-        )
+        ms, G = milliseconds(lambda: torch.bmm(X, X.mT)), torch.bmm(X, X.mT)
+        dense = milliseconds(lambda: torch.bmm(G, X, out=torch.empty_like(X)))
         return {
             "ms": ms,
             "useful": batch * rows**2 * inner / ms / 1e9,
