@@ -14,7 +14,7 @@ from muonsw import machine
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.parsing import require_at_least_one
 from muonsw.lab.studies.cluster import Cluster
-from muonsw.lab.studies.workshop import Places, Workshop, gpus_for, on_cpu
+from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop, gpus_for, on_cpu
 
 # Options of sbatch that this command or submitit sets.
 OURS = ("array", "error", "job-name", "ntasks", "open-mode", "output", "requeue", "signal", "time", "wckey")
@@ -100,7 +100,13 @@ class ClusterOptions:
         return Cluster("slurm", parameters, at_once, max(1, gpus), self.on_stop == "cancel")
 
     def workshop(
-        self, console: Console, places: Places, device: str, workers: int | None, runs: int, retry_diverged: bool
+        self,
+        console: Console,
+        places: ByArm | BySettings,
+        device: str,
+        workers: int | None,
+        runs: int,
+        retry_diverged: bool,
     ) -> Workshop:
         """Where so many runs are made: as jobs of the cluster, all at a time, or in processes of this machine."""
         if (cluster := self.cluster_for(device, workers)) is not None:
