@@ -88,13 +88,18 @@ test-gpu:  ## the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu $$(grep -rl --include='*.py' 'mark.gpu' tests)
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels  # which run wherever they can
 
-test-kernels: $(KERNELS_INSTALLED)  ## the Triton kernels in its interpreter, on any CPU
+# Twice: with the Triton of the newest torch, and with that of the oldest that the library takes, which knows less, and
+# whose interpreter reads numbers out of arrays as numpy will no longer allow.
+test-kernels: $(KERNELS_INSTALLED)  ## the Triton kernels in its interpreter, and compiled for a GPU, on any CPU
 	OMP_NUM_THREADS=1 $(KERNELS_VENV)/bin/python -m pytest -q -n $(WORKERS) tests/kernels
+	PYTHONPATH=$(KERNELS_VENV)/oldest OMP_NUM_THREADS=1 $(KERNELS_VENV)/bin/python -m pytest -q -n $(WORKERS) \
+	  -W 'ignore:Conversion of an array with ndim:DeprecationWarning' tests/kernels
 
 $(KERNELS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS_VENV)
 	.ci/install-torch $(KERNELS_VENV)/bin/python
 	$(KERNELS_VENV)/bin/python -m pip install -q -c constraints.txt -e . numpy triton pytest pytest-xdist hypothesis
+	$(KERNELS_VENV)/bin/python -m pip install -q --no-deps --target $(KERNELS_VENV)/oldest triton==3.6.0 numpy==2.2.6
 	@touch $@
 
 test-models: $(INTEGRATIONS_INSTALLED)  ## routing of 145 models of transformers, timm, torchvision and PEFT

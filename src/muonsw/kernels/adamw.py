@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonsw.kernels.common import DTYPES, lerp, start, stochastic_round
+from muonsw.kernels.common import DTYPES, lerp, scalar, start, stochastic_round
 from muonsw.kernels.elementwise import BLOCK, Motion, Weights, gradient, launch, place, place_blocks, write
 from muonsw.kernels.stored import decoded, encoded, tile
 from muonsw.precision import Kept
@@ -57,6 +57,8 @@ def _adamw(
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
+    ETA_ON_DEVICE: tl.constexpr,
+    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -75,7 +77,8 @@ def _adamw(
     tl.store(squares + offsets, v, mask=inside)
     step = tl.load(start(pointers, (STATE_ROW + 3) * tensors + owner, tl.float32, False))
     direction = _direction(m.to(tl.float32), v.to(tl.float32), step, log_beta1, log_beta2, eps)
-    write(pointers, tensors, owner, offsets, inside, direction, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
+    rate, decay = scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE)
+    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -101,6 +104,8 @@ def _adamw_stored(
     CODED: tl.constexpr,
     NOISY: tl.constexpr,
     HAS_FLAG: tl.constexpr,
+    ETA_ON_DEVICE: tl.constexpr,
+    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -125,7 +130,8 @@ def _adamw_stored(
     m = lerp(m, g, gain1, GAIN_SMALL)
     v = beta2 * v + gain2 * g * g
     direction = _direction(m, v, step, log_beta1, log_beta2, eps)
-    write(pointers, tensors, owner, offsets, inside, direction, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
+    rate, decay = scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE)
+    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
     key1, key2, origin = owner.to(tl.int64), owner.to(tl.int64), owner.to(tl.int64)  # without noise unused
     if NOISY:
         key1 = tl.load(pointers + (STATE_ROW - 3) * tensors + owner)

@@ -23,11 +23,12 @@ ROUNDINGS = {"nearest": 0, "stochastic": 1, "kahan": 2}
 
 
 @triton.jit
-def scalar(value):
+def scalar(value, ON_DEVICE: tl.constexpr):
     """A number that is an argument, or lies on the device."""
-    number = tl.to_tensor(value)  # the interpreter hands over plain floats
-    if number.dtype.is_ptr():
-        number = tl.load(number).to(tl.float32)
+    if ON_DEVICE:
+        number = tl.load(value).to(tl.float32)
+    else:
+        number = value
     return number
 
 

@@ -24,7 +24,6 @@ from muonsw.kernels.common import (
     block_of,
     flag_or,
     limit,
-    scalar,
     shrink_and_move,
     start,
     stochastic_round,
@@ -116,9 +115,8 @@ def write(
     offsets,
     inside,
     direction,
-    eta,
-    phi,
-    scale,
+    rate,
+    decay,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -130,7 +128,7 @@ def write(
     if ROUNDING == KAHAN:
         compensations = start(pointers, tensors + owner, WEIGHT, ALIGNED)
         w += tl.load(compensations + offsets, mask=inside, other=0.0).to(tl.float32)
-    w = shrink_and_move(w, direction, scalar(eta) * scale, scalar(phi), CAUTIOUS)
+    w = shrink_and_move(w, direction, rate, decay, CAUTIOUS)
     rounded = w
     if ROUNDING == STOCHASTIC:
         step = tl.load(start(pointers, tensors + owner, tl.float32, False))
@@ -217,6 +215,8 @@ def choices(weights: Weights, motion: Motion, aligned: int) -> dict[str, object]
     """What a kernel is compiled for."""
     return {
         "HAS_FLAG": motion.flag is not None,
+        "ETA_ON_DEVICE": isinstance(motion.eta, Tensor),
+        "PHI_ON_DEVICE": isinstance(motion.phi, Tensor),
         "CAUTIOUS": motion.cautious,
         "ROUNDING": ROUNDINGS[weights.rounding],
         "WEIGHT": DTYPES[weights.tensors[0].dtype],

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonsw.kernels.common import DTYPES, lerp, start
+from muonsw.kernels.common import DTYPES, lerp, scalar, start
 from muonsw.kernels.elementwise import Motion, Weights, gradient, launch, place, write
 
 
@@ -31,6 +31,8 @@ def _lion(
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
+    ETA_ON_DEVICE: tl.constexpr,
+    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -44,7 +46,8 @@ def _lion(
     ahead = lerp(m, g, gain1, GAIN1_SMALL)
     tl.store(averages + offsets, lerp(m, g, gain2, GAIN2_SMALL).to(STATE), mask=inside)
     direction = tl.where(ahead > 0, 1.0, tl.where(ahead < 0, -1.0, ahead))  # NaN stays NaN
-    write(pointers, tensors, owner, offsets, inside, direction, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
+    rate, decay = scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE)
+    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
 
 
 def lion(

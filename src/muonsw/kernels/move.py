@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import BY_FOUR, DTYPES, alignment, by_four, whole_number
+from muonsw.kernels.common import BY_FOUR, DTYPES, alignment, by_four, scalar, whole_number
 from muonsw.kernels.elementwise import (
     BLOCK,
     WARPS,
@@ -43,6 +43,8 @@ def _move(
     HAS_FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
     HAS_FLAG: tl.constexpr,
+    ETA_ON_DEVICE: tl.constexpr,
+    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -59,7 +61,8 @@ def _move(
         # a quotient of numbers below 2^21 by one rounded product: a half keeps it away from whole numbers
         rows = (((begin % columns) + tl.arange(0, BLOCK)).to(tl.float32) + 0.5) * (1.0 / columns)
         direction *= tl.load(factors + begin // columns + rows.to(tl.int32), mask=inside, other=0.0)
-    write(pointers, tensors, owner, offsets, inside, direction, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
+    rate, decay = scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE)
+    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
 
 
 LONGEST_ROW = 2**20

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonsw.kernels.common import DTYPES, advance, look_ahead, start
+from muonsw.kernels.common import DTYPES, advance, look_ahead, scalar, start
 from muonsw.kernels.elementwise import Motion, Weights, gradient, launch, place, write
 
 
@@ -34,6 +34,8 @@ def _sgd(
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
+    ETA_ON_DEVICE: tl.constexpr,
+    PHI_ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ROUNDING: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -52,7 +54,8 @@ def _sgd(
             g = look_ahead(m, g, beta, EMA, BETA_SMALL)
         else:
             g = m
-    write(pointers, tensors, owner, offsets, inside, g, eta, phi, scale, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
+    rate, decay = scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE)
+    write(pointers, tensors, owner, offsets, inside, g, rate, decay, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
 
 
 def sgd(

@@ -1,0 +1,99 @@
+"""Compile every kernel for a Hopper GPU that is not there: what Triton's compiler refuses its interpreter may take.
+
+A program of its own, because kernels that were defined for the interpreter cannot be compiled.
+"""
+
+import torch
+from torch import nn
+from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from muonsw import MuonSW, kernels, step
+from muonsw.kernels import adamw, elementwise, finite, lion, momentum, move, normalize, sgd, stored, symmetric
+from muonsw.lab.model import kernels as model
+from muonsw.nonfinite import Flag
+from muonsw.precision import Noise
+
+MODULES = (adamw, elementwise, finite, lion, momentum, move, normalize, sgd, stored, symmetric, model)
+SLOTS = (
+    {},
+    {"normalize": "normuon", "precondition": "muon2", "cautious": True},
+    {"normalize": "adamuon", "precondition": "sign", "maximize": True},
+    {"normalize": "muon_plus", "precondition": "equalize"},
+)
+ELEMENTS = (
+    {"algorithm": "adamw"},
+    {"algorithm": "adamw", "state_dtype": "int8", "cautious": True},
+    {"algorithm": "adamw", "state_dtype": "bfloat16", "maximize": True},
+    {"algorithm": "lion"},
+    {"algorithm": "sgd", "momentum": 0.9, "nesterov": True},
+    {"algorithm": "sgd", "momentum": 0.0},
+)
+
+
+class NoGPU:
+    """What Triton asks a driver before it compiles."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, _):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def steps(dtype, on_device):
+    """One step of everything that has kernels; nothing is computed."""
+    rate = torch.tensor(0.01) if on_device else 0.01
+    for options in (*SLOTS, *ELEMENTS):
+        params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((512, 512), (512, 1024), (96, 64))]
+        for param in params:
+            param.grad = torch.randn_like(param)
+        MuonSW([{"params": params, **options}], lr=rate, ns_dtype="float16", replay=False).step()
+
+
+def others():
+    """What no step of one process on a CPU launches, and the kernels of the lab's model."""
+    x, scale, noise = torch.randn(64, 256), torch.ones(64, 1), Noise(torch.zeros(()), 5, 0)
+    finite.find_bad([x], torch.zeros(()))
+    normalize.muon_plus_(torch.randn(2, 64, 32))
+    momentum.advance_momenta([x], [x], [x], form="ema", beta=0.9, nesterov=True, maximize=False, flag=None)
+    for dtype, levels in ((torch.int8, 127), (torch.uint8, 255)):
+        codes = torch.zeros(64, 256, dtype=dtype)
+        stored.decode(codes, scale, levels)
+        for some, ok in ((None, None), (noise, torch.ones((), dtype=torch.bool))):
+            stored.encode(x, codes, scale, levels, some, ok)
+    stored.round_bfloat16(x, x.bfloat16(), noise, None)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits, fused = x.to(dtype), torch.randn(64, 128).to(dtype)
+        model.softmax_losses_(logits, torch.zeros(64, dtype=torch.int64), torch.empty(64), 1.0, 1.0)
+        model.gate_backward(model.gate(fused), fused)
+        table = torch.randn(32, 16), torch.randn(32, 16)
+        model.join_heads(*model.rotate_heads(torch.randn(2, 32, 96).to(dtype), *table), *table)
+    model.choose_experts(torch.randn(64, 8), 2)
+
+
+def main():
+    driver.set_active(NoGPU())
+    launched = set()
+
+    def compile_only(kernel, grid, arguments, options):
+        kernel.warmup(*arguments, grid=grid, **options)
+        launched.add(kernel)
+
+    kernels._launch, kernels.available, kernels.TORCH_BELOW = compile_only, lambda _: True, 0
+    step.finite_flag = lambda *_: Flag(torch.zeros(()))
+    for dtype, on_device in ((torch.float32, False), (torch.bfloat16, True), (torch.float16, False)):
+        steps(dtype, on_device)
+    others()
+    known = {one for module in MODULES for one in vars(module).values() if isinstance(one, JITFunction)}
+    called = {one for one in known if any(f"{one.fn.__name__}(" in other.src for other in known - {one})}
+    left_out = sorted(one.fn.__name__ for one in known - called - launched)
+    assert not left_out, f"no launch of {left_out} is here"
+
+
+if __name__ == "__main__":
+    main()
