@@ -238,7 +238,7 @@ def test_a_dry_run_and_a_wrong_name_write_nothing(words, code, shown, tmp_path, 
 @pytest.mark.usefixtures("tiny")
 def test_long_runs_from_training_to_the_page(tmp_path):
     shop = by_settings(tmp_path / "runs")
-    assert evidence.gather("long", shop, evidence.file_of("long", tmp_path)) == 2 * (5 + 6)
+    assert evidence.gather("long", shop, evidence.file_of("long", tmp_path)) == 2 * 2 * 5
     grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{conclusion}\n{long}")
     assert "On fresh text, each at its best lambda, scaled decay ends" in page

@@ -94,7 +94,7 @@ def _totals(evidence: EvidencePage) -> str:
     totals, lengths = sorted(one.best * one.per_lambda for one in found), [one.steps for one in found]
     took = (
         f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, from {min(lengths):,} to {max(lengths):,} updates "
-        f"and under both rules"
+        f"and under both rules, where the best was not the smallest or largest tried"
     )
     if totals[-1] > lambda_scaling.SAME_TOTAL * totals[0]:
         return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
