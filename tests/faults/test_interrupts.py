@@ -24,6 +24,7 @@ sys.exit(main())
 
 AT_START = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # programs that a script starts with & ignore it
 class Finder:
     def find_spec(self, name, *_):
         if name == "muonsw.lab.train.loop":
