@@ -41,7 +41,16 @@ def routing_counts(optimizer: ScaledDecayOptimizer) -> dict[str, float]:
 
 
 def refuse_wrong_options(optimizer: type[ScaledDecayOptimizer], **options: Any) -> None:
-    """Refuse what `for_model` would refuse of any model, where a configuration is made and no model is there yet."""
+    """Refuse what `for_model` would refuse of any model, where a configuration is made and no model is there yet.
+
+    Examples:
+        >>> from muonsw import MuonSW
+        >>> refuse_wrong_options(MuonSW, lr=0.02, heads=12)  # whether a matrix has so many is left to the model
+        >>> refuse_wrong_options(MuonSW, lr=0.02, headz=12)
+        Traceback (most recent call last):
+        ValueError: unknown option 'headz'...
+    """
     # on the meta device first, as values that are drawn would change the random numbers of the run
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.float32, device="meta")
-    optimizer.for_model(layer.to_empty(device="cpu"), **options)
+    for_any_model = {name: value for name, value in options.items() if name not in ("heads", "split_sizes")}
+    optimizer.for_model(layer.to_empty(device="cpu"), **for_any_model)
