@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.claims.statistics import ONE_SEED
 from muonsw.lab.cli import main as command_line
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
@@ -662,6 +663,11 @@ def test_the_claims_of_long_runs_tell_growth_from_its_absence(monkeypatch):
         assert claims["best-against-best"].holds is holds
         assert claims["too-large-costs-less"].holds is holds
         assert claims["constant-total-grows"].holds
+        assert ONE_SEED not in claims["constant-total-grows"].limits
+    losses |= {rule: {**found, 6_400: found[6_400][:1]} for rule, found in losses.items()}
+    claims = {claim.id: claim for claim in long.judge_long({}, tiny_scale())}
+    assert ONE_SEED in claims["scaled-total-grows"].limits  # of the two lengths one has no other
+    assert ONE_SEED in claims["gap-grows"].limits
 
 
 ENDS = [(rule, steps) for rule in ("constant", "scaled") for steps in (25_600, 6_400)]
