@@ -14,6 +14,7 @@ import torch
 
 from muonsw.lab.bench.timing import chosen_device, product_rate, save
 from muonsw.lab.bench.training import Amount, TimedTraining, kernel_table
+from muonsw.lab.train.records import READ_EVERY
 
 
 def main() -> None:
@@ -23,7 +24,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="sequences in an update (the preset's; the paper's is 256)")
     parser.add_argument("--micro", type=int, help="sequences in a micro-batch")
     parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--updates", type=int, default=2)
+    # Every READ_EVERY updates their numbers are read back, for which the host waits.
+    parser.add_argument("--updates", type=int, default=2, choices=range(1, READ_EVERY), metavar="N", help="in a block")
     parser.add_argument("--graphs", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", type=Path, help="folder for where the time of an update goes, kernel by kernel")

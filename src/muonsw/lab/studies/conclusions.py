@@ -174,7 +174,11 @@ def _little_text(evidence: EvidencePage) -> str:
 def _repeated(results: Results, _scale: Scale) -> str:
     arms = results[cases.REPEATED]
     rising, scaled = (_nats(regret.best_against_best(arms, rule)) for rule in ("piecewise", "scaled"))
-    return f"Each at its best lambda, rising decay ends {rising} from constant decay, and scaled decay {scaled}."
+    ends = best_rules.best_at_an_end({rule: regret.losses_of(arms, rule) for rule in (*RULES, "piecewise")})
+    beyond = f" The best lambda may lie beyond those that were tried: {', '.join(ends)}." if ends else ""
+    return (
+        f"Each at its best lambda, rising decay ends {rising} from constant decay, and scaled decay {scaled}.{beyond}"
+    )
 
 
 def _schedules(results: Results, _scale: Scale) -> str:

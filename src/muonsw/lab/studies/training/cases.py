@@ -51,7 +51,7 @@ def little_text(run: RunConfig) -> RunConfig:
 
 
 def repeated_text(scale: Scale) -> list[Comparison]:
-    """Constant, scaled and rising decay at three lambdas above the best one of fresh text."""
+    """Constant, scaled and rising decay at lambdas above the best one of fresh text."""
     run = little_text(rules_run(scale))
     base, lambdas = run.optimizer, [factor * run.optimizer.weight_decay for factor in REPEATED_FACTORS]
     rising = replace(base, decay_points=RISING)
