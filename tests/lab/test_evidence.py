@@ -713,6 +713,20 @@ def test_prices_are_costs_above_the_better_rule_at_its_best(found):
     assert prices[400, "scaled", "0.01"].beyond  # the smallest that was tried is 0.0125
 
 
+def test_prices_of_two_rules_are_compared_seed_by_seed():
+    """One mean over another says nothing of chance, and the best lambda's own price is no measurement of zero."""
+
+    def price(rule, *costs):
+        return untuned.Price("fresh", 128, 100, rule, "0.1", 0.1, costs, beyond=False)
+
+    for scaled, verdict in (((0.04, 0.05), "undecided"), ((0.04, 0.041), "holds"), ((0.2, 0.201), "fails")):
+        found = [price("constant", 0.1, 0.101), price("scaled", *scaled)]
+        (claim,) = untuned.judge_prices(found, "fresh")
+        assert str(claim.verdict) == verdict
+    table = untuned.price_table([price("constant", 0.0, 0.0), price("scaled", 0.01, 0.01)])
+    assert [row[4] for row in table.rows[:2]] == ["0.000", "0.010 ± 0.000"]
+
+
 def test_advice_is_judged_on_lengths_that_it_has_not_seen(found):
     """Without its own length, the longest run gets what was best at the length below it."""
     known = {(one.rule, one.steps): one for one in found.optima()}

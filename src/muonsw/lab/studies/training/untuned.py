@@ -14,7 +14,7 @@ from operator import attrgetter
 from muonsw.lab.advice import best_totals
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, at_most
-from muonsw.lab.claims.statistics import from_means, over_seeds
+from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.studies.arms import RULES, Results, Runs
 from muonsw.lab.studies.training.regret import (
@@ -49,9 +49,14 @@ class Price:
     rule: str
     choice: str  # how lambda was chosen, one of `CHOICES`
     lam: float
-    cost: Estimate  # in nats
+    costs: tuple[float, ...]  # in nats, by seed
     # Whether this lambda lies beyond those that were tried; basins grow steeper outwards, so it costs more.
     beyond: bool
+
+    @property
+    def cost(self) -> Estimate:
+        """Their mean with its interval."""
+        return over_seeds(self.costs)
 
 
 def prices(text: str, results: Results, known: Sequence[Optimum], *, leave_out: bool) -> list[Price]:
@@ -80,9 +85,7 @@ def _at_length(text: str, arms: Runs, known: Sequence[Optimum]) -> Iterator[Pric
             if len(costs) == len(lowest):
                 tried = losses[rule][0]
                 beyond = not min(tried) <= lam <= max(tried)
-                yield Price(
-                    text, run.config.model.width, run.config.steps, rule, choice, lam, over_seeds(costs), beyond
-                )
+                yield Price(text, run.config.model.width, run.config.steps, rule, choice, lam, tuple(costs), beyond)
 
 
 def _lowest(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
@@ -105,9 +108,10 @@ def price_table(found: Sequence[Price]) -> Table:
         ["the highest", None, None, rule, *(_cell(most.get((rule, choice))) for choice in CHOICES)] for rule in RULES
     ]
     note = (
-        "In nats above the better rule at its best lambda, with 95% t intervals over seeds; in brackets the lambda "
-        "that advice gives for such a run from runs of other lengths, or on other text. By lines between the "
-        "lambdas that were tried; where one lies beyond them the cost is at least that of the last line."
+        "In nats above the better rule at its best lambda, with 95% t intervals over seeds (none of one seed, and none "
+        "of that best lambda itself); in brackets the lambda that advice gives for such a run from runs of other "
+        "lengths, or on other text. By lines between the lambdas that were tried; where one lies beyond them the cost "
+        "is at least that of the last line."
     )
     return Table("never-tuned", "The price of never tuning", columns, rows, note)
 
@@ -129,7 +133,7 @@ def _cost(one: Price) -> float:
 def _cell(one: Price | None) -> str | None:
     if one is None:
         return None
-    half = "" if one.cost.interval is None else f" ± {one.cost.interval.high - one.cost.value:.3f}"
+    half = f" ± {one.cost.interval.high - one.cost.value:.3f}" if one.cost.interval and any(one.costs) else ""
     advised = f" ({one.lam:.2g})" if one.choice == ADVICE else ""
     return f"{'≥ ' if one.beyond else ''}{one.cost.value:.3f}{half}{advised}"
 
@@ -180,10 +184,9 @@ def judge_prices(found: Sequence[Price], text: str) -> list[Claim]:
         if (price := own.get((rule, ADVICE))) is not None:
             costs = f"cost of {rule} decay with the lambda that advice gives for {longest:,} updates, in nats"
             claims.append(at_most(f"{rule}-advice", costs, BEYOND, price.cost, 2 * GOOD, EXACT))
-    usual = [own.get((rule, CHOICES[0])) for rule in ("scaled", "constant")]
-    if None not in usual:
-        scaled, constant = (one.cost for one in usual if one is not None)
-        share = f"cost of lambda {CHOICES[0]} at {longest:,} updates, scaled over constant"
-        ratio = from_means(scaled.value / constant.value, seeds=1 if constant.interval is None else 2)
-        claims.append(at_most("usual-lambda", share, BEYOND, ratio, 0.6, EXACT))
+    usual = [one.costs for rule in ("scaled", "constant") if (one := own.get((rule, CHOICES[0])))]
+    if len(usual) == 2:
+        share = f"cost of lambda {CHOICES[0]} at {longest:,} updates: scaled minus 0.6 of constant decay's, in nats"
+        more = over_seeds([scaled - 0.6 * constant for scaled, constant in zip(*usual, strict=True)])
+        claims.append(at_most("usual-lambda", share, BEYOND, more, 0.0, EXACT))
     return claims
