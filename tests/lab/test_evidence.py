@@ -649,6 +649,16 @@ def test_claims_tell_a_rule_that_forgives_from_one_that_does_not():
     assert not any(claim.holds for claim in judge_losses(swapped, 400, 1_600))
 
 
+def test_a_longer_run_is_judged_on_all_its_lambdas():
+    """Also on those that the shorter runs lack: cut at the smallest of theirs, both regions would end there."""
+    fewer = {lam: loss for lam, loss in parabola(0.1, 0.01).items() if lam >= 0.05}
+    wide, wider = parabola(0.1, 0.0025), parabola(0.1, 0.01 / 9.0)
+    losses = {"constant": {400: [fewer], 1_600: [wide]}, "scaled": {400: [fewer], 1_600: [wider]}}
+    claims = {claim.id: claim for claim in judge_losses(losses, 400, 1_600)}
+    assert claims["scaled-is-wider-1600"].measured == pytest.approx(6.0 / 4.0)
+    assert claims["constant-regret-grows-1600"].measured == 0.0
+
+
 def test_the_claims_of_long_runs_tell_growth_from_its_absence(monkeypatch):
     """Scaled decay gains more, and forgives more, in the longer runs; or the other way round."""
     short = {"constant": [parabola(0.1, 0.01)] * 2, "scaled": [parabola(0.1, 0.009)] * 2}
@@ -668,6 +678,19 @@ def test_the_claims_of_long_runs_tell_growth_from_its_absence(monkeypatch):
     claims = {claim.id: claim for claim in long.judge_long({}, tiny_scale())}
     assert ONE_SEED in claims["scaled-total-grows"].limits  # of the two lengths one has no other
     assert ONE_SEED in claims["gap-grows"].limits
+
+
+def test_a_best_lambda_at_the_end_of_the_grid_says_nothing_of_how_it_follows_the_length(monkeypatch, found):
+    optima = [replace(optimum_of(*at), at_an_end=at == ("scaled", 6_400)) for at in ENDS]
+    losses = {rule: {steps: [parabola(0.1, 0.01)] for steps in (6_400, 25_600)} for rule in ("constant", "scaled")}
+    monkeypatch.setattr(long, "map_of", lambda _results: losses)
+    monkeypatch.setattr(long, "optima", lambda _results: optima)
+    claims = {claim.id for claim in long.judge_long({}, tiny_scale())}
+    assert "constant-total-grows" in claims
+    assert "scaled-total-grows" not in claims
+    monkeypatch.setattr(regret, "optima", lambda _results: optima)
+    note = regret.map_tables(found.results["long"], tiny_scale())[1].note
+    assert note.endswith("to the power: constant -0.66.")
 
 
 ENDS = [(rule, steps) for rule in ("constant", "scaled") for steps in (25_600, 6_400)]

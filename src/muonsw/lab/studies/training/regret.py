@@ -138,7 +138,8 @@ def octave_ratios(scaled: Sequence[Losses], constant: Sequence[Losses]) -> list[
 
 def carried_regrets(short: Sequence[Losses], long: Sequence[Losses]) -> list[float]:
     """What the best lambda of short runs costs in long ones, seed by seed."""
-    carried, best = best_of_means(short), best_of_means(long)
+    tried = [{lam: loss for lam, loss in losses.items() if lam in long[0]} for losses in short]
+    carried, best = best_of_means(tried), best_of_means(long)
     return [losses[carried] - losses[best] for losses in long]
 
 
@@ -150,39 +151,25 @@ def judge_map(results: Results, _scale: Scale) -> list[Claim]:
 
 
 def judge_losses(found: Map, short: int, long: int) -> list[Claim]:
-    """The claims about two horizons, on the lambdas and the seeds that both have."""
-    first, last = shared(found, short, long)
-    carried = {rule: carried_regrets(first[rule], last[rule]) for rule in RULES}
-    gaps = [constant - scaled for constant, scaled in zip(carried["constant"], carried["scaled"], strict=True)]
-    ratios = octave_ratios(last["scaled"], last["constant"])
+    """The claims about two horizons; a lambda is carried where both have it."""
+    carried = {rule: carried_regrets(found[rule][short], found[rule][long]) for rule in RULES}
+    scaled, constant = found["scaled"][long], found["constant"][long]
+    gaps = [theirs - ours for theirs, ours in zip(carried["constant"], carried["scaled"], strict=True)]
     costs = f"regret at {long:,} updates of {{}} decay's best lambda of {short:,} updates, in nats"
     grows, stays = (costs.format(rule) for rule in RULES)
     differ = (
         f"what those of {short:,} updates cost constant decay at {long:,} minus what they cost scaled decay, in nats"
     )
-    wider = f"octaves of lambda within {GOOD} of the best at {long:,} updates: scaled over constant"
+    wider = f"octaves of the lambdas tried within {GOOD} of the best at {long:,} updates: scaled over constant"
     lower = f"best of scaled minus best of constant over lambda at {long:,} updates, in nats"
     limits = "the best of means, on the seeds that it is judged on: a little too good for both rules"
-    gap = over_seeds(best_gaps(last["scaled"], last["constant"]))
+    gap, ratio = (over_seeds(measure(scaled, constant)) for measure in (best_gaps, octave_ratios))
     return [
         at_least(f"constant-regret-grows-{long}", grows, BEYOND, over_seeds(carried["constant"]), GOOD, EXACT),
         at_most(f"scaled-regret-does-not-{long}", stays, BEYOND, over_seeds(carried["scaled"]), GOOD, EXACT),
         at_least(f"scaled-forgives-the-horizon-{long}", differ, BEYOND, over_seeds(gaps), 0.0, EXACT),
-        at_least(f"scaled-is-wider-{long}", wider, BEYOND, over_seeds(ratios), 2.0, EXACT),
+        at_least(f"scaled-is-wider-{long}", wider, BEYOND, ratio, 2.0, EXACT),
         at_most(f"best-against-best-{long}", lower, BEYOND, gap, 0.0, EXACT, limits=limits),
-    ]
-
-
-def shared(found: Map, *horizons: int) -> list[dict[str, list[dict[float, float]]]]:
-    """By horizon and rule, the losses of the lambdas and seeds that all of these horizons have."""
-    seeds = min(len(found[rule][steps]) for rule in RULES for steps in horizons)
-    lambdas = set.intersection(*(set(found[rule][steps][0]) for rule in RULES for steps in horizons))
-    return [
-        {
-            rule: [{lam: loss for lam, loss in one.items() if lam in lambdas} for one in found[rule][steps][:seeds]]
-            for rule in RULES
-        }
-        for steps in horizons
     ]
 
 
@@ -367,11 +354,11 @@ def _optima_table(found: Sequence[Optimum]) -> Table:
         octaves = f"{octaves_within(one.losses):.1f}{'*' * (low_end or high_end)}"
         costs = loss_at(regrets(one.losses), 4.0 * one.best)
         rows.append([*run, *best, good, octaves, None if costs is None else f"{costs:+.3f}"])
-    powers = {
-        rule: [(one.best, one.steps) for one in found if one.rule == rule] for rule in RULES if len(found) > len(RULES)
-    }
+    inside = {rule: [one for one in found if one.rule == rule and not one.at_an_end] for rule in RULES}
     exponents = ", ".join(
-        f"{rule} {power(*map(list, zip(*points, strict=True))):.2f}" for rule, points in powers.items()
+        f"{rule} {power([one.best for one in own], [one.steps for one in own]):.2f}"
+        for rule, own in inside.items()
+        if len(own) > 1
     )
     note = (
         "The best lambda is the vertex of a parabola over its logarithm, through the lowest mean and its neighbours; "
