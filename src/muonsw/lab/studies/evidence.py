@@ -182,7 +182,10 @@ def read_records(folder: Path = FOLDER) -> dict[str, Records]:
 
 
 def results_of(study: TrainingStudy, records: Records | None) -> Results:
-    """What the records have of a study: of each comparison the seeds that all its arms have."""
+    """What the records have of a study: of each comparison the seeds that all its arms have, up to the first gap.
+
+    So two comparisons have the same seeds as far as both have any, and claims may pair them by place.
+    """
     if records is None:
         return {}
     found = _found(study.comparisons(study.scale), records)
@@ -201,9 +204,10 @@ def _runs_of(one: Comparison, records: Records) -> Runs:
     for seed in one.seeds:
         made = [records.find(one.config(arm, seed)) for arm in one.arms]
         runs = [run.named(arm.name) for run, arm in zip(made, one.arms, strict=True) if run is not None]
-        if len(runs) == len(one.arms):
-            for run in runs:
-                found[run.arm].append(run)
+        if len(runs) < len(one.arms):
+            break
+        for run in runs:
+            found[run.arm].append(run)
     return found if all(found.values()) else {}
 
 

@@ -93,9 +93,9 @@ def best_of_means(seeds: Sequence[Losses]) -> float:
 
 
 def best_gaps(ours: Sequence[Losses], theirs: Sequence[Losses]) -> list[float]:
-    """One rule at its best minus another at its own, each the best of means, seed by seed."""
+    """One rule at its best minus another at its own, each the best of means, on the seeds that both have."""
     best, other = best_of_means(ours), best_of_means(theirs)
-    return [a[best] - b[other] for a, b in zip(ours, theirs, strict=True)]
+    return [a[best] - b[other] for a, b in zip(ours, theirs, strict=False)]
 
 
 def best_against_best(arms: Runs, rule: str = "scaled", other: str = "constant") -> Estimate:
