@@ -12,6 +12,7 @@ import pytest
 
 from muonsw.lab import paper
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.claims.statistics import ONE_SEED
 from muonsw.lab.cli import main
 from muonsw.lab.cost import cost, run_flops
 from muonsw.lab.model import count, preset
@@ -357,6 +358,8 @@ def fake(path, rate, optimum, seed):
 def test_width_transfer_is_reported_from_its_absence(tmp_path):
     same = {Key(width=w): sweep_runs(tmp_path, 0.02, name=f"{w}-") for w in (128, 256)}
     assert all(claim.holds for claim in sweeps.judge_widths(same, MINI))
+    alone = {key: {name: runs[:1] for name, runs in arms.items()} for key, arms in same.items()}
+    assert all(ONE_SEED in claim.limits for claim in sweeps.judge_widths(alone, MINI))
     moved = {**same, Key(width=256): sweep_runs(tmp_path, 0.0035, name="moved-")}
     found = verdicts(sweeps.judge_widths(moved, MINI))
     assert not found["same-rate"]
@@ -414,7 +417,7 @@ def test_horizons_and_widths_are_judged_on_what_a_study_under_way_has(tmp_path):
     assert inside.id == f"{first.slug}-inside"
     widths = {Key(width=width): arms for width, arms in zip((32, 64), results.values(), strict=True)}
     same = {claim.id: claim for claim in sweeps.judge_widths(widths, CPU)}["same-rate"]
-    assert same.limits.endswith("seed by seed it is 0.67")
+    assert same.limits == f"seed by seed it is 0.67; {ONE_SEED}"
 
 
 def test_rules_that_are_the_same_under_another_name_decay_alike():

@@ -13,7 +13,7 @@ import numpy as np
 from muonsw.lab import paper
 from muonsw.lab.base.tables import Column, Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, within
-from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs
@@ -130,22 +130,18 @@ def judge_widths(results: Results, scale: Scale) -> list[Claim]:
 
 def _judge_widths(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> list[Claim]:
     means = {key: mean_losses(seeds) for key, seeds in sweeps.items()}
-    claims = [_inside(key, losses, WIDTH_FIGURE) for key, losses in means.items()]
+    claims = [_inside(key, seeds, WIDTH_FIGURE) for key, seeds in sweeps.items()]
     narrow, *wider = means
     who = replace(narrow, width=None)
     spread = ", ".join(f"{distance(those):.2f}" for those in zip(*sweeps.values(), strict=False))
     same = f"{_of(who)}steps of the grid between the best learning rates of the widths"
-    limits = f"from means over seeds; seed by seed it is {spread}"
-    claims.append(
-        at_most(
-            f"{_id(who)}same-rate", same, WIDTH_FIGURE, distance(list(means.values())), 1.0, ONE_STEP, limits=limits
-        )
-    )
-    limits = "from means over seeds, of a number that is never negative, so without an interval"
+    moved = from_means(distance(list(means.values())), min(map(len, sweeps.values())))
+    limits = f"seed by seed it is {spread}"
+    claims.append(at_most(f"{_id(who)}same-rate", same, WIDTH_FIGURE, moved, 1.0, ONE_STEP, limits=limits))
     for key in wider:
         costs = f"{key}: what the best learning rate of {narrow} costs, over what the worst of the grid costs"
-        share = transfer_cost(means[narrow], means[key])
-        claims.append(at_most(f"{key.slug}-cost", costs, WIDTH_FIGURE, share, TRANSFER_COST, TRANSFER, limits=limits))
+        share = from_means(transfer_cost(means[narrow], means[key]), min(len(sweeps[one]) for one in (narrow, key)))
+        claims.append(at_most(f"{key.slug}-cost", costs, WIDTH_FIGURE, share, TRANSFER_COST, TRANSFER))
     return [*claims, *(_printed_widths(sweeps) if scale.printed else [])]
 
 
@@ -187,11 +183,11 @@ def excess(losses: Losses, lowest: float | None = None) -> list[float]:
     return [loss - lowest if loss < math.inf else math.nan for loss in losses.values()]
 
 
-def _inside(key: Key, losses: Losses, source: Source) -> Claim:
-    rates, best = list(losses), best_rate(losses)
+def _inside(key: Key, seeds: Sequence[Losses], source: Source) -> Claim:
+    rates, best = list(seeds[0]), best_rate(mean_losses(seeds))
     inside = f"{key}: steps of the grid from the best learning rate to the nearest edge"
     steps = min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates)
-    return at_least(f"{key.slug}-inside", inside, source, steps, 0.5, INSIDE, limits="from means over seeds")
+    return at_least(f"{key.slug}-inside", inside, source, from_means(steps, len(seeds)), 0.5, INSIDE)
 
 
 def _printed_widths(sweeps: Mapping[Key, Sequence[Losses]]) -> list[Claim]:
@@ -214,7 +210,7 @@ def judge_horizons(results: Results, scale: Scale) -> list[Claim]:
 
 
 def _judge_horizons(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> list[Claim]:
-    claims = [_inside(key, mean_losses(seeds), HORIZON_FIGURE) for key, seeds in sweeps.items()]
+    claims = [_inside(key, seeds, HORIZON_FIGURE) for key, seeds in sweeps.items()]
     horizons = [key.steps for key in sweeps if key.steps is not None]
     if len(horizons) < 2:
         return claims
