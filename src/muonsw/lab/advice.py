@@ -481,7 +481,7 @@ def _limits(course: _Course, algorithm: str, rules: Sequence[RuleAdvice]) -> lis
     limits += [limit for one in rules if (limit := _beyond(one, _length(one.rule, course)))]
     limits += [
         f"The paper's runs have a total of {PAPER_TOTALS}, far more; the best lambda there is not known.",
-        "Where text was seen 16 times far more decay was better, and constant better than scaled decay.",
+        "Where text was seen 16 times far more decay was better; at one lambda constant decay, which takes more.",
         "Norms assume updates whose alignment with the weights only momentum makes; in our runs of width 128 that gave "
         "end norms within a tenth of the measured ones.",
     ]
