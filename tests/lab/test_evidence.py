@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.claims.statistics import ONE_SEED
+from muonsw.lab.claims.statistics import ONE_SEED, over_seeds
 from muonsw.lab.cli import main as command_line
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
@@ -664,6 +664,28 @@ def test_claims_tell_a_rule_that_forgives_from_one_that_does_not():
     assert all(claim.holds for claim in judge_losses(losses, 400, 1_600))
     swapped = {"constant": losses["scaled"], "scaled": losses["constant"]}
     assert not any(claim.holds for claim in judge_losses(swapped, 400, 1_600))
+
+
+def simulated(rng, best, *, steep=0.018, flat=0.0045, noise=0.008, seeds=3):
+    """Losses of some seeds in a basin that is steeper towards large lambdas, like those of the regret map."""
+    grid = [0.0125 * 2**power for power in range(7)]
+    x = np.log2(np.array(grid) / best)
+    truth = np.where(x > 0, steep, flat) * x**2
+    return [dict(zip(grid, (truth + noise * rng.standard_normal(7)).tolist(), strict=True)) for _ in range(seeds)]
+
+
+def test_intervals_hold_the_truth_though_the_best_lambda_is_chosen_on_the_same_seeds():
+    """Of a difference at the best lambdas, and of the power that the best lambda follows."""
+    rng, gaps, powers = np.random.default_rng(0), [], []
+    for _ in range(500):
+        constant, scaled = simulated(rng, 0.1), simulated(rng, 0.1, steep=0.006, flat=0.002)
+        gaps.append(over_seeds(best_gaps(scaled, constant)))
+        other = simulated(rng, 0.05)
+        pairs = zip(constant, other, strict=True)
+        powers.append(over_seeds([sweeps.power([vertex(a), vertex(b)], [1, 2]) for a, b in pairs]))
+    for found, truth in ((gaps, 0.0), (powers, -1.0)):
+        assert np.mean([truth in one.interval for one in found]) >= 0.93
+    assert abs(np.mean([one.value for one in gaps])) <= 0.003
 
 
 def test_a_longer_run_is_judged_on_all_its_lambdas():

@@ -48,11 +48,12 @@ def _untuned(evidence: EvidencePage) -> str:
     def most(choice: str) -> str:
         costs = [one for one in untuned.highest(found) if one.choice == choice]
         return " and ".join(
-            f"{one.cost.value:.3f}{' or more' if one.beyond else ''} under {one.rule} decay" for one in costs
+            f"{one.cost.value:.3f}{_half(one.cost)}{' or more' if one.beyond else ''} under {one.rule} decay"
+            for one in costs
         )
 
     kept = "; ".join(f"{choice} for every run cost up to {most(choice)}" for choice in untuned.CHOICES[:-1])
-    advised = f"The lambda that {ADVISE} gives cost at most {most(untuned.ADVICE)}."
+    advised = f"The lambda that {ADVISE} gives cost up to {most(untuned.ADVICE)}."
     return f"Never tuning lambda has a price, in nats: {kept}. {advised}"
 
 
@@ -61,11 +62,28 @@ def _map(evidence: EvidencePage) -> str:
         return ""
     one = max(found, key=lambda one: one.steps)
     gap = regret.best_against_best(evidence.results["regret"][Key(steps=one.steps)])
-    close = "Choose lambda well and the rule hardly matters" if abs(gap.value) <= GOOD else "The rule matters"
     return (
-        f"{close}: each at the lambda with the lowest mean over seeds, scaled decay ends {_nats(gap)} from constant "
-        f"decay, at {one.steps:,} updates, a peak rate of {one.peak_lr:.3g} and {one.epochs:.1f} epochs."
+        f"{_difference(gap)}: each at the lambda with the lowest mean over seeds, scaled decay ends {_nats(gap)} from "
+        f"constant decay, at {one.steps:,} updates, a peak rate of {one.peak_lr:.3g} and {one.epochs:.1f} epochs."
     )
+
+
+def _difference(gap: Estimate) -> str:
+    """What a gap at the best lambdas says: that it is small, that there is one, or neither.
+
+    Examples:
+        >>> _difference(over_seeds([0.001, 0.003, -0.002]))
+        'Choose lambda well and the rule hardly matters'
+        >>> _difference(over_seeds([0.1, 0.11, 0.12]))
+        'The rule matters'
+        >>> _difference(over_seeds([0.1, 0.3, -0.2]))
+        'At the best lambdas no difference of the rules was seen'
+    """
+    if gap.interval is not None and max(-gap.interval.low, gap.interval.high) <= 2 * GOOD:
+        return "Choose lambda well and the rule hardly matters"
+    if gap.interval is not None and 0.0 not in gap.interval:
+        return "The rule matters"
+    return "At the best lambdas no difference of the rules was seen"
 
 
 def _too_large(evidence: EvidencePage) -> str:
@@ -88,19 +106,20 @@ def _too_large(evidence: EvidencePage) -> str:
 
 
 def _totals(evidence: EvidencePage) -> str:
-    found = [one for one in (*evidence.optima(), *evidence.longer_optima()) if not one.at_an_end]
+    every = [*evidence.optima(), *regret.optima(evidence.results["long"])]
+    found, ends = ([one for one in every if one.at_an_end is at_an_end] for at_an_end in (False, True))
     if not found:
         return ""
     totals, lengths = sorted(one.best * one.per_lambda for one in found), [one.steps for one in found]
+    others = ", ".join(f"{one.best * one.per_lambda:.1f} ({one.rule}, {one.steps:,} updates)" for one in ends)
     took = (
-        f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, from {min(lengths):,} to {max(lengths):,} updates "
-        f"and under both rules, where the best was not the smallest or largest tried"
-    )
+        f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, from {min(lengths):,} to {max(lengths):,} updates"
+    ) + (f", and where the best was the smallest or largest tried and may lie beyond, {others}" if others else "")
     if totals[-1] > lambda_scaling.SAME_TOTAL * totals[0]:
         return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
     return (
-        f"Count what decay takes over the whole run, the sum of phi: {took}, so lambda should fall as the run gets "
-        f"longer. {ADVISE} does the sum."
+        f"Count what decay takes over the whole run, the sum of phi: {took}. So lambda should fall as the run gets "
+        f"longer; {ADVISE} does the sum."
     )
 
 
@@ -125,14 +144,17 @@ def _rules(evidence: EvidencePage) -> str:
     """Whether anything was better than choosing lambda well."""
     results = evidence.results["best-rules"]
     claims = best_rules.judge_best_rules(results, evidence.studies["best-rules"].scale) if results else []
-    gaps = {claim.id.removesuffix("-is-as-good"): claim.measured for claim in claims}
+    gaps = {claim.id.removesuffix("-is-as-good"): Estimate(claim.measured, claim.interval) for claim in claims}
     if not gaps:
         return ""
-    better = [f"`{rule}`" for rule, gap in gaps.items() if gap < -GOOD]
-    near = ", ".join(f"`{rule}`" for rule, gap in gaps.items() if abs(gap) <= GOOD)
-    first = f"Better: {', '.join(better)}" if better else "No rule is better than choosing lambda well"
-    none = f", no decay at all {gaps['none']:+.3f} from it" if "none" in gaps else ""
-    return f"{first}: at the best of three strengths {near} end within {GOOD} nats of constant decay{none}."
+    better = [f"`{rule}`" for rule, gap in gaps.items() if gap.interval is not None and gap.interval.high < 0]
+    near = {f"`{rule}`": gap for rule, gap in gaps.items() if abs(gap.value) <= GOOD}
+    first = f"Better: {', '.join(better)}" if better else "No rule was better beyond chance than choosing lambda well"
+    none = f", no decay at all {gaps['none'].value:+.3f}{_half(gaps['none'])} from it" if "none" in gaps else ""
+    halves = [gap.interval.high - gap.value for gap in near.values() if gap.interval is not None]
+    wide = f" (means; intervals of ±{min(halves):.3f} to ±{max(halves):.3f})" if halves else ""
+    ends = f"at the best of three strengths {', '.join(near)} end within {GOOD} nats of constant decay{wide}{none}."
+    return f"{first}: {ends}"
 
 
 def _relatives(evidence: EvidencePage) -> str:
@@ -145,11 +167,14 @@ def _relatives(evidence: EvidencePage) -> str:
     names = f" ({', '.join(beyond)})" if beyond else ""
     values = [gap.value for gap in gaps.values()]
     below = [member for member, rules in found.items() if family.MUON in found and _below(rules, found[family.MUON])]
-    better = f" Below Muon beyond chance under both rules: {', '.join(below)}." if below else ""
+    muon = found.get(family.MUON, {}).values()
+    more = " (Muon at the end of the rates or lambdas tried, so perhaps better beyond)"
+    at_an_end = more if any(one.edge or one.optimum.at_an_end for one in muon) else ""
+    better = f" Below Muon beyond chance under both rules: {', '.join(below)}{at_an_end}." if below else ""
     return (
         f"Muon and its [relatives](#the-family), each at its best: scaled decay ends {min(values):+.3f} to "
-        f"{max(values):+.3f} nats from constant decay; of {len(gaps)} intervals {len(beyond)} leave out zero"
-        f"{names}, where chance alone makes {0.05 * len(gaps):.1f}.{better}"
+        f"{max(values):+.3f} nats from constant decay; zero is outside {len(beyond)} of {len(gaps)} intervals{names}, "
+        f"and by chance alone would be outside {0.05 * len(gaps):.1f}.{better}"
     )
 
 
@@ -164,10 +189,12 @@ def _little_text(evidence: EvidencePage) -> str:
         return ""
     constant, scaled = little.values()
     gap = over_seeds(paired(scaled, constant, last_loss))
-    advice = ", as its total is smaller and its end smallest: use constant decay there, and more of it"
+    advice = ", as its total is smaller and its end smallest: use more decay there" if gap.value > 0 else ""
+    repeated, scale = evidence.results["repeated-text"], evidence.studies["repeated-text"].scale
+    best = _repeated(repeated, scale) if repeated else "The best lambda of each was not searched."
     return (
         f"Where text is seen {constant[0].epochs:.0f} times decay is what keeps a model from memorizing it, and there "
-        f"scaled decay ends {_nats(gap)} from constant decay at the same lambda{advice if gap.value > 0 else ''}."
+        f"scaled decay ends {_nats(gap)} from constant decay at the same lambda{advice}. {best}"
     )
 
 
@@ -217,7 +244,17 @@ def _gradients(results: Results, _scale: Scale) -> str:
         for rule in RULES
     }
     ends = " and ".join(f"{values[0]:.2f} to {values[-1]:.2f} under {rule} decay" for rule, values in grown.items())
-    return f"Over the second half of a run gradients grow by factors of {ends}, over all optimizers and peak rates."
+    gaps = [
+        over_seeds(paired(arms["constant"], arms["scaled"], gradient_growth.gradient_growth))
+        for arms in results.values()
+    ]
+    ratios = [math.exp(gap.value) for gap in gaps]
+    beyond = sum(gap.interval is not None and gap.interval.low > 0 for gap in gaps)
+    return (
+        f"Over the second half of a run gradients grow by factors of {ends}, over all optimizers and peak rates: "
+        f"{min(ratios):.2f} to {max(ratios):.2f} times as far under constant decay, beyond chance in {beyond} of "
+        f"{len(gaps)}."
+    )
 
 
 def _family(results: Results, scale: Scale) -> str:
@@ -275,6 +312,11 @@ SENTENCES: Mapping[str, Callable[[Results, Scale], str]] = {
     "gradient-growth": _gradients,
     "family": _family,
 }
+
+
+def _half(found: Estimate) -> str:
+    """Half of an interval, as it follows a number."""
+    return " (one seed)" if found.interval is None else f" ± {found.interval.high - found.value:.3f}"
 
 
 def _nats(gap: Estimate) -> str:

@@ -112,7 +112,8 @@ def summary(results: Results) -> str:
     lower, higher = ([count(gaps) for gaps in (same, total)] for count in (_below, _above))
     return (
         f"At one lambda scaled decay ended lower in {lower[0]} of {len(same)} comparisons beyond chance, and higher in "
-        f"{higher[0]}; than constant decay of the same total it ended lower in {lower[1]}, and higher in {higher[1]}."
+        f"{higher[0]}; than constant decay of the same total it ended lower in {lower[1]}, and higher in {higher[1]}. "
+        f"Chance alone would make {0.05 * len(same):.1f} of {len(same)}."
     )
 
 
