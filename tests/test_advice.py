@@ -192,6 +192,19 @@ def test_verdicts_follow_what_decay_takes():
     assert "None of this was measured for AdamW" in str(advise(2_000, 0.002, 0.1, algorithm="adamw"))
 
 
+def test_a_total_at_the_end_of_what_was_tried_is_marked_and_not_extrapolated(monkeypatch):
+    def limits(**of_the_last):
+        own = [one for one in KNOWN["optima"] if one["rule"] == "constant"]
+        known = [*own[:-1], {**own[-1], **of_the_last}]
+        monkeypatch.setattr(advice, "measured", lambda: {**KNOWN, "optima": known})
+        return " ".join(advise(10**6, 0.002, 0.1, rules=("constant",)).limits)
+
+    assert "if that goes on changing" in limits(at_an_end=False, total=1.5)
+    marked = limits(at_an_end=True, total=1.5)
+    assert "1.5* at" in marked
+    assert "if that goes on changing" not in marked
+
+
 def test_absurd_lengths_are_told_in_words_and_plain_numbers():
     shortest, longest = (" ".join(str(advise(steps, 0.02, 0.1)).split()) for steps in (1, 10**9))
     assert "times shorter than what was measured" in shortest

@@ -496,8 +496,10 @@ def _limits(course: _Course, algorithm: str, rules: Sequence[RuleAdvice]) -> lis
 def _lengths(rule: str) -> str:
     """The totals that were best by length, how often the text was seen, and whether less or more may be better."""
     own = _measurements(rule)
-    totals = ", ".join(f"{one['total']:.2g} at {one['steps']:,} ({one['epochs']:.1f} epochs)" for one in own)
-    ends = " The best was the smallest or the largest that was tried." if any(one["at_an_end"] for one in own) else ""
+    totals = ", ".join(
+        f"{one['total']:.2g}{'*' * one['at_an_end']} at {one['steps']:,} ({one['epochs']:.1f} epochs)" for one in own
+    )
+    ends = " *: the smallest or largest that was tried, so the best may lie beyond." if "*" in totals else ""
     fewest, most = (choose(one["seeds"] for one in own) for choose in (min, max))
     seeds = f"{fewest} to {most} seeds" if fewest < most else counted(most, "seed")
     return f"{rule}: total decay of the best lambda, by updates: {totals}; {seeds}.{ends}"
@@ -511,7 +513,7 @@ def _beyond(one: RuleAdvice, steps: int) -> str:
     if ratio <= 1:
         return ""
     beyond = f"{one.rule}: this run is {_two_digits(ratio)} times {way} than what was measured."
-    if len(own) == 1 or not one.weight_decay:
+    if len(own) == 1 or not one.weight_decay or first["at_an_end"] or last["at_an_end"]:
         return beyond
     power = math.log(last["total"] / first["total"]) / math.log(last["steps"] / first["steps"])
     other = one.weight_decay * (steps / (last if steps > last["steps"] else first)["steps"]) ** power
