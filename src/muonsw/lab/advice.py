@@ -483,7 +483,7 @@ def _limits(course: _Course, algorithm: str, rules: Sequence[RuleAdvice]) -> lis
         f"The paper's runs have a total of {PAPER_TOTALS}, far more; the best lambda there is not known.",
         "Where text was seen 16 times far more decay was better; at one lambda constant decay, which takes more.",
         "Norms assume updates whose alignment with the weights only momentum makes; in our runs of width 128 that gave "
-        "end norms within a tenth of the measured ones.",
+        "end norms within an eighth of the measured ones.",
     ]
     if algorithm != "muon":
         limits.append("None of this was measured for AdamW: sums are exact, lambdas and norms are guesses.")
