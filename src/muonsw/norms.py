@@ -39,9 +39,9 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import FusedUpdate, Rates, Update
 from muonsw.decay import decays
 from muonsw.distributed.layout import SHARDS, Layouts
-from muonsw.distributed.shards import as_dtensor, cutting_order, offset, placed_like
+from muonsw.distributed.shards import as_dtensor, beside, cutting_order, offset
 from muonsw.distributed.sums import ShardedWeights, Term, all_reduce_sums, shard_numbers
-from muonsw.matrices import FLATTEN, STACK, Part, box, views
+from muonsw.matrices import FLATTEN, STACK, Part, Region, box, views
 from muonsw.precision import LOW_PRECISION
 from muonsw.registry import Registry
 from muonsw.slots import wide_dtype
@@ -322,21 +322,34 @@ def _sharded(group: Group, item: Item, layouts: Layouts) -> ShardedWeights | Non
     is_within = axis - param.dim() in axes  # else each place along the axis that is split is a weight of its own
     sizes = view.sizes(param.shape) if view is not None and is_within else None
     count = shape.numel() if sizes is None else shape.numel() // shape[axis] * len(sizes)
-    here = box(offset(param), item.param.shape)
+    apart = _axes_apart(group, param)
+    here = Region(tuple(cut for cut in box(offset(param), item.param.shape).cuts if cut[0] in apart))
     return ShardedWeights(layout.group, count, shard_numbers(shape, sizes, axis, here, item.param.device))
 
 
 # the norm that a weight is to have
 
 
+def _axes_apart(group: Group, param: Tensor) -> set[int]:
+    """The axes along which elements belong to different weights."""
+    view = ALGORITHMS[group["algorithm"]].view(group)
+    split = {view.split_axis(param.shape)} if view is not None and view.sizes(param.shape) is not None else set()
+    return split | set(range(param.dim())).difference(axis + param.dim() for axis in norm_axes(group, param))
+
+
 def _radius_shape(group: Group, param: Tensor) -> torch.Size:
     """The axes of a parameter, of length one where all elements belong to the same weight."""
-    lengths, view = list(param.shape), ALGORITHMS[group["algorithm"]].view(group)
-    for axis in norm_axes(group, param):
-        lengths[axis] = 1
-    if view is not None and view.sizes(param.shape) is not None:
-        lengths[view.split_axis(param.shape)] = param.shape[view.split_axis(param.shape)]
-    return torch.Size(lengths)
+    apart = _axes_apart(group, param)
+    return torch.Size(length if axis in apart else 1 for axis, length in enumerate(param.shape))
+
+
+def radius_placements(group: Group, param: Tensor) -> tuple[Any, ...]:
+    """How the radius of a DTensor lies over ranks: cut like it, but copied along axes within a weight."""
+    from torch.distributed.tensor import Replicate
+
+    apart = _axes_apart(group, param)
+    places: Sequence[Any] = as_dtensor(param).placements
+    return tuple(one if one.is_replicate() or one.dim in apart else Replicate() for one in places)
 
 
 @_disable_dynamo  # it asks for values, once
@@ -394,7 +407,9 @@ def _first_radius(group: Group, item: Item, norm: Tensor | None) -> Tensor:
     else:
         _refuse_zero(group, item.name, item.parameter, norm)
         radius = norm.to(wide_dtype(item.param.dtype))
-    return radius if item.whole is None else placed_like(item.whole, radius, _radius_shape(group, item.whole))
+    if item.whole is None:
+        return radius
+    return beside(item.whole, radius, radius_placements(group, item.whole), _radius_shape(group, item.whole))
 
 
 def state_keys(group: Group) -> tuple[str, ...]:

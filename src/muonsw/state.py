@@ -21,7 +21,6 @@ from muonsw.distributed.shards import (
     held_state,
     is_dtensor,
     local,
-    placements_like,
     put_state,
     shard_like,
     state_placements,
@@ -206,8 +205,9 @@ def placed(key: str, value: Tensor, group: Group, param: Tensor) -> Tensor:
     axis = _own_axis(key, group, param)
     if axis is not None:
         return put_state(param, value, state_placements(param, axis))
-    alike = value.shape == param.shape and key != "radius"  # which every rank has, also of a weight of one element
-    return put_state(param, value, as_dtensor(param).placements if alike else placements_like(param, value.shape))
+    return put_state(
+        param, value, norms.radius_placements(group, param) if key == "radius" else as_dtensor(param).placements
+    )
 
 
 def _own_axis(key: str, group: Group, param: Tensor) -> int | None:

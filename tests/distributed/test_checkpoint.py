@@ -261,21 +261,26 @@ def test_the_first_step_of_a_framework_makes_state_for_every_parameter(pool):
         assert same_keys
 
 
-def radius_of_one_element():
-    """A weight of one element, whose norm every rank needs; gathered, and put in place again."""
-    param = nn.Parameter(distribute_tensor(torch.full((1,), -3.0), mesh_of(2, 2), [Shard(0), Shard(0)]))
-    optimizer = AdamWSW([param], lr=0.05, norm="hyperball")
+def gathered_radii(shape, axes, options):
+    """The norm that a rule keeps of one weight, which some ranks hold nothing of; gathered, and put in place again."""
+    param = nn.Parameter(distribute_tensor(torch.full(shape, -3.0), mesh_of(2, 2), list(map(Shard, axes))))
+    optimizer = MuonSW([{"params": [param], **options}], lr=0.05, norm="hyperball")
     found = []
     for _ in range(2):
         param.grad = torch.ones_like(param)
         optimizer.step()
-        found.append(optimizer.state[param]["radius"].full_tensor().tolist())
+        found += optimizer.state[param]["radius"].full_tensor().flatten().tolist()
         optimizer.load_state_dict(optimizer.state_dict())
     return found
 
 
-def test_the_norm_of_a_weight_of_one_element_can_be_gathered(pool):
-    assert pool.run(radius_of_one_element) == [[[3.0], [3.0]]] * 4
+@pytest.mark.parametrize(("shape", "axes", "options"), [
+    ((1,), (0, 0), {"algorithm": "adamw"}), ((1, 2, 2), (0, 0), {"matrix": "stack"}),
+    ((1, 2, 2), (0, 1), {"matrix": "stack"}), ((1, 4), (0, 1), {"heads": 1}),
+], ids=str)  # fmt: skip
+def test_norms_of_weights_that_a_rank_holds_nothing_of_can_be_gathered(pool, shape, axes, options):
+    whole = pytest.approx([3.0 if shape == (1,) else 6.0] * 2)
+    assert pool.run(gathered_radii, shape, axes, options) == [whole] * 4
 
 
 def order_of_states(nan):

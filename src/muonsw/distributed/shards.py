@@ -53,10 +53,10 @@ def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
 def shard_like(param: Tensor, shard: Tensor) -> Tensor:
     """A DTensor placed like `param`, of which this rank holds `shard`."""
     like = as_dtensor(param)
-    return _beside(param, shard, like.placements, like.shape, like.stride())
+    return beside(param, shard, like.placements, like.shape, like.stride())
 
 
-def _beside(
+def beside(
     param: Tensor, shard: Tensor, placements: Sequence[Any], shape: torch.Size, stride: tuple[int, ...] | None = None
 ) -> Tensor:
     """A DTensor of `shape` on the mesh of a parameter, without gaps unless it has a stride."""
@@ -66,19 +66,6 @@ def _beside(
         stride = torch.empty(shape, dtype=shard.dtype, device="meta").stride()
     mesh = as_dtensor(param).device_mesh
     return cast("Tensor", DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride))
-
-
-def placements_like(param: Tensor, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Placements of a tensor with the axes of a parameter: the same, but copies where an axis has length one."""
-    from torch.distributed.tensor import Replicate
-
-    like = as_dtensor(param)
-    return tuple(Replicate() if one.is_replicate() or shape[_axis_of(one)] == 1 else one for one in like.placements)
-
-
-def placed_like(param: Tensor, shard: Tensor, shape: torch.Size) -> Tensor:
-    """A DTensor of `shape` beside a parameter, cut like it along axes longer than one; this rank holds `shard`."""
-    return _beside(param, shard, placements_like(param, shape), shape)
 
 
 def state_placements(param: Tensor, axis: int) -> tuple[Any, ...]:
@@ -111,7 +98,7 @@ def held_state(param: Tensor, shape: torch.Size, axis: int) -> tuple[int, ...]:
 def zeros_like_state(param: Tensor, shape: torch.Size, axis: int, dtype: torch.dtype) -> Tensor:
     """Zeros of a global shape as `state_placements` says, on the device of this rank's shard."""
     held = torch.zeros(held_state(param, shape, axis), dtype=dtype, device=local(param).device)
-    return _beside(param, held, state_placements(param, axis), shape)
+    return beside(param, held, state_placements(param, axis), shape)
 
 
 def put_state(param: Tensor, value: Tensor, places: tuple[Any, ...]) -> Tensor:

@@ -50,7 +50,7 @@ def shard_numbers(
         counted: the shape of the numbers of the whole parameter, of length one along axes within a weight.
         sizes: the lengths of weights along `axis`, None where it is not split.
         axis: the axis that is split.
-        shard: this rank's part of the parameter, cut along every axis.
+        shard: this rank's part of the parameter, cut along axes that tell weights apart.
         device: where they are needed.
     """
     weights = list(counted)
@@ -60,7 +60,7 @@ def shard_numbers(
     if sizes is not None:
         repeats = torch.tensor(sizes, dtype=torch.int64, device=device)
         numbers = numbers.repeat_interleave(repeats, axis, output_size=sum(sizes))
-    return Region(tuple(cut for cut in shard.cuts if counted[cut[0]] > 1)).of(numbers)
+    return shard.of(numbers)
 
 
 def all_reduce_sums(weights: Sequence[ShardedWeights], terms: Sequence[Term], width: int) -> list[Tensor]:
