@@ -223,6 +223,13 @@ class ScheduleFree(Optimizer):
             for group, lr in zip(self.param_groups, rates, strict=True):
                 group["lr"] = lr
 
+    def gather_state(self) -> None:
+        """Bring the momenta that other ranks keep to this one, as the optimizer inside does; a fresh z begins too."""
+        fresh = not self.state
+        self.optimizer.gather_state()
+        for param in self.state if fresh else ():
+            self.state[param]["z"] = param.detach().clone()
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside, with z, the weights of the average, and the mode.
 
