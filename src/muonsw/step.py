@@ -160,11 +160,14 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
         for batch in work:
             norms.refuse_interleaved(batch.group, batch.items)
         ok = finite(optimizer, work)
+        # whose owners are settled once all ranks agree
+        missing = None if optimizer._ranks.momentum_on_owner else missing_shards(optimizer, work)
     except Exception:
         agree(optimizer, asked, False)  # the other ranks skip this step instead of waiting for ever
         raise
     agreement = agree(optimizer, asked, ok)
     if agreement.absent:
+        missing = None
         drop_empty_state(optimizer)  # ranks make it in one order, in which a checkpoint gathers it
         work = collect(optimizer, agreement.absent)
         remember(optimizer, work)
@@ -174,11 +177,11 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
         skip(optimizer, work)
         return
     sharded = norms.ShardedNorms(work, optimizer._ranks.layouts)
-    missing = agreed_radii(optimizer, asked, work, sharded)
+    radii = agreed_radii(optimizer, asked, work, sharded)
     optimizer._ranks.settle_owners(optimizer.param_groups)
-    for batch in work:
-        missing += missing_shards(optimizer, batch)
-    update_sharded(optimizer, work, final_rates(optimizer, work, None, missing), sharded)
+    if missing is None:
+        missing = missing_shards(optimizer, work)
+    update_sharded(optimizer, work, final_rates(optimizer, work, None, radii + missing), sharded)
 
 
 def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
@@ -521,12 +524,15 @@ def final_rates(
     return found
 
 
-def missing_shards(optimizer: ScaledDecayOptimizer, batch: Batch) -> MissingState:
-    """What the state of a batch lacks on this rank; radii are agreed on, and momenta may be on other ranks."""
-    group, away = batch.group, {item.position for item in batch.items if optimizer._ranks.is_elsewhere(item.parameter)}
-    found = missing_state(group, [item for item in batch.items if item.position not in away], ("radius",))
-    for item in [item for item in batch.items if item.position in away]:
-        found += missing_state(group, [item], ("radius", *average_keys(group, item.parameter)))
+def missing_shards(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> MissingState:
+    """What state lacks on this rank; radii are agreed on, and momenta may be on other ranks."""
+    found: MissingState = []
+    for batch in work:
+        group, away = batch.group, [item for item in batch.items if optimizer._ranks.is_elsewhere(item.parameter)]
+        here = [item for item in batch.items if not optimizer._ranks.is_elsewhere(item.parameter)]
+        found += missing_state(group, here, ("radius",))
+        for item in away:
+            found += missing_state(group, [item], ("radius", *average_keys(group, item.parameter)))
     return found
 
 

@@ -1,7 +1,9 @@
 """Ranks agree before a step: on what they do, and on whether they do it."""
 
+import contextlib
 import time
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from muonsw import MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
+from muonsw.distributed.shards import local
 from tests.distributed.problems import (
     PEAK,
     give_plain,
@@ -257,29 +260,31 @@ def test_a_step_without_a_gradient_on_any_rank_is_warned_of(pool, kind):
         assert "no gradient at all" in said[0]
 
 
-def a_gradient_of_the_wrong_kind(nonfinite="skip"):
-    """Rank 1 has a whole gradient for a sharded parameter, and cannot take the step."""
-    optimizer, give = built("shards", nonfinite=nonfinite)
+def a_step_that_rank_1_cannot_take(what, kind="shards", nonfinite="skip"):
+    """It has a whole gradient for a sharded parameter, or no memory for its state."""
+    optimizer, give = built(kind, nonfinite=nonfinite)
     wrong = torch.ones(8, 8, dtype=torch.float64)
-    before = [p.to_local().clone() for p in parameters(optimizer)]
-    with warnings.catch_warnings():
+    before = [local(p).clone() for p in parameters(optimizer)]
+    fails = what if dist.get_rank() == 1 else ""
+    no_memory = patch("muonsw.state.zeros", side_effect=torch.OutOfMemoryError("no memory"))
+    with warnings.catch_warnings(), no_memory if fails == "memory" else contextlib.nullcontext():
         warnings.simplefilter("ignore")
         try:
-            take_step(optimizer, 0, lambda p, g: wrong if dist.get_rank() == 1 and p.shape == (8, 8) else give(p, g))
+            take_step(optimizer, 0, lambda p, g: wrong if fails == "gradient" and p.shape == (8, 8) else give(p, g))
             message = ""
         except (ValueError, RuntimeError) as error:
             message = str(error)
-    return (
-        message,
-        optimizer.skipped_steps,
-        all(map(torch.equal, before, [p.to_local() for p in parameters(optimizer)])),
-    )
+    unchanged = all(map(torch.equal, before, [local(p) for p in parameters(optimizer)]))
+    return message, optimizer.skipped_steps, unchanged, len(optimizer.state)
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "propagate"])
-def test_others_skip_a_step_that_one_rank_cannot_take(pool, nonfinite):
-    answers = pool.run(a_gradient_of_the_wrong_kind, nonfinite, timeout=20)
-    for rank, (message, skipped, unchanged) in enumerate(answers):
+@pytest.mark.parametrize(("what", "options"), [
+    ("gradient", {}), ("gradient", {"nonfinite": "propagate"}), ("memory", {}), ("memory", {"kind": "copies"}),
+], ids=str)  # fmt: skip
+def test_others_skip_a_step_that_one_rank_cannot_take(pool, what, options):
+    answers = pool.run(a_step_that_rank_1_cannot_take, what, **options, timeout=20)
+    for rank, (message, skipped, unchanged, states) in enumerate(answers):
         assert unchanged
+        assert states == 0
         assert skipped == (rank != 1)
         assert bool(message) == (rank == 1)
