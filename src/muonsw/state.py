@@ -159,8 +159,7 @@ def in_form(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, Any
         if wanted is not None and not is_code(value):
             found |= _encoded(key, local(placed(key, value, group, param)), group, param)
         elif wanted is None and is_code(value) and f"{key}{SCALE}" in state:
-            scale = placed(f"{key}{SCALE}", found.pop(f"{key}{SCALE}"), group, param)
-            found[key] = _decoded(placed(key, value, group, param), scale, param)
+            found[key] = decode(whole(value), whole(found.pop(f"{key}{SCALE}")))  # ranks may hold parts of blocks now
     return found
 
 
@@ -169,11 +168,6 @@ def _encoded(key: str, value: Tensor, group: Group, param: Tensor) -> dict[str, 
     codes, scale = (zeros(one, group, local(param), param) for one in (key, f"{key}{SCALE}"))
     encode(value.to(codes.device), codes, local(scale))
     return {key: shard_like(param, codes) if is_dtensor(param) else codes, f"{key}{SCALE}": scale}
-
-
-def _decoded(codes: Tensor, scale: Tensor, param: Tensor) -> Tensor:
-    value = decode(local(codes), local(scale))
-    return shard_like(param, value) if is_dtensor(param) else value
 
 
 def state_bytes(groups: Iterable[Group]) -> dict[str, int]:

@@ -27,13 +27,13 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def build(algorithm, mesh=None, axis=0, dtype=torch.float32, **options):
+def build(algorithm, mesh=None, axis=0, dtype=torch.float32, state_dtype="int8", **options):
     torch.manual_seed(0)
     values = [torch.randn(shape).to(dtype) for shape in SHAPES]
     if mesh is not None:
-        values = [distribute_tensor(value, mesh, [Shard(axis)]) for value in values]
+        values = [distribute_tensor(value, mesh, [Shard(axis % value.dim())]) for value in values]
     group = {"params": [nn.Parameter(value) for value in values], "algorithm": algorithm, "matrix": "stack"}
-    return MuonSW([group], lr=0.01, weight_decay=0.1, ns_dtype="float32", state_dtype="int8", **options)
+    return MuonSW([group], lr=0.01, weight_decay=0.1, ns_dtype="float32", state_dtype=state_dtype, **options)
 
 
 def steps(optimizer, first, count):
@@ -155,6 +155,26 @@ def test_float_states_load_as_codes_and_the_reverse(pool):
     for keys, distance in pool.run(from_float_state_and_back):
         assert keys == []
         assert distance < 1e-6
+
+
+def codes_as_floats(kind, axis):
+    """Codes become float32 on shards that cut through their blocks."""
+    saved = build("adamw", mesh_of(4) if kind == "shards" else None)
+    steps(saved, 0, 1)
+    state = saved.state_dict()
+    state["param_groups"][0]["state_dtype"] = "float32"
+    sharded, alone = build("adamw", mesh_of(4), axis, state_dtype="float32"), build("adamw", state_dtype="float32")
+    for one in (sharded, alone):
+        one.load_state_dict(state)
+    return differences(sharded, alone)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("kind", ["alone", "shards"])
+def test_codes_load_as_floats_on_shards_that_cut_through_their_blocks(pool, axis, kind):
+    for keys, distance in pool.run(codes_as_floats, kind, axis):
+        assert keys == []
+        assert distance == 0
 
 
 def interleaved(algorithm, **options):
