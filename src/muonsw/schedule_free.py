@@ -215,8 +215,7 @@ class ScheduleFree(Optimizer):
                 group["lr"] *= self._warmup(group)
             self.optimizer.step()
         except BaseException:  # nearly always before the weights have left y
-            for group in self.param_groups:
-                self._go_to_y(group, 0.0)
+            self._go_back()
             raise
         finally:
             self.optimizer._before_update = None
@@ -340,6 +339,16 @@ class ScheduleFree(Optimizer):
                 kept.copy_(z)
                 z.copy_(y)
 
+    def _go_back(self) -> None:
+        """Put y and z back where a step has failed; parameters that it had moved keep their moves."""
+        for batch, rates in self._pending or ():
+            for item in batch.items:
+                moved, kept = item.param.detach(), item.state["z"]
+                z = moved if self.decay_at == "z" else _before_decay(moved, kept, rates, self.beta)
+                y = kept + (1 - self.beta) * z
+                kept.copy_(z)
+                moved.copy_(y)
+
     def _check_mode(self, model: nn.Module, _: Any) -> None:
         """Refuse to evaluate at y, and to take gradients at x; statistics of norms may be taken there."""
         if self.training and not model.training:
@@ -352,6 +361,13 @@ def _decayed_at_y(y: Tensor, z: Tensor, rates: Rates) -> Tensor:
     """What becomes z - phi y where an optimizer takes the fraction phi of it away."""
     phi = rates.applied(z.dtype)[1]
     return z + (z - y) * (phi / (1 - phi))
+
+
+def _before_decay(start: Tensor, bx: Tensor, rates: Rates, beta: float) -> Tensor:
+    """The z of which `_decayed_at_y` has made `start`, with y = b x + (1 - b) z."""
+    phi = rates.applied(start.dtype)[1]
+    share = phi / (1 - phi)
+    return (start + bx * share) / (1 + beta * share)
 
 
 def _warn_of_scaled_decay() -> None:

@@ -281,6 +281,29 @@ def test_a_step_without_memory_to_leave_y_goes_back(monkeypatch):
         torch.testing.assert_close(new, old)
 
 
+@pytest.mark.parametrize("at", ["z", "y"])
+def test_a_step_that_fails_at_z_goes_back(at, monkeypatch):
+    """Up to rounding, wherever decay is taken."""
+    params = matrices((4, 6), (6, 6), dtype=torch.float64)
+    optimizer = ScheduleFree(SGDSW(params, lr=0.05, decay="independent", weight_decay=0.3), decay_at=at)
+    optimizer.train()
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+    before = everything(optimizer, params)
+
+    def no_memory(*_arguments):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("muonsw.step.update", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    after = everything(optimizer, params)
+    assert before[1] == after[1]
+    for old, new in zip(before[0], after[0], strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-12)
+
+
 def test_a_step_that_is_skipped_moves_nothing():
     params = matrices((4, 6))
     optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
