@@ -320,6 +320,20 @@ def test_graphs_of_parameters_that_were_replaced_are_dropped(monkeypatch):
     assert not any(reference() is not None for reference in gone)
 
 
+@pytest.mark.usefixtures("graphs_on_cpus")
+def test_a_graph_is_not_replayed_where_its_count_of_skipped_steps_lies_elsewhere():
+    """As in a model that has left the device, was stepped elsewhere and is back in the same places."""
+    optimizer, _ = run_over(1, [0] * (SETTLED + 3))
+    assert optimizer._replay._chosen is not None
+    counters = optimizer._counters
+    there, counters._skipped_on_device = counters._skipped_on_device, counters._skipped_on_device.clone()
+    optimizer.step()
+    assert optimizer._replay._chosen is None
+    counters._skipped_on_device = there
+    optimizer.step()
+    assert optimizer._replay._chosen is not None
+
+
 def cannot_be_captured(*_arguments):
     raise LookupError("not while a graph is captured")
 

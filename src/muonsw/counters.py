@@ -74,6 +74,11 @@ class Counters:
         """Where the flags are."""
         return self._excess.device
 
+    @property
+    def address(self) -> int:
+        """Where a captured graph counts the steps that it skips."""
+        return self._skipped_on_device.data_ptr()
+
     def place(self, groups: Sequence[Group], device: torch.device) -> None:
         """Bring the flags to the device of the parameters, and the highest learning rates into the groups' order."""
         self.placed = (device, *map(id, groups))

@@ -206,7 +206,7 @@ def _replayed(optimizer: ScaledDecayOptimizer) -> bool:
     """Take the step by a graph, if one is bound to exactly what is there now."""
     if optimizer._observer is not None or torch.compiler.is_compiling():
         return False
-    settings = (optimizer.nonfinite, optimizer.chunk_bytes)
+    settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
     batches = optimizer._replay.ready(optimizer.param_groups, optimizer.state, settings)
     if batches is None:
         return False
