@@ -707,6 +707,38 @@ def test_a_peak_that_rises_in_a_run_with_its_rate_in_a_tensor_is_followed(how):
     assert_scaled_by(seen, 0.5)
 
 
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+def test_a_peak_that_was_raised_is_still_to_be_reached(lr):
+    """A warmup to it that begins below the rates of before is no turn down; other warnings are errors here."""
+    optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA)
+    shrinks(optimizer)
+    OneCycleLR(optimizer, max_lr=0.5, total_steps=20, cycle_momentum=False)
+    with pytest.warns(PeakLRWarning, match=r"from 0\.1 to 0\.5"):
+        shrinks(optimizer)
+    optimizer.check()
+    assert optimizer.param_groups[0]["highest_lr"] == pytest.approx(0.5 / 25)
+
+
+@pytest.mark.parametrize("steps_after", [0, 1])
+def test_a_graph_goes_on_to_say_how_high_rates_are_after_a_load(steps_after):
+    """It writes to the tensor that it was captured with, and knows nothing of the groups that were loaded."""
+    lr = torch.tensor(0.2)
+    optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA, peak_lr=1.0)
+    shrinks(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    lr.fill_(0.8)
+    shrinks(optimizer)
+    in_graph = optimizer._counters._highest[0]
+    optimizer.load_state_dict(saved)
+    optimizer.check()
+    assert optimizer.param_groups[0]["highest_lr"] == pytest.approx(0.2)
+    for _ in range(steps_after):
+        shrinks(optimizer)
+    in_graph.clamp_(min=0.5)
+    optimizer.check()
+    assert optimizer.param_groups[0]["highest_lr"] == 0.5
+
+
 def test_a_step_at_a_settled_rate_in_a_tensor_reads_no_record(monkeypatch):
     """A record may lie on the device, and to read it would wait for the device in every step."""
     optimizer = SGDSW([weight()], lr=torch.tensor(0.1), weight_decay=LAMBDA)

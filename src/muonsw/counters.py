@@ -92,7 +92,7 @@ class Counters:
     def replace_groups(self, groups: Sequence[Group]) -> None:
         """Groups were loaded, each in place of another, and say themselves how high their rates were."""
         if len(groups) == len(self._groups):
-            self.placed, self._groups = (self.device, *map(id, groups)), list(groups)
+            self._groups = list(groups)
             for highest in self._highest:  # in place: a graph may write to it
                 highest.zero_()
 
