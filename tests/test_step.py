@@ -512,6 +512,20 @@ def test_a_step_without_memory_for_a_later_chunk_is_not_counted(options, monkeyp
     assert everything(optimizer, params)[1] == before[1]
 
 
+def test_a_step_without_memory_for_the_flags_is_taken_when_there_is_some(monkeypatch):
+    params, twins = matrices((4, 6)), matrices((4, 6))
+    optimizer, other = (AdamWSW(own, lr=torch.tensor(0.05), weight_decay=0.1) for own in (params, twins))
+    set_gradients(params, 0)
+    set_gradients(twins, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", fail_at(1, torch.zeros))
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    optimizer.step()
+    other.step()
+    assert torch.equal(params[0], twins[0])
+
+
 def test_a_gradient_that_is_refused_leaves_no_peak_and_no_highest_rate():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.1, nonfinite="raise")

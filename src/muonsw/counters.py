@@ -81,13 +81,13 @@ class Counters:
 
     def place(self, groups: Sequence[Group], device: torch.device) -> None:
         """Bring the flags to the device of the parameters, and the highest learning rates into the groups' order."""
-        self.placed = (device, *map(id, groups))
         self._skipped_on_device, self._excess = self._skipped_on_device.to(device), self._excess.to(device)
         known = {id(group): highest.to(device) for group, highest in zip(self._groups, self._highest, strict=True)}
         zeros = torch.zeros(len(groups), dtype=torch.float32, device=device).unbind()
         self._highest = [known.get(id(group), zero) for group, zero in zip(groups, zeros, strict=True)]
         self._groups = list(groups)
         self._records.clear()
+        self.placed = (device, *map(id, groups))  # last: memory may run out above
 
     def replace_groups(self, groups: Sequence[Group]) -> None:
         """Groups were loaded, each in place of another, and say themselves how high their rates were."""
