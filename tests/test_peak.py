@@ -1,6 +1,7 @@
 """The peak learning rate under every scheduler, loop, save and load that people use."""
 
 import copy
+import pickle
 import re
 import warnings
 
@@ -394,6 +395,26 @@ def test_the_highest_rate_of_a_tensor_stays_with_its_group(change, steps_after):
             group["lr"].mul_(factor)
     optimizer.check()
     assert {group["name"]: round(group["highest_lr"], 6) for group in optimizer.param_groups}.items() <= rates.items()
+
+
+def add_a_group(optimizer):
+    optimizer.add_param_group({"params": [weight()], "lr": optimizer.param_groups[0]["lr"]})
+    return optimizer
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), add_a_group])
+@pytest.mark.parametrize("kind", ["float", "tensor"])
+def test_copies_and_groups_that_join_past_the_peak_know_that_it_was_reached(how, kind):
+    """Also where only the device has seen it; warnings are errors here."""
+    optimizer = SGDSW([weight()], lr=1.0 if kind == "float" else torch.tensor(1.0), weight_decay=LAMBDA)
+    for step, rate in enumerate([0.1, 1.0, 0.7, 0.3]):
+        for group in optimizer.param_groups:
+            group["lr"] = rate if kind == "float" else group["lr"].fill_(rate)
+        if step == 2:
+            optimizer = how(optimizer)
+        shrinks(optimizer)
+    assert [group.highest_lr for group in optimizer.summary().groups] == [1.0] * len(optimizer.param_groups)
+    optimizer.check()
 
 
 def test_the_remedy_for_a_schedule_below_its_peak_needs_no_second_run():

@@ -195,6 +195,7 @@ class ScaledDecayOptimizer(Optimizer):
             raise ValueError(f"{label}: momentum_on_owner=True sends state from GPU to GPU; leave out offload or that")
         if "peak_lr" not in param_group:
             peak.inherit(group, self.param_groups)
+        self._counters.read_rates()
         peak.join_in_mid_run(group, self.param_groups, label)
         rates.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
@@ -300,6 +301,7 @@ class ScaledDecayOptimizer(Optimizer):
             >>> optimizer.summary().parameters
             {'muon': 128, 'adamw': 24}
         """
+        self._counters.read_rates()
         skipped = bool(self._last_skipped.bad) if isinstance(self._last_skipped, Flag) else self._last_skipped
         return summarize(self.param_groups, self._last, skipped, self.skipped_steps)
 
@@ -375,6 +377,7 @@ class ScaledDecayOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._ranks.require_whole_state()
+        self._counters.read_rates()  # which a copy has in its groups alone
         self._wait_for_host()
         settings = {"nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes, "replay": self.replay}
         return {**super().__getstate__(), **settings, "_reasons": self._reasons}
