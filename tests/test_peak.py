@@ -397,6 +397,15 @@ def test_the_highest_rate_of_a_tensor_stays_with_its_group(change, steps_after):
     assert {group["name"]: round(group["highest_lr"], 6) for group in optimizer.param_groups}.items() <= rates.items()
 
 
+def test_a_state_that_was_saved_before_the_first_step_has_reached_no_peak():
+    lr, make, _ = NEVER_REACHED["Noam"]
+    saved = SGDSW([weight()], lr=lr, weight_decay=LAMBDA).state_dict()
+    optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA)
+    optimizer.load_state_dict(saved)
+    with pytest.warns(PeakLRWarning, match="without coming near its peak 1"):
+        decay_only(optimizer, make(optimizer), 30)
+
+
 def add_a_group(optimizer):
     optimizer.add_param_group({"params": [weight()], "lr": optimizer.param_groups[0]["lr"]})
     return optimizer

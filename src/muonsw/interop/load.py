@@ -387,7 +387,8 @@ def settle_peaks(optimizer: torch.optim.Optimizer, before: list[PeakBeforeLoad],
         message = peak.surprise_after_load(before[number], group) if rates.needs_peak(group) else None
         if message is not None:
             surprises.setdefault(message, []).append(label_of(group, number))
-        if group["highest_lr"] is None:  # not saved: assume that it was reached
+    if not any("highest_lr" in group for group in saved["param_groups"]):  # assume that the peak was reached
+        for group in optimizer.param_groups:
             group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
     for message, labels in surprises.items():
         warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
