@@ -254,15 +254,6 @@ def test_a_module_that_is_only_called_module_keeps_its_name():
     assert set(roles_of(MuonSW.for_model(model, lr=0.02))) == {"module.0.weight", "module.1.weight"}
 
 
-def test_activation_checkpointing_changes_nothing():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model = Model()
-    expected = roles_of(MuonSW.for_model(model, lr=0.02))
-    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    assert roles_of(MuonSW.for_model(model, lr=0.02)) == expected
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_flattened_parameters_are_refused_by_name(use_orig_params):
     """FSDP1 on two ranks, the other of which is pretended: weights become vectors."""

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrize import ParametrizationList
 
 from muonsw import AdamWSW, MuonSW
 from muonsw.routing import classify
@@ -25,6 +28,25 @@ def test_an_idiom_is_routed_as_its_table_says(name):
     with torch.device("meta"):
         model = MODELS[name]()
     assert differences(TABLES[name], routing_of(model)) == []
+
+
+def wrap_parts(module, wrap):
+    """Every module in another, down to single layers, in a wrapper of its own."""
+    for name, part in list(module.named_children()):
+        if not isinstance(part, ParametrizationList):
+            wrap_parts(part, wrap)
+            if not isinstance(part, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+                module._modules[name] = wrap(part)
+    return module
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper, nn.DataParallel])
+def test_wrappers_change_no_role(name, wrap):
+    with torch.device("meta"):
+        models = MODELS[name](), wrap_parts(MODELS[name](), wrap), wrap(MODELS[name]())
+    plain, in_parts, as_a_whole = map(routing_of, models)
+    assert in_parts == as_a_whole == plain
 
 
 @pytest.mark.filterwarnings("ignore:MuonSW.for_model found no matrix")

@@ -11,6 +11,7 @@ import torch
 
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.routing import Routing
+from muonsw.routing.names import unwrapped
 from muonsw.variants import SGDSW, AdamWSW, MuonSW
 
 # The names under which timm finds them, and which of its own arguments each takes. timm passes momentum 0.9 unless
@@ -35,7 +36,7 @@ def register(model: torch.nn.Module) -> None:
     from timm.optim._optim_factory import default_registry  # timm exports no other way to reach it
 
     for name, (optimizer, takes) in NAMES.items():
-        build = partial(_from_timm, optimizer, weakref.ref(_unwrapped(model)))
+        build = partial(_from_timm, optimizer, weakref.ref(unwrapped(model)))
         text = f"{optimizer.__name__}.for_model: weight decay that follows the learning rate"
         default_registry.register(OptimInfo(name, build, text, **takes))
 
@@ -86,7 +87,7 @@ def layer_decay(
     """
     from timm.optim import param_groups_layer_decay
 
-    model = _unwrapped(model)
+    model = unwrapped(model)  # timm tells depths by names, in which wrappers have words
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
     theirs = param_groups_layer_decay(
         model, weight_decay=weight_decay, no_weight_decay_list=tuple(spared), layer_decay=layer_decay
@@ -114,13 +115,6 @@ def _built(
     if spared or set(scales.values()) != {1.0}:
         groups = [part for group in groups for part in _by_depth(group, scales, spared)]
     return optimizer._routed(model, Routing(groups, routing.reasons), **rest)
-
-
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model itself: timm tells depths by names, which compiling and DistributedDataParallel put a word before."""
-    while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), torch.nn.Module):
-        model = inner
-    return model
 
 
 def _by_depth(group: dict[str, Any], scales: dict[int, float], spared: set[str]) -> list[dict[str, Any]]:

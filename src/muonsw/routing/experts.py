@@ -51,7 +51,7 @@ class Mixtures:
         shapes = [shape for element in module.children() if (shape := _signature(element))]
         if len(shapes) < 2 or shapes.count(shapes[0]) != len(shapes):
             return
-        named = _is_named(path, next(module.children()))
+        named = _is_named(path, names.unwrapped(next(module.children())))
         beside = self.survey.held_by.get(holder_of(path), ())
         if named or any(_is_called_router(layer.path) and layer.gives == len(shapes) for layer in beside):
             outermost = _outermost(path)

@@ -59,10 +59,21 @@ def clean_name(model: nn.Module, name: str) -> str:
 def _own_words(model: nn.Module, words: list[str]) -> Iterator[str]:
     module: object = model
     for word in words:
-        classes = {cls.__name__ for cls in type(module).__mro__}
-        if not (word in WRAPPER_WORDS or (word == "module" and classes & WRAPPER_CLASSES)):
+        if not _is_wrappers(module, word):
             yield word
         module = getattr(module, word, None) if isinstance(module, nn.Module) else None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside its wrappers, or the module itself."""
+    inner = next((part for word, part in module.named_children() if _is_wrappers(module, word)), None)
+    return module if inner is None else unwrapped(inner)
+
+
+def _is_wrappers(module: object, word: str) -> bool:
+    """Whether a wrapper keeps what it wraps under this word."""
+    classes = {cls.__name__ for cls in type(module).__mro__}
+    return word in WRAPPER_WORDS or (word == "module" and bool(classes & WRAPPER_CLASSES))
 
 
 def aliases(name: str) -> tuple[str, ...]:
@@ -71,10 +82,10 @@ def aliases(name: str) -> tuple[str, ...]:
 
 
 def meaningful(words: list[str]) -> list[str]:
-    """The words of a module's path that its author chose: no wrappers, no PEFT, no adapter names after them."""
+    """The words of a module's path that its author chose: not PEFT's, and no adapter names after them."""
     kept: list[str] = []
     for previous, word in zip(["", *words], words, strict=False):
-        if word not in WRAPPER_WORDS | PEFT_WORDS and previous != "modules_to_save":
+        if word not in PEFT_WORDS and previous != "modules_to_save":
             kept.append(word)
     return kept
 

@@ -76,7 +76,7 @@ def classify(model: nn.Module) -> Iterator[RoutedParameter]:
         decayed = role in MATRIX_ROLES and subject.name not in survey.without_decay
         if role in MATRIX_ROLES and not decayed:
             reason += "; the model declares it without decay"
-        yield RoutedParameter(names.clean_name(model, subject.name), subject.param, role, reason, view, decayed)
+        yield RoutedParameter(subject.name, subject.param, role, reason, view, decayed)
 
 
 def adapter(subject: Subject, known: ModelFacts) -> Decision | None:

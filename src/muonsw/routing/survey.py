@@ -63,11 +63,15 @@ class Layer(NamedTuple):
 
 
 class Survey:
-    """One look at a model, from which every decision about its parameters is taken."""
+    """One look at a model, from which every decision about its parameters is taken.
+
+    Wrappers, such as those of torch.compile and activation checkpointing, are neither in `modules` nor in names.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.modules = dict(model.named_modules())
+        # a wrapper and what is in it have one name, and the inner comes later
+        self.modules = {names.clean_name(model, path): module for path, module in model.named_modules()}
+        self.parameters = [(names.clean_name(model, name), param) for name, param in model.named_parameters()]
         self.owners = self._find_owners()
         self.layers = self._turned(list(self._find_layers()))
         self.layer_of = {layer.weight: layer for layer in self.layers if layer.weight is not None}
@@ -88,7 +92,7 @@ class Survey:
 
     def subjects(self) -> Iterator[Subject]:
         """Every trainable parameter once, under its first name."""
-        for name, param in self.model.named_parameters():
+        for name, param in self.parameters:
             if param.requires_grad:
                 path, own = self._place(*name.rpartition(".")[::2])
                 yield Subject(name, param, own, path, self.modules[path])
@@ -166,16 +170,16 @@ class Survey:
             for method in ("get_output_embeddings", "get_classifier"):
                 answer = _ask(module, method)
                 found.extend(answer if isinstance(answer, tuple | list) else [answer])
-        declared = {id(module) for module in found if isinstance(module, nn.Module)}
+        declared = {id(names.unwrapped(module)) for module in found if isinstance(module, nn.Module)}
         return [path for path, module in self.modules.items() if id(module) in declared and path]
 
     def _declared_tables(self) -> set[int]:
         answers = (_ask(module, "get_input_embeddings") for module in self.modules.values())
-        return {id(answer) for answer in answers if isinstance(answer, nn.Module)}
+        return {id(names.unwrapped(answer)) for answer in answers if isinstance(answer, nn.Module)}
 
     def _declared_without_decay(self) -> set[str]:
         """Names that timm's models list, as timm itself reads them, and parameters that carry a mark."""
-        marked = {name for name, p in self.model.named_parameters() if getattr(p, "_no_weight_decay", False)}
+        marked = {name for name, p in self.parameters if getattr(p, "_no_weight_decay", False)}
         for path, module in self.modules.items():
             listed = _ask(module, "no_weight_decay")
             if isinstance(listed, set | frozenset | list | tuple | dict):
