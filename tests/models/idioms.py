@@ -313,6 +313,11 @@ def recurrent():
 
 
 @idiom
+def recurrent_cells():
+    return holds(lstm=nn.LSTMCell(12, 8), gru=nn.GRUCell(8, 8), rnn=nn.RNNCell(8, 8), out=nn.Linear(8, 3))
+
+
+@idiom
 def diffusion_transformer():
     block = holds(qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16), adaln=nn.Sequential(nn.SiLU(), nn.Linear(16, 96)))
     final = holds(adaln=nn.Sequential(nn.SiLU(), nn.Linear(16, 32)), linear=nn.Linear(16, 12))

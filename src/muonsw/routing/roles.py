@@ -14,6 +14,7 @@ from muonsw.routing import names
 from muonsw.routing.experts import Mixtures
 from muonsw.routing.heads import FUSED, find_head
 from muonsw.routing.survey import (
+    RECURRENT,
     Subject,
     Survey,
     bias_of,
@@ -30,7 +31,7 @@ OTHER_ROLES = ("embedding", "head", "router", "norm", "bias", "vector", "depthwi
 ROLES = (*MATRIX_ROLES, *OTHER_ROLES)
 
 # Blocks in the weights of torch's recurrent layers, one for each gate, as torch documents them.
-GATES = {nn.LSTM: 4, nn.GRU: 3}
+GATES = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 
 LENGTHS = "the lengths of a weight's rows (weight norm)"
 
@@ -185,7 +186,7 @@ def convolution(subject: Subject, _: ModelFacts) -> Decision | None:
 
 def table(subject: Subject, known: ModelFacts) -> Decision | None:
     """Parameters of a module's own that are learned inputs or act entry by entry, as the model or their names say."""
-    if isinstance(subject.owner, nn.Linear | _ConvNd | nn.MultiheadAttention | nn.RNNBase | nn.Bilinear):
+    if isinstance(subject.owner, nn.Linear | _ConvNd | nn.MultiheadAttention | RECURRENT | nn.Bilinear):
         return None
     own = subject.own.lower()
     if names.TABLE.search(own):
@@ -217,7 +218,7 @@ def known_module(subject: Subject, _: ModelFacts) -> Decision | None:
         if subject.own != "in_proj_weight":
             return Decision("hidden", "a projection of attention", {})
         return Decision("hidden", "queries, keys and values of torch's attention", _blocks(subject, 3))
-    if isinstance(module, nn.RNNBase):
+    if isinstance(module, RECURRENT):
         gates = next((count for kind, count in GATES.items() if isinstance(module, kind)), 1)
         fused = gates > 1 and not subject.own.startswith("weight_hr")
         return Decision("hidden", "a recurrent layer of torch", _blocks(subject, gates) if fused else {})

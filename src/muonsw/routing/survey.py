@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muonsw.routing import names
 
 TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase, nn.LocalResponseNorm)
+RECURRENT = nn.RNNBase | nn.RNNCellBase
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Parametrizations of torch that change only the length of what is trained: it is still the layer's matrix.
 RESCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
@@ -278,8 +279,9 @@ def _layers_of(order: int, path: str, module: nn.Module) -> Iterator[Layer]:
         yield Layer(order, path, (module.in_features,), module.out_features, weight)
     elif isinstance(module, _ConvNd):
         yield Layer(order, path, (module.in_channels,), module.out_channels, weight)
-    elif isinstance(module, nn.RNNBase):
-        yield Layer(order, path, (module.input_size,), module.hidden_size * (1 + module.bidirectional), None)
+    elif isinstance(module, RECURRENT):
+        directions = 1 + getattr(module, "bidirectional", False)
+        yield Layer(order, path, (module.input_size,), module.hidden_size * directions, None)
     elif isinstance(module, nn.MultiheadAttention):
         yield Layer(order, path, (module.embed_dim, module.kdim, module.vdim), module.embed_dim, None)
     elif isinstance(module, nn.Bilinear):
