@@ -318,6 +318,12 @@ def recurrent_cells():
 
 
 @idiom
+def adaptive_softmax():
+    softmax = nn.AdaptiveLogSoftmaxWithLoss(32, 1000, [100, 500])
+    return holds(tokens=nn.Embedding(1000, 32), body=nn.Linear(32, 32, bias=False), softmax=softmax)
+
+
+@idiom
 def diffusion_transformer():
     block = holds(qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16), adaln=nn.Sequential(nn.SiLU(), nn.Linear(16, 96)))
     final = holds(adaln=nn.Sequential(nn.SiLU(), nn.Linear(16, 32)), linear=nn.Linear(16, 12))

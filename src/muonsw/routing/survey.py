@@ -165,8 +165,8 @@ class Survey:
                 yield from _layers_of(order, path, module)
 
     def _declared_heads(self) -> list[str]:
-        """Paths of the modules that a model itself calls its output: Hugging Face's word, and timm's."""
-        found: list[Any] = []
+        """Paths of the modules that a model itself calls its output: Hugging Face's word, timm's, torch's softmax."""
+        found: list[Any] = [m for m in self.modules.values() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
         for module in self.modules.values():
             for method in ("get_output_embeddings", "get_classifier"):
                 answer = _ask(module, method)
