@@ -60,6 +60,15 @@ def width_equal_to_vocabulary():
 
 
 @idiom
+def keys_as_wide_as_the_vocabulary():
+    """Bytes, and a quarter of the queries' heads."""
+    sizes = {"q": (64, 64), "k": (64, 16), "v": (64, 16), "o": (64, 64)}
+    attention = holds(**{name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+    block = holds(attention=attention, exit=nn.Linear(64, 16, bias=False))
+    return holds(tokens=nn.Embedding(16, 64), blocks=nn.ModuleList([block]), out=nn.Linear(64, 16, bias=False))
+
+
+@idiom
 def bag_of_words():
     return holds(bag=nn.EmbeddingBag(100, 16), up=nn.Linear(16, 24), down=nn.Linear(24, 5))
 

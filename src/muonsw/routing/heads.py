@@ -19,14 +19,22 @@ def find_head(subject: Subject, survey: Survey) -> tuple[str, str] | None:
         return None
     if any(within(layer.path, path) and not survey.is_read(layer, path) for path in survey.heads):
         return "head", "the model declares it as its output layer"
-    if layer.gives == survey.vocabulary and not survey.is_read(layer):
+    paired = survey.in_block(layer.path) and _has_twin(layer, survey)
+    if layer.gives == survey.vocabulary and not survey.is_read(layer) and not paired:
         return "head", "it gives one number for each row of the largest embedding"
     output = _output_around(subject, survey)
     if output is not None:
         return _called_output(layer, output, survey)
     if survey.in_block(layer.path):
-        return _in_a_block(layer, survey)
+        return None if paired else _in_a_block(layer, survey)
     return _outside_blocks(layer, subject, survey)
+
+
+def _has_twin(layer: Layer, survey: Survey) -> bool:
+    """Whether a layer of the same module has the same sizes, as values beside keys: a block has no two outputs."""
+    holder = holder_of(layer.path)
+    alike = (other for other in survey.held_by[holder] if (other.reads, other.gives) == (layer.reads, layer.gives))
+    return not isinstance(survey.modules[holder], nn.ModuleList) and any(other is not layer for other in alike)
 
 
 def _called_output(layer: Layer, output: str, survey: Survey) -> tuple[str, str] | None:
