@@ -51,7 +51,7 @@ def weights():
         (MuonSW, {"differentiable": True}, "'differentiable' is not an option: steps are not differentiable"),
         (AdamWSW, {"amsgrad": True}, "no AMSGrad variant"),
         (AdamWSW, {"state_dtype": "float16"}, "cannot hold the average squared gradient of parameter 0 of group 0"),
-        (MuonSW, {"name": "matrices"}, "unknown option 'name'"),
+        (MuonSW, {"name": "matrices"}, "unknown option 'name'; known: algorithm, aurora_beta"),
         (MuonSW, {"adjust_lr_fn": "original"}, "it is called scale here"),
         (MuonSW, {"decya": "scaled"}, r"unknown option 'decya' \(did you mean 'decay'\?\)"),
         (SGDSW, {"nesterov": True}, "nesterov=True needs a momentum above zero"),

@@ -281,7 +281,7 @@ def refuse_options_of_others(options: Group, algorithm: str) -> None:
         if key not in known:
             owners = [name for name, entry in ALGORITHMS.items() if key in entry.defaults]
             if not owners:
-                raise ValueError(unknown("option", key, sorted(known)))
+                raise ValueError(unknown("option", key, sorted(known - NOT_NEEDED.keys())))
             raise ValueError(
                 f"{key!r} is an option of {listed(owners)}, not of {algorithm}; set it in a param "
                 f"group with that algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
