@@ -224,6 +224,10 @@ def test_options_reach_the_optimizer_and_mistakes_are_reported_at_once(tmp_path)
     assert isinstance(trainer_of(tmp_path, optimizer=for_model(lr=LR, optimizer=AdamWSW)).create_optimizer(), AdamWSW)
     with pytest.raises(ValueError, match="did you mean 'decay'"):
         for_model(lr=LR, dekay="scaled")
+    with pytest.raises(ValueError, match="did you mean 'betas'"):
+        for_model(lr=LR, adamw={"beta": (0.9, 0.95)})
+    with pytest.raises(ValueError, match="did you mean 'weight_decay'"):
+        for_model(lr=LR, patterns={"role:head": {"weigt_decay": 0.1}})
     with pytest.raises(ValueError, match="decay"):
         for_model(lr=LR, decay="scald")
     with pytest.raises(ValueError, match="did you mean 'normuon'"):

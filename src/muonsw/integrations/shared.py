@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.options import validate_option
+from muonsw.routing.groups import check_adamw
 from muonsw.telemetry.record import Record
 
 # Sentences about a record, to be logged as warnings.
@@ -40,16 +42,27 @@ def routing_counts(optimizer: ScaledDecayOptimizer) -> dict[str, float]:
     }
 
 
-def refuse_wrong_options(optimizer: type[ScaledDecayOptimizer], **options: Any) -> None:
+def refuse_wrong_options(
+    optimizer: type[ScaledDecayOptimizer],
+    *,
+    patterns: dict[str, dict[str, Any]] | None,
+    adamw: dict[str, Any] | None,
+    **options: Any,
+) -> None:
     """Refuse what `for_model` would refuse of any model, where a configuration is made and no model is there yet.
 
     Examples:
         >>> from muonsw import MuonSW
-        >>> refuse_wrong_options(MuonSW, lr=0.02, heads=12)  # whether a matrix has so many is left to the model
-        >>> refuse_wrong_options(MuonSW, lr=0.02, headz=12)
+        >>> patterns = {"*.q_proj.*": {"heads": 12}}  # whether a matrix has so many is left to the model
+        >>> refuse_wrong_options(MuonSW, lr=0.02, patterns=patterns, adamw=None)
+        >>> refuse_wrong_options(MuonSW, lr=0.02, patterns=patterns, adamw=None, headz=12)
         Traceback (most recent call last):
         ValueError: unknown option 'headz'...
     """
+    check_adamw(adamw or {})
+    for chosen in (patterns or {}).values():
+        for name, value in chosen.items():
+            validate_option(name, value)
     # on the meta device first, as values that are drawn would change the random numbers of the run
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.float32, device="meta")
     for_any_model = {name: value for name, value in options.items() if name not in ("heads", "split_sizes")}

@@ -121,7 +121,7 @@ def for_model(
         adamw: options for everything that is routed to AdamW.
         **options: options of the class, such as `decay`.
     """
-    refuse_wrong_options(optimizer, lr=lr, weight_decay=weight_decay, **options)
+    refuse_wrong_options(optimizer, lr=lr, weight_decay=weight_decay, patterns=patterns, adamw=adamw, **options)
     return ScaledDecayOptimizers.Config(
         name=optimizer.__name__,
         lr=lr,

@@ -64,7 +64,8 @@ def for_model(
         adamw: options for everything that is routed to AdamW.
         **options: options of the class, such as `decay`.
     """
-    refuse_wrong_options(optimizer, lr=1e-3 if lr is None else lr, weight_decay=weight_decay, **options)
+    known_lr = 1e-3 if lr is None else lr
+    refuse_wrong_options(optimizer, lr=known_lr, weight_decay=weight_decay, patterns=patterns, adamw=adamw, **options)
     given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "optimizer": optimizer, **options}
     return ModelFactory, given | ({"patterns": patterns} if patterns else {}) | ({"adamw": adamw} if adamw else {})
 

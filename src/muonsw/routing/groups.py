@@ -32,7 +32,7 @@ class Routing(NamedTuple):
 
 def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw: Group) -> Routing:
     """Param groups for a model, one for each set of options that its parameters end up with."""
-    _check_adamw(adamw)
+    check_adamw(adamw)
     _refuse_shapeless(model)
     routed = list(classify(model))
     if not routed:
@@ -141,7 +141,7 @@ def _reason(entry: RoutedParameter, pattern: str | None) -> str:
     return entry.reason if pattern is None else f"{entry.reason}; options from the pattern {pattern!r}"
 
 
-def _check_adamw(adamw: Group) -> None:
+def check_adamw(adamw: Group) -> None:
     """Every key must be an option that AdamW knows, with a value that it takes."""
     known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
     for key, value in adamw.items():
