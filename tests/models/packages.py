@@ -351,7 +351,8 @@ TRANSFORMERS = {
 
 PROJECTIONS = ["q_proj", "v_proj"]
 PEFT = {
-    "lora-llama": ("llama", "LoraConfig", {"r": 4, "target_modules": PROJECTIONS, "task_type": "CAUSAL_LM"}),
+    # and two tokens, whose rows are trained whole
+    "lora-llama": ("llama", "LoraConfig", {"r": 4, "target_modules": PROJECTIONS, "trainable_token_indices": [7, 9]}),
     # the new head is trained whole, under modules_to_save
     "lora-roberta-classification": (
         "roberta-classification",

@@ -81,9 +81,13 @@ def classify(model: nn.Module) -> Iterator[RoutedParameter]:
 
 
 def adapter(subject: Subject, known: ModelFacts) -> Decision | None:
-    """Low-rank factors beside a frozen weight; PEFT says which parts of its layers they are."""
+    """Low-rank factors beside a frozen weight; PEFT says which parts of its layers they are.
+
+    What it trains whole, modules and the rows of single tokens, has the role that it has without PEFT.
+    """
     layered = any(hasattr(module, "adapter_layer_names") for _, module in known.survey.ancestors(subject.path))
-    inside = layered and not names.PEFT_WORDS & set(subject.path.split("."))
+    whole = bool(names.PEFT_WORDS & set(subject.path.split(".")) or names.TABLE.search(subject.own))
+    inside = layered and not whole
     named = any(names.ADAPTER.search(word) for word in (*subject.words, subject.own))
     if not (inside or named) or subject.long_axes < 2 or "bias" in subject.own:
         return None
