@@ -275,6 +275,33 @@ def test_flattened_parameters_are_refused_by_name(use_orig_params):
         torch.distributed.destroy_process_group()
 
 
+class Router(nn.Linear):
+    """Known by its class alone."""
+
+
+class Expert(nn.Sequential):
+    """Known by its class alone."""
+
+
+def test_fully_shard_changes_no_role():
+    """It gives each module a class of another name."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    experts = nn.ModuleList(Expert(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(4))
+    model = nn.ModuleDict({"choose": Router(8, 4), "parts": experts, "out": nn.Linear(8, 20)})
+    expected = roles_of(MuonSW.for_model(model, lr=0.02))
+    assert {"router", "experts", "head"} < set(expected.values())
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for module in (model["choose"], *experts, model["out"]):
+            fully_shard(module, mesh=mesh)
+        assert roles_of(MuonSW.for_model(model, lr=0.02)) == expected
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_parameters_without_a_shape_are_refused_by_name():
     with pytest.raises(ValueError, match=r"1\.weight has no shape yet; run one batch"):
         MuonSW.for_model(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), lr=0.02)

@@ -124,7 +124,7 @@ def _output_around(subject: Subject, survey: Survey) -> str | None:
 
 def _is_head_class(module: nn.Module) -> bool:
     """Whether the class name ends in "Head", as RegressionHead does; plain Head is often one head of attention."""
-    kind = type(module).__name__
+    kind = type(module).__name__.removeprefix("FSDP")  # of fully_shard
     return kind.endswith("Head") and kind != "Head"
 
 

@@ -106,10 +106,10 @@ def says_router(word: str) -> bool:
 
 
 def snake_case(word: str) -> str:
-    """A class name in the form of a module's name.
+    """A class name in the form of a module's name, without what fully_shard puts before it.
 
     Examples:
         >>> snake_case("MixtralTopKRouter")
         'mixtral_top_krouter'
     """
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower()
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word.removeprefix("FSDP")).lower()
