@@ -25,7 +25,7 @@ METRICS = """
 def metrics(model, batch):
     return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).double().mean(), "rows": len(batch[0])}
 """
-IMPORTS = "import random\nfrom dataclasses import dataclass\nimport numpy as np\nimport torch\nfrom torch import nn\n"
+IMPORTS = "import random\nimport numpy as np\nimport torch\nfrom torch import nn\n"
 
 
 def task_file(folder, *, model=MODEL, batches=BATCHES, loss=LOSS, metrics=METRICS, more=""):

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -27,7 +27,7 @@ CALLS = {
     "patterns": ("model", "weight_decay"),
 }
 OPTIONAL = ("metrics", "patterns")
-OPTIONS, SETTINGS = "Options", "SETTINGS"
+SETTINGS = "SETTINGS"
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Functions:
         arguments = list(inspect.signature(getattr(self.module, function)).parameters.values())
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         extra = [one for one in arguments[len(CALLS[function]) :] if one.kind not in kinds]
-        return [one.name for one in extra if one.default is not one.empty or one.name == "options"]
+        return [one.name for one in extra if one.default is not one.empty]
 
     def _parsed(self) -> dict[str, Any]:
         """Every option by name: as it was given, or its default."""
@@ -155,46 +155,28 @@ class Functions:
         for text in self.options:
             name, equals, value = text.partition("=")
             if name not in known or not equals:
-                listed = {key: value for key, value in known.items() if key != "options"}
-                raise UsageError(f"{self.name}: {unknown('option', name, list(listed))}; an option is name=value")
+                raise UsageError(f"{self.name}: {unknown('option', name, list(known))}; an option is name=value")
             values[name] = convert(value, self._hint(name), f"--task.{name}")
-        if own := {name: values[name] for name in self._fields()}:
-            try:
-                values["options"] = getattr(self.module, OPTIONS)(**own)
-            except Exception as error:  # of the user's own checks
-                raise UsageError(f"{self.name}: {OPTIONS}: {type(error).__name__}: {error}") from error
         return values
 
-    def _fields(self) -> list[str]:
-        kind = getattr(self.module, OPTIONS, None)
-        return [one.name for one in fields(kind)] if is_dataclass(kind) else []
-
     def _defaults(self) -> dict[str, Any]:
-        """Options with their defaults: keyword arguments of functions, and fields of the dataclass `Options`."""
+        """Options with their defaults: keyword arguments of functions."""
         found: dict[str, Any] = {}
         for function in filter(self.has, CALLS):
             arguments = inspect.signature(getattr(self.module, function)).parameters
             for name in self._own_options(function):
-                if name == "options" and self._fields():
-                    continue
                 default = arguments[name].default
                 if name in found and found[name] != default:
                     both = f"{shown(found[name])} and {shown(default)}"
                     raise UsageError(f"{self.name}: option {name} has two defaults, {both}: give it one")
                 found[name] = default
-        for one in fields(getattr(self.module, OPTIONS)) if self._fields() else ():
-            made = one.default_factory() if one.default_factory is not MISSING else one.default
-            if made is MISSING:
-                raise UsageError(f"{self.name}: {OPTIONS}.{one.name} has no default: give it one")
-            found[one.name] = made
         return found
 
     def _hint(self, name: str) -> Any:
         """The type of an option: what it is annotated with, or that of its default."""
-        sources = [getattr(self.module, function) for function in filter(self.has, CALLS)]
-        for source in [getattr(self.module, OPTIONS, None), *sources]:
+        for function in filter(self.has, CALLS):
             with suppress(NameError, TypeError):  # an annotation may name what only a type checker imports
-                if name in (hints := get_type_hints(source)):
+                if name in (hints := get_type_hints(getattr(self.module, function))):
                     return hints[name]
         return type(self._defaults()[name])
 
