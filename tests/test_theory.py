@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -221,11 +222,9 @@ def test_power_laws_agree_with_the_condensation_test(p: float) -> None:
     law = PowerLaw(0.3, p)
     assert law.sum_diverges == (not converges(p))
     assert law.sum_of_squares_converges == converges(2 * p)
-    assert law.satisfies_robbins_monro == (0.5 < p <= 1.0)
     assert law(3) == pytest.approx(0.3 * 4**-p)
-    if not law.satisfies_robbins_monro:
-        with pytest.raises(HypothesisError, match="sum eta"):
-            law.require_robbins_monro()
+    with nullcontext() if 0.5 < p <= 1.0 else pytest.raises(HypothesisError, match="sum eta"):
+        law.require_robbins_monro()
 
 
 # SGD with noise
@@ -464,14 +463,6 @@ def test_relaxation_number_of_cosine_runs() -> None:
     etas = [0.1 + 0.9 * (1 + math.cos(math.pi * (t + 0.5) / 1000)) / 2 for t in range(1000)]
     assert theory.relaxation_number(0.01 * eta for eta in etas) == pytest.approx(1.10 * 10, rel=1e-9)
     assert theory.relaxation_number(0.01 * eta**2 for eta in etas) == pytest.approx(0.8075 * 10, rel=1e-9)
-
-
-def test_adiabatic_ratio_is_the_lag_behind_an_exponential_target() -> None:
-    rate, tau = 1e-3, 200.0
-    targets = torch.exp(-rate * torch.arange(3, dtype=torch.float64))
-    now, later = targets[:-1], targets[1:]
-    ratios = theory.adiabatic_ratio(torch.full((2,), tau).double(), r_star=now, r_star_later=later)
-    torch.testing.assert_close(ratios, torch.full((2,), tau * rate, dtype=torch.float64))
 
 
 def test_steady_state_functions_are_elementwise_on_tensors() -> None:

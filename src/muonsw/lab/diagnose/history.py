@@ -156,7 +156,7 @@ class History:
 
     @cached_property
     def memory(self) -> float:
-        """How many times its own square an update adds to the squared norm; see `alignment_memory`."""
+        """How many times its own square an update adds to the squared norm."""
         r, s, a = (self.column(key) for key in ("weight_rms", "update_rms", "alignment_update"))
         return self.typical(1.0 - ratio(2.0 * a * r, s))
 

@@ -31,7 +31,6 @@ from muonsw.lab.theory.sgd_bounds import sa_constant as sa_constant
 from muonsw.lab.theory.sgd_bounds import stationarity_bound as stationarity_bound
 from muonsw.lab.theory.sgd_bounds import strongly_convex_bound as strongly_convex_bound
 from muonsw.lab.theory.sgd_bounds import strongly_convex_kappa as strongly_convex_kappa
-from muonsw.lab.theory.steady_state import adiabatic_ratio as adiabatic_ratio
 from muonsw.lab.theory.steady_state import constant_decay_norm_limit as constant_decay_norm_limit
 from muonsw.lab.theory.steady_state import next_norm as next_norm
 from muonsw.lab.theory.steady_state import next_norm_simplified as next_norm_simplified
@@ -45,7 +44,6 @@ from muonsw.lab.theory.steady_state import scaled_decay_norm_limit as scaled_dec
 from muonsw.lab.theory.steady_state import steady_state_norm as steady_state_norm
 from muonsw.lab.theory.tracking import NormHistory as NormHistory
 from muonsw.lab.theory.tracking import Tracking as Tracking
-from muonsw.lab.theory.tracking import alignment_memory as alignment_memory
 from muonsw.lab.theory.tracking import norms_with_memory as norms_with_memory
 from muonsw.lab.theory.tracking import predict_norms as predict_norms
 from muonsw.lab.theory.tracking import relaxation_times as relaxation_times

@@ -99,8 +99,9 @@ class PowerLaw:
         p: The exponent; 1 is the harmonic schedule, 0 a fixed learning rate.
 
     Examples:
-        >>> [PowerLaw(0.3, p).satisfies_robbins_monro for p in (0.5, 0.6, 1.0, 1.1)]
-        [False, True, True, False]
+        >>> PowerLaw(0.3, 0.6).require_robbins_monro()
+        >>> PowerLaw(0.3, 0.5).sum_diverges, PowerLaw(0.3, 0.5).sum_of_squares_converges
+        (True, False)
     """
 
     eta0: float
@@ -123,11 +124,6 @@ class PowerLaw:
     def sum_of_squares_converges(self) -> bool:
         """Whether the sum of eta squared is finite: p > 1/2."""
         return self.p > 0.5
-
-    @property
-    def satisfies_robbins_monro(self) -> bool:
-        """Whether both conditions hold: 1/2 < p <= 1."""
-        return self.sum_diverges and self.sum_of_squares_converges
 
     def require_robbins_monro(self) -> None:
         """Raise `HypothesisError` naming the condition that fails."""

@@ -97,30 +97,6 @@ def relaxation_time_fixed_alignment(*, s: Number, phi: Number, a: Number) -> Num
     return 1.0 / (phi + s**2 / (2.0 * r_star**2))
 
 
-def adiabatic_ratio(tau: Number, *, r_star: Number, r_star_later: Number, steps: float = 1.0) -> Number:
-    """How fast the target moves for the norm that follows it: `tau |d ln r* / dt|`.
-
-    Far below 1 the norm tracks r*; around 1 it lags behind. The derivative is taken between two targets.
-
-    Hypotheses: tau > 0, r* > 0, steps > 0.
-
-    Args:
-        tau: The relaxation time, in steps.
-        r_star: The steady-state norm at a step.
-        r_star_later: The steady-state norm some steps later.
-        steps: How many steps later.
-
-    Examples:
-        >>> round(adiabatic_ratio(1000.0, r_star=0.2, r_star_later=0.19, steps=500), 4)
-        0.1026
-    """
-    require("tau > 0", tau > 0.0, tau=tau)
-    require("r* > 0", r_star > 0.0, r_star=r_star)
-    require("r* > 0", r_star_later > 0.0, r_star_later=r_star_later)
-    require("steps > 0", steps > 0.0, steps=steps)
-    return tau * abs(_log(r_star_later / r_star)) / steps
-
-
 def scaled_decay_norm_limit(*, lam: float, eta_max: float, k: float, update: float = 0.2) -> float:
     """Where scaled decay lets the norm settle, at any learning rate.
 
@@ -231,9 +207,3 @@ def _sqrt(x: Number) -> Number:
     if isinstance(x, torch.Tensor):
         return torch.sqrt(x)
     return math.sqrt(x)
-
-
-def _log(x: Number) -> Number:
-    if isinstance(x, torch.Tensor):
-        return torch.log(x)
-    return math.log(x)

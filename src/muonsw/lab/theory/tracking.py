@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw.lab.theory.hypotheses import Number, require
+from muonsw.lab.theory.hypotheses import require
 from muonsw.lab.theory.sampled import WINDOW, Samples, interpolate, window_in_steps, windowed_line
 from muonsw.lab.theory.steady_state import (
     next_norm,
@@ -232,29 +232,12 @@ def predict_norms(history: NormHistory, *, step: Callable[..., float] = next_nor
     return history.r.new_tensor(norms)[history.steps - first]
 
 
-def alignment_memory(*, r: Number, s: Number, a: Number) -> Number:
-    """How many times its own square an update adds to the squared norm: `1 - 2 a r / s`.
-
-    1 for updates without relation to the weight. If gradients were independent and the update their heavy-ball
-    average with coefficient beta it would be `(1 + beta)/(1 - beta)`, 39 at beta 0.95: the weight contains the
-    last few updates, which point where this one does.
-
-    Hypotheses: r >= 0, s > 0.
-
-    Examples:
-        >>> alignment_memory(r=0.5, s=0.25, a=-0.75)
-        4.0
-    """
-    require("r >= 0", r >= 0.0, r=r)
-    require("s > 0", s > 0.0, s=s)
-    return 1.0 - 2.0 * a * r / s
-
-
 def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> float:
     """The steady state where the alignment follows the norm, `a = -(memory - 1) s/(2 r)`: `s sqrt(memory/(2 phi))`.
 
-    It answers what another decay would do: `memory`, unlike a, does not depend on where the norm is. At memory 1
-    it is `steady_state_norm` with a = 0.
+    The memory `1 - 2 a r/s` is how many times its own square an update adds to the squared norm: 1 for updates without
+    relation to the weight, `(1 + beta)/(1 - beta)` for independent gradients averaged with coefficient beta. Unlike a
+    it does not depend on where the norm is, so this answers what another decay would do.
 
     Hypotheses: s >= 0, phi > 0, memory >= 0.
 
