@@ -26,6 +26,7 @@ import torch
 
 from muonsw import __version__, machine
 from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError
+from muonsw.lab.base.launcher import is_rank
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -79,7 +80,11 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn Ctrl-C, SIGTERM and SIGHUP into a request; a second Ctrl-C ends the process at once."""
+    """Turn Ctrl-C, SIGTERM and SIGHUP into a request; a second Ctrl-C ends the process at once.
+
+    They stay requests where a rank leaves the block by an error: torchrun sends SIGTERM to the other ranks of a lost
+    one just when they are about to say why they end.
+    """
     request = StopRequest()
 
     def ask(number: int, _frame: FrameType | None) -> None:
@@ -94,7 +99,7 @@ def stop_requests() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in before.items() if sys.exc_info()[0] is None or not is_rank() else ():
             signal.signal(number, handler)
 
 
