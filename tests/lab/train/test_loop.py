@@ -334,10 +334,16 @@ def test_other_tokens_under_the_same_path_are_refused(tmp_path):
         train(replace(config, data=replace(config.data, fingerprint="0" * 16)), tmp_path)
 
 
-def test_a_decay_that_is_too_strong_at_the_peak_is_refused_before_the_first_update(tmp_path):
-    with pytest.raises(UsageError, match=r"learning rate of 100 with weight_decay=0.1 .* take 10 times the weight"):
-        train(small_run(optimizer={"lr": 100.0}), tmp_path)
-    assert not (tmp_path / "metrics.jsonl").exists()
+LATE = {"decay": "piecewise", "decay_points": ((0.0, 0.0), (1.0, 1.0)), "weight_decay": 1000.0}
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{"lr": 100.0}, {"decay": "log_time", "weight_decay": 200.0}, LATE], ids=["peak", "begin", "end"]
+)
+def test_a_decay_that_is_too_strong_anywhere_is_refused_before_a_folder_is_made(optimizer, tmp_path):
+    with pytest.raises(UsageError, match=r"learning rate of .* with weight_decay=.* times the weight"):
+        train(small_run(optimizer=optimizer), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_rate_above_its_peak_is_the_user_s_error(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from muonsw import AdamWSW, MuonSW, norms
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
-from muonsw.decay import DECAY_RULES, decay_factor
+from muonsw.decay import DECAY_RULES, decay_factors
 from muonsw.lab.model import Decoder, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.train.config import MUON_SETTINGS, OptimizerConfig
 from muonsw.peak import eta_max
@@ -83,24 +83,29 @@ def _for_adamw(config: OptimizerConfig) -> Options:
     return betas if config.adam_lr is None else {**betas, "lr": config.adam_lr}
 
 
-def require_decay_below_one(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse settings under which an update at the peak would take away more than the whole weight.
+def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable[[int], float], steps: int) -> None:
+    """Refuse settings under which an update would take away more than the whole weight.
 
     Args:
         optimizer: With a scheduler, so that its groups know their peak.
+        multiple: The learning rate at each step, as a multiple of the peak.
+        steps: The length of the run.
 
     Raises:
         ValueError: With the learning rate, lambda and what they come to.
     """
     for group in optimizer.param_groups:
-        rule, lr, lam = DECAY_RULES[group["decay"]], float(group["initial_lr"]), float(group["weight_decay"])
-        if rule.uses_step or rule.uses_gradient or not norms.uses_decay(group):
-            continue  # how much it takes at the peak depends on when that is; the step itself refuses too much
-        phi = decay_factor(group["decay"], lam, lr, eta_max({**group, "resolved_peak_lr": lr}))
+        rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
+        if DECAY_RULES[rule].uses_gradient or not norms.uses_decay(group):
+            continue  # the step itself refuses too much
+        # Rules that do not count steps take most at the peak.
+        rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
+        peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
+        phi = max(decay_factors(rule, lam, rates, peak, group["decay_points"]))
         if phi > 1:
-            size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {group['decay']!r})"
+            size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
             fix = "lower optimizer.lr or optimizer.weight_decay"
-            raise ValueError(f"{size} would take {float(phi):g} times the weight in one update: {fix}")
+            raise ValueError(f"{size} would take {phi:g} times the weight in one update: {fix}")
 
 
 def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:

@@ -100,8 +100,9 @@ class Training:
         same = not any(map(counts_steps, self.optimizer.param_groups))  # else a graph would repeat one step's work
         self.replayed_update = GraphedFunction(self.plain_update, self.device) if graphs and same else None
         self.replayed_score = GraphedFunction(self.score, self.device) if graphs else None
-        self.scheduler = lr_scheduler(self.optimizer, schedule_multiple(config))
-        require_decay_below_one(self.optimizer)
+        multiple = schedule_multiple(config)
+        self.scheduler = lr_scheduler(self.optimizer, multiple)
+        require_decay_below_one(self.optimizer, multiple, config.steps)
 
     def describe(self) -> dict[str, Any]:
         """What is trained: the model, its parameters by role and algorithm, the data."""
