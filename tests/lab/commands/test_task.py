@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shlex
 
 import pytest
 import torch
@@ -44,6 +45,15 @@ def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
         main(["task", "check", "mine/a.py", "--task", "other.py"])
     assert main(["task", "new", "mine/a.py"]) == 2
     assert "mine/a.py exists already" in capsys.readouterr().err
+
+
+def test_a_command_that_is_suggested_can_be_pasted(capsys):
+    for said in (["task", "new", "my task.py"], ["train", "--task", "no task.py"], ["data", "info", "no tokens"]):
+        main(said)
+        printed = "".join(capsys.readouterr())
+        suggested = re.findall(r"`muonsw ([^`]*\.py[^`]*|data prepare [^`]*)`", printed)
+        assert suggested
+        assert all(said[-1] in shlex.split(one) for one in suggested), printed
 
 
 def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -217,7 +218,8 @@ class New:
             raise UsageError(f"{self.file} exists already: choose another name")
         prepare_folder(self.file.parent)
         write_atomically(self.file, text)
-        say(Console(), f"wrote {self.file}; `muonsw task check {self.file}`, then `muonsw compare --task {self.file}`")
+        named = shlex.quote(str(self.file))
+        say(Console(), f"wrote {self.file}; `muonsw task check {named}`, then `muonsw compare --task {named}`")
         return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -136,8 +137,9 @@ def read_record(folder: Path) -> DataRecord:
     """
     path, fix = folder / RECORD, "delete the folder and prepare the data again"
     if not path.exists():
-        text = f"`muonsw compare` and `muonsw train` take text as --text {folder}"
-        instead = text if folder.exists() else f"`muonsw data prepare {folder}` makes some there"
+        named = shlex.quote(str(folder))
+        text = f"`muonsw compare` and `muonsw train` take text as --text {named}"
+        instead = text if folder.exists() else f"`muonsw data prepare {named}` makes some there"
         raise UsageError(f"{folder} holds no prepared data: {instead}")
     fields = read_object(path, remedy=fix)
     found = fields.pop("format", 1)

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -223,7 +224,7 @@ def _module(path: str) -> ModuleType:
             return importlib.import_module(path)
         if not file.is_file():
             raise UsageError(
-                f"there is no task file {path}: check the path, or write one with `muonsw task new {path}`"
+                f"there is no task file {path}: check the path, or write one with `muonsw task new {shlex.quote(path)}`"
             )
         return _imported(file.resolve())
     except UsageError:

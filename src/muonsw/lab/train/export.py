@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def load_newest(
                 return saved
             except checkpoint.CheckpointError as error:
                 note(f"damaged checkpoint left out, an older one is taken if there is one: {error}")
-    raise UsageError(f"{run} has no whole checkpoint: train it first with `muonsw train --out {run}`")
+    raise UsageError(f"{run} has no whole checkpoint: train it first with `muonsw train --out {shlex.quote(str(run))}`")
 
 
 def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder, Tokenizer]:
