@@ -7,6 +7,7 @@ import sys
 import time
 from itertools import chain, count
 from pathlib import Path
+from pickle import PicklingError
 
 import pytest
 import torch
@@ -217,3 +218,8 @@ def test_a_second_interrupt_does_not_wait_for_a_job_that_does_not_listen(tmp_pat
         parent.communicate(timeout=10)
     assert parent.returncode == -signal.SIGINT
     assert_gone(children)
+
+
+def test_why_a_worker_cannot_be_started_is_not_hidden():
+    with pytest.raises((PicklingError, AttributeError), match="pickle"):
+        run_jobs(lambda task, _tell: task, [("one", 1), ("two", 2)], Audience(), workers=2)

@@ -253,9 +253,10 @@ class _Pool:
         spawn: Any = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
         self.device_of[ours] = next_device(self.devices, [self.device_of[other] for other in self.processes])
-        self.processes[ours] = spawn.Process(target=_serve, args=(theirs, self.work, self.threads), daemon=True)
+        process = spawn.Process(target=_serve, args=(theirs, self.work, self.threads), daemon=True)
         with _showing_alone(self.device_of[ours]):
-            self.processes[ours].start()
+            process.start()
+        self.processes[ours] = process
         theirs.close()  # so that the end of the process is the end of the pipe
         return cast("Connection", ours)
 
