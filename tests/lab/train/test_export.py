@@ -52,6 +52,13 @@ def test_an_export_loads_in_a_few_lines_and_is_the_run_s_model(run, tmp_path):
     assert torch.equal(model.logits(tokens), ours.logits(tokens))
 
 
+def test_tensors_can_be_read_by_whoever_can_read_the_other_files(run, tmp_path):
+    folders = [export(run, tmp_path), *(run / "checkpoints").iterdir()]
+    assert len(folders) > 1
+    for folder in folders:
+        assert len({path.stat().st_mode for path in folder.iterdir() if path.is_file()}) == 1
+
+
 def test_an_export_needs_nothing_of_the_run(run, tmp_path):
     export(run, tmp_path / "export")
     (run.parent / "data").rename(run.parent / "elsewhere")

@@ -314,8 +314,11 @@ def sha256(path: Path) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a file of tensors; what the library says when the disk is full becomes an `OSError`."""
+    path.touch()
+    mode = path.stat().st_mode
     try:
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path, metadata)
+        path.chmod(mode)  # the library's own lets nobody else read it, whatever the umask
     except SafetensorError as error:
         raise OSError(str(error)) from error
 
