@@ -198,7 +198,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
     ),
     TrainingStudy(
         name="repeated-text",
-        title="constant, scaled and rising decay on text that is seen many times, each at its best of three lambdas",
+        title="constant, scaled and rising decay on text that is seen many times, each at its best lambda",
         reference=cases.SLOWRUN.reference,
         comparisons=cases.repeated_text,
         claims=cases.judge_repeated,

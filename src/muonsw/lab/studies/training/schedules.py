@@ -103,10 +103,11 @@ def schedule_tables(results: Results, _scale: Scale) -> list[Table]:
         for rule, seeds in losses.items():
             one, means = optimum(arms, rule), mean_losses(seeds)
             gap = with_interval(_gaps(losses)) if rule == "scaled" else None
-            total = f"{one.best * one.per_lambda:.2f}"
+            total = f"{one.best * one.per_lambda:.2f}{'*' * one.at_an_end}"
             rows.append([str(key), rule, *(loss_cell(means, lam) for lam in lambdas), total, gap])
     note = (
-        "Validation loss, means over seeds, the best lambda of each row marked; what decay takes at the best lambda; "
+        "Validation loss, means over seeds, the best lambda of each row marked; what decay takes at the best lambda, "
+        "with an asterisk where no smaller or no larger one was tried; "
         "and the difference of the rules, each at its best lambda, with half of its 95% t interval."
     )
     return [Table("schedules", "Both rules under every schedule", columns, rows, note)]
