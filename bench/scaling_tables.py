@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab.commands.plan import link_rows
-from muonsw.lab.cost import H200, ON_PAPER, Setup, UpdateCost, parts_of, plan_update
+from muonsw.lab.cost.parts import parts_of
+from muonsw.lab.cost.update import H200, ON_PAPER, Setup, UpdateCost, plan_update
 from muonsw.lab.model import ModelConfig, preset
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -10,7 +10,7 @@ import pytest
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan
-from muonsw.lab.cost import Setup
+from muonsw.lab.cost.update import Setup
 from muonsw.lab.model import Decoder
 from muonsw.lab.studies.arms import parse_arm
 from muonsw.lab.train.config import OptimizerConfig

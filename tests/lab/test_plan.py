@@ -9,15 +9,10 @@ import torch
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan as PlanCommand
-from muonsw.lab.cost import (
-    Setup,
-    activation_bytes,
-    orthogonalizer_flops,
-    parse_amount,
-    plan,
-    plan_recipe,
-    plan_update,
-)
+from muonsw.lab.cost.amounts import parse_amount
+from muonsw.lab.cost.parts import orthogonalizer_flops
+from muonsw.lab.cost.run import plan, plan_recipe
+from muonsw.lab.cost.update import Setup, activation_bytes, plan_update
 from muonsw.lab.model import Decoder, ModelConfig, moe, preset
 from muonsw.lab.paper import RECIPES
 from muonsw.lab.studies.arms import decay_factors

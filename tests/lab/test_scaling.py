@@ -11,16 +11,8 @@ import pytest
 from muonsw.distributed.rounds import share_by_cost
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan
-from muonsw.lab.cost import (
-    ADAMW_PASSES,
-    H200,
-    ON_PAPER,
-    Setup,
-    heaviest,
-    orthogonalizing,
-    parts_of,
-    plan_update,
-)
+from muonsw.lab.cost.parts import parts_of
+from muonsw.lab.cost.update import ADAMW_PASSES, H200, ON_PAPER, Setup, heaviest, orthogonalizing, plan_update
 from muonsw.lab.model import ModelConfig, count, preset
 
 MOE = ON_PAPER["moe-1t"]

@@ -14,7 +14,7 @@ from muonsw.lab import paper
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.statistics import ONE_SEED
 from muonsw.lab.cli import main
-from muonsw.lab.cost import cost, run_flops
+from muonsw.lab.cost.parts import cost, run_flops
 from muonsw.lab.model import count, preset
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies.arms import Key, decay_factors

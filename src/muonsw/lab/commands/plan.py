@@ -17,20 +17,9 @@ from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table, print_table
 from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.commands.parsing import changed, given
-from muonsw.lab.cost import (
-    DECAYS,
-    H200,
-    ON_PAPER,
-    GroupPlan,
-    RecipePlan,
-    RunPlan,
-    Setup,
-    UpdateCost,
-    amount,
-    parse_amount,
-    plan,
-    plan_recipe,
-)
+from muonsw.lab.cost.amounts import amount, parse_amount
+from muonsw.lab.cost.run import DECAYS, GroupPlan, RecipePlan, RunPlan, plan, plan_recipe
+from muonsw.lab.cost.update import H200, ON_PAPER, Setup, UpdateCost
 from muonsw.lab.model import muon_lr_multiplier, preset
 from muonsw.lab.paper import find_recipe
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from muonsw.lab.base.tables import Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, within_share
-from muonsw.lab.cost import RecipePlan, amount, plan_recipe
+from muonsw.lab.cost.amounts import amount
+from muonsw.lab.cost.run import RecipePlan, plan_recipe
 from muonsw.lab.paper import RECIPES, Tolerance
 from muonsw.lab.studies.arms import Comparison, Results
 from muonsw.lab.studies.scales import Scale
