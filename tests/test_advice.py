@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,7 +71,12 @@ def known(run):
 
 def about(run):
     """What advice says of a run; muP divides the learning rate of some."""
-    config, chosen = run.config, run.config.optimizer
+    return advised(replace(run.config, seed=0))
+
+
+@cache
+def advised(config):
+    chosen = config.optimizer
     options = {
         "schedule": config.schedule.shape,
         "decay_fraction": config.schedule.decay_fraction,
