@@ -4,6 +4,7 @@ end, and nothing is left behind."""
 import shutil
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,14 @@ def test_an_export_that_is_ended_is_whole_the_next_time_and_never_taken_for_whol
     whole, _ = load_model(folders().export)
     shutil.rmtree(folder, ignore_errors=True)
     expected = {path.name: path.read_bytes() for path in folders().export.rglob("*") if path.is_file()}
-    for number in places(operations(lambda: export(trained, folder), folder), 4):
+    size = len(expected["model.safetensors"])
+    ends = [partial(killed_at_size, one) for one in (size // 2, size - 1)]
+    ends += [
+        partial(killed_at, one, folder=folder) for one in places(operations(lambda: export(trained, folder), folder), 4)
+    ]
+    for killed in ends:
         shutil.rmtree(folder, ignore_errors=True)
-        if killed_at(number, lambda: export(trained, folder), folder):
+        if killed(work=lambda: export(trained, folder)):
             ended += 1
             with suppress(UsageError):  # a whole model, or none
                 model, _ = load_model(folder)

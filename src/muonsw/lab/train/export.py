@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, read_config, refuse_changes
 
-MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
+MODEL, CONFIG, TOKENIZER, UNFINISHED = "model.safetensors", "config.json", "tokenizer", ".unfinished"
 FORMAT = "muonsw-decoder"
 AGAIN = "export the run again"
 # The table of rotations is no part of the file, so that nothing else bounds it.
@@ -46,7 +47,7 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
         prepare_folder(place)
         remove_leftovers(place)
     with placing(folder / MODEL) as beside:
-        checkpoint.write_tensors(beside, saved.tensors["model"], {"format": "pt"})
+        _write_model(folder / UNFINISHED, beside, saved.tensors["model"])
         store(tokenizer, folder / TOKENIZER)
         save_record(folder / TOKENIZER, replace(record, groups=()))  # which tokenizer it is, and nothing of the tokens
         content = {
@@ -58,6 +59,20 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
         # First: it says whose folder this is, and a model that does not follow has another checksum, or is missing.
         write_json(folder / CONFIG, content)
     return folder
+
+
+def _write_model(unfinished: Path, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a file of tensors in a folder of its own: the library begins under a name that no other process can tell.
+
+    What a killed process left in that folder is removed.
+    """
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        checkpoint.write_tensors(unfinished / MODEL, tensors, {"format": "pt"})
+        (unfinished / MODEL).rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _decoder_config(run: Path) -> RunConfig:
