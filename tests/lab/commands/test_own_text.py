@@ -67,6 +67,14 @@ def test_a_wrong_setting_is_refused_before_text_is_prepared(options, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", [["compare", "--text"], ["data", "prepare", "out", "--source", "text", "--files"]])
+def test_an_empty_text_is_not_called_a_document(command, tmp_path, capsys):
+    (tmp_path / "a.txt").touch()
+    assert main([*command, "a.txt"]) == 2
+    assert "gave no document: check its path, and whether its files are empty" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "characters", [200, *(pytest.param(number, marks=pytest.mark.slow) for number in (3_000, 8_000))]
 )

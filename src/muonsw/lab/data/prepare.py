@@ -50,6 +50,7 @@ _HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "fineweb": 
 # as large is also as much as is read to find the documents that make up the share.
 SMALL_SHARE, LARGE_SHARE = 0.05, 0.01
 _LARGE_CHARACTERS = 1 << 24
+NO_DOCUMENT = "the source gave no document: check its path, and whether its files are empty"
 _SHARD = re.compile(r"(train|validation)-\d{5}-[0-9a-f]{8}\.tokens")
 
 
@@ -123,7 +124,7 @@ def prepare_corpus(
     if threads is not None and threads < 1:
         raise UsageError(f"--threads must be at least 1, got {threads}")
     if next(corpus.documents(), None) is None:
-        raise UsageError("the source gave no document: check its path")
+        raise UsageError(NO_DOCUMENT)
     ready = _ready_tokenizer(corpus)
     with locked(folder, wait=wait):
         earlier_groups(folder, {**sizes, **recipe})
@@ -191,7 +192,7 @@ def _fill(
         groups.append(group)
         finished(group)
     if not groups:
-        raise UsageError("the source gave no document: check its path")
+        raise UsageError(NO_DOCUMENT)
     record = replace(record, groups=tuple(groups), complete=True)
     save_record(folder, record)
     _remove_others(folder, record)
@@ -267,7 +268,7 @@ def held_out_fraction(documents: Iterable[str]) -> float:
     With few documents, that share of them could be none; here at least one is held out and at least one is not.
 
     Raises:
-        UsageError: If all documents are the same, or there is but one.
+        UsageError: If all documents are the same, or there is but one, or none.
 
     Examples:
         >>> texts = [f"document {number}" for number in range(10)]
@@ -277,9 +278,11 @@ def held_out_fraction(documents: Iterable[str]) -> float:
     sizes: Counter[int] = Counter()
     for text in up_to(documents, _LARGE_CHARACTERS):
         sizes[_lot(text)] += len(text)
+    if not sizes:
+        raise UsageError(NO_DOCUMENT)
     total, held_out = sum(sizes.values()), 0
     share = SMALL_SHARE if total < _LARGE_CHARACTERS else LARGE_SHARE
-    *candidates, _largest = sorted(sizes) or [0]
+    *candidates, _largest = sorted(sizes)
     if not candidates:
         more = "give several documents, or a text file of 10 kB or more"
         fix = f"{more} (`muonsw data prepare` with --validation-fraction 0 holds out nothing)"
