@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,11 @@ def inputs(tmp_path, monkeypatch):
         ("compare --text TEXT --out FILE/below", "cannot write to the folder"),
         ("compare --task TASK --record TEXT --out runs", "text.txt holds no records of runs"),
         ("compare --task TASK --record FILE/below --out runs", "cannot write to the folder"),
-        ("report nowhere --out new/page.html", "nowhere"),
+        ("train --text TEXT --steps 1 --out ''", "an argument is empty after --out"),
+        ("train --text TEXT --steps 1 --out=", "an argument is empty after --out"),
+        ("compare --text TEXT '' --steps 1 --out runs", "an argument is empty after"),
+        ("data prepare '' --source text --files TEXT", "an argument is empty"),
+        ("report nowhere --title '' --out new/page.html", "nowhere"),
         ("reproduce main-table --data nowhere --out new", "nowhere holds no prepared data"),
         ("export MOVED --out new", "holds no prepared data"),
         ("data prepare new --tokenizer gpt2 --gpt2-files nowhere", "no GPT-2 vocabulary"),
@@ -95,7 +100,7 @@ def inputs(tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_leaves_nothing_behind(command, message, inputs):
-    assert message in refused(*(inputs.get(word, word) for word in command.split()))
+    assert message in refused(*(inputs.get(word, word) for word in shlex.split(command)))
     assert not list(Path().iterdir())
 
 

@@ -1,6 +1,7 @@
 """What leaves a run: files that load without it, and text that shows what was learned."""
 
 import json
+import shlex
 from contextlib import suppress
 from itertools import islice
 
@@ -95,10 +96,9 @@ def test_a_prompt_longer_than_the_context_is_cut(run):
 
 
 def test_the_commands_write_and_print(run, tmp_path, capsys):
-    assert main(["export", str(run), "--out", str(tmp_path / "export")]) == 0
-    assert (
-        main(["sample", str(tmp_path / "export"), "--prompt", "over the ", "--tokens", "4", "--temperature", "0"]) == 0
-    )
+    assert main(["export", str(run), "--out", str(tmp_path / "my model")]) == 0
+    suggested = shlex.split(capsys.readouterr().out.partition("with: muonsw ")[2])
+    assert main([*suggested, "--prompt", "over the ", "--tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.endswith("over the lazy\n")
 
 

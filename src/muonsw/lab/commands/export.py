@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,7 @@ class Export:
     def run(self) -> int:
         """Write, and say where."""
         folder = export(self.run_folder, self.out or self.run_folder / "export", best=self.best, note=_warn)
-        say(Console(), f"wrote {folder}; see what it learned with: muonsw sample {folder}")
+        say(Console(), f"wrote {folder}; see what it learned with: muonsw sample {shlex.quote(str(folder))}")
         return 0
 
 

@@ -34,6 +34,7 @@ def parse(name: str, kind: type[Command], options: Sequence[str]) -> Command:
     """The command with these options; a usage error exits with 2, `--help` with 0."""
     _tidy(kind)
     words, shown = _gathered(options), io.StringIO()
+    _refuse_empty(words, kind)
     if not {"-h", "--help"} & set(words):
         return tyro.cli(kind, prog=f"muonsw {name}", args=words)
     try:
@@ -61,6 +62,21 @@ def _gathered(words: Sequence[str]) -> list[str]:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         found.append(f"{name.replace('-', '_')}={value}")
     return [*rest, "--task-options", *found] if found else rest
+
+
+def _refuse_empty(words: Sequence[str], kind: type) -> None:
+    """Refuse what a shell makes of a variable without a value: as a path it would be the current folder."""
+    for before, word in itertools.pairwise(["", *words]):
+        option, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
+        if equals and not value and option not in _empty_unless_given(kind):
+            raise UsageError(f"an argument is empty{option and f' after {option}'}: give a value, or leave it out")
+
+
+def _empty_unless_given(kind: type) -> set[str]:
+    """The options of a command whose default is an empty text, those of its groups of options included."""
+    found = {f"--{one.name.replace('_', '-')}" for one in fields(kind) if one.default == ""}
+    inner = (part for hint in get_type_hints(kind, include_extras=True).values() for part in _parts(hint))
+    return found.union(*(_empty_unless_given(one) for one in inner if isinstance(one, type) and is_dataclass(one)))
 
 
 def changed(command: Any) -> list[str]:

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train and return an exit code: 0 done, 1 diverged, 2 not usable, 3 the machine, 130 or 143 stopped and saved."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     evidence = bool(given) and given[0].partition("/")[0] == "evidence"
-    if not evidence and len(given) not in (2, 3):
+    if not evidence and (len(given) not in (2, 3) or "" in given):
         usage = "usage: python -m muonsw.lab.run CONFIG.json RUN_FOLDER (or evidence/STUDY -h)"
         report_error(usage)
         print(usage, file=sys.stderr)
