@@ -13,9 +13,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -148,7 +149,7 @@ class _Watcher:
                     del self.waiting[name]
                     found.append(name)
         if found:
-            self._say(found[0], f"{len(found)} jobs of another command, or an earlier one, go on")
+            self.audience.message(found[0], f"{len(found)} jobs of another command, or an earlier one, go on")
 
     def _submit(self, name: str) -> None:
         job, fruitless = self.jobs[name], self.waiting.pop(name)
@@ -199,7 +200,8 @@ class _Watcher:
             self._fail(name, MachineError(f"{often}; see {log}, then {GOES_ON}"))
         else:
             self.waiting[name] = fruitless
-            self._say(name, f"job {attempt.id} ended after update {step} ({why}); the run is taken up again")
+            ended = f"job {attempt.id} ended after update {step} ({why})"
+            self.audience.message(name, f"{ended}; the run is taken up again")
 
     def _fail(self, name: str, error: Exception) -> None:
         try:
@@ -229,9 +231,6 @@ class _Watcher:
         self.audience.message(name, {"kind": "job", "job": f"{attempt.id} {attempt.state.lower()}"})
         for record in last_records(self.jobs[name].folder / METRICS):
             self.audience.message(name, record)
-
-    def _say(self, name: str, text: str) -> None:
-        self.audience.message(name, text)
 
     def _record(self, name: str) -> Path:
         return self.folder / f"{self.jobs[name].folder.name}.json"
@@ -280,52 +279,30 @@ class Order:
     def __call__(self) -> None:
         """Train; whatever comes of it is on disk afterwards."""
         self.failure.unlink(missing_ok=True)
-        before = saved_step(self.job.folder)
-        with saving_before_the_end() as end:
-            try:
-                if self.ranks > 1:
-                    train_on_ranks(self.job, self.failure, self.ranks)
-                else:
-                    train_alone(self.job.config, self.job.folder, self.failure)
-            except Interrupted as stop:
-                if end.announced and saved_step(self.job.folder) > before:
-                    end.hand_on()  # submitit puts the job into the queue again, and leaves
-                sys.exit(stop.exit_code)
+        before, announced, submitits = saved_step(self.job.folder), threading.Event(), signal.getsignal(EARLY)
+
+        def stop_early(_number: int, _frame: FrameType | None) -> None:
+            announced.set()
+            os.kill(os.getpid(), signal.SIGTERM)  # what training saves and stops at
+
+        signal.signal(EARLY, stop_early)  # submitit's own handler would end the process in mid-update
+        try:
+            if self.ranks > 1:
+                train_on_ranks(self.job, self.failure, self.ranks)
+            else:
+                train_alone(self.job.config, self.job.folder, self.failure)
+        except Interrupted as stop:
+            if announced.is_set() and saved_step(self.job.folder) > before and callable(submitits):
+                submitits(EARLY, None)  # puts the job into the queue again, and leaves
+            sys.exit(stop.exit_code)
+        finally:
+            signal.signal(EARLY, submitits)
 
     def checkpoint(self) -> Any:
         """What submitit puts into the queue again: the same order, since everything is in the run's folder."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
-
-
-class _End:
-    """The end of a job, announced some time before."""
-
-    announced = False
-
-    def __init__(self, handler: Any) -> None:
-        self.handler = handler
-
-    def announce(self, _number: int, _frame: FrameType | None) -> None:
-        self.announced = True
-        os.kill(os.getpid(), signal.SIGTERM)  # what training saves and stops at
-
-    def hand_on(self) -> None:
-        if callable(self.handler):
-            self.handler(EARLY, None)
-
-
-@contextmanager
-def saving_before_the_end() -> Iterator[_End]:
-    """Save the run at the early signal, before submitit hears of it, which would end the process in mid-update."""
-    before = signal.getsignal(EARLY)
-    end = _End(before)
-    signal.signal(EARLY, end.announce)
-    try:
-        yield end
-    finally:
-        signal.signal(EARLY, before)
 
 
 def scheduler_of(cluster: Cluster, folder: Path) -> Slurm | Local:
