@@ -131,16 +131,12 @@ def stop_at_failure(name: str, error: Exception) -> None:
 
 @dataclass(frozen=True)
 class Audience:
-    """Callbacks about the jobs; every function is called in the parent, and may raise to end them all.
+    """Callbacks about the jobs; every function is called in the parent, and may raise to end them all."""
 
-    Attributes:
-        message: A job's name, and what it reported while it ran.
-        finished: A job's name and its result.
-        failed: A job's name and its error. The other jobs go on if this returns.
-    """
-
+    # A job's name, and what it reported while it ran.
     message: Callable[[str, Any], None] = lambda _name, _content: None
-    finished: Callable[[str, Any], None] = lambda _name, _result: None
+    finished: Callable[[str, Any], None] = lambda _name, _result: None  # a job's name and its result
+    # A job's name and its error. The other jobs go on if this returns.
     failed: Callable[[str, Exception], None] = stop_at_failure
 
 

@@ -22,22 +22,14 @@ LATER = 3  # a batch that is drawn besides the first
 
 @dataclass(frozen=True)
 class Checked:
-    """What calling the functions of a task showed.
+    """What calling the functions of a task showed."""
 
-    Attributes:
-        rows: Of a batch.
-        batch: A batch in words: shapes and dtypes.
-        loss: Of the first batch, before any update.
-        metrics: Of the first validation batch.
-        settings: What the file says of steps, rates and so on.
-        notes: What a reader should know, in sentences: randomness that no seed decides, parameters without gradients.
-    """
-
-    rows: int
-    batch: str
-    loss: float
-    metrics: Mapping[str, float]
-    settings: Mapping[str, Any]
+    rows: int  # of a batch
+    batch: str  # a batch in words: shapes and dtypes
+    loss: float  # of the first batch, before any update
+    metrics: Mapping[str, float]  # of the first validation batch
+    settings: Mapping[str, Any]  # what the file says of steps, rates and so on
+    # What a reader should know, in sentences: randomness that no seed decides, parameters without gradients.
     notes: tuple[str, ...]
 
 

@@ -22,18 +22,13 @@ from muonsw.lab.tasks.task import Task
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which tokens are trained on and which are validated on.
+    """Which tokens are trained on and which are validated on."""
 
-    Attributes:
-        path: A folder that `muonsw data prepare` filled.
-        fingerprint: A hash of all its tokens; None takes the folder's, and a run writes it down and insists on it.
-        eval_windows: Validation windows, the same for every run; None reads all.
-        train_windows: Train on so many windows alone, the first ones, as if there were no more text; None takes all.
-    """
-
-    path: str
+    path: str  # a folder that `muonsw data prepare` filled
+    # A hash of all its tokens; None takes the folder's, and a run writes it down and insists on it.
     fingerprint: str | None = None
-    eval_windows: int | None = 256
+    eval_windows: int | None = 256  # validation windows, the same for every run; None reads all
+    # Train on so many windows alone, the first ones, as if there were no more text; None takes all.
     train_windows: int | None = None
 
     def __post_init__(self) -> None:

@@ -33,18 +33,13 @@ SETTINGS = "SETTINGS"
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """A task of the user's own.
+    """A task of the user's own."""
 
-    Attributes:
-        path: A Python file, or the dotted name of a module.
-        options: Its options that differ from their defaults, as `name=value`.
-        fingerprint: A hash of the file; None takes the file's, and a run writes it down and insists on it.
-        eval_batches: Validation batches; None takes all of a list, and the first 16 of anything without a length.
-    """
-
-    path: str
-    options: tuple[str, ...] = ()
+    path: str  # a Python file, or the dotted name of a module
+    options: tuple[str, ...] = ()  # its options that differ from their defaults, as `name=value`
+    # A hash of the file; None takes the file's, and a run writes it down and insists on it.
     fingerprint: str | None = None
+    # Validation batches; None takes all of a list, and the first 16 of anything without a length.
     eval_batches: int | None = None
 
     def __post_init__(self) -> None:
@@ -59,17 +54,11 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of a task, called with its options.
+    """The functions of a task, called with its options."""
 
-    Attributes:
-        name: What errors call the file.
-        module: What it defines.
-        options: What was given, as `name=value`.
-    """
-
-    name: str
-    module: ModuleType
-    options: tuple[str, ...] = ()
+    name: str  # what errors call the file
+    module: ModuleType  # what it defines
+    options: tuple[str, ...] = ()  # what was given, as `name=value`
     values: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:

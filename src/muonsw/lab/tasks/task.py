@@ -17,19 +17,12 @@ LossParts: TypeAlias = (
 
 
 class Task(ABC):
-    """A model, batches as a function of seed and step, a loss, an evaluation.
+    """A model, batches as a function of seed and step, a loss, an evaluation."""
 
-    Attributes:
-        unit: What an update consists of, in the plural.
-        per_step: How many of those it has.
-        flops: Of training on one of them; 0 where that is not known.
-        prefetches: Whether batches may be drawn by another thread.
-    """
-
-    unit: ClassVar[str] = "samples"
-    per_step: int
-    flops: float = 0.0
-    prefetches: bool = False
+    unit: ClassVar[str] = "samples"  # what an update consists of, in the plural
+    per_step: int  # how many of those it has
+    flops: float = 0.0  # of training on one of them; 0 where that is not known
+    prefetches: bool = False  # whether batches may be drawn by another thread
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:

@@ -43,17 +43,11 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on as if it had never stopped.
+    """Everything a run needs to go on as if it had never stopped."""
 
-    Attributes:
-        step: Completed updates.
-        tensors: Files by name (`model`, `optimizer`, `random`), each a mapping of tensors.
-        state: Plain data: learning-rate groups, schedule, evaluation so far.
-    """
-
-    step: int
-    tensors: Mapping[str, Tensors]
-    state: Mapping[str, Any]
+    step: int  # completed updates
+    tensors: Mapping[str, Tensors]  # files by name (`model`, `optimizer`, `random`), each a mapping of tensors
+    state: Mapping[str, Any]  # plain data: learning-rate groups, schedule, evaluation so far
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -205,17 +199,11 @@ def best_saved(paths: Iterable[Path]) -> int | None:
 
 @dataclass(frozen=True)
 class Shelf:
-    """The checkpoints of a run under way: the newest whole ones and the best stay, damaged ones are put aside.
+    """The checkpoints of a run under way: the newest whole ones and the best stay, damaged ones are put aside."""
 
-    Attributes:
-        folder: Where they are.
-        keep: How many to keep besides the best.
-        note: Called with what was put aside or could not be deleted.
-    """
-
-    folder: Path
-    keep: int
-    note: Callable[[str], None] = lambda _text: None
+    folder: Path  # where they are
+    keep: int  # how many to keep besides the best
+    note: Callable[[str], None] = lambda _text: None  # called with what was put aside or could not be deleted
     _whole: set[Path] = field(default_factory=set)
 
     def save(self, checkpoint: Checkpoint) -> None:

@@ -29,53 +29,36 @@ MUON_SETTINGS = ("momentum", "nesterov", "orthogonalizer")
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights move and decay.
+    """How weights move and decay."""
 
-    Attributes:
-        algorithm: "muon" for hidden and expert matrices with AdamW for the rest, or "adamw" for all.
-        preset: A member of the family in Muon's place, a name of `PRESETS`, with the options of its authors; empty is
-            Muon by the settings below.
-        lr: Peak learning rate before muP multiplies it.
-        weight_decay: Lambda of hidden and expert matrices; embedding and norms have none.
-        decay: Decay rule.
-        decay_points: (fraction of the run, multiple of lambda) of a piecewise decay.
-        unnormalized: Decay rule of the matrices whose output enters no normalization (queries, keys, values, gates and
-            up projections); empty is the same as `decay`. With "constant" here, "scaled" is AdamC's own form.
-        norm: Norm rule of what decays.
-        target_norm: RMS of the weights that the norm rule aims at; None is each matrix's own at the start.
-        momentum: Muon's beta.
-        nesterov: Whether Muon looks ahead along its momentum.
-        betas: AdamW's averages.
-        adam_lr: Peak learning rate of what AdamW owns beside Muon; None is `lr`.
-        orthogonalizer: What makes Muon's direction.
-        ns_dtype: Precision of its products; "auto" is bfloat16 where the hardware multiplies it.
-        muon_lr: How muP scales Muon's learning rate with the width: "adam" as 1/width (the paper's), "sqrt", "none".
-        peak: Whether scaled decay divides by the "group"'s own peak or by the undivided "base" peak.
-        router: "adamw" without decay, or "muon" at the base learning rate with decay (the paper's codebase).
-        qkv: Whether Muon sees queries, keys and values "split" or "fused" in one matrix.
-        clip: Largest global gradient norm; 0 does not clip.
-    """
-
-    algorithm: str = "muon"
+    algorithm: str = "muon"  # "muon" for hidden and expert matrices with AdamW for the rest, or "adamw" for all
+    # A member of the family in Muon's place, a name of `PRESETS`, with the options of its authors; empty is Muon by
+    # the settings below.
     preset: str = ""
-    lr: float = 0.02
-    weight_decay: float = 0.1
-    decay: str = "scaled"
+    lr: float = 0.02  # peak learning rate before muP multiplies it
+    weight_decay: float = 0.1  # lambda of hidden and expert matrices; embedding and norms have none
+    decay: str = "scaled"  # decay rule
+    # (fraction of the run, multiple of lambda) of a piecewise decay.
     decay_points: tuple[tuple[float, float], ...] | None = None
+    # Decay rule of the matrices whose output enters no normalization (queries, keys, values, gates and up
+    # projections); empty is the same as `decay`. With "constant" here, "scaled" is AdamC's own form.
     unnormalized: str = ""
-    norm: str = FREE
+    norm: str = FREE  # norm rule of what decays
+    # RMS of the weights that the norm rule aims at; None is each matrix's own at the start.
     target_norm: float | None = None
-    momentum: float = 0.95
-    nesterov: bool = True
-    betas: tuple[float, float] = (0.9, 0.95)
-    adam_lr: float | None = None
-    orthogonalizer: str = "newton_schulz"
-    ns_dtype: str = "auto"
+    momentum: float = 0.95  # Muon's beta
+    nesterov: bool = True  # whether Muon looks ahead along its momentum
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's averages
+    adam_lr: float | None = None  # peak learning rate of what AdamW owns beside Muon; None is `lr`
+    orthogonalizer: str = "newton_schulz"  # what makes Muon's direction
+    ns_dtype: str = "auto"  # precision of its products; "auto" is bfloat16 where the hardware multiplies it
+    # How muP scales Muon's learning rate with the width: "adam" as 1/width (the paper's), "sqrt", "none".
     muon_lr: str = "none"
-    peak: str = "group"
+    peak: str = "group"  # whether scaled decay divides by the "group"'s own peak or by the undivided "base" peak
+    # "adamw" without decay, or "muon" at the base learning rate with decay (the paper's codebase).
     router: str = "adamw"
-    qkv: str = "split"
-    clip: float = 1.0
+    qkv: str = "split"  # whether Muon sees queries, keys and values "split" or "fused" in one matrix
+    clip: float = 1.0  # largest global gradient norm; 0 does not clip
 
     def __post_init__(self) -> None:
         _require_one_of("optimizer.algorithm", self.algorithm, ("muon", "adamw"))
@@ -126,21 +109,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the run, as a multiple of the peak.
+    """The learning rate over the run, as a multiple of the peak."""
 
-    Attributes:
-        shape: "cosine", "wsd" (warmup, stable, decay) or "constant" (after warmup).
-        warmup_steps: None is the paper's rule, cut to a tenth of the run.
-        warmup_shape: "linear" or "cosine".
-        final_fraction: What is left of the peak at the end.
-        decay_fraction: The share of the run that decays under "wsd".
-    """
-
-    shape: str = "cosine"
-    warmup_steps: int | None = None
-    warmup_shape: str = "linear"
-    final_fraction: float = 0.1
-    decay_fraction: float = 0.2
+    shape: str = "cosine"  # "cosine", "wsd" (warmup, stable, decay) or "constant" (after warmup)
+    warmup_steps: int | None = None  # None is the paper's rule, cut to a tenth of the run
+    warmup_shape: str = "linear"  # "linear" or "cosine"
+    final_fraction: float = 0.1  # what is left of the peak at the end
+    decay_fraction: float = 0.2  # the share of the run that decays under "wsd"
 
     def __post_init__(self) -> None:
         _require_one_of("schedule.shape", self.shape, SHAPES)
@@ -161,21 +136,18 @@ class ParallelConfig:
     """How the ranks that torchrun starts share the work; one process alone does not look at it.
 
     A run may go on with other settings, and on another number of ranks: sums change in their last digits, nothing else.
-
-    Attributes:
-        strategy: "ddp" keeps the model on every rank and divides Muon's matrices among them; "fsdp" divides weights,
-            gradients and optimizer state as well.
-        experts: Under "fsdp", experts are cut along their "stack", so that each rank holds whole ones and Muon sends
-            nothing for them; or along the "rows" of each, which gives every rank a part where ranks outnumber experts.
-        replicas: Copies of the model under "fsdp", each divided over `ranks / replicas` ranks that follow each other;
-            with as many as there are machines, weights travel within a machine only.
-        timeout: Seconds without progress after which a rank ends itself, because another one is lost.
     """
 
+    # "ddp" keeps the model on every rank and divides Muon's matrices among them; "fsdp" divides weights, gradients
+    # and optimizer state as well.
     strategy: str = "ddp"
+    # Under "fsdp", experts are cut along their "stack", so that each rank holds whole ones and Muon sends nothing for
+    # them; or along the "rows" of each, which gives every rank a part where ranks outnumber experts.
     experts: str = "stack"
+    # Copies of the model under "fsdp", each divided over `ranks / replicas` ranks that follow each other; with as
+    # many as there are machines, weights travel within a machine only.
     replicas: int = 1
-    timeout: float = 600.0
+    timeout: float = 600.0  # seconds without progress after which a rank ends itself, because another one is lost
 
     def __post_init__(self) -> None:
         _require_one_of("parallel.strategy", self.strategy, ("ddp", "fsdp"))
@@ -186,81 +158,46 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        model: Shape and constants of the decoder; None, like `data`, where a task says what is trained.
-        data: Tokens.
-        optimizer: How weights move.
-        schedule: Learning rate over the run.
-        steps: Updates.
-        batch: Sequences in an update; of a task the rows of its batches.
-        accumulation: Micro-batches an update is cut into.
-        seed: Of the initial weights and of the data order.
-        arm: What a comparison calls this run; runs that differ in the seed alone share it.
-        eval_every: Updates between evaluations; the end is always evaluated.
-        checkpoint_every: Updates between checkpoints; the end is always saved.
-        checkpoint_seconds: Save also when the last checkpoint is so old; 0 goes by updates alone.
-        keep: Checkpoints to keep besides the best.
-        log_every: Updates between training records.
-        telemetry_every: Updates between telemetry samples, beside the first and the last update; 0 takes none.
-        device: "cpu", "cuda", or "auto" for a GPU where there is one.
-        precision: "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU.
-        weights: Dtype of the parameters: "float32", or "bfloat16" with stochastic rounding and no float32 copy.
-        compile: "on", "off", or "auto" for compiling the decoder on a GPU.
-        graphs: "on", "off", or "auto" for replaying small updates of the decoder on a GPU as CUDA graphs.
-        threads: CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed.
-        diverged: Stop when the training loss exceeds its best by so many nats.
-        skipped: Stop when so many updates in a row are skipped because their gradients are not finite.
-        tensorboard: Also write TensorBoard events into the run folder.
-        wandb: Also log to this Weights & Biases project.
-        parallel: How several ranks share the work.
-        task: What is trained instead of the decoder.
-    """
-
-    # Only code about decoders reads these two, and need not ask whether they are there.
+    # The decoder and its tokens; None where a task says what is trained. Only code about decoders reads these two, and
+    # need not ask whether they are there.
     model: ModelConfig = None  # type: ignore[assignment]
     data: DataConfig = None  # type: ignore[assignment]
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    steps: int = 1000
-    batch: int = 8
-    accumulation: int = 1
-    seed: int = 0
-    arm: str = ""
-    eval_every: int = 100
-    checkpoint_every: int = 500
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # how weights move
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # learning rate over the run
+    steps: int = 1000  # updates
+    batch: int = 8  # sequences in an update; of a task the rows of its batches
+    accumulation: int = 1  # micro-batches an update is cut into
+    seed: int = 0  # of the initial weights and of the data order
+    arm: str = ""  # what a comparison calls this run; runs that differ in the seed alone share it
+    eval_every: int = 100  # updates between evaluations; the end is always evaluated
+    checkpoint_every: int = 500  # updates between checkpoints; the end is always saved
+    # Save also when the last checkpoint is so old; 0 goes by updates alone.
     checkpoint_seconds: float = CHECKPOINT_SECONDS
-    keep: int = 2
-    log_every: int = 1
-    telemetry_every: int = 10
-    device: str = "auto"
-    precision: str = "auto"
+    keep: int = 2  # checkpoints to keep besides the best
+    log_every: int = 1  # updates between training records
+    telemetry_every: int = 10  # updates between telemetry samples, beside the first and the last update; 0 takes none
+    device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU where there is one
+    precision: str = "auto"  # "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU
+    # Dtype of the parameters: "float32", or "bfloat16" with stochastic rounding and no float32 copy.
     weights: str = "float32"
-    compile: str = "auto"
-    graphs: str = "auto"
-    threads: int = 0
-    diverged: float = 5.0
-    skipped: int = 20
-    tensorboard: bool = False
-    wandb: str = ""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    task: TaskConfig | None = None
+    compile: str = "auto"  # "on", "off", or "auto" for compiling the decoder on a GPU
+    graphs: str = "auto"  # "on", "off", or "auto" for replaying small updates of the decoder on a GPU as CUDA graphs
+    threads: int = 0  # CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed
+    diverged: float = 5.0  # stop when the training loss exceeds its best by so many nats
+    skipped: int = 20  # stop when so many updates in a row are skipped because their gradients are not finite
+    tensorboard: bool = False  # also write TensorBoard events into the run folder
+    wandb: str = ""  # also log to this Weights & Biases project
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how several ranks share the work
+    task: TaskConfig | None = None  # what is trained instead of the decoder
 
     def __post_init__(self) -> None:
         for name in ("model", "data"):
             if (getattr(self, name) is None) != (self.task is not None):
                 raise ValueError(f"setting {name} is missing" if self.task is None else f"a task has no {name}")
-        for name in (
-            "steps",
-            "batch",
-            "accumulation",
-            "eval_every",
-            "checkpoint_every",
-            "keep",
-            "log_every",
-            "skipped",
-        ):
+        counts = ("steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep", "log_every", "skipped")
+        for name in counts:
             _require(1 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 1 and below 2**63")
         for name in ("seed", "telemetry_every", "threads"):
             _require(0 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 0 and below 2**63")

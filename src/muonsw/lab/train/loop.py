@@ -29,13 +29,9 @@ SAVING_INTERVALS = 50
 
 @dataclass
 class SaveClock:
-    """Asks for a checkpoint when the last one is old; saving changes no number of the run, so the clock may decide.
+    """Asks for a checkpoint when the last one is old; saving changes no number of the run, so the clock may decide."""
 
-    Attributes:
-        seconds: How old it may be; 0 never asks.
-    """
-
-    seconds: float
+    seconds: float  # how old it may be; 0 never asks
     _saved: float = field(default_factory=time.monotonic)
     _took: float = 0.0
 
@@ -55,17 +51,12 @@ class SaveClock:
 
 @dataclass(frozen=True)
 class Watch:
-    """Callbacks for what happens during a run.
+    """Callbacks for what happens during a run."""
 
-    Attributes:
-        started: The run, before its first update; `step` says where it resumes.
-        record: Every record that is logged.
-        note: A sentence about something unusual.
-    """
-
+    # The run, before its first update; `step` says where it resumes.
     started: Callable[[Training], None] = lambda _training: None
-    record: Sink = lambda _record: None
-    note: Callable[[str], None] = lambda _text: None
+    record: Sink = lambda _record: None  # every record that is logged
+    note: Callable[[str], None] = lambda _text: None  # a sentence about something unusual
 
 
 def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: World | None = None) -> dict[str, Any]:

@@ -31,15 +31,10 @@ READ_EVERY = 16
 
 @dataclass
 class Journal:
-    """Turns what updates leave on the device into records, and passes them on.
+    """Turns what updates leave on the device into records, and passes them on."""
 
-    Attributes:
-        training: The run.
-        sinks: Where the records go; empty on ranks that do not lead.
-    """
-
-    training: Training
-    sinks: Sequence[Sink] = ()
+    training: Training  # the run
+    sinks: Sequence[Sink] = ()  # where the records go; empty on ranks that do not lead
     _waiting: list[tuple[int, float, Tensor]] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
     _since: float = field(default_factory=time.perf_counter)
