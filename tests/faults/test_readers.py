@@ -18,7 +18,7 @@ from muonsw.lab.diagnose.diagnosis import as_data, diagnose
 from muonsw.lab.runs import load_run
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import load_model
-from muonsw.lab.train.folder import read_config
+from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.faults.folders import LONG, config, folders
 from tests.faults.test_damage import NEWER, digest
@@ -169,7 +169,7 @@ RUN, DATA, EXPORT = (
     (lambda: folders().copy("export")),
 )
 READERS = {
-    "config": (RUN, "config.json", read_config, True),
+    "config": (RUN, "config.json", lambda folder: read_config_file(folder / "config.json"), True),
     "config of a report": (RUN, "config.json", read_run, True),
     "environment": (RUN, "environment.json", read_run, True),
     "result": (RUN, "result.json", read_run, True),

@@ -17,8 +17,9 @@ from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.parsing import changed, given
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.studies.arms import refuse_too_much_decay
-from muonsw.lab.studies.program import read_config_file, run
+from muonsw.lab.studies.program import run
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
 from muonsw.lab.train.records import require_sinks
 from muonsw.lab.train.state import resolve_device

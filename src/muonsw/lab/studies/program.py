@@ -28,8 +28,6 @@ from muonsw.lab.train.state import resolve_device
 from muonsw.lab.train.world import joined, known_to_all, speaker
 from muonsw.text import counted
 
-__all__ = ["main", "read_config_file", "run"]
-
 
 @enduring
 def main(arguments: Sequence[str] | None = None) -> int:

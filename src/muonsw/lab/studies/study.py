@@ -189,18 +189,13 @@ def seven_digits(value: Any) -> Any:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def nothing(_results: Results, _scale: Scale) -> Sequence[Any]:
+def nothing(_results: Results, _where: Scale | Path) -> Sequence[Any]:
     """No claim, no table or figure beside those that every study has."""
     return ()
 
 
 def _listed(sizes: Iterable[int]) -> str:
     return ", ".join(f"{size:,}" for size in sorted(set(sizes)))
-
-
-def no_figures(_results: Results, _folder: Path) -> list[Path]:
-    """No figure in a file of its own."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -216,7 +211,7 @@ class TrainingStudy(Study[Results]):
     claims: Callable[[Results, Scale], Sequence[Claim]] = nothing  # the claims that they allow
     own_tables: Callable[[Results, Scale], Sequence[Table]] = nothing
     charts: Callable[[Results, Scale], Sequence[Chart]] = nothing  # figures of its own, for the page
-    figures: Callable[[Results, Path], list[Path]] = no_figures  # figures of its own, as files in a folder
+    figures: Callable[[Results, Path], Sequence[Path]] = nothing  # figures of its own, as files in a folder
     # By scale, what a reader should know of it there, in sentences.
     notes: Mapping[str, str] = field(default_factory=dict)
     scale: Scale = CPU  # at which size it is run
@@ -323,7 +318,8 @@ class TrainingStudy(Study[Results]):
             for arm, those in arms.items()
             for run in those
         ]
-        return self.figures(usable, folder) + write_report(
+        own = self.figures(usable, folder)
+        page = write_report(
             folder / PAGE,
             self.title,
             runs,
@@ -333,3 +329,4 @@ class TrainingStudy(Study[Results]):
             figures=self.charts(found, self.scale),
             images=images,
         )
+        return [*own, *page]

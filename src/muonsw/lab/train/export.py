@@ -20,7 +20,7 @@ from muonsw.lab.data.tokenizers import Tokenizer, store
 from muonsw.lab.model import Decoder, ModelConfig, unallocated
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, read_config, refuse_changes
+from muonsw.lab.train.folder import CHECKPOINTS, read_config_file, refuse_changes
 
 MODEL, CONFIG, TOKENIZER, UNFINISHED = "model.safetensors", "config.json", "tokenizer", ".unfinished"
 FORMAT = "muonsw-decoder"
@@ -77,7 +77,7 @@ def _write_model(unfinished: Path, path: Path, tensors: Mapping[str, torch.Tenso
 
 def _decoder_config(run: Path) -> RunConfig:
     """The config of a run that trained the decoder."""
-    config = read_config(run)
+    config = read_config_file(run / CONFIG)
     if config.task is not None:
         where = f"{run / CHECKPOINTS}/step-*/model.safetensors"
         raise UsageError(f"{run} trained {config.task.name}, whose weights by name are in {where}: load those yourself")

@@ -101,15 +101,6 @@ def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
         raise UsageError(f"{where} holds a run with other settings; {fix}:\n{lines}")
 
 
-def read_config(folder: Path) -> RunConfig:
-    """The config of the run in a folder.
-
-    Raises:
-        UsageError: If there is none, or it is not one.
-    """
-    return read_config_file(folder / CONFIG)
-
-
 def read_config_file(path: Path) -> RunConfig:
     """The run that a JSON file describes.
 
@@ -120,11 +111,6 @@ def read_config_file(path: Path) -> RunConfig:
         return RunConfig.from_data(read_object(path))
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
-
-
-def write_result(folder: Path, result: Mapping[str, Any]) -> None:
-    """Say that the run is complete, and how it ended."""
-    write_json(folder / RESULT, result)
 
 
 def write_environment(folder: Path, **more: Any) -> None:

@@ -14,9 +14,10 @@ import torch
 from muonsw import Telemetry
 from muonsw.lab.base.errors import Diverged, Interrupted, UsageError
 from muonsw.lab.base.processes import StopRequest, stop_requests, torch_threads
+from muonsw.lab.base.storage import write_json
 from muonsw.lab.train.checkpoint import CheckpointError, Shelf
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, claimed, require_free, write_environment, write_result
+from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, RESULT, claimed, require_free, write_environment
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks, tensorboard_sink, wandb_sink
 from muonsw.lab.train.shared import SharedShelf
 from muonsw.lab.train.state import Training, with_fingerprint
@@ -102,7 +103,7 @@ def _train(training: Training, folder: Path, watch: Watch, request: StopRequest)
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
             raise Diverged(f"{error}; {kept}", error.step) from error
     result = _result(training)
-    training.world.leading(lambda: write_result(folder, result))
+    training.world.leading(lambda: write_json(folder / RESULT, result))
     return result
 
 
