@@ -40,21 +40,13 @@ class WrongLossError(RuntimeError):
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is timed.
+    """How much is timed."""
 
-    Attributes:
-        batch: Sequences in an update; None is the preset's.
-        micro: Sequences in a micro-batch; None is the preset's.
-        blocks: Blocks of updates, of which the median is taken.
-        updates: Updates in a block.
-        graphs: "auto", "on" or "off", as in `RunConfig`.
-    """
-
-    batch: int | None = None
-    micro: int | None = None
-    blocks: int = 5
-    updates: int = 2
-    graphs: str = "auto"
+    batch: int | None = None  # sequences in an update; None is the preset's
+    micro: int | None = None  # sequences in a micro-batch; None is the preset's
+    blocks: int = 5  # blocks of updates, of which the median is taken
+    updates: int = 2  # updates in a block
+    graphs: str = "auto"  # "auto", "on" or "off", as in `RunConfig`
 
     def of(self, config: RunConfig) -> RunConfig:
         """The run with these sizes."""
