@@ -2,11 +2,13 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from muonsw import NORM_RULES, MuonSW
@@ -19,6 +21,7 @@ from tests.distributed.problems import (
     gradient,
     group_of,
     groups_of,
+    mesh_of,
     parameters,
     plain,
     take_step,
@@ -215,13 +218,23 @@ def gradient_on_some_ranks():
     optimizer.step()
 
 
+def gradient_of_a_replicated_dtensor_on_some_ranks(algorithm):
+    """Rank 2 would move its copy, or its momentum, by another gradient than the others."""
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh_of(4), [Replicate()]))
+    optimizer = MuonSW([{"params": [("w", param)], "algorithm": algorithm}], lr=PEAK)
+    param.grad = None if dist.get_rank() == 2 else torch.ones_like(param)
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
         (different_copies, "w has other values on another rank of process_group"),
-        (gradient_on_some_ranks, "w has a gradient on some ranks of process_group only"),
+        (gradient_on_some_ranks, "w has a gradient on some ranks only"),
+        (partial(gradient_of_a_replicated_dtensor_on_some_ranks, "adamw"), "w has a gradient on some ranks only"),
+        (partial(gradient_of_a_replicated_dtensor_on_some_ranks, "muon"), "w has a gradient on some ranks only"),
     ],
-    ids=["copies", "gradients"],
+    ids=["copies", "gradients", "adamw", "muon"],
 )
 def test_what_is_not_replicated_is_refused_on_every_rank(pool, case, message):
     for ok, answer in pool.attempt(case):

@@ -234,18 +234,26 @@ class Agreement:
 
 
 def _absent(watched: Sequence[Member], missing: Sequence[int], values: Sequence[int]) -> list[Tensor]:
-    """Parameters that lack a gradient here and have one elsewhere, where it counts as zero."""
+    """Parameters that lack a gradient here, where it counts as zero, and have one elsewhere."""
     absent = []
     for place, member in enumerate(watched):
         missing_everywhere, missing_somewhere = values[place], -values[place + len(watched)]
-        if not is_dtensor(member.param) and missing_everywhere != missing_somewhere:
+        if missing_everywhere != missing_somewhere and _has_copies_only(member.param, watched):
             raise ValueError(
-                f"{member.name} has a gradient on some ranks of process_group only; average gradients over all ranks "
-                f"before the step, as DistributedDataParallel does (find_unused_parameters=True)"
+                f"{member.name} has a gradient on some ranks only, and all hold copies of it; average gradients over "
+                f"all ranks before the step, as DistributedDataParallel does (find_unused_parameters=True)"
             )
         if missing[place] and not missing_everywhere:
             absent.append(member.param)
     return absent
+
+
+def _has_copies_only(param: Tensor, watched: Sequence[Member]) -> bool:
+    """Whether all ranks that agree hold a whole parameter; on a mesh of some of them, others may lack its gradient."""
+    if not is_dtensor(param):
+        return True
+    replicated = all(placement.is_replicate() for placement in as_dtensor(param).placements)
+    return replicated and mesh_ranks([param]) == mesh_ranks(member.param for member in watched)
 
 
 def asked_by(group: Group) -> Group:
