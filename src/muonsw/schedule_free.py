@@ -316,6 +316,8 @@ class ScheduleFree(Optimizer):
 
     def _go_to_z(self, work: list[Batch], rates: list[Rates]) -> None:
         """Put z into the parameters that the optimizer is about to move, and b x where z was kept."""
+        if self.decay_at == "y" and any(not isinstance(one.phi, Tensor) and one.phi == 1 for one in rates):
+            raise ValueError("decay would take all of y in one step; lower lr or weight_decay, or leave decay_at='z'")
         self._make_z(work, rates)
         self._pending = []
         for batch, batch_rates in zip(work, rates, strict=True):

@@ -257,6 +257,20 @@ def test_a_step_that_raises_changes_nothing():
     assert optimizer.param_groups[0]["lr"] == 0.2
 
 
+def test_decay_that_takes_all_of_y_is_refused():
+    params = matrices((4, 6))
+    optimizer = ScheduleFree(SGDSW(params, lr=0.5, decay="constant", weight_decay=2.0), warmup_steps=2, decay_at="y")
+    optimizer.train()
+    set_gradients(params, 0)
+    optimizer.step()
+    before = everything(optimizer, params)
+    with pytest.raises(ValueError, match="decay would take all of y in one step"):
+        optimizer.step()
+    after = everything(optimizer, params)
+    assert_same(before[0], after[0])
+    assert before[1] == after[1]
+
+
 def test_a_step_without_memory_to_leave_y_goes_back(monkeypatch):
     """Up to rounding: y is found again from x and z."""
     params = matrices((4, 6), (6, 6))
