@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from muonsw import (
     ALGORITHMS,
@@ -96,6 +97,23 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped():
         return found
 
     assert records(9) == records(5) == records(4)
+
+
+@pytest.mark.parametrize("build", [MuonSW, torch.optim.AdamW])
+def test_the_step_by_which_torch_makes_state_for_a_checkpoint_is_no_update(build):
+    """It has gradients and a learning rate of zero; a first update of a warmup from zero has gradients."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = build(model.parameters(), lr=0.02)
+    telemetry = Telemetry(optimizer, every=1)
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state
+    assert telemetry.step == 0
+    assert telemetry.records == []
+    warm = build(model.parameters(), lr=0.0)
+    telemetry = Telemetry(warm, every=1)
+    set_gradients([model.weight], 0)
+    warm.step()
+    assert telemetry.last["step"] == 1
 
 
 def test_only_the_latest_records_are_kept():

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from muonsw import machine
 from muonsw.clipping import clipped_share
-from muonsw.distributed.shards import is_dtensor, whole
+from muonsw.distributed.shards import is_dtensor, local, whole
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry.observe_any import AnyOptimizerObserver
@@ -97,7 +97,7 @@ class Telemetry:
         self._norms = SpectralNorms(seed=seed) if spectral_norm else None
         self._condition = condition
         self._spectra: Spectra = {}
-        self._sampling = False
+        self._sampling = self._unseen = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -135,7 +135,8 @@ class Telemetry:
     @_disable_dynamo  # a compiled step calls hooks as they are, and its own graphs stay the same
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._observer.stop()  # a step that raised an error has left it on
-        self._sampling = self.due and not _capturing()
+        self._unseen = _capturing() or _makes_state(optimizer)
+        self._sampling = self.due and not self._unseen
         if self._sampling:
             closure = kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:])
             self._spectra = self._measure_spectra(optimizer, closure)
@@ -145,7 +146,7 @@ class Telemetry:
     @_disable_dynamo
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         if not self._sampling:
-            self.step += not _capturing()
+            self.step += not self._unseen
             return
         self.step += 1
         self._sampling = False
@@ -193,6 +194,14 @@ class Telemetry:
 def _capturing() -> bool:
     """Whether a CUDA graph is being recorded, which is not an update."""
     return machine.gpus() > 0 and torch.cuda.is_current_stream_capturing()
+
+
+def _makes_state(optimizer: Optimizer) -> bool:
+    """Whether this is the step at learning rates and gradients of zero by which torch makes state for a checkpoint."""
+    if optimizer.state or any(group.get("lr") != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [param.grad for _, _, _, param in members(optimizer) if param.requires_grad]
+    return all(grad is not None and not local(grad).any() for grad in gradients)
 
 
 def _as_sinks(sink: Sink | Iterable[Sink] | None) -> list[Sink]:
