@@ -199,6 +199,17 @@ def test_the_defect_is_that_of_the_direction_before_its_scale():
     assert telemetry.last["all"]["defect"] == pytest.approx(sum(every) / len(every), rel=1e-5)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_only_muons_directions_are_to_be_orthogonal(algorithm):
+    """SOAP's have size 3, and Dion2's, of which half the rows are zero, 0.5: no defect of theirs."""
+    params = matrices((12, 8))
+    optimizer = MuonSW([{"params": params, "algorithm": algorithm}], lr=0.02)
+    telemetry = Telemetry(optimizer, every=1)
+    set_gradients(params, 0)
+    optimizer.step()
+    assert ("defect" in telemetry.last["all"]) == (algorithm == "muon")
+
+
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_intended_and_applied_differ_in_low_precision(rounding):
     (param,) = matrices((32, 48), dtype=torch.bfloat16)

@@ -161,9 +161,8 @@ class OurOptimizerObserver:
     def _pieces(self, group: Group, bundle: Bundle, scale: float, rates: Rates) -> list[Piece]:
         side, with_momentum = 0, _momentum_key(bundle.parts[0]) is not None
         rule = norms.acting(group)
-        view = ALGORITHMS[group["algorithm"]].view(group)
-        if view is not None and (rule is None or rule.length is None):
-            side = min(_matrices(view, bundle.parts[0])[1:])
+        if group["algorithm"] == "muon" and (rule is None or rule.length is None):
+            side = min(_matrices(MatrixView.of(group), bundle.parts[0])[1:])
         follows = change_follows(group, bundle.parts[0].item.param)
         eta, phi = rates.applied(bundle.parts[0].item.param.dtype)
         share = phi if rule is None else None  # a norm rule takes another share of every weight
