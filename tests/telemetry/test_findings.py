@@ -39,6 +39,15 @@ def test_a_norm_that_only_started_too_large_is_not_reported():
     assert not findings.history
 
 
+def test_what_a_norm_lost_before_the_learning_rate_came_down_is_no_collapse():
+    """From 3 to 1 at the peak, and to 0.85 after it."""
+    findings = Findings()
+    for step in range(1, 101):
+        lr = 1.0 if step < 60 else 0.3
+        findings(record(step, lr, max(3.0 - step / 20, 1.0) if step < 65 else 0.85))
+    assert not findings.history
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"relative": 0.2}, "updates of role 'experts' are 20%"), ({"arrived": 0.5}, "move by 50% of what is intended")],

@@ -29,7 +29,7 @@ AGAIN = 10
 
 
 class RoleHistory:
-    """What must be remembered of a role: its largest norm, its norm when the rate had halved, its latest values."""
+    """What must be remembered of a role: its largest norm since the peak of lr, that at half of it, the latest."""
 
     def __init__(self) -> None:
         self.top_lr = self.top_norm = 0.0
@@ -42,7 +42,8 @@ class RoleHistory:
         self.latest.append(values)
         if norm is None or lr is None:
             return
-        self.top_lr, self.top_norm = max(self.top_lr, lr), max(self.top_norm, norm)
+        self.top_norm = norm if lr >= self.top_lr else max(self.top_norm, norm)
+        self.top_lr = max(self.top_lr, lr)
         if lr > HALVED * self.top_lr:
             self.halved = None
         elif self.halved is None:
