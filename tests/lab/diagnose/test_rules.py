@@ -209,6 +209,15 @@ def test_a_defect_names_its_likely_cause(tmp_path, defect, word):
 def test_clipping_costs_what_it_costs_the_algorithm(tmp_path):
     always = {**LONG, "grad_norm": 3.0}
     muon = CHECKS["clipping"](make_history(tmp_path / "muon", **always, optimizer={"clip": 1.0}))
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_around_a_loss_that_hardly_falls_is_no_divergence(tmp_path, seed):
+    generator = np.random.default_rng(seed)
+    curve = [3.0 - 0.1 * n / 4000 + 0.2 * float(generator.standard_normal()) for n in range(4000)]
+    assert CHECKS["diverging"](make_history(tmp_path / "run", losses=curve)) is None
+    rising = [loss + max(0.0, (n - 3000) / 1000) for n, loss in enumerate(curve)]
+    assert CHECKS["diverging"](make_history(tmp_path / "rising", losses=rising)) is not None
+
+
     adamw = {"clip": 1.0, "algorithm": "adamw", "betas": [0.9, 0.95]}
     other = CHECKS["clipping"](make_history(tmp_path / "adamw", **always, optimizer=adamw))
     assert (muon.severity, other.severity) == (Severity.NOTE, Severity.WARNING)

@@ -23,6 +23,8 @@ from muonsw.text import counted
 MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
 # Share of the records that one average of the loss covers, and share of the progress that may be given back.
 AVERAGED, GIVEN_BACK = 0.05, 0.1
+# Standard errors of such an average by which chance alone does not lift the last one above the lowest.
+CHANCE = 6.0
 HELD = 0.15
 # exp(-3) = 0.05: the squared norm has forgotten 95% of its start.
 RELAXED = 3.0
@@ -203,7 +205,8 @@ def diverging(history: History) -> Said:
     averages = np.convolve(losses, np.full(width, 1.0 / width), mode="valid")
     best = int(averages.argmin())
     progress, back = float(averages[0] - averages[best]), float(averages[-1] - averages[best])
-    if not back > GIVEN_BACK * max(progress, 1e-12):
+    noise = float(np.median(np.abs(np.diff(losses)))) / width**0.5
+    if not back > max(GIVEN_BACK * progress, CHANCE * noise, 1e-12):
         return None
     step = int(steps[best + width // 2])
     text = (
