@@ -1,5 +1,6 @@
 """Each rule on a run where it must speak, and on runs where it must not."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +225,18 @@ def test_noise_around_a_loss_that_hardly_falls_is_no_divergence(tmp_path, seed):
     assert muon.numbers == other.numbers == {"share": 1.0}
     off = CHECKS["clipping"](make_history(tmp_path / "off", **always, optimizer={"clip": 0.0}))
     assert off is None
+
+
+def test_skipped_steps_are_counted_over_a_resume(tmp_path):
+    """Telemetry that is attached anew counts from zero: 3 before, 2 after."""
+    folder = make_run(tmp_path / "run", steps=400, every=20, skipped=3)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in (line for line in lines if line["kind"] == "telemetry" and line["step"] > 200):
+        line["skipped"] = 0 if line["step"] < 300 else 2
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    finding = CHECKS["skipped"](History(load_run(folder)))
+    assert finding is not None
+    assert finding.numbers["skipped"] == 5
 
 
 @pytest.mark.parametrize(("clipped", "speaks"), [(0.95, True), (0.5, False)])

@@ -171,7 +171,9 @@ def too_few_samples(history: History) -> Said:
 def skipped_steps(history: History) -> Said:
     """Updates were left out because gradients were not finite."""
     known = history.run.telemetry.skipped
-    skipped = int(np.nanmax(known)) if np.isfinite(known).any() else 0
+    known = known[np.isfinite(known)]
+    # A run that was resumed counts from zero again.
+    skipped = int(known[-1] + known[:-1][np.diff(known) < 0].sum()) if len(known) else 0
     if not skipped:
         return None
     share = skipped / max(int(history.steps[-1]), 1)
