@@ -145,6 +145,9 @@ def test_decay_that_is_off_is_a_note_not_a_warning(tmp_path):
     assert "lambda is 0" in finding.text
 
 
+    none = CHECKS["decay-idle"](make_history(tmp_path / "none", lam=0.1, steps=400, rule="none"))
+    assert none is not None
+    assert "or their decay rule takes nothing" in none.text
 @pytest.mark.parametrize(
     ("steps", "every", "text"),
     [

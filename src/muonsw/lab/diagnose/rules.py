@@ -282,8 +282,10 @@ def decay_idle(history: History) -> Said:
         return None
     numbers = {"decay_total": total, "kept": float(np.exp(-total))}
     if total == 0.0:
-        text = f"{subject(history.scope)} are not decayed: lambda is 0 for them."
+        text = f"No decay acts on {words(history.scope)}: lambda is 0, or their decay rule takes nothing."
         return Severity.NOTE, text, numbers
+    if history.run.in_progress:
+        return None
     text = (
         f"Decay has hardly any effect on {words(history.scope)} in a run of this length: the sum of its factors phi is "
         f"{total:.2g}, so decay alone would have kept {percent(numbers['kept'])} of them. Here it does not matter "
