@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from muonsw import JsonlSink, MuonSW, Telemetry
 from muonsw.lab.diagnose.diagnosis import diagnose
 from muonsw.lab.diagnose.history import History
 from muonsw.lab.diagnose.rules import RULES, Finding, Severity, examine, ordered
@@ -143,11 +145,11 @@ def test_decay_that_is_off_is_a_note_not_a_warning(tmp_path):
     assert finding is not None
     assert finding.severity is Severity.NOTE
     assert "lambda is 0" in finding.text
-
-
     none = CHECKS["decay-idle"](make_history(tmp_path / "none", lam=0.1, steps=400, rule="none"))
     assert none is not None
     assert "or their decay rule takes nothing" in none.text
+
+
 @pytest.mark.parametrize(
     ("steps", "every", "text"),
     [
@@ -172,12 +174,48 @@ def test_idle_decay_says_how_much_there_is(tmp_path):
     assert f"is {total:.2g}" in finding.text
 
 
+def test_a_run_that_goes_on_is_not_told_to_decay_more(tmp_path):
+    """A tenth of a run has a tenth of its decay."""
+    history = make_history(tmp_path / "run", **SCALED | {"lam": 0.04, "complete": False})
+    lines = (history.run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (history.run.path / "metrics.jsonl").write_text("".join(lines[: len(lines) // 10]), encoding="utf-8")
+    early = History(load_run(history.run.path))
+    assert early.relaxations < 0.6 < history.relaxations
+    assert early.lr_left < 1.0
+    assert CHECKS["decay-idle"](early) is None
+
+
+def test_a_peak_between_two_samples_was_reached(tmp_path):
+    """The summaries of the groups know of updates that were not sampled."""
+    path, model = tmp_path / "telemetry.jsonl", torch.nn.Linear(8, 8, bias=False)
+    for peak_lr, fires in ((None, False), (0.04, True)):
+        optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.5, peak_lr=peak_lr)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
+        with JsonlSink(path) as sink, Telemetry(optimizer, every=30, start_step=1, sink=sink):
+            for _ in range(100):
+                model.weight.grad = torch.ones_like(model.weight)
+                optimizer.step()
+                schedule.step()
+        history = History(load_run(path))
+        assert history.highest("lr") < 0.95 * 0.02
+        assert (CHECKS["peak-not-reached"](history) is not None) == fires
+
+
 def test_a_peak_ahead_or_divided_on_purpose_is_no_mistake(tmp_path):
     base = make_history(tmp_path / "base", **SCALED | {"peak": 0.08, "optimizer": {"peak": "base"}})
     assert CHECKS["peak-not-reached"](base) is None
     early = make_history(tmp_path / "early", steps=100, warmup=200, every=5, complete=False)
     assert CHECKS["peak-not-reached"](early) is None
     assert CHECKS["decay-idle"](early) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_around_a_loss_that_hardly_falls_is_no_divergence(tmp_path, seed):
+    generator = np.random.default_rng(seed)
+    curve = [3.0 - 0.1 * n / 4000 + 0.2 * float(generator.standard_normal()) for n in range(4000)]
+    assert CHECKS["diverging"](make_history(tmp_path / "run", losses=curve)) is None
+    rising = [loss + max(0.0, (n - 3000) / 1000) for n, loss in enumerate(curve)]
+    assert CHECKS["diverging"](make_history(tmp_path / "rising", losses=rising)) is not None
 
 
 def test_a_loss_that_is_not_a_number_is_the_worst(tmp_path):
@@ -187,6 +225,18 @@ def test_a_loss_that_is_not_a_number_is_the_worst(tmp_path):
     assert findings[0].rule == "diverging"
     assert findings[0].severity is Severity.PROBLEM
     assert "since step 3,901" in findings[0].text
+
+
+def test_skipped_steps_are_counted_over_a_resume(tmp_path):
+    """Telemetry that is attached anew counts from zero: 3 before, 2 after."""
+    folder = make_run(tmp_path / "run", steps=400, every=20, skipped=3)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in (line for line in lines if line["kind"] == "telemetry" and line["step"] > 200):
+        line["skipped"] = 0 if line["step"] < 300 else 2
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    finding = CHECKS["skipped"](History(load_run(folder)))
+    assert finding is not None
+    assert finding.numbers["skipped"] == 5
 
 
 def test_the_share_of_skipped_steps_decides_how_bad_it_is(tmp_path):
@@ -213,33 +263,12 @@ def test_a_defect_names_its_likely_cause(tmp_path, defect, word):
 def test_clipping_costs_what_it_costs_the_algorithm(tmp_path):
     always = {**LONG, "grad_norm": 3.0}
     muon = CHECKS["clipping"](make_history(tmp_path / "muon", **always, optimizer={"clip": 1.0}))
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_around_a_loss_that_hardly_falls_is_no_divergence(tmp_path, seed):
-    generator = np.random.default_rng(seed)
-    curve = [3.0 - 0.1 * n / 4000 + 0.2 * float(generator.standard_normal()) for n in range(4000)]
-    assert CHECKS["diverging"](make_history(tmp_path / "run", losses=curve)) is None
-    rising = [loss + max(0.0, (n - 3000) / 1000) for n, loss in enumerate(curve)]
-    assert CHECKS["diverging"](make_history(tmp_path / "rising", losses=rising)) is not None
-
-
     adamw = {"clip": 1.0, "algorithm": "adamw", "betas": [0.9, 0.95]}
     other = CHECKS["clipping"](make_history(tmp_path / "adamw", **always, optimizer=adamw))
     assert (muon.severity, other.severity) == (Severity.NOTE, Severity.WARNING)
     assert muon.numbers == other.numbers == {"share": 1.0}
     off = CHECKS["clipping"](make_history(tmp_path / "off", **always, optimizer={"clip": 0.0}))
     assert off is None
-
-
-def test_skipped_steps_are_counted_over_a_resume(tmp_path):
-    """Telemetry that is attached anew counts from zero: 3 before, 2 after."""
-    folder = make_run(tmp_path / "run", steps=400, every=20, skipped=3)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    for line in (line for line in lines if line["kind"] == "telemetry" and line["step"] > 200):
-        line["skipped"] = 0 if line["step"] < 300 else 2
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    finding = CHECKS["skipped"](History(load_run(folder)))
-    assert finding is not None
-    assert finding.numbers["skipped"] == 5
 
 
 @pytest.mark.parametrize(("clipped", "speaks"), [(0.95, True), (0.5, False)])

@@ -315,12 +315,22 @@ def peak_not_reached(history: History) -> Said:
     # With the undivided peak for all groups a divided learning rate stays below it on purpose.
     if not used < REACHED * peak or history.setting("peak") == "base" or _still_rising(history):
         return None
+    if _reached_between_samples(history):
+        return None
     text = (
         f"The learning rate of {words(history.scope)} never reached the peak that decay divides by: the peak is "
         f"{peak:.3g}, the highest learning rate was {used:.3g}. Decay is therefore {percent(used / peak)} of what "
         "lambda says. Set peak_lr to the peak of the schedule."
     )
     return Severity.WARNING, text, {"highest_lr": used, "peak_lr": peak}
+
+
+def _reached_between_samples(history: History) -> bool:
+    """Whether all param groups that divide by a peak have been near it, as their summaries in the records say."""
+    records = history.run.telemetry.scope("")
+    peaks = [key for key in records if key.startswith("groups.") and key.endswith(".peak_lr")]
+    highest = [records.get(key.replace(".peak_lr", ".highest_lr"), np.full(records.records, np.nan)) for key in peaks]
+    return bool(peaks) and all(top[-1] >= REACHED * records[key][-1] for key, top in zip(peaks, highest, strict=True))
 
 
 def _still_rising(history: History) -> bool:
