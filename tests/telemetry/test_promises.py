@@ -261,6 +261,18 @@ def test_parameters_without_a_gradient_are_left_out():
         assert telemetry.last["all"]["weight_rms"] is None
 
 
+def test_a_frozen_parameter_that_still_has_a_gradient_is_measured():
+    """torch's optimizers move it."""
+    params = matrices((4, 4), (4, 4))
+    optimizer = torch.optim.AdamW(params, lr=0.01)
+    telemetry = Telemetry(optimizer, every=1)
+    set_gradients(params, 0)
+    params[0].requires_grad_(False)
+    step = Step(optimizer, params)
+    assert not torch.equal(step.before[0], step.after[0])
+    assert telemetry.last["all"]["numel"] == 32
+
+
 def test_an_error_in_the_step_is_no_update():
     params = matrices((6, 4))
     optimizer = MuonSW(params, lr=0.02, nonfinite="raise")

@@ -36,7 +36,7 @@ class AnyOptimizerObserver:
         self.measured = Measurements()
         self._before, self._gradients = {}, {}
         for group, _, _, param in members(self.optimizer):
-            if param.numel() and param.requires_grad and (closure or param.grad is not None):
+            if param.numel() and (param.grad is not None or (closure and param.requires_grad)):
                 self._before[param] = param.detach().clone()
                 if not closure:
                     self._gradients[param] = self._gradient_rows(group, param)
