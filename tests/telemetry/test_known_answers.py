@@ -1,5 +1,7 @@
 """Values that theory or linear algebra knows beforehand."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,26 @@ def test_spectral_norms_and_condition_numbers(build):
         assert values["condition"] == pytest.approx(torch.linalg.cond(weight).item(), rel=1e-3)
     norms = [torch.linalg.matrix_norm(weight, ord=2).item() for weight in step.before]
     assert telemetry.last["all"]["spectral_norm"] == pytest.approx(sum(norms) / 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_weights_that_have_diverged_have_no_spectrum(value):
+    """The run goes on, other weights keep theirs, and so do these once they are finite again."""
+    params = matrices((8, 6), (6, 6))
+    optimizer = torch.optim.SGD(params, lr=1e-6)
+    telemetry = Telemetry(optimizer, every=1, spectral_norm=True, condition=True)
+    good = params[0].detach().clone()
+    for weight in (good, torch.full_like(good, value), good):
+        set_gradients(params, 0)
+        params[0].data.copy_(weight)
+        optimizer.step()
+    before, bad, after = (record["parameters"] for record in telemetry.records)
+    first, second = before
+    assert bad[first]["spectral_norm"] is None
+    assert bad[first]["condition"] is None
+    for key in ("spectral_norm", "condition"):
+        assert after[first][key] == pytest.approx(before[first][key], rel=1e-2)
+        assert bad[second][key] == pytest.approx(before[second][key], rel=1e-2)
 
 
 def test_spectral_norms_of_stacks_and_splits_and_none_of_vectors():

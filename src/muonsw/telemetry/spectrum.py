@@ -47,10 +47,10 @@ class SpectralNorms:
             V = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu").to(W)
         for _ in range(iterations):
             V = torch.linalg.qr(W.mT @ (W @ V)).Q
-        self._vectors[key] = V
+        if V.isfinite().all():
+            self._vectors[key] = V
         image = (W @ V).double()
-        squares: Tensor = torch.linalg.eigvalsh(image.mT @ image)[:, -1]
-        return squares.clamp(min=0).sqrt()
+        return _eigenvalues(image.mT @ image)[:, -1].clamp(min=0).sqrt()
 
 
 def condition_numbers(batches: Iterable[Tensor]) -> Tensor:
@@ -66,8 +66,15 @@ def condition_numbers(batches: Iterable[Tensor]) -> Tensor:
     for batch in batches:
         W = batch.detach().double()
         gram = W @ W.mT if W.shape[1] <= W.shape[2] else W.mT @ W
-        eigenvalues = torch.linalg.eigvalsh(gram)
+        eigenvalues = _eigenvalues(gram)
         noise = eigenvalues[:, -1] * gram.shape[-1] * torch.finfo(torch.float64).eps
         smallest = torch.where(eigenvalues[:, 0] > noise, eigenvalues[:, 0], 0.0)
         found.append((eigenvalues[:, -1] / smallest).sqrt())
     return torch.cat(found)
+
+
+def _eigenvalues(gram: Tensor) -> Tensor:
+    """Eigenvalues of symmetric matrices (count, n, n), ascending; not a number where torch would refuse a matrix."""
+    finite = gram.isfinite().all(-1).all(-1, keepdim=True)
+    values: Tensor = torch.linalg.eigvalsh(torch.where(finite.unsqueeze(-1), gram, 0.0))
+    return torch.where(finite, values, torch.nan)
