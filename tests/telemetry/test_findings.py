@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import MuonSW, Telemetry
+from muonsw import AdamWSW, MuonSW, Telemetry
 from muonsw.lab.diagnose.live import AGAIN, Findings
 from muonsw.lab.theory.schedule import lr_scheduler, warmup_cosine
 
@@ -58,6 +58,20 @@ def test_what_holds_over_several_samples_is_reported_and_repeated_rarely(options
     reported = [step for step in range(1, 401) if any(words in t for t in findings(record(step, 1.0, 1.0, **options)))]
     assert reported == [5, 5 * AGAIN]
     assert not [text for step in range(1, 401) for text in Findings()(record(step, 1.0, 1.0))]
+
+
+@pytest.mark.filterwarnings("ignore:rounding='nearest' loses")
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan", "nearest"])
+def test_only_rounding_to_nearest_loses_what_does_not_arrive(rounding):
+    """Few elements of a gain near 1 change at all at a time, and over many updates they move as far as intended."""
+    model = nn.RMSNorm(8).bfloat16()
+    findings = Findings()
+    optimizer = AdamWSW.for_model(model, lr=1e-5, weight_decay=0.0, rounding=rounding)
+    with Telemetry(optimizer, every=1, sink=findings):
+        for _ in range(20):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+    assert any("is lost in rounding" in text for _, text in findings.history) == (rounding == "nearest")
 
 
 def test_a_real_run_with_moderate_updates_is_left_in_peace():

@@ -163,7 +163,9 @@ class Telemetry:
             )
         if isinstance(optimizer, ScaledDecayOptimizer):
             summary = optimizer.summary()
-            record |= {"matrices": summary.matrices, "groups": [asdict(group) for group in summary.groups]}
+            roundings = [group["rounding"] for group in optimizer.param_groups]
+            groups = [asdict(group) | {"rounding": own} for group, own in zip(summary.groups, roundings, strict=True)]
+            record |= {"matrices": summary.matrices, "groups": groups}
             clipped = clipped_share(optimizer)
             record |= {} if clipped is None else {"clipped": clipped}
         self._records.append(record)

@@ -100,14 +100,17 @@ class Findings:
                 f"gradient clipping acted on {record['clipped']:.0%} of the updates since the last sample: it is then "
                 f"a division by the norm, not a guard against outliers; raise the limit",
             )
-        rules = {group["role"]: group["rule"] for group in record.get("groups", ()) if group["decay"]}
+        groups = record.get("groups", ())
+        rules = {group["role"]: group["rule"] for group in groups if group["decay"]}
+        # Stochastic rounding and Kahan's bring later what they do not now.
+        loses = not groups or any(group.get("rounding", "nearest") == "nearest" for group in groups)
         for role, values in record["roles"].items():
             history = self._roles.setdefault(role, RoleHistory())
             history.add(values)
-            yield from _of_role(role, history, rules.get(role))
+            yield from _of_role(role, history, rules.get(role), loses=loses)
 
 
-def _of_role(role: str, history: RoleHistory, rule: str | None) -> Iterator[tuple[str, str]]:
+def _of_role(role: str, history: RoleHistory, rule: str | None, *, loses: bool) -> Iterator[tuple[str, str]]:
     norm = history.latest[-1]["weight_rms"]
     if rule in FALLING_RULES and history.halved and norm is not None:
         lost = 1 - norm / history.top_norm
@@ -124,7 +127,7 @@ def _of_role(role: str, history: RoleHistory, rule: str | None) -> Iterator[tupl
             f"updates of role {role!r} are {size:.0%} of its weights, so momentum replaces them within the steps "
             f"that it remembers; lower the learning rate, or lambda if decay has made the weights this small",
         )
-    arrived = history.typical(_arrived)
+    arrived = history.typical(_arrived) if loses else None
     if arrived is not None and arrived < 1 - ROUNDING:
         yield (
             f"rounding {role}",
