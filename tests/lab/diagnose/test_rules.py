@@ -329,3 +329,19 @@ def test_missing_columns_silence_rules_and_break_none(tmp_path):
     assert history.tracking is None
     assert math.isnan(history.held_norm())
     assert examine(replace(history, scope="nowhere"))[0].rule == "too-few-samples"
+
+
+def test_weights_that_move_more_than_intended_lose_nothing(tmp_path):
+    """Cautious decay in float32, of which a record does not say that it is."""
+    model, path = torch.nn.Linear(8, 8, bias=False), tmp_path / "telemetry.jsonl"
+    optimizer = MuonSW.for_model(model, lr=0.01, weight_decay=5.0, cautious=True)
+    with JsonlSink(path) as sink, Telemetry(optimizer, every=1, sink=sink):
+        for _ in range(60):
+            model(torch.randn(16, 8)).sub(1.0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finding = CHECKS["rounding"](History(load_run(path)))
+    assert finding is not None
+    assert finding.numbers["arrived"] > 1.05
+    assert finding.severity is Severity.NOTE
+    assert "or decay is cautious" in finding.text

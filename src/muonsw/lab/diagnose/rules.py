@@ -437,12 +437,14 @@ def lost_in_rounding(history: History) -> Said:
     arrived = history.typical(ratio(history.column("applied_rms"), intended))
     if not abs(arrived - 1.0) > ROUNDING:
         return None
-    cause = (
-        "the rest is lost in rounding. Keep these weights in float32, or round stochastically"
-        if arrived < 1.0
-        else "rounding adds to it. Under stochastic rounding that averages out"
-    )
-    text = f"{subject(history.scope)} move by {percent(arrived)} of what decay and update intend: {cause}."
+    text = f"{subject(history.scope)} move by {percent(arrived)} of what decay and update intend: "
+    if arrived > 1.0:
+        text += (
+            "rounding adds to it, which averages out if it is stochastic or Kahan's, or decay is cautious, which takes "
+            "more where updates do."
+        )
+        return Severity.NOTE, text, {"arrived": arrived}
+    text += "the rest is lost in rounding. Keep these weights in float32, or round stochastically."
     return Severity.WARNING, text, {"arrived": arrived}
 
 
