@@ -165,6 +165,14 @@ def test_few_samples_get_advice_that_can_be_followed(tmp_path, steps, every, tex
     assert text in finding.text
 
 
+def test_decay_that_no_record_tells_is_not_found_by_more_samples(tmp_path):
+    history = make_history(tmp_path / "run", **SCALED | {"change": with_values(decay=None)})
+    finding = CHECKS["too-few-samples"](history)
+    assert finding is not None
+    assert "The decay of the decayed weights is not known" in finding.text
+    assert "Sample every" not in finding.text
+
+
 def test_idle_decay_says_how_much_there_is(tmp_path):
     history = make_history(tmp_path / "run", rule="constant", lam=0.008, steps=1000, every=1)
     finding = CHECKS["decay-idle"](history)

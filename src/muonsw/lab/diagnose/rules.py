@@ -158,7 +158,9 @@ def too_few_samples(history: History) -> Said:
         return None
     every = max(history.planned_steps // 100, 1)
     more = f"Sample every {f'{every} steps' if every > 1 else 'step'} (--telemetry-every)."
-    if history.planned_steps < ENOUGH_SAMPLES:
+    if not np.isfinite(history.column("decay")).any():
+        more = f"The decay of {words(history.scope)} is not known: a norm rule acts, or the optimizer does not tell it."
+    elif history.planned_steps < ENOUGH_SAMPLES:
         more = f"A run of {counted(history.planned_steps, 'step')} has no more of them."
     text = (
         f"Only {counted(n, 'telemetry sample')} with norm, update, decay and alignment: too few for fits and slopes, "
