@@ -83,8 +83,9 @@ def test_wrong_arguments():
         clip_optimizer_grads_(optimizer, 1.0, algorithms="adamw")
     with pytest.raises(ValueError, match="unknown algorithm 'adagrad'"):
         clip_optimizer_grads_(optimizer, 1.0, algorithms=("adagrad",))
-    with pytest.raises(TypeError, match="use torch"):
-        clip_optimizer_grads_(torch.optim.AdamW(model.parameters()), 1.0)
+    for other in (torch.optim.AdamW(model.parameters()), model, model.parameters()):
+        with pytest.raises(TypeError, match="use torch"):
+            clip_optimizer_grads_(other, 1.0)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(1e-3, 1.0), (1e6, 0.0)])

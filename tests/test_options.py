@@ -187,6 +187,26 @@ def test_a_model_in_the_place_of_parameters_is_reported_from_them():
         MuonSW(nn.Sequential(nn.Linear(2, 2)))
 
 
+@pytest.mark.parametrize("kind", [MuonSW, AdamWSW, SGDSW])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: model.parameters(),
+        lambda model: list(model.parameters()),
+        lambda model: model.named_parameters(),
+        lambda model: model.state_dict(),
+        lambda model: AdamWSW(model.parameters()),
+        list,
+        type,
+    ],
+    ids=["generator", "list", "named", "state", "optimizer", "modules", "class"],
+)
+def test_anything_else_in_the_place_of_a_model_is_refused_with_the_remedy(kind, given):
+    message = rf"{kind.__name__}\.for_model takes the model itself, .*; pass model, not model\.parameters\(\)"
+    with pytest.raises(TypeError, match=message):
+        kind.for_model(given(nn.Sequential(nn.Linear(2, 2))), lr=0.1)
+
+
 def test_eight_bit_weights_are_refused_by_name():
     weight = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match=r"w has dtype torch\.float8_e4m3fn, too coarse"):

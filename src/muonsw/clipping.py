@@ -70,7 +70,7 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm!r}: must be a number above 0")
     chosen = _chosen(algorithms)
-    if any("algorithm" not in group for group in optimizer.param_groups):
+    if any("algorithm" not in group for group in getattr(optimizer, "param_groups", [{}])):
         raise TypeError(
             f"clip_optimizer_grads_ needs an optimizer of this library, whose groups name their algorithm, not a "
             f"{type(optimizer).__name__}; use torch.nn.utils.clip_grad_norm_"

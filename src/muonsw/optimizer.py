@@ -29,6 +29,7 @@ from muonsw.options import (
     refuse_parameter,
     refuse_running_max,
     refuse_settings,
+    require_model,
     validate_option,
     warn_of_rounding,
 )
@@ -152,6 +153,7 @@ class ScaledDecayOptimizer(Optimizer):
         options: Group,
     ) -> tuple[Routing, Group]:
         """The groups of a model, and the options that are left for the constructor."""
+        require_model(model, f"{cls.__name__}.for_model")
         rest = {**({} if preset is None else PRESETS[preset]), **options}
         algorithm = validate_option("algorithm", rest.pop("algorithm", cls.algorithm))
         routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})

@@ -259,6 +259,15 @@ def refuse_model(params: Any, optimizer: str) -> None:
         )
 
 
+def require_model(model: Any, caller: str) -> None:
+    """Refuse parameters, a state or an optimizer where the model is expected, whose modules tell roles."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{caller} takes the model itself, a torch.nn.Module, not a {type(model).__name__}: roles come from its "
+            f"modules; pass model, not model.parameters(), and several models as one torch.nn.ModuleList"
+        )
+
+
 def refuse_settings(nonfinite: str, chunk_bytes: int | None, replay: bool | None, process_group: Any) -> None:
     """Refuse settings of a whole optimizer that mean nothing."""
     if nonfinite not in POLICIES:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.options import require_model
 from muonsw.routing import Routing
 from muonsw.routing.names import unwrapped
 from muonsw.variants import SGDSW, AdamWSW, MuonSW
@@ -35,6 +36,7 @@ def register(model: torch.nn.Module) -> None:
     from timm.optim import OptimInfo
     from timm.optim._optim_factory import default_registry  # timm exports no other way to reach it
 
+    require_model(model, "register")
     for name, (optimizer, takes) in NAMES.items():
         build = partial(_from_timm, optimizer, weakref.ref(unwrapped(model)))
         text = f"{optimizer.__name__}.for_model: weight decay that follows the learning rate"
@@ -87,6 +89,7 @@ def layer_decay(
     """
     from timm.optim import param_groups_layer_decay
 
+    require_model(model, "layer_decay")
     model = unwrapped(model)  # timm tells depths by names, in which wrappers have words
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
     theirs = param_groups_layer_decay(
