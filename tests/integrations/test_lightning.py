@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("lightning")
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
@@ -180,6 +180,23 @@ def test_telemetry_reaches_the_logger_and_changes_nothing(tmp_path):
     assert [record["step"] for record in callback.telemetry.records] == [1, 3, 6]
     (counts,) = [row for row in rows if row["routing/hidden/muon"]]
     assert float(counts["routing/hidden/muon"]) == 64
+
+
+class FailsOnce(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 2 and not hasattr(self, "done"):
+            self.done = True
+            raise RuntimeError("failed")
+
+
+def test_telemetry_goes_on_with_the_same_optimizer_after_a_failure(tmp_path):
+    module, callback, failing = Regression(), TelemetryCallback(every=3), FailsOnce()
+    made = module.configure_optimizers()
+    module.configure_optimizers = lambda: made
+    with pytest.raises(RuntimeError, match="failed"):
+        fit(tmp_path, module, callbacks=[callback, failing])
+    fit(tmp_path, module, callbacks=[callback, failing])
+    assert [record["step"] for record in callback.telemetry.records] == [1, 3, 6]
 
 
 def test_early_stopping_ends_the_run(tmp_path):

@@ -65,6 +65,15 @@ class Rates(TrainerCallback):
         self.seen.append(optimizer.param_groups[0]["lr"])
 
 
+class Interrupts(TrainerCallback):
+    """Stops the run once, as Ctrl-C in a notebook does."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4 and not hasattr(self, "done"):
+            self.done = True
+            raise KeyboardInterrupt
+
+
 @pytest.mark.works("Trainer", "one process")
 @pytest.mark.parametrize("model", MODELS)
 def test_warmup_and_cosine_reach_the_peak_that_was_given(tmp_path, model):
@@ -303,6 +312,20 @@ def test_telemetry_goes_on_counting_in_a_resumed_run(tmp_path):
     resumed.add_callback(callback)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [record["step"] for record in callback.telemetry.records] == [4, 6]
+
+
+def test_telemetry_goes_on_in_the_same_trainer_after_an_interruption(tmp_path):
+    """The Trainer keeps its optimizer, and says nothing to callbacks when a run breaks off."""
+    whole = trainer_of(tmp_path / "whole")
+    whole.train()
+    trainer = trainer_of(tmp_path / "broken", callbacks=[Interrupts()], save_strategy="steps", save_steps=3)
+    callback = TelemetryCallback(trainer, every=2)
+    trainer.add_callback(callback)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert [record["step"] for record in callback.telemetry.records] == [4, 6]
+    assert_same(weights(trainer), weights(whole))
 
 
 def test_findings_and_routing_are_in_the_log_of_transformers_and_findings_are_counted(tmp_path, caplog):

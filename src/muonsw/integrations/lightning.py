@@ -71,6 +71,7 @@ class TelemetryCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizer, in a resumed run too, and log the routing."""
+        self.on_train_end(trainer, pl_module)  # of a run that failed or was interrupted
         optimizer = unwrap_optimizer(trainer.optimizers[0])
         self.telemetry = Telemetry(
             optimizer, self.every, model=pl_module, **{"start_step": trainer.global_step, **self._options}

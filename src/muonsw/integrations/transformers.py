@@ -109,6 +109,7 @@ class TelemetryCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach to the optimizer, in a resumed run too, and log the routing."""
+        self.on_train_end(args, state, control)  # of a run that failed or was interrupted
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         self.telemetry = Telemetry(
             optimizer, self.every, model=kwargs["model"], **{"start_step": state.global_step, **self._options}
