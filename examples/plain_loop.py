@@ -39,7 +39,7 @@ def main(steps: int = 300) -> list[float]:
 
     # Muon for the hidden matrices, AdamW for embedding, head, norm and biases: one optimizer, one scheduler.
     optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=steps)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=steps, cycle_momentum=False)
     print(optimizer.routing())
 
     losses = []
