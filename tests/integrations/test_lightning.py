@@ -8,9 +8,10 @@ pytest.importorskip("lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from muonsw import MuonSW
+from muonsw import MuonSW, PeakLRError
 from muonsw.integrations.lightning import TelemetryCallback, for_model
 
 LR, STEPS = 0.02, 8
@@ -197,6 +198,25 @@ def test_telemetry_goes_on_with_the_same_optimizer_after_a_failure(tmp_path):
         fit(tmp_path, module, callbacks=[callback, failing])
     fit(tmp_path, module, callbacks=[callback, failing])
     assert [record["step"] for record in callback.telemetry.records] == [1, 3, 6]
+
+
+def test_its_search_for_a_learning_rate_needs_a_running_peak(tmp_path):
+    class Searched(Regression):
+        lr, options = LR, {}
+
+        def configure_optimizers(self):
+            return for_model(self, lr=self.lr, **self.options)
+
+    def search(module):
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(max_epochs=8, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        return Tuner(trainer).lr_find(module, batches(), num_training=20, max_lr=0.1, early_stop_threshold=None)
+
+    with pytest.raises(PeakLRError, match="running_max"):
+        search(Searched())
+    module = Searched()
+    module.options = {"peak_lr": "running_max"}
+    assert max(search(module).results["lr"]) > LR
 
 
 def test_early_stopping_ends_the_run(tmp_path):
