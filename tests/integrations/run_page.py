@@ -14,9 +14,9 @@ def main(stem, folder):
     warnings.simplefilter("ignore")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update({**alone, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"})
-    import deepspeed.comm.torch
+    from deepspeed.comm.comm import TorchBackend
 
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    sys.modules[TorchBackend.__module__].build_shm_op = lambda: None  # deepspeed.comm.torch is torch itself
     scope = {}
     page = ROOT / "docs" / "guide" / "frameworks" / f"{stem}.md"
     for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):

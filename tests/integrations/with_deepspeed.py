@@ -146,9 +146,9 @@ def main(what, folder):
     warnings.simplefilter("ignore")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update({**alone, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"})
-    import deepspeed.comm.torch
+    from deepspeed.comm.comm import TorchBackend
 
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    sys.modules[TorchBackend.__module__].build_shm_op = lambda: None  # deepspeed.comm.torch is torch itself
     torch.set_num_threads(1)
     result = {"stage_0": stage_0, "zero": zero, "own_muon": own_muon}[what](folder)
     Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
