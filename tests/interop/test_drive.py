@@ -70,6 +70,32 @@ def test_lambda_peak_and_count_survive_a_save_and_load(rule):
     assert "step_count" not in optimizer.param_groups[0]
 
 
+@pytest.mark.parametrize("rule", ["scaled", "log_time"])
+@pytest.mark.parametrize("how", ["load", "adopt"])
+@pytest.mark.parametrize("edit", [None, 0.2])
+def test_our_optimizer_goes_on_from_a_driven_one_with_its_lambda(rule, how, edit):
+    params = [nn.Parameter(param.detach().double()) for param in matrices((4, 4), (3,))]
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    drive_weight_decay(optimizer, rule)
+    run(optimizer, params, 5, scheduler=scheduler)
+    if edit is not None:
+        optimizer.param_groups[0]["weight_decay"] = edit
+    mine = AdamWSW(params, lr=0.1, decay=rule)
+    if how == "load":
+        mine.load_state_dict(optimizer.state_dict())
+    else:
+        mine.adopt(optimizer)
+    assert mine.param_groups[0]["weight_decay"] == (edit or 0.3)
+    before = [param.detach().clone() for param in params]
+    run(optimizer, params, 1, start=5)
+    expected = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        torch._foreach_copy_(params, before)
+    run(mine, params, 1, start=5)
+    torch.testing.assert_close([param.detach() for param in params], expected, rtol=1e-12, atol=1e-14)
+
+
 def test_driving_refuses_what_it_cannot_know():
     optimizer = torch.optim.AdamW(matrices((4, 6)), lr=0.05)
     with pytest.raises(ValueError, match="'gradient_norm' follows the gradients, which AdamW keeps to itself"):

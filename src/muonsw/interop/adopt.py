@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from muonsw import rates
 from muonsw.algorithms import ALGORITHMS
+from muonsw.interop.drive import own_weight_decay
 from muonsw.interop.load import translate as translate_torch
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import BOOKKEEPING, algorithm_defaults, differing_options, validate_option
@@ -138,7 +139,7 @@ def _adopted(name: str, param: Tensor, other: Optimizer, group: Group) -> Adopte
     found = layout(name, param, group, dict(other.state.get(param) or {}))
     records = {key: group[key] for key in _RECORDS if key in group}
     return AdoptedParameter(
-        {**found.options, "lr": group["lr"], "weight_decay": group["weight_decay"], **records}, found.state
+        {**found.options, "lr": group["lr"], "weight_decay": own_weight_decay(group), **records}, found.state
     )
 
 

@@ -124,9 +124,8 @@ class DecayDriver:
         for key in (_DRIVER, "__getstate__"):
             vars(self.optimizer).pop(key, None)
         for group in self.optimizer.param_groups:
-            _follow_edit(group)
-            group["weight_decay"] = group.pop("base_weight_decay", group["weight_decay"])
-            for key in (*_KEYS, "driven_weight_decay", "decay"):
+            group["weight_decay"] = own_weight_decay(group)
+            for key in (*_KEYS, *LAMBDA_KEYS, "decay"):
                 group.pop(key, None)
 
     def _state_of_copy(self) -> dict[str, Any]:
@@ -170,7 +169,7 @@ class DecayDriver:
         if "base_weight_decay" not in group:
             _adopt_group(group, self.decay, self.peak_lr)
             self._join(group, label)
-        _follow_edit(group)
+        group["base_weight_decay"] = float(own_weight_decay(group))
         group["decay"] = self.decay
         peak.update_peak(group, label)
         lam, eta = group["base_weight_decay"], float(group["lr"])
@@ -201,7 +200,9 @@ class DecayDriver:
 
 # Where an optimizer keeps its driver.
 _DRIVER = "_decay_driver"
-# What driving keeps in a group, beside its lambda.
+# A driven group's lambda, and the `weight_decay` that was set last.
+LAMBDA_KEYS = ("base_weight_decay", "driven_weight_decay")
+# What else driving keeps in a group.
 _KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr", "step_count")
 
 
@@ -233,10 +234,10 @@ def _steps_taken(optimizer: Optimizer, group: dict[str, Any]) -> int:
     return int(max(map(float, counts), default=0.0))
 
 
-def _follow_edit(group: dict[str, Any]) -> None:
-    """A `weight_decay` that no step was driven with was set by the user, and is the group's lambda."""
-    if group["weight_decay"] != group.get("driven_weight_decay", group["weight_decay"]):
-        group["base_weight_decay"] = group["driven_weight_decay"] = float(group["weight_decay"])
+def own_weight_decay(group: dict[str, Any]) -> Any:
+    """A group's lambda, driven or not: a `weight_decay` that no step was driven with was set by the user."""
+    now = group["weight_decay"]
+    return group["base_weight_decay"] if now == group.get("driven_weight_decay") else now
 
 
 def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
+from muonsw.interop.drive import LAMBDA_KEYS, own_weight_decay
 from muonsw.options import BOOKKEEPING, CHECKS, differing_options, refuse_running_max, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakBeforeLoad, PeakLRWarning
@@ -224,7 +225,9 @@ def translate(group: Group) -> Group:
             f"the saved state used Newton-Schulz coefficients {tuple(coefficients)}; register an orthogonalizer with "
             f"them, and remove ns_coefficients from the saved groups"
         )
-    translated = {key: value for key, value in group.items() if key not in _TORCH_KEYS}
+    translated = {key: value for key, value in group.items() if key not in (*_TORCH_KEYS, *LAMBDA_KEYS)}
+    if "weight_decay" in group:
+        translated["weight_decay"] = own_weight_decay(group)
     if "adjust_lr_fn" in translated:
         translated |= {"scale": translated.pop("adjust_lr_fn") or "original", "momentum_form": "ema"}
         translated.pop("eps", None)  # torch's floor under the norm, which scale invariance makes unnecessary
