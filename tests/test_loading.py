@@ -268,9 +268,9 @@ def state_of(make):
     ("kind", "theirs", "options", "message"),
     [
         (AdamWSW, "Adam", {"weight_decay": 0.1}, r"of Adam with weight_decay=0\.1, which it adds"),
-        (AdamWSW, "RAdam", {}, "of RAdam or NAdam"),
-        (AdamWSW, "RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, "of RAdam or NAdam"),
-        (AdamWSW, "NAdam", {}, "of RAdam or NAdam"),
+        (AdamWSW, "RAdam", {}, "not of torch's Muon, AdamW or SGD"),
+        (AdamWSW, "RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, "not of torch's Muon, AdamW or SGD"),
+        (AdamWSW, "NAdam", {}, "not of torch's Muon, AdamW or SGD"),
         (AdamWSW, "AdamW", {"amsgrad": True}, "amsgrad=True, which has no counterpart"),
         (MuonSW, "Muon", {"ns_coefficients": (3.0, -3.0, 1.0)}, "Newton-Schulz coefficients"),
         (SGDSW, "SGD", {"momentum": 0.9, "dampening": 0.5}, "dampening"),
@@ -285,8 +285,54 @@ def test_states_of_other_rules_are_not_taken_for_ours(kind, theirs, options, mes
 @pytest.mark.parametrize("name", ["RMSprop", "ASGD", "Rprop", "Adagrad", "Adadelta", "Adafactor"])
 def test_states_of_other_rules_are_not_taken_for_sgd_without_momentum(name):
     saved = state_of(lambda p: getattr(torch.optim, name)(p, lr=0.1))
-    with pytest.raises(ValueError, match=f"{name}.*no counterpart"):
+    with pytest.raises(ValueError, match="not of torch's Muon, AdamW or SGD"):
         SGDSW(matrices((4, 4)), lr=0.1).load_state_dict(saved)
+
+
+# What optimizers of other libraries save under the names of ours: options of their groups, and state by key.
+OF_OTHERS = {
+    "NAdamW of timm": ({"betas": (0.9, 0.999), "eps": 1e-8, "caution": False}, ("step", "exp_avg", "exp_avg_sq")),
+    "AdamP of timm": ({"betas": (0.9, 0.999), "eps": 1e-8, "delta": 0.1}, ("step", "exp_avg", "exp_avg_sq")),
+    "cautious AdamW of timm": (
+        {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "caution": True},
+        ("step", "exp_avg", "exp_avg_sq"),
+    ),
+    "Lars of timm": (
+        {"momentum": 0.9, "dampening": 0, "nesterov": False, "trust_coeff": 0.001},
+        ("momentum_buffer",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+@pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
+def test_states_of_other_libraries_are_not_taken_for_torchs(name, cls):
+    options, keys = OF_OTHERS[name]
+    state = {key: torch.tensor(2.0) if key == "step" else torch.ones(4, 4) for key in keys}
+    saved = {"state": {0: state}, "param_groups": [{"params": [0], "lr": 0.1, "weight_decay": 0.0, **options}]}
+    optimizer = cls(matrices((4, 4)), lr=0.2)
+    with pytest.raises(ValueError, match=r"not of torch's Muon, AdamW or SGD|which has no counterpart here"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_a_state_of_torch_is_for_the_group_that_has_its_algorithm():
+    """The second group has torch's SGD's algorithm, the first has not, and no gradient has told them apart so far."""
+    saved = torch.optim.SGD([{"params": [p]} for p in matrices((4, 4), (4, 4))], lr=0.1, momentum=0.9).state_dict()
+    first, second = matrices((4, 4), (4, 4))
+    ours = MuonSW([{"params": [first]}, {"params": [second], "algorithm": "sgd"}], lr=0.2)
+    with pytest.raises(ValueError, match="of torch's sgd, and param group 0 of this optimizer has algorithm='muon'"):
+        ours.load_state_dict(saved)
+
+
+def test_an_average_that_is_one_number_for_its_matrix_is_refused_before_anything_changes():
+    saved = state_of(lambda p: torch.optim.AdamW(p, lr=0.1))
+    saved["state"][0]["exp_avg_sq"] = torch.tensor(1.0)  # as NovoGrad has it
+    optimizer = AdamWSW(matrices((4, 4)), lr=0.2)
+    with pytest.raises(ValueError, match=r"exp_avg_sq of parameter 0 has shape \(\), but the parameter has \(4, 4\)"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize(
@@ -299,7 +345,7 @@ def test_states_of_other_rules_are_not_taken_for_sgd_without_momentum(name):
     ],
 )
 def test_averages_of_the_same_name_are_not_taken_for_those_of_another_algorithm(make, options, named):
-    with pytest.raises(ValueError, match=f"of torch's {named}, and this optimizer has no group"):
+    with pytest.raises(ValueError, match=f"of torch's {named}, and param group 0 of this optimizer has"):
         MuonSW(matrices((4, 4)), lr=0.1, **options).load_state_dict(state_of(make))
 
 

@@ -36,17 +36,11 @@ _LABELS = ("name", "role")
 # Keys of torch's groups that mean nothing here once they have been looked at.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
-# Options by which groups of torch's optimizers are known that have no counterpart here.
-_OPTIONS_OF_OTHERS = {
-    "alpha": "RMSprop or ASGD",
-    "beta2_decay": "Adafactor",
-    "etas": "Rprop",
-    "lr_decay": "Adagrad",
-    "rho": "Adadelta",
-}
-
-# Options by which those are known that have one, and our name for it.
+# Options by which groups of torch's optimizers are known, and our name for their rule.
 _OPTIONS_OF_TORCH = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
+
+# Options by which rules differ from these three where they are set: torch's, and those of timm's optimizers.
+_OF_OTHER_RULES = ("amsgrad", "caution", "delta", "trust_coeff")
 
 
 class SavedParameter(NamedTuple):
@@ -63,15 +57,16 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
     What the saved groups do not say, this optimizer's own settings do; a peak they do not know is found anew.
     """
     _refuse_no_state(saved)
-    theirs = [_checked(translate(group)) for group in saved["param_groups"]]
+    theirs = [translate(group) for group in saved["param_groups"]]
     states = {key: _known(state) for key, state in saved["state"].items()}
-    _refuse_other_algorithms(saved["param_groups"], groups)
     for group in theirs:
         _refuse_regrouped(group)
     matched = _by_name(theirs, groups)
     if matched is None:
         matched = _by_place(theirs, groups)
-    adopted = [_completed(old, own) for old, own in zip(matched, groups, strict=True)]
+    if not any("algorithm" in group for group in saved["param_groups"]):
+        _refuse_other_algorithms(matched, groups)
+    adopted = [_completed(_checked(old), own) for old, own in zip(matched, groups, strict=True)]
     for number, (group, own) in enumerate(zip(adopted, groups, strict=True)):
         _refuse_unfit(group, own, f"param group {number}")
         _check_states(states, group, own)
@@ -226,6 +221,8 @@ def translate(group: Group) -> Group:
             f"them, and remove ns_coefficients from the saved groups"
         )
     translated = {key: value for key, value in group.items() if key not in (*_TORCH_KEYS, *LAMBDA_KEYS)}
+    for key in _OPTIONS_OF_TORCH.keys() & group.keys():
+        translated["algorithm"] = _OPTIONS_OF_TORCH[key]
     if "weight_decay" in group:
         translated["weight_decay"] = own_weight_decay(group)
     if "adjust_lr_fn" in translated:
@@ -240,12 +237,8 @@ def translate(group: Group) -> Group:
 
 def _refuse_other_rules(group: Group) -> None:
     """States that have the keys of one of our algorithms, and were made by another one."""
-    for key in _OPTIONS_OF_OTHERS.keys() & group.keys():
-        raise ValueError(f"the saved state is of {_OPTIONS_OF_OTHERS[key]}, which has no counterpart here")
-    if group.get("amsgrad"):
-        raise ValueError("the saved state is of AdamW with amsgrad=True, which has no counterpart here")
-    if "momentum_decay" in group or ("decoupled_weight_decay" in group and "amsgrad" not in group):
-        raise ValueError("the saved state is of RAdam or NAdam, whose averages mean something else; start AdamW afresh")
+    for key in [key for key in _OF_OTHER_RULES if group.get(key)]:
+        raise ValueError(f"the saved state is of an optimizer with {key}={group[key]!r}, which has no counterpart here")
     if group.get("decoupled_weight_decay") is False and float(group["weight_decay"]):
         raise ValueError(
             f"the saved state is of Adam with weight_decay={float(group['weight_decay']):g}, which it adds to the "
@@ -255,15 +248,21 @@ def _refuse_other_rules(group: Group) -> None:
 
 
 def _refuse_other_algorithms(saved: list[Group], groups: list[Group]) -> None:
-    """Refuse a state of torch's for an algorithm that no group has: its averages may have the same names."""
-    ours = {group["algorithm"] for group in groups}
-    for group in [group for group in saved if "algorithm" not in group]:
-        for found in [_OPTIONS_OF_TORCH[key] for key in _OPTIONS_OF_TORCH.keys() & group.keys()]:
-            if found not in ours:
-                raise ValueError(
-                    f"the saved state is of torch's {found}, and this optimizer has no group with "
-                    f"algorithm={found!r}; build one that has, or start afresh"
-                )
+    """Refuse what another library's optimizer saved, or torch's for a group with another algorithm.
+
+    Their averages may have the same names and mean something else.
+    """
+    for number, (old, own) in enumerate(zip(saved, groups, strict=True)):
+        if old["params"] and "algorithm" not in old:
+            raise ValueError(
+                f"the saved state is not of torch's Muon, AdamW or SGD: its groups hold "
+                f"{', '.join(sorted(old.keys() - {'params'}))}; adopt takes over some others, else start afresh"
+            )
+        if old["params"] and old["algorithm"] != own["algorithm"]:
+            raise ValueError(
+                f"the saved state is of torch's {old['algorithm']}, and param group {number} of this optimizer has "
+                f"algorithm={own['algorithm']!r}; build one with the algorithms that were saved, or start afresh"
+            )
 
 
 def _checked(group: Group) -> Group:
@@ -288,7 +287,7 @@ def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
             raise ValueError(f"the saved {key} of {name} is in 8 bits, and {key}{SCALE}, its scales, is missing")
         for key in state_keys(saved, param):
             value = state.get(key)
-            if isinstance(value, Tensor) and key != "radius" and value.dim():
+            if isinstance(value, Tensor) and key != "radius" and (value.dim() or key != "step"):
                 _check_shape(key, value, name, saved, param)
 
 
