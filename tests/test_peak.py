@@ -126,6 +126,24 @@ def test_scheduler_peaks_looks_into_nested_schedulers_and_lambdas():
     assert scheduler_peaks(both, total_steps=3) == pytest.approx([0.3])
 
 
+@pytest.mark.parametrize("total_steps", [6, 10, 100])
+@pytest.mark.parametrize("milestone", [10, 85])
+def test_a_sequence_is_asked_only_for_the_steps_in_which_each_part_acts(total_steps, milestone):
+    """A warmup that would go on above 1 if nothing followed it, and the same growth at the end."""
+
+    def made(optimizer):
+        parts = [LambdaLR(optimizer, lambda t: (t + 1) / 10), CosineAnnealingLR(optimizer, 90)]
+        return SequentialLR(optimizer, parts if milestone == 10 else parts[::-1], [milestone])
+
+    plain = torch.optim.SGD([weight()], lr=0.1)
+    scheduler, rates = made(plain), []
+    for _ in range(total_steps):
+        rates.append(plain.param_groups[0]["lr"])
+        plain.step()
+        scheduler.step()
+    assert scheduler_peaks(made(SGDSW([weight()], lr=0.1)), total_steps) == pytest.approx([max(rates)])
+
+
 def test_explicit_value_wins_over_scheduler_and_constructor():
     optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=2.0)
     scheduler = OneCycleLR(optimizer, max_lr=0.7, total_steps=31, cycle_momentum=False)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -365,7 +365,10 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
     """
     children = getattr(scheduler, "_schedulers", None)
     if children:
-        return [max(peaks) for peaks in zip(*(scheduler_peaks(s, total_steps) for s in children), strict=True)]
+        milestones = getattr(scheduler, "_milestones", None)  # of a SequentialLR
+        lengths = [total_steps] * len(children) if milestones is None else _lengths(milestones, total_steps)
+        peaks = [scheduler_peaks(child, length) for child, length in zip(children, lengths, strict=True) if length != 0]
+        return [max(of_group) for of_group in zip(*peaks, strict=True)]
     if hasattr(scheduler, "max_lrs"):  # CyclicLR
         return [float(lr) for lr in scheduler.max_lrs]
     groups: list[Group] = scheduler.optimizer.param_groups
@@ -388,6 +391,15 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
         ]
     records = [(group.get("max_lr"), group.get("swa_lr"), base) for group, base in zip(groups, base_lrs, strict=True)]
     return [max(float(lr) for lr in known if lr is not None) for known in records]
+
+
+def _lengths(milestones: Sequence[int], total_steps: int | None) -> list[int | None]:
+    """For how many steps each scheduler of a sequence acts, 0 where the run ends before it; None is not known."""
+    starts = [0, *milestones]
+    if total_steps is None:
+        return [*(end - start for start, end in pairwise(starts)), None]
+    marks = [min(mark, total_steps) for mark in (*starts, total_steps)]
+    return [end - start for start, end in pairwise(marks)]
 
 
 def _highest_factor(factor: Callable[[int], float], total_steps: int, running: bool) -> float:
