@@ -94,6 +94,15 @@ def test_reduce_on_plateau_keeps_the_constructors_peak():
     assert_scaled_by(seen, 0.1)
 
 
+def test_reduce_on_plateau_that_is_handed_over_after_it_lowered_the_rate_keeps_the_peak():
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
+    scheduler = ReduceLROnPlateau(optimizer, patience=2)
+    seen = decay_only(optimizer, scheduler, 10, plateau=True)
+    optimizer.set_peak_lr(scheduler)
+    seen += decay_only(optimizer, scheduler, 10, plateau=True)
+    assert_scaled_by(seen, 0.1)
+
+
 def test_a_loop_that_assigns_lr_uses_the_constructors_peak():
     optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
     for lr in (0.01, 0.1, 0.02):

@@ -377,7 +377,7 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
             float(lr) * float(group.get("lr_scale", 1.0))
             for lr, group in zip(scheduler.base_values, groups, strict=True)
         ]
-    base_lrs = [float(lr) for lr in getattr(scheduler, "base_lrs", None) or [group["lr"] for group in groups]]
+    base_lrs = [float(lr) for lr in getattr(scheduler, "base_lrs", None) or map(_known_top, groups)]
     if hasattr(scheduler, "lr_lambdas"):
         if not total_steps:
             raise ValueError(
@@ -391,6 +391,11 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
         ]
     records = [(group.get("max_lr"), group.get("swa_lr"), base) for group, base in zip(groups, base_lrs, strict=True)]
     return [max(float(lr) for lr in known if lr is not None) for known in records]
+
+
+def _known_top(group: Group) -> float:
+    """The top of a scheduler that has no base and only lowers rates, as ReduceLROnPlateau, at any time of the run."""
+    return max(_base_rate(group), float(group["lr"]))
 
 
 def _lengths(milestones: Sequence[int], total_steps: int | None) -> list[int | None]:
