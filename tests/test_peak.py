@@ -167,6 +167,21 @@ def test_running_max_follows_the_highest_so_far():
         assert shrinks(optimizer) == pytest.approx([LAMBDA * lr**2 / highest])
 
 
+@pytest.mark.parametrize("steps", [1, 3, 9])
+def test_resuming_with_the_highest_rate_so_far_is_no_surprise(steps):
+    def made():
+        optimizer = MuonSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr="running_max")
+        return optimizer, LinearLR(optimizer, 0.1, total_iters=5)
+
+    optimizer, scheduler = made()
+    decay_only(optimizer, scheduler, steps)
+    resumed, _ = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0]["resolved_peak_lr"] == optimizer.param_groups[0]["resolved_peak_lr"]
+
+
 def test_groups_have_their_own_peaks():
     groups = [{"params": [weight()], "lr": 0.01}, {"params": [weight()], "lr": 0.2}]
     optimizer = SGDSW(groups, lr=0.1, weight_decay=LAMBDA)

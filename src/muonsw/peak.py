@@ -316,6 +316,7 @@ def never_reached(group: Group, label: str) -> str | None:
 class PeakBeforeLoad(NamedTuple):
     """What a group believed of its peak before a state was loaded, and whether the constructor's number was that."""
 
+    setting: float | str | None
     expected: float
     handed_over: float | None
     is_inherited: bool
@@ -324,15 +325,19 @@ class PeakBeforeLoad(NamedTuple):
 def peaks_before_load(peak_lr: Any, groups: Sequence[Group]) -> list[PeakBeforeLoad]:
     """What the groups of an optimizer with this number for all were built for."""
     pairs = zip(groups, inherited(peak_lr, groups), strict=True)
-    return [PeakBeforeLoad(expected_peak(group), group["resolved_peak_lr"], own) for group, own in pairs]
+    return [
+        PeakBeforeLoad(group["peak_lr"], expected_peak(group), group["resolved_peak_lr"], own) for group, own in pairs
+    ]
 
 
 def surprise_after_load(before: PeakBeforeLoad, group: Group) -> str | None:
     """After a load the saved peak wins; what to say of one that is not the user's, or that had to be guessed.
 
     Where both optimizers were built alike, a saved peak that is higher was handed over by a scheduler or found during
-    the run, and resuming that run is no surprise.
+    the run, and resuming that run is no surprise; nor is any where both follow the highest rate so far.
     """
+    if before.setting == group["peak_lr"] == RUNNING_MAX:
+        return None
     setting = group["peak_lr"] if group["peak_lr"] != RUNNING_MAX else None
     saved = group["resolved_peak_lr"] if group["resolved_peak_lr"] is not None else setting
     lr = float(group["lr"])
