@@ -37,6 +37,7 @@ def weights():
         (MuonSW, {"peak": "all"}, "peak='all'"),
         (MuonSW, {"peak_lr": -1.0}, "peak_lr"),
         (MuonSW, {"peak_lr": torch.tensor(1.0)}, "a peak is read by the host"),
+        (MuonSW, {"target_norm": torch.ones(2)}, "target_norm=tensor.*must be a number"),
         (MuonSW, {"rounding": "down"}, "rounding='down'"),
         (MuonSW, {"nonfinite": "ignore"}, "nonfinite='ignore': must be one of 'skip', 'raise', 'propagate'"),
         (MuonSW, {"chunk_bytes": 0}, "chunk_bytes=0: must be a whole number of at least 1, or None"),

@@ -461,9 +461,10 @@ def _split_sizes(value: Any) -> tuple[int, ...]:
 
 
 def _target_norm(value: Any) -> float:
-    if value == 0:
+    norm = float(_number(0.0)(value))
+    if norm == 0:
         raise ValueError("a norm of zero is what decay aims at; leave norm='free'")
-    return float(_number(0.0)(value))
+    return norm
 
 
 def _role(value: Any) -> str:
