@@ -19,7 +19,7 @@ import torch
 from muonsw.lab.data.loader import ValidationLoader
 from muonsw.lab.data.shards import open_split
 from muonsw.lab.train.export import load_model
-from muonsw.lab.train.folder import read_config
+from muonsw.lab.train.folder import read_config_file
 
 SETTINGS = {"steps": 200, "lr": 0.002, "weight_decay": 1.0, "ns_dtype": "float32"}
 
@@ -51,7 +51,7 @@ def windows(tokens, starts, length):
 
 def batches(split, seed, start="", text="", batch=8):
     """Random windows of the new text; for validation also windows of the old one."""
-    tokens, run = encoded(start, text)[split], read_config(folder(start, 0))
+    tokens, run = encoded(start, text)[split], read_config_file(folder(start, 0) / "config.json")
     length = run.model.sequence
 
     def number(i):

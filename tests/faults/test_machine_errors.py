@@ -16,7 +16,7 @@ from muonsw.lab.cli import main
 from muonsw.lab.studies import jobs
 from muonsw.lab.studies import program as entry
 from muonsw.lab.studies.outcome import diverged_at
-from muonsw.lab.train import folder
+from muonsw.lab.train import loop
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.records import tensorboard_sink
 from tests.lab.base.test_storage import files_no_larger_than
@@ -71,7 +71,7 @@ def full_for(name):
 
 def test_a_result_that_cannot_be_written_is_reported_and_written_later(whole, tmp_path, monkeypatch):
     """The last file of a run; all others are there."""
-    monkeypatch.setattr(folder, "write_json", full_for("result.json"))
+    monkeypatch.setattr(loop, "write_json", full_for("result.json"))
     with pytest.raises(MachineError, match=rf"result\.json {FULL}"):
         train(small_run(), tmp_path)
     monkeypatch.undo()
