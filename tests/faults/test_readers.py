@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from muonsw.lab.base.errors import UsageError
@@ -197,6 +197,8 @@ def test_a_json_file_is_a_value_or_a_usage_error(name):
 
     @fuzzed(20)
     @given(JSON_CHANGES)
+    @example((0, 1, "\udcff"))
+    @example((0, 10**6, "a"))
     def any_value(change):
         assert memory_share(read, folder, file, with_value(content, change)) < 1
 

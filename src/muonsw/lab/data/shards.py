@@ -257,7 +257,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def fingerprint(record: DataRecord) -> str:
     """A short hash of all tokens of a folder and of what made them."""
     shards = (f"{split}:{checksum}" for group in record.groups for split, checksum in group.checksums.items())
-    return hashlib.sha256("\n".join([record.tokenizer, *shards]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join([record.tokenizer, *shards]).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def _allow_open_files(more: int) -> None:

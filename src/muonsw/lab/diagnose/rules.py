@@ -484,7 +484,7 @@ def always_clipped(history: History) -> Said:
 def _clipped_share(history: History) -> float:
     """By the norms that the trainer recorded, or as telemetry has counted; not a number where neither is known."""
     limit, norms = history.setting("clip"), history.run.train.get("grad_norm")
-    if limit and norms is not None:
+    if isinstance(limit, int | float) and limit and norms is not None:
         clipped = (norms[np.isfinite(norms)] > limit).astype(float)
     else:
         counted = history.run.telemetry.scope("").get("clipped", np.full(0, np.nan))
