@@ -441,3 +441,8 @@ def test_a_graph_that_would_freeze_the_decay_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="a CUDA graph would freeze the weight_decay"):
         optimizer.step()
     assert optimizer.param_groups[0]["step_count"] == 0
+
+
+def test_a_model_in_the_place_of_its_optimizer_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer, not a Linear"):
+        drive_weight_decay(torch.nn.Linear(2, 2))

@@ -77,6 +77,11 @@ def drive_weight_decay(
     length, points = validate_option("total_steps", total_steps), validate_option("decay_points", decay_points)
     refuse_unknown_run(decay, f"decay={decay!r}", length, points)
     optimizer = unwrap_optimizer(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"drive_weight_decay needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; of a wrapper, pass "
+            f"the optimizer inside"
+        )
     setting = validate_option("peak_lr", peak_lr)
     if hasattr(optimizer, _DRIVER):
         raise ValueError(f"this {type(optimizer).__name__} is driven already; call remove() on its driver first")
