@@ -271,14 +271,20 @@ def test_decay_that_takes_all_of_y_is_refused():
     assert before[1] == after[1]
 
 
-def test_a_step_without_memory_to_leave_y_goes_back(monkeypatch):
-    """Up to rounding: y is found again from x and z."""
-    params = matrices((4, 6), (6, 6))
-    optimizer = ScheduleFree(SGDSW(params, lr=0.05, decay="independent", weight_decay=0), decay_at="y")
+def under_way(weight_decay, decay_at):
+    """SGD after three steps, in float64, with the gradients of the last."""
+    params = matrices((4, 6), (6, 6), dtype=torch.float64)
+    optimizer = ScheduleFree(SGDSW(params, lr=0.05, decay="independent", weight_decay=weight_decay), decay_at=decay_at)
     optimizer.train()
-    for step in range(2):
+    for step in range(3):
         set_gradients(params, step)
         optimizer.step()
+    return optimizer, params
+
+
+def test_a_step_without_memory_to_leave_y_goes_back(monkeypatch):
+    """Up to rounding: y is found again from x and z."""
+    optimizer, params = under_way(weight_decay=0, decay_at="y")
     before = everything(optimizer, params)
 
     def no_memory_for_the_second(y, z, rates):
@@ -298,12 +304,7 @@ def test_a_step_without_memory_to_leave_y_goes_back(monkeypatch):
 @pytest.mark.parametrize("at", ["z", "y"])
 def test_a_step_that_fails_at_z_goes_back(at, monkeypatch):
     """Up to rounding, wherever decay is taken."""
-    params = matrices((4, 6), (6, 6), dtype=torch.float64)
-    optimizer = ScheduleFree(SGDSW(params, lr=0.05, decay="independent", weight_decay=0.3), decay_at=at)
-    optimizer.train()
-    for step in range(3):
-        set_gradients(params, step)
-        optimizer.step()
+    optimizer, params = under_way(weight_decay=0.3, decay_at=at)
     before = everything(optimizer, params)
 
     def no_memory(*_arguments):

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from muonsw import peak
 from muonsw.decay import DECAY_RULES, Points, decay_factor, refuse_unknown_run
-from muonsw.interop.unwrap import unwrap_optimizer
+from muonsw.interop.unwrap import required_optimizer
 from muonsw.options import validate_option
 from muonsw.text import users_line
 
@@ -76,12 +76,7 @@ def drive_weight_decay(
         raise ValueError(f"decay={decay!r} follows the gradients, which {type(optimizer).__name__} keeps to itself")
     length, points = validate_option("total_steps", total_steps), validate_option("decay_points", decay_points)
     refuse_unknown_run(decay, f"decay={decay!r}", length, points)
-    optimizer = unwrap_optimizer(optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"drive_weight_decay needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; of a wrapper, pass "
-            f"the optimizer inside"
-        )
+    optimizer = required_optimizer(optimizer, "drive_weight_decay")
     setting = validate_option("peak_lr", peak_lr)
     if hasattr(optimizer, _DRIVER):
         raise ValueError(f"this {type(optimizer).__name__} is driven already; call remove() on its driver first")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from muonsw import machine
 from muonsw.clipping import clipped_share
 from muonsw.distributed.shards import is_dtensor, local, whole
-from muonsw.interop.unwrap import unwrap_optimizer
+from muonsw.interop.unwrap import required_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry.observe_any import AnyOptimizerObserver
 from muonsw.telemetry.observe_ours import OurOptimizerObserver
@@ -82,7 +82,7 @@ class Telemetry:
         _require_whole("start_step", start_step, 0)
         if keep is not None:
             _require_whole("keep", keep, 1)
-        optimizer = unwrap_optimizer(optimizer)
+        optimizer = required_optimizer(optimizer, "Telemetry")
         _check_optimizer(optimizer)
         self.optimizer = optimizer
         self.every = every
@@ -221,13 +221,8 @@ def _require_whole(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}={value!r}: must be a whole number, at least {least}")
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Optimizer) -> None:
     """Refuse what cannot be measured, before anything is attached."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"Telemetry needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; of a wrapper, pass the "
-            f"optimizer inside"
-        )
     params = [(name or words, param) for _, name, words, param in members(optimizer)]
     if not params:
         raise ValueError(f"this {type(optimizer).__name__} has no parameters, so there is nothing to measure")

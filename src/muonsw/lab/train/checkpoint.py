@@ -306,7 +306,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     mode = path.stat().st_mode
     try:
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path, metadata)
-        path.chmod(mode)  # the library's own lets nobody else read it, whatever the umask
+        path.chmod(mode)  # safetensors lets the owner alone read its files
     except SafetensorError as error:
         raise OSError(str(error)) from error
 
