@@ -48,8 +48,8 @@ from muonsw.lab.studies.training.regret import (
     octaves_within,
     regrets,
     too_large,
-    vertex,
 )
+from muonsw.lab.studies.training.sweeps import vertex
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.train.config import OptimizerConfig, RunConfig

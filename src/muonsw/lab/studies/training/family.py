@@ -43,9 +43,8 @@ from muonsw.lab.studies.training.regret import (
     losses_of,
     optimum,
     under,
-    vertex,
 )
-from muonsw.lab.studies.training.sweeps import mean_losses
+from muonsw.lab.studies.training.sweeps import mean_losses, vertex
 from muonsw.lab.train.config import RunConfig
 from muonsw.text import sized
 

@@ -31,14 +31,13 @@ from muonsw.lab.studies.training.long import FACTORS
 from muonsw.lab.studies.training.regret import (
     BEYOND,
     Optimum,
-    at_horizon,
     first_run,
     lambda_map,
     losses_of,
+    of_same_total,
     optimum,
-    vertex,
 )
-from muonsw.lab.studies.training.sweeps import power, resolution
+from muonsw.lab.studies.training.sweeps import power, resolution, vertex
 from muonsw.lab.train.config import RunConfig
 
 BATCHES, SIZES = (0.5, 1.0, 2.0), (0.5, 1.0, 1.5)
@@ -72,27 +71,20 @@ def points(scale: Scale) -> dict[Key, RunConfig]:
     Examples:
         >>> from muonsw.lab.studies.scales import MINI
         >>> [(str(key), run.model.width, run.batch, run.steps) for key, run in points(MINI).items()][3:6]
-        [('batch 4', 128, 4, 3200), ('batch 8', 128, 8, 1600), ('batch 16', 128, 16, 800)]
+        [('batch 4', 128, 4, 1600), ('batch 8', 128, 8, 800), ('batch 16', 128, 16, 400)]
     """
     run, widths = rules_run(scale), scale.drift_widths[:3]
     optimizer = replace(run.optimizer, muon_lr="none", peak="group")
     middle = at_width(replace(run, optimizer=optimizer, batch=run.batch // 2), widths[1])
     steps, batch = scale.drift_steps, middle.batch
-    found = {Key("width", width=width): _at(at_width(middle, width), steps) for width in widths}
+    found = {Key("width", width=width): of_same_total(at_width(middle, width), steps) for width in widths}
     for factor in BATCHES:
         wanted = int(factor * batch)
-        found[Key(f"batch {wanted}")] = _at(replace(middle, batch=wanted), round(steps * batch / wanted))
+        found[Key(f"batch {wanted}")] = of_same_total(replace(middle, batch=wanted), round(steps * batch / wanted))
     for factor in SIZES:
         width = int(factor * widths[1])
-        found[Key("size", width=width)] = _at(at_width(middle, width), round(steps * factor**2))
+        found[Key("size", width=width)] = of_same_total(at_width(middle, width), round(steps * factor**2))
     return found
-
-
-def _at(run: RunConfig, steps: int) -> RunConfig:
-    """The run at another length, with the lambda of the same total; the peak stays, and only the end is evaluated."""
-    lam = run.optimizer.weight_decay * run.steps / steps
-    optimizer = replace(run.optimizer, weight_decay=lam)
-    return replace(at_horizon(run, steps), optimizer=optimizer, eval_every=steps)
 
 
 def lambda_scaling(scale: Scale) -> list[Comparison]:

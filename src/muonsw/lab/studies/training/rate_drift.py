@@ -21,10 +21,9 @@ from muonsw.lab.studies.arms import Comparison, Key, Results
 from muonsw.lab.studies.outcome import with_interval
 from muonsw.lab.studies.scales import NEVER, Scale, at_width
 from muonsw.lab.studies.training.best_rules import TARGET, rules_run
-from muonsw.lab.studies.training.regret import BEYOND, EXACT, at_horizon
+from muonsw.lab.studies.training.regret import BEYOND, EXACT, of_same_total
 from muonsw.lab.studies.training.sweeps import (
     Losses,
-    best_rate,
     by_name,
     excess,
     grid_step,
@@ -33,6 +32,7 @@ from muonsw.lab.studies.training.sweeps import (
     resolution,
     sweep_tables,
     transfer_cost,
+    vertex,
 )
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
@@ -58,17 +58,17 @@ def rate_drift(scale: Scale) -> list[Comparison]:
     """
     run = drift_run(scale)
     return [
-        rate_sweep(Key(rule, width=width), at_width(run, width), optimizer, scale.rates[-RATES:], scale.sweep_seeds)
+        rate_sweep(Key(rule, width=width), at_width(run, width), optimizer, scale.rates[-RATES:], scale.map_seeds)
         for width in scale.drift_widths
         for rule, optimizer in _optimizers(run).items()
     ]
 
 
 def drift_run(scale: Scale) -> RunConfig:
-    """The run of the regret map with half its batch; only infinite losses end it."""
-    run = at_horizon(rules_run(scale), scale.drift_steps)
+    """The run of the regret map with half its batch and a lambda of the same total; only infinite losses end it."""
+    run = of_same_total(rules_run(scale), scale.drift_steps)
     optimizer = replace(run.optimizer, muon_lr="none", peak="group", adam_lr=run.optimizer.lr)
-    return replace(run, optimizer=optimizer, batch=run.batch // 2, diverged=NEVER, eval_every=run.steps)
+    return replace(run, optimizer=optimizer, batch=run.batch // 2, diverged=NEVER)
 
 
 def _optimizers(run: RunConfig) -> dict[str, OptimizerConfig]:
@@ -85,7 +85,7 @@ def drift_powers(sweeps: Sweeps) -> list[float]:
         >>> [round(power, 6) for power in drift_powers({Key(width=width): seeds for width, seeds in at.items()})]
         [0.5]
     """
-    best = [[best_rate(losses) for losses in those] for those in zip(*sweeps.values(), strict=False)]
+    best = [[vertex(losses) for losses in those] for those in zip(*sweeps.values(), strict=False)]
     widths = _widths(sweeps)
     return [math.log(max(rates) / min(rates)) / math.log(max(widths) / min(widths)) for rates in best]
 
@@ -132,7 +132,7 @@ def drift_charts(results: Results, _scale: Scale) -> list[Chart]:
     means = {rule: {key: mean_losses(seeds) for key, seeds in sweeps.items()} for rule, sweeps in found.items()}
     curves, panels = [], []
     for rule, widths in means.items():
-        curves.append(Curve(rule, rule, _widths(found[rule]), [best_rate(losses) for losses in widths.values()]))
+        curves.append(Curve(rule, rule, _widths(found[rule]), [vertex(losses) for losses in widths.values()]))
         panels.append(_excess_chart(rule, widths))
     x, y = (
         Axis("width", log=2, ticks=curves[0].x if curves else ()),
@@ -160,16 +160,16 @@ def drift_tables(results: Results, scale: Scale) -> list[Table]:
     rows: list[list[Value | Cell]] = []
     for rule, sweeps in found.items():
         means = [mean_losses(seeds) for seeds in sweeps.values()]
-        best = [best_rate(losses) for losses in means]
+        best = [vertex(losses) for losses in means]
         power = with_interval(drift_powers(sweeps), 2) if len(sweeps) > 1 else None
         cost = f"{transfer_cost(means[0], means[-1]):.2f}"
         moves = f"{max(best) / min(best):.2f} times"
         rows.append([rule, *(f"{rate:.3g}" for rate in best), moves, power, cost])
     note = (
-        "Best learning rates, each the vertex of a parabola over all that were tried, from means over seeds; the "
-        "highest over the lowest; that factor as a power of the width, with half of its 95% t interval over seeds; "
-        "what the best rate of the narrowest model costs the widest, over what the worst one costs. Published: 4 times "
-        f"(power {math.log(4) / math.log(PUBLISHED_RANGE):.2f}) under constant decay, 1.4 times "
+        "Best learning rates, each the vertex of a parabola through the lowest and its neighbours, from means over "
+        "seeds; the highest over the lowest; that factor as a power of the width, with half of its 95% t interval over "
+        "seeds; what the best rate of the narrowest model costs the widest, over what the worst one costs. Published: "
+        f"4 times (power {math.log(4) / math.log(PUBLISHED_RANGE):.2f}) under constant decay, 1.4 times "
         f"(power {math.log(1.4) / math.log(PUBLISHED_RANGE):.2f}) with norms held fixed."
     )
     return [

@@ -25,7 +25,7 @@ from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, decay_factors, lambda_arm
 from muonsw.lab.studies.outcome import loss_cell
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.sweeps import Losses, excess, losses_by_seed, mean_losses, power
+from muonsw.lab.studies.training.sweeps import Losses, excess, losses_by_seed, mean_losses, power, vertex
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig
 
@@ -59,6 +59,12 @@ def at_horizon(run: RunConfig, steps: int) -> RunConfig:
     return replace(
         run, optimizer=optimizer, steps=steps, eval_every=every, checkpoint_every=steps, telemetry_every=every, keep=1
     )
+
+
+def of_same_total(run: RunConfig, steps: int) -> RunConfig:
+    """The run at another length with a lambda that takes as much over it; evaluated at the end alone."""
+    optimizer = replace(run.optimizer, weight_decay=run.optimizer.weight_decay * run.steps / steps)
+    return replace(at_horizon(replace(run, optimizer=optimizer), steps), eval_every=steps)
 
 
 def under(arms: Runs, rule: str) -> Runs:
@@ -240,20 +246,6 @@ def measurement(one: Optimum) -> dict[str, Any]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def vertex(losses: Losses) -> float:
-    """The best lambda: the vertex of the parabola over log lambda through the lowest point and its neighbours.
-
-    A basin rises more steeply towards large lambdas, so points far out would pull a parabola through all of them.
-    """
-    lambdas, values = list(losses), list(losses.values())
-    place = values.index(min(values))
-    if place in (0, len(values) - 1) or math.inf in values[place - 1 : place + 2]:
-        return lambdas[place]
-    x, y = [math.log(lam) for lam in lambdas[place - 1 : place + 2]], values[place - 1 : place + 2]
-    left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
-    return math.exp((x[0] + x[1]) / 2 - left * (x[2] - x[0]) / 2 / (right - left)) if right > left else lambdas[place]
 
 
 def good_range(losses: Losses) -> tuple[float, float]:

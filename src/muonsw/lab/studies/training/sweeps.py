@@ -8,8 +8,6 @@ from dataclasses import replace
 from itertools import chain
 from statistics import linear_regression
 
-import numpy as np
-
 from muonsw.lab import paper
 from muonsw.lab.base.tables import Column, Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, within
@@ -27,8 +25,6 @@ WIDTH_FIGURE = Source("appendix on muP, figure on width and the table commented 
 HORIZON_FIGURE = Source("appendix on muP, figure on the horizon", ADAMW)
 INSIDE = Tolerance(0.0, "at an edge of the grid a better rate may lie beyond, and nothing can be said of transfer")
 ONE_STEP = Tolerance(0.0, "one step of the grid: basins are flat, and a parabola over a grid says no more")
-# Points whose excess loss is so many times the median one say nothing about the bottom of the basin.
-FAR_OUT = 5.0
 TRANSFER = Tolerance(0.0, "a quarter: by the paper's own table the best rate of width 128 costs 0.14 at width 256")
 TRANSFER_COST = 0.25
 
@@ -77,34 +73,30 @@ def losses_by_seed(arms: Runs, setting: str = "lr") -> list[dict[float, float]]:
 
 
 def best_place(losses: Losses) -> int:
-    """The place of the best rate in the grid."""
+    """The place of the lowest loss in the grid."""
     values = list(losses.values())
     return values.index(min(values))
 
 
-def best_rate(losses: Losses) -> float:
-    """The best learning rate: the vertex of a parabola over the logarithm of the rate, fitted to all of the grid.
+def vertex(losses: Losses) -> float:
+    """The best setting: the vertex of the parabola over its logarithm through the lowest point and its neighbours.
 
-    A basin is flat and its runs are noisy, so the lowest point alone says little. Points that are far out, as of runs
-    that all but diverged, are left out; a vertex beyond the grid is moved to its edge, and where the points have none
-    it is the lowest point.
+    A basin of rates or lambdas rises more steeply towards large ones, so points far out would pull a parabola through
+    all of them; and this one's vertex is never nearer to another point of an even grid.
 
     Examples:
-        >>> round(best_rate({0.01: 1.0, 0.02: 0.5, 0.04: 1.0}), 6)
+        >>> round(vertex({0.01: 1.0, 0.02: 0.5, 0.04: 1.0}), 6)
         0.02
-        >>> best_rate({0.01: 1.0, 0.02: 2.0})
+        >>> vertex({0.01: 1.0, 0.02: 2.0})
         0.01
     """
-    rates, values = list(losses), list(losses.values())
-    lowest = min(values)
-    far = FAR_OUT * sorted(value - lowest for value in values)[len(values) // 2]
-    kept = {math.log(rate): value for rate, value in losses.items() if value - lowest <= far and value < math.inf}
-    if len(kept) < 3:
-        return rates[best_place(losses)]
-    curvature, slope, _ = np.polyfit(np.array([*kept]), np.array([*kept.values()]), 2).tolist()
-    if curvature <= 0.0:
-        return rates[best_place(losses)]
-    return min(max(math.exp(-slope / (2.0 * curvature)), rates[0]), rates[-1])
+    settings, place = list(losses), best_place(losses)
+    values = list(losses.values())[max(0, place - 1) : place + 2]
+    if place in (0, len(settings) - 1) or math.inf in values:
+        return settings[place]
+    x = [math.log(setting) for setting in settings[place - 1 : place + 2]]
+    left, right = ((values[i + 1] - values[i]) / (x[i + 1] - x[i]) for i in (0, 1))
+    return math.exp((x[0] + x[1]) / 2 - left * (x[2] - x[0]) / 2 / (right - left)) if right > left else settings[place]
 
 
 def grid_step(rates: Sequence[float]) -> float:
@@ -119,7 +111,7 @@ def grid_step(rates: Sequence[float]) -> float:
 
 def distance(seeds: Sequence[Losses]) -> float:
     """Steps of the grid between the lowest and the highest of several best rates."""
-    best = [best_rate(losses) for losses in seeds]
+    best = [vertex(losses) for losses in seeds]
     return math.log(max(best) / min(best)) / grid_step(list(seeds[0]))
 
 
@@ -184,7 +176,7 @@ def excess(losses: Losses, lowest: float | None = None) -> list[float]:
 
 
 def _inside(key: Key, seeds: Sequence[Losses], source: Source) -> Claim:
-    rates, best = list(seeds[0]), best_rate(mean_losses(seeds))
+    rates, best = list(seeds[0]), vertex(mean_losses(seeds))
     inside = f"{key}: steps of the grid from the best learning rate to the nearest edge"
     steps = min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates)
     return at_least(f"{key.slug}-inside", inside, source, from_means(steps, len(seeds)), 0.5, INSIDE)
@@ -215,7 +207,7 @@ def _judge_horizons(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> lis
     if len(horizons) < 2:
         return claims
     who = replace(next(iter(sweeps)), steps=None)
-    best = [[best_rate(losses) for losses in those] for those in zip(*sweeps.values(), strict=False)]
+    best = [[vertex(losses) for losses in those] for those in zip(*sweeps.values(), strict=False)]
     slope = over_seeds([power(rates, horizons) for rates in best])
     falls = f"{_of(who)}power of the horizon that the best learning rate follows"
     limits = "" if scale.printed else "validated by the paper for 5,000 to 20,000 updates only"
