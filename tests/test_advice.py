@@ -294,6 +294,16 @@ def test_lambda_follows_what_was_found_with_its_uncertainty(monkeypatch):
     assert other == advise(1_600, 0.02, 0.1, rules=("constant",)).rules[0]
 
 
+def test_a_power_that_is_hardly_known_is_said_and_not_followed(monkeypatch):
+    """One so uncertain would carry lambda to 76 times another one at 32 times the width, or to twice."""
+    width = {"rule": "constant", "of": "width", "from": 128, "power": 1.25, "low": 0.2, "high": 2.3}
+    monkeypatch.setattr(advice, "measured", lambda: {**KNOWN, "scaling": [width]})
+    plain, wide = (advise(1_600, 0.02, 0.1, rules=("constant",), width=width) for width in (None, 4_096))
+    assert wide.rules == plain.rules
+    (said,) = set(wide.limits) - set(plain.limits)
+    assert "not known well enough, by the power 1.2 (0.2 to 2.3, 95% t interval over seeds)" in said
+
+
 def test_what_a_lambda_costs_follows_the_width_and_the_batch_as_the_lambda_to_try_does(monkeypatch):
     width = {"rule": "constant", "of": "width", "from": 128, "power": 0.5, "low": 0.2, "high": 0.8}
     batch = {"rule": "constant", "of": "batch", "from": 16_384, "power": 0.5, "low": 0.4, "high": 0.6}

@@ -42,6 +42,9 @@ SAMPLES = 200
 PAPER_TOTALS = "19 to 25"
 # Rules that differ from a measured one by a constant factor of lambda.
 SAME_RULE = {"squared": "scaled", "independent": "constant"}
+# A power of width or batch is followed where half of its interval is at most this: over four times the width it then
+# tells lambda within a factor of two, about as far as what is nearly as good reaches.
+KNOWN_POWER = 0.5
 # Totals in `measured.json` have four digits, so the outermost that were tried reach this much further.
 ROUNDED = 1e-3
 WIDTH = 79
@@ -272,21 +275,32 @@ def _length(rule: str, course: _Course) -> int:
 
 def _powers(rule: str, sizes: Mapping[str, int | None]) -> list[tuple[float, Measurement]]:
     """By which power the best total follows each size that is given, with its ratio to what was measured."""
-    name = SAME_RULE.get(rule, rule) if _was_measured(rule) else "constant"
-    known = [one for one in measured().get("scaling", ()) if one["rule"] == name]
+    known = [one for one in _scaling(rule) if one["high"] - one["low"] <= 2 * KNOWN_POWER]
     return [(size / one["from"], one) for one in known if (size := sizes.get(one["of"])) is not None]
 
 
+def _scaling(rule: str) -> list[Measurement]:
+    """What was measured of how a rule's best total follows width and batch; constant decay stands for what was not."""
+    name = SAME_RULE.get(rule, rule) if _was_measured(rule) else "constant"
+    return [one for one in measured().get("scaling", ()) if one["rule"] == name]
+
+
 def _size_limits(rules: Sequence[RuleAdvice], course: _Course) -> list[str]:
-    """How the lambdas to try follow the width and the batch, or that it was not measured."""
+    """How the lambdas to try follow the width and the batch, or that it is not known."""
     found = []
     for of in (of for of, size in course.sizes.items() if size is not None):
-        powers = {one.rule: known for one in rules for _, known in _powers(one.rule, course.sizes) if known["of"] == of}
+        powers = {one.rule: known for one in rules for known in _scaling(one.rule) if known["of"] == of}
         if not powers:
             found.append(f"How lambda follows the {of} was not measured: the lambdas to try do not depend on it.")
         for rule, one in powers.items():
-            interval = f"{one['power']:.2g} ({one['low']:.2g} to {one['high']:.2g}, 95% t interval over seeds)"
-            found.append(f"{rule}: the best total follows the {of}, from {one['from']:,}, by the power {interval}.")
+            power = f"the power {one['power']:.2g} ({one['low']:.2g} to {one['high']:.2g}, 95% t interval over seeds)"
+            if any(one is known for _, known in _powers(rule, course.sizes)):
+                found.append(f"{rule}: the best total follows the {of}, from {one['from']:,}, by {power}.")
+            else:
+                found.append(
+                    f"{rule}: how the best total follows the {of} is not known well enough, by {power}: the lambda to "
+                    "try does not depend on it."
+                )
     return found
 
 

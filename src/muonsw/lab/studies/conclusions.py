@@ -229,10 +229,18 @@ def _scaling(results: Results, _scale: Scale) -> str:
     said = []
     for axis in lambda_scaling.AXES:
         found = {rule: lambda_scaling.exponent(axis, results, rule) for rule in RULES}
-        powers = " and ".join(f"{one.value:.2f} under {rule} decay" for rule, one in found.items() if one is not None)
+        powers = " and ".join(
+            f"{lambda_scaling.exponent_text(one)} under {rule} decay" for rule, one in found.items() if one is not None
+        )
         if powers:
             said.append(f"{axis.grows} to the power {powers}")
-    return f"The best lambda goes with {'; with '.join(said)}." if said else ""
+    followed = f"The best lambda goes with {'; with '.join(said)}." if said else ""
+    lost = {config: one for arms in results.values() for config, one in lambda_scaling.lost_runs(arms).items()}
+    unstable = (
+        f"{sum(lost.values())} of {len(lost)} runs diverged or ended a nat above the lowest of their kind, most of "
+        "them wide ones: this rate is too high for them, and what is best there is what keeps them stable."
+    )
+    return f"{followed} {unstable if any(lost.values()) else ''}".strip()
 
 
 def _gradients(results: Results, _scale: Scale) -> str:

@@ -25,6 +25,7 @@ from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, multiples
+from muonsw.lab.studies.outcome import swept_loss
 from muonsw.lab.studies.scales import Scale, at_width
 from muonsw.lab.studies.training.best_rules import rules_run
 from muonsw.lab.studies.training.long import FACTORS
@@ -36,6 +37,7 @@ from muonsw.lab.studies.training.regret import (
     losses_of,
     of_same_total,
     optimum,
+    under,
 )
 from muonsw.lab.studies.training.sweeps import power, resolution, vertex
 from muonsw.lab.train.config import RunConfig
@@ -45,6 +47,8 @@ BATCHES, SIZES = (0.5, 1.0, 2.0), (0.5, 1.0, 1.5)
 SAME_TOTAL = 3.0
 FLAT = Tolerance(0.0, "a factor of three: basins are flatter than that")
 WANG = Source("Wang & Aitchison (arXiv 2405.13698), AdamW", "Muon")
+# Nats above the best run of a point at which another one has not trained, whatever its lambda.
+LOST = 1.0
 SIZE_SLACK = Tolerance(0.4, "what four sizes of nanochat leave open")
 
 
@@ -113,6 +117,12 @@ def exponent(axis: Growth, results: Results, rule: str) -> Estimate | None:
     return over_seeds([power(best, list(found)) for best in zip(*found.values(), strict=False)])
 
 
+def lost_runs(arms: Runs) -> dict[RunConfig, bool]:
+    """Of every run of a point whether it diverged or ended a nat above the lowest of them."""
+    losses = {run.config: swept_loss(run) for runs in arms.values() for run in runs}
+    return {config: loss > min(losses.values()) + LOST for config, loss in losses.items()}
+
+
 def judge_scaling(results: Results, _scale: Scale) -> list[Claim]:
     """The published exponents, under both rules; and one total for all points."""
     claims = []
@@ -151,19 +161,20 @@ def _exponents_table(results: Results) -> Table:
     for axis in AXES:
         found = [exponent(axis, results, rule) for rule in RULES]
         if any(found):
-            rows.append([axis.grows, published[axis.name], *(_exponent_text(one) for one in found)])
+            rows.append([axis.grows, published[axis.name], *(exponent_text(one) for one in found)])
     note = "The power that the best lambda follows, with its 95% t interval over seeds."
     return Table("lambda-powers", "How the best lambda scales", columns, rows, note)
 
 
-def _exponent_text(found: Estimate | None) -> str | None:
+def exponent_text(found: Estimate | None) -> str | None:
+    """A power with its interval."""
     if found is None or found.interval is None:
         return None if found is None else f"{found.value:.2f}"
     return f"{found.value:.2f} ({found.interval.low:.2f} to {found.interval.high:.2f})"
 
 
 def _points_table(results: Results) -> Table:
-    names = ("width", "batch", "updates", "best lambda", "total (Σφ)", "lowest mean loss")
+    names = ("width", "batch", "updates", "best lambda", "total (Σφ)", "lowest mean loss", "runs lost")
     columns = [Column("axis"), Column("rule"), *(Column(name, number=True) for name in names)]
     rows: list[list[Value | Cell]] = []
     for rule in RULES:
@@ -171,8 +182,13 @@ def _points_table(results: Results) -> Table:
             run = first_run(results[key]).config
             best = f"{one.best:.3g}{', at an end' if one.at_an_end else ''}"
             total, lowest = f"{one.best * one.per_lambda:.2f}", f"{min(one.losses.values()):.4f}"
-            rows.append([key.name.split()[0], rule, run.model.width, run.batch, run.steps, best, total, lowest])
-    note = "From means over seeds: the vertex of a parabola over log lambda through the lowest and its neighbours."
+            lost = list(lost_runs(under(results[key], rule)).values())
+            where = (key.name.split()[0], rule, run.model.width, run.batch, run.steps)
+            rows.append([*where, best, total, lowest, f"{sum(lost)} of {len(lost)}" if any(lost) else None])
+    note = (
+        "From means over seeds: the vertex of a parabola over log lambda through the lowest and its neighbours. Lost "
+        "are runs that diverged or ended a nat above the lowest of their row."
+    )
     return Table("lambda-points", "The best lambda of every point", columns, rows, note)
 
 

@@ -91,13 +91,16 @@ def drift_powers(sweeps: Sweeps) -> list[float]:
 
 
 def by_rule(results: Results) -> dict[str, Sweeps]:
-    """The sweeps of each rule at the widths that all rules have: of a study under way the last ones may lack some."""
+    """The sweeps of each rule at the widths that all rules have, of which a study under way may lack some.
+
+    Nothing of fewer than two of them.
+    """
     found = by_name(results)
     shared = set.intersection(*({key.width for key in sweeps} for sweeps in found.values()))
     return {
         rule: {key: seeds for key, seeds in sweeps.items() if key.width in shared}
         for rule, sweeps in found.items()
-        if shared
+        if len(shared) > 1
     }
 
 
@@ -107,7 +110,7 @@ def _widths(sweeps: Sweeps) -> list[int]:
 
 def judge_drift(results: Results, _scale: Scale) -> list[Claim]:
     """Constant decay and Hyperball drift as published; scaled decay less than constant decay."""
-    found = {rule: sweeps for rule, sweeps in by_rule(results).items() if len(sweeps) > 1}
+    found = by_rule(results)
     powers = {rule: drift_powers(sweeps) for rule, sweeps in found.items()}
     limits = "of a number that is never negative, so a little too large"
     claims = []
@@ -161,7 +164,7 @@ def drift_tables(results: Results, scale: Scale) -> list[Table]:
     for rule, sweeps in found.items():
         means = [mean_losses(seeds) for seeds in sweeps.values()]
         best = [vertex(losses) for losses in means]
-        power = with_interval(drift_powers(sweeps), 2) if len(sweeps) > 1 else None
+        power = with_interval(drift_powers(sweeps), 2)
         cost = f"{transfer_cost(means[0], means[-1]):.2f}"
         moves = f"{max(best) / min(best):.2f} times"
         rows.append([rule, *(f"{rate:.3g}" for rate in best), moves, power, cost])
@@ -172,7 +175,5 @@ def drift_tables(results: Results, scale: Scale) -> list[Table]:
         f"4 times (power {math.log(4) / math.log(PUBLISHED_RANGE):.2f}) under constant decay, 1.4 times "
         f"(power {math.log(1.4) / math.log(PUBLISHED_RANGE):.2f}) with norms held fixed."
     )
-    return [
-        Table("rate-drift", "How far the best learning rate moves", columns, rows, note),
-        *sweep_tables(results, scale),
-    ]
+    moved = Table("rate-drift", "How far the best learning rate moves", columns, rows, note)
+    return [*([moved] if rows else []), *sweep_tables(results, scale)]

@@ -287,6 +287,8 @@ def loss_at(losses: Losses, lam: float, reach: float = 0.0) -> float | None:
         return None
     pairs = list(pairwise(points))
     (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
+    if math.inf in (y0, y1):
+        return {x0: y0, x1: y1}.get(x, math.inf)
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
