@@ -21,7 +21,7 @@ from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.records import SAMPLED, Records
 from muonsw.lab.studies import evidence
 from muonsw.lab.studies.arms import Key, decay_factors, lambda_arm
-from muonsw.lab.studies.outcome import against_constant, arm_outcome
+from muonsw.lab.studies.outcome import against_constant, arm_outcome, divergence_steps
 from muonsw.lab.studies.program import main
 from muonsw.lab.studies.training import (
     cases,
@@ -374,6 +374,8 @@ def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
         assert [claim.holds for claim in claims.values()] == [holds] * 3
         made["hyperball"].pop(Key("hyperball", width=256))  # a study under way
         assert [[key.width for key in one] for one in rate_drift.by_rule({}).values()] == [[64, 128]] * 3
+        made["scaled"].pop(Key("scaled", width=128))  # one width is left, over which nothing moves
+        assert rate_drift.by_rule({}) == {}
 
 
 @pytest.mark.slow
@@ -776,6 +778,16 @@ def test_prices_are_costs_above_the_better_rule_at_its_best(found):
     assert prices[400, "scaled", "0.01"].beyond  # the smallest that was tried is 0.0125
 
 
+def test_where_runs_are_lost_a_lambda_has_no_price(found):
+    """At width 256 some were by chance, at 64 and 128 none; so the page has no price at any of these widths."""
+    widths = {key: arms for key, arms in found.results["lambda-scaling"].items() if key.name == "width"}
+    lost = {key.width: sum(lambda_scaling.lost_runs(arms).values()) for key, arms in widths.items()}
+    assert [lost[64], lost[128]] == [0, 0]
+    assert lost[256] >= sum(len(divergence_steps(runs)) for runs in widths[Key("width", width=256)].values()) > 0
+    assert {one.width for one in found.prices()} == {128}
+    assert all(one.steps != 800 for one in found.prices())
+
+
 def test_prices_of_two_rules_are_compared_seed_by_seed():
     """One mean over another says nothing of chance, and the best lambda's own price is no measurement of zero."""
 
@@ -810,6 +822,8 @@ def test_a_loss_between_lambdas_is_on_the_line_between_its_neighbours():
     assert loss_at(losses, 0.8, reach=1.0) == pytest.approx(3.9)
     assert loss_at(losses, 0.81, reach=1.0) is None
     assert loss_at(losses, 0.04, reach=1.0) is None
+    assert loss_at({0.1: 3.0, 0.2: math.inf, 0.4: 3.2}, 0.3) == math.inf  # nothing is known beside a run that diverged
+    assert loss_at({0.1: 3.0, 0.2: math.inf, 0.4: 3.2}, 0.4) == 3.2
 
 
 def task_run(task, arm, seed, end):
