@@ -21,7 +21,7 @@ from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.records import SAMPLED, Records
 from muonsw.lab.studies import evidence
 from muonsw.lab.studies.arms import Key, decay_factors, lambda_arm
-from muonsw.lab.studies.outcome import against_constant, arm_outcome, divergence_steps
+from muonsw.lab.studies.outcome import against_constant, arm_outcome
 from muonsw.lab.studies.program import main
 from muonsw.lab.studies.training import (
     cases,
@@ -776,16 +776,6 @@ def test_prices_are_costs_above_the_better_rule_at_its_best(found):
         assert price.cost.value == pytest.approx(means[rule][0.1] - best, abs=1e-12)
         assert not price.beyond
     assert prices[400, "scaled", "0.01"].beyond  # the smallest that was tried is 0.0125
-
-
-def test_where_runs_are_lost_a_lambda_has_no_price(found):
-    """At width 256 some were by chance, at 64 and 128 none; so the page has no price at any of these widths."""
-    widths = {key: arms for key, arms in found.results["lambda-scaling"].items() if key.name == "width"}
-    lost = {key.width: sum(lambda_scaling.lost_runs(arms).values()) for key, arms in widths.items()}
-    assert [lost[64], lost[128]] == [0, 0]
-    assert lost[256] >= sum(len(divergence_steps(runs)) for runs in widths[Key("width", width=256)].values()) > 0
-    assert {one.width for one in found.prices()} == {128}
-    assert all(one.steps != 800 for one in found.prices())
 
 
 def test_prices_of_two_rules_are_compared_seed_by_seed():

@@ -234,13 +234,7 @@ def _scaling(results: Results, _scale: Scale) -> str:
         )
         if powers:
             said.append(f"{axis.grows} to the power {powers}")
-    followed = f"The best lambda goes with {'; with '.join(said)}." if said else ""
-    lost = {config: one for arms in results.values() for config, one in lambda_scaling.lost_runs(arms).items()}
-    unstable = (
-        f"{sum(lost.values())} of {len(lost)} runs diverged or ended a nat above the lowest of their kind, most of "
-        "them wide ones: this rate is too high for them, and what is best there is what keeps them stable."
-    )
-    return f"{followed} {unstable if any(lost.values()) else ''}".strip()
+    return f"The best lambda goes with {'; with '.join(said)}." if said else ""
 
 
 def _gradients(results: Results, _scale: Scale) -> str:

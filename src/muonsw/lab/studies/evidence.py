@@ -267,15 +267,10 @@ class EvidencePage:
         return [one for one in regret.optima(self.results["long"]) if one.steps > longest]
 
     def prices(self) -> list[untuned.Price]:
-        """What a lambda that is never tuned costs in runs of the map, on fresh text, and at other widths.
-
-        Not at widths of which runs were lost: there chance decides what a lambda costs.
-        """
+        """What a lambda that is never tuned costs in runs of the map, on fresh text, and at other widths."""
         known = self.optima()
         maps = untuned.prices(MAP_TEXT, self.results["regret"], known, leave_out=True)
         widths = {key: arms for key, arms in self.results["lambda-scaling"].items() if key.name == "width"}
-        if any(lost for arms in widths.values() for lost in lambda_scaling.lost_runs(arms).values()):
-            widths = {}
         fresh = untuned.prices(FRESH_TEXT, {**self.results["long"], **widths}, known, leave_out=False)
         return maps + sorted(fresh, key=lambda one: (one.steps, one.width))
 

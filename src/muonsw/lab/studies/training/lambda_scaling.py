@@ -25,7 +25,6 @@ from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, multiples
-from muonsw.lab.studies.outcome import swept_loss
 from muonsw.lab.studies.scales import Scale, at_width
 from muonsw.lab.studies.training.best_rules import rules_run
 from muonsw.lab.studies.training.long import FACTORS
@@ -37,7 +36,6 @@ from muonsw.lab.studies.training.regret import (
     losses_of,
     of_same_total,
     optimum,
-    under,
 )
 from muonsw.lab.studies.training.sweeps import power, resolution, vertex
 from muonsw.lab.train.config import RunConfig
@@ -47,8 +45,6 @@ BATCHES, SIZES = (0.5, 1.0, 2.0), (0.5, 1.0, 1.5)
 SAME_TOTAL = 3.0
 FLAT = Tolerance(0.0, "a factor of three: basins are flatter than that")
 WANG = Source("Wang & Aitchison (arXiv 2405.13698), AdamW", "Muon")
-# Nats above the best run of a point at which another one has not trained, whatever its lambda.
-LOST = 1.0
 SIZE_SLACK = Tolerance(0.4, "what four sizes of nanochat leave open")
 
 
@@ -75,7 +71,7 @@ def points(scale: Scale) -> dict[Key, RunConfig]:
     Examples:
         >>> from muonsw.lab.studies.scales import MINI
         >>> [(str(key), run.model.width, run.batch, run.steps) for key, run in points(MINI).items()][3:6]
-        [('batch 4', 128, 4, 1600), ('batch 8', 128, 8, 800), ('batch 16', 128, 16, 400)]
+        [('batch 4', 128, 4, 3200), ('batch 8', 128, 8, 1600), ('batch 16', 128, 16, 800)]
     """
     run, widths = rules_run(scale), scale.drift_widths[:3]
     optimizer = replace(run.optimizer, muon_lr="none", peak="group")
@@ -115,12 +111,6 @@ def exponent(axis: Growth, results: Results, rule: str) -> Estimate | None:
     if len(found) < 2:
         return None
     return over_seeds([power(best, list(found)) for best in zip(*found.values(), strict=False)])
-
-
-def lost_runs(arms: Runs) -> dict[RunConfig, bool]:
-    """Of every run of a point whether it diverged or ended a nat above the lowest of them."""
-    losses = {run.config: swept_loss(run) for runs in arms.values() for run in runs}
-    return {config: loss > min(losses.values()) + LOST for config, loss in losses.items()}
 
 
 def judge_scaling(results: Results, _scale: Scale) -> list[Claim]:
@@ -174,7 +164,7 @@ def exponent_text(found: Estimate | None) -> str | None:
 
 
 def _points_table(results: Results) -> Table:
-    names = ("width", "batch", "updates", "best lambda", "total (Σφ)", "lowest mean loss", "runs lost")
+    names = ("width", "batch", "updates", "best lambda", "total (Σφ)", "lowest mean loss")
     columns = [Column("axis"), Column("rule"), *(Column(name, number=True) for name in names)]
     rows: list[list[Value | Cell]] = []
     for rule in RULES:
@@ -182,13 +172,8 @@ def _points_table(results: Results) -> Table:
             run = first_run(results[key]).config
             best = f"{one.best:.3g}{', at an end' if one.at_an_end else ''}"
             total, lowest = f"{one.best * one.per_lambda:.2f}", f"{min(one.losses.values()):.4f}"
-            lost = list(lost_runs(under(results[key], rule)).values())
-            where = (key.name.split()[0], rule, run.model.width, run.batch, run.steps)
-            rows.append([*where, best, total, lowest, f"{sum(lost)} of {len(lost)}" if any(lost) else None])
-    note = (
-        "From means over seeds: the vertex of a parabola over log lambda through the lowest and its neighbours. Lost "
-        "are runs that diverged or ended a nat above the lowest of their row."
-    )
+            rows.append([key.name.split()[0], rule, run.model.width, run.batch, run.steps, best, total, lowest])
+    note = "From means over seeds: the vertex of a parabola over log lambda through the lowest and its neighbours."
     return Table("lambda-points", "The best lambda of every point", columns, rows, note)
 
 
