@@ -778,6 +778,14 @@ def test_prices_are_costs_above_the_better_rule_at_its_best(found):
     assert prices[400, "scaled", "0.01"].beyond  # the smallest that was tried is 0.0125
 
 
+def test_a_kind_of_run_of_which_one_diverged_has_no_price(found):
+    arms = dict(found.results["regret"][Key(steps=1_600)])
+    assert untuned.prices("text", {Key("all"): arms}, found.optima(), leave_out=False)
+    name, runs = next(iter(arms.items()))
+    arms[name] = [replace(runs[0], result={**runs[0].result, "diverged": 70}), *runs[1:]]
+    assert untuned.prices("text", {Key("all"): arms}, found.optima(), leave_out=False) == []
+
+
 def test_prices_of_two_rules_are_compared_seed_by_seed():
     """One mean over another says nothing of chance, and the best lambda's own price is no measurement of zero."""
 

@@ -17,6 +17,7 @@ from muonsw.lab.claims.claim import Claim, Estimate, at_most
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.studies.arms import RULES, Results, Runs
+from muonsw.lab.studies.outcome import divergence_steps
 from muonsw.lab.studies.training.regret import (
     BEYOND,
     EXACT,
@@ -62,12 +63,14 @@ class Price:
 def prices(text: str, results: Results, known: Sequence[Optimum], *, leave_out: bool) -> list[Price]:
     """The price of every choice under both rules at every length, `known` being what advice knows.
 
-    With `leave_out` that was found in these very runs, and a length does not know itself.
+    With `leave_out` that was found in these very runs, and a length does not know itself. Kinds of runs of which some
+    diverged are left out: there chance decides what a lambda costs.
     """
     found: list[Price] = []
     for arms in results.values():
         steps = first_run(arms).config.steps
-        found += _at_length(text, arms, [one for one in known if not (leave_out and one.steps == steps)])
+        if not any(divergence_steps(runs) for runs in arms.values()):
+            found += _at_length(text, arms, [one for one in known if not (leave_out and one.steps == steps)])
     return found
 
 
@@ -111,7 +114,7 @@ def price_table(found: Sequence[Price]) -> Table:
         "In nats above the better rule at its best lambda, with 95% t intervals over seeds (none of one seed, and none "
         "of that best lambda itself); in brackets the lambda that advice gives for such a run from runs of other "
         "lengths, or on other text. By lines between the lambdas that were tried; where one lies beyond them the cost "
-        "is at least that of the last line."
+        "is at least that of the last line. Kinds of runs of which some diverged are left out."
     )
     return Table("never-tuned", "The price of never tuning", columns, rows, note)
 
