@@ -57,7 +57,10 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "_modules": "the children of a module under all their names, also where two names share one",
             "_parameters": "a module's own parameters under all their names, tied ones included",
         },
-        "scheduler": {"_step_count": "a scheduler that resumes must not warn that it came before the optimizer"},
+        "scheduler": {
+            "_initial_step": "the first rate of a chain's parts, once more",
+            "_step_count": "a scheduler that resumes must not warn that it came before the optimizer",
+        },
     }
 )
 # Methods of `torch.optim.Optimizer` that ours replaces.

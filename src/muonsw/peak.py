@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import accumulate, pairwise
 from operator import mul
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -366,11 +368,15 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
     Args:
         scheduler: any scheduler of `torch.optim.lr_scheduler` or of timm; SequentialLR and ChainedScheduler are
             looked into.
-        total_steps: the length of the run, at which the lambdas of a LambdaLR are evaluated; they need it.
+        total_steps: the length of the run, at which the lambdas of a LambdaLR are evaluated; they need it. A
+            ChainedScheduler is tried out for as many steps. Without it, or with a sequence inside, the highest of its
+            parts is taken for its peak, which is too high where one falls while another warms up.
     """
     children = getattr(scheduler, "_schedulers", None)
     if children:
         milestones = getattr(scheduler, "_milestones", None)  # of a SequentialLR
+        if milestones is None and total_steps and not any(hasattr(child, "_schedulers") for child in children):
+            return _chained_peaks(children, total_steps)
         lengths = [total_steps] * len(children) if milestones is None else _lengths(milestones, total_steps)
         peaks = [scheduler_peaks(child, length) for child, length in zip(children, lengths, strict=True) if length != 0]
         return [max(of_group) for of_group in zip(*peaks, strict=True)]
@@ -396,6 +402,24 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
         ]
     records = [(group.get("max_lr"), group.get("swa_lr"), base) for group, base in zip(groups, base_lrs, strict=True)]
     return [max(float(lr) for lr in known if lr is not None) for known in records]
+
+
+def _chained_peaks(children: Sequence[Any], total_steps: int) -> list[float]:
+    """What a chain reaches: copies of its parts change the rates of copied groups in turn, from the first step on."""
+    groups = [{**group, "lr": float(group["initial_lr"])} for group in children[0].optimizer.param_groups]
+    parts = [copy(child) for child in children]
+    with warnings.catch_warnings(action="ignore"):  # that no optimizer has stepped
+        for part in parts:
+            part.optimizer = SimpleNamespace(param_groups=groups, step=None)
+            part.base_lrs = [float(lr) for lr in part.base_lrs]
+            part.last_epoch = -1
+            part._initial_step()
+        course = [[float(group["lr"]) for group in groups]]
+        for _ in range(total_steps - 1):
+            for part in parts:
+                part.step()
+            course.append([float(group["lr"]) for group in groups])
+    return [max(of_group) for of_group in zip(*course, strict=True)]
 
 
 def _known_top(group: Group) -> float:
