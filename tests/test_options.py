@@ -75,6 +75,8 @@ def test_bad_settings(cls, options, message):
         ({"nonfinite": "raise"}, "nonfinite='raise' is said of a whole optimizer, not of a group; pass it beside lr"),
         ({"chunk_bytes": 4096}, "chunk_bytes=4096 is said of a whole optimizer"),
         ({"preset": "normuon"}, "preset='normuon' is said of a whole optimizer"),
+        ({"betas": (0.8, 0.9)}, "'betas' is an option of adamw, .*, and this group has algorithm='muon'; leave it out"),
+        ({"algorithm": "adamw", "ns_steps": 3}, "'ns_steps' is an option of muon and dion2, and this group has"),
     ],
 )
 def test_bad_groups_leave_the_optimizer_as_it_was(group, message):
@@ -82,6 +84,21 @@ def test_bad_groups_leave_the_optimizer_as_it_was(group, message):
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": weights(), **group})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("again", [lambda groups: groups, lambda groups: [{**groups[0], "algorithm": "adamw"}]])
+def test_groups_of_an_optimizer_may_be_given_to_another(again):
+    """torch fills groups with all options of the constructor, whatever their algorithm."""
+    groups = [{"params": weights()}, {"params": weights(), "algorithm": "adamw"}]
+    MuonSW(again(MuonSW(groups, lr=0.1, ns_steps=3).param_groups), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"heads": 2, "norm": "hyperball"}, {"betas": (0.5, 0.6), "decay": "gradient_norm"}], ids=str
+)
+def test_options_that_norm_and_decay_rules_read_belong_to_every_algorithm(options):
+    for algorithm in ("muon", "adamw", "sgd"):
+        MuonSW([{"params": weights(), "algorithm": algorithm, **options}], lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +171,7 @@ def test_a_rate_that_goes_wrong_later_is_refused_with_nothing_changed(lr):
     [
         ("ns_dtype", torch.float32, "float32"),
         ("state_dtype", torch.bfloat16, "bfloat16"),
-        ("betas", [0.8, 0.9], (0.8, 0.9)),
+        ("momentum", np.float32(0.5), 0.5),
         ("weight_decay", np.float32(0.5), 0.5),
         ("split_sizes", [2, 2], (2, 2)),
     ],

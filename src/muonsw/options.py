@@ -15,6 +15,7 @@ from torch import Tensor
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import MOMENTUM_FORMS
 from muonsw.algorithms.shampoo import GRAFTINGS
+from muonsw.algorithms.whole import VIEW_OPTIONS
 from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES, Points, validated_points
 from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
@@ -214,6 +215,8 @@ def completed(group: Group, defaults: Group) -> Group:
     filled: Group = {**inherited, **unset, **common, **BOOKKEEPING, **group}
     if "lr" not in group and filled["lr_multiplier"] != 1:  # what a group says of itself is its own
         filled["lr"] = filled["lr"] * filled["lr_multiplier"]
+    if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has options of all kinds
+        _refuse_in_group(group, filled)
     refuse_running_max(filled)
     _refuse_for_loop(filled)
     if filled["offload"] and filled["capturable"]:
@@ -244,7 +247,7 @@ def validate_option(key: str, value: Any) -> Any:
 
 def _looks_misspelt(key: str) -> bool:
     """Whether a key is one or two letters away from an option; a longer name is a name of its own."""
-    if key in _KEYS_OF_OTHERS or key in BOOKKEEPING or any(key in entry.defaults for entry in ALGORITHMS.values()):
+    if key in _KEYS_OF_OTHERS or key in BOOKKEEPING or _owners(key):
         return False
     close = difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
     return bool(close) and abs(len(close[0]) - len(key)) <= 2
@@ -288,13 +291,33 @@ def refuse_options_of_others(options: Group, algorithm: str) -> None:
         if key == "preset":
             raise ValueError(f"preset={options[key]!r} is an option of for_model, which routes a whole model")
         if key not in known:
-            owners = [name for name, entry in ALGORITHMS.items() if key in entry.defaults]
+            owners = _owners(key)
             if not owners:
                 raise ValueError(unknown("option", key, sorted(known - NOT_NEEDED.keys())))
             raise ValueError(
                 f"{key!r} is an option of {listed(owners)}, not of {algorithm}; set it in a param "
                 f"group with that algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
             )
+
+
+def _refuse_in_group(given: Group, filled: Group) -> None:
+    """Refuse options of a group that its algorithm does not have, such as AdamW's betas where it was not named.
+
+    Norm rules read how any weight is seen as matrices, and one decay rule reads betas. `momentum` is let through: loops
+    that warm it up give it to all groups.
+    """
+    algorithm, rule = filled["algorithm"], DECAY_RULES[filled["decay"]]
+    known = {*ALGORITHMS[algorithm].defaults, *VIEW_OPTIONS, "momentum", *(["betas"] if rule.uses_gradient else [])}
+    for key in [key for key in given if key not in known and _owners(key)]:
+        raise ValueError(
+            f"{key!r} is an option of {listed(_owners(key))}, and this group has algorithm={algorithm!r}; leave it "
+            f"out, or name its algorithm in the group"
+        )
+
+
+def _owners(key: str) -> list[str]:
+    """The algorithms that have an option."""
+    return [name for name, entry in ALGORITHMS.items() if key in entry.defaults]
 
 
 def refuse_running_max(group: Group) -> None:

@@ -51,8 +51,9 @@ def _toy():
 def build(params, algorithm, decay, orthogonalizer, cautious, lr=0.05):
     slot, _, member = orthogonalizer.partition("=")
     chosen = {slot: member} if member else {"orthogonalizer": orthogonalizer}
-    group = {"params": params, "algorithm": algorithm, "momentum": 0.9, **chosen}
-    group["fraction"] = 0.75  # of Dion2; with a quarter it would remember gradients four times as long
+    chosen |= {"momentum": 0.9, "fraction": 0.75}  # Dion2 with a quarter would remember gradients four times as long
+    own = {key: value for key, value in chosen.items() if key in ALGORITHMS[algorithm].defaults}
+    group = {"params": params, "algorithm": algorithm, **own}
     return MuonSW(
         [group],
         lr=lr,

@@ -62,7 +62,14 @@ def build(chosen, make, dtype, options, **shared):
     algorithm = ALGORITHMS[options["algorithm"]].defaults if "algorithm" in options else {}
     own = {key: value for key, value in options.items() if key == "algorithm" or key in algorithm}
     common = {key: value for key, value in options.items() if key not in own}
-    return MuonSW([{**own, **group} for group in groups_of(chosen, make, dtype)], **common, **shared)
+    return MuonSW([fitting({**own, **group}) for group in groups_of(chosen, make, dtype)], **common, **shared)
+
+
+def fitting(group):
+    """A group without options that its algorithm does not have."""
+    others = {key for entry in ALGORITHMS.values() for key in entry.defaults}
+    unknown = others - ALGORITHMS[group.get("algorithm", "muon")].defaults.keys()
+    return {key: value for key, value in group.items() if key not in unknown}
 
 
 def parameters(optimizer):

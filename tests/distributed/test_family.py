@@ -43,7 +43,7 @@ PATTERNS = {
     "up.weight": {"algorithm": "dion2", "fraction": 0.5},
     "experts": {"algorithm": "dion2", "matrix": "stack"},
     "embedding.weight": {"algorithm": "lion"},
-    "down.weight": {"split_sizes": (3, 4), "split_dim": 1, "block_period": 2},
+    "down.weight": {"algorithm": "muon", "split_sizes": (3, 4), "split_dim": 1, "block_period": 2},
 }
 
 

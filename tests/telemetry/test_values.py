@@ -26,7 +26,8 @@ def test_values_of_our_optimizers(algorithm, decay, dtype):
         {"params": params[:2], "role": "hidden"},
         {"params": params[2:], "role": "experts", "matrix": "stack", "weight_decay": 0.0},
     ]
-    shared = {"algorithm": algorithm, "momentum": 0.9, "betas": (0.9, 0.95)}
+    betas = {"betas": (0.9, 0.95)} if "betas" in ALGORITHMS[algorithm].defaults else {}
+    shared = {"algorithm": algorithm, "momentum": 0.9, **betas}
     groups = [{**group, **shared} for group in groups]
     options = RULE_OPTIONS.get(decay, {})
     optimizer = MuonSW(groups, lr=PEAK, weight_decay=lam, decay=decay, ns_dtype=dtype, **options)
