@@ -76,13 +76,16 @@ def check_on_device(groups: Sequence[Group], counters: Counters) -> None:
 
 
 def _check_lr(group: Group, label: str) -> None:
-    lr = float(group["lr"])
+    try:
+        lr = float(group["lr"])
+    except (TypeError, ValueError):
+        lr = math.nan
     if any(_capturing(param) for param in group["params"][:1]):
         raise RuntimeError(
             f"a CUDA graph would freeze the learning rate {lr:g} of {label}; pass capturable=True or a tensor lr"
         )
     if not math.isfinite(lr) or lr < -_ROUNDING:
-        raise ValueError(f"the learning rate of {label} is {lr:g}; it must be a finite number of at least 0")
+        raise ValueError(f"the learning rate of {label} is {group['lr']!r}; it must be a finite number of at least 0")
     group["lr"] = lr  # numpy's numbers would compute in their own precision
 
 

@@ -109,7 +109,13 @@ def different_plans(kind, what):
         elif what == "decay":
             optimizer.param_groups[1]["weight_decay"] = 0.0
         else:
-            group[what] = {"betas": (0.9, 0.5), "role": "experts", "fused": False, "averaged_steps": 3}[what]
+            group[what] = {
+                "weight_decay": None,
+                "betas": (0.9, 0.5),
+                "role": "experts",
+                "fused": False,
+                "averaged_steps": 3,
+            }[what]
     begun = time.monotonic()
     try:
         take_step(optimizer, 0, give)
@@ -121,7 +127,19 @@ def different_plans(kind, what):
 @pytest.mark.parametrize("kind", ["shards", "copies"])
 @pytest.mark.parametrize(
     "what",
-    ["setting", "order", "fewer", "frozen", "decay", "chunks", "betas", "role", "fused", "averaged_steps"],
+    [
+        "setting",
+        "order",
+        "fewer",
+        "frozen",
+        "decay",
+        "chunks",
+        "weight_decay",
+        "betas",
+        "role",
+        "fused",
+        "averaged_steps",
+    ],
 )
 def test_ranks_with_different_plans_all_get_an_error(pool, kind, what):
     for message, seconds in pool.run(different_plans, kind, what, timeout=20):

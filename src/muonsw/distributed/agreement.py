@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -260,11 +261,12 @@ def asked_by(group: Group) -> Group:
     """What a group asks for, as plain data; of what is held in a tensor, only that it is."""
     chosen: Group = {}
     for key in (*_SETTINGS, *ALGORITHMS[group["algorithm"]].defaults):
-        value = group.get(key)
+        value: Any = group.get(key)
         if isinstance(value, Tensor):
             value = "a tensor"
         elif key in _RATES:
-            value = float(group[key])
+            with suppress(TypeError, ValueError):  # `check` refuses what is no number, once the others can be told
+                value = float(value)
         chosen[key] = value
     return chosen
 
