@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 
@@ -23,6 +24,7 @@ from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import DARK, LIGHT, arm_styles
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.curves import extremes, median_curve
+from tests.faults.killing import killed_at_size
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.test_report import contrast, parse
 
@@ -296,6 +298,15 @@ def test_the_lines_of_a_users_own_loop_make_a_report(runs, tmp_path, capsys):
     ]  # fmt: skip
     assert document.verdict == f"telemetry; final weight RMS: {runs[0].final_norm:#.3g} (constant)."
     assert document.arms == [LegendEntry("constant", "constant", 1)]
+
+
+def test_what_a_killed_report_left_is_gone_after_the_next_one(runs, tmp_path):
+    path, other = tmp_path / "report.html", tmp_path / f".report.html.{os.getppid()}"
+    assert killed_at_size(1000, lambda: write_report(path, "A report", runs, images=False))
+    other.write_text("of a process that is still writing", encoding="utf-8")
+    assert len(list(tmp_path.iterdir())) == 2
+    write_report(path, "A report", runs, images=False)
+    assert set(tmp_path.iterdir()) == {path, other}
 
 
 def test_what_a_report_wrote_may_be_written_again(written):

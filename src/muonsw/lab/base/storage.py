@@ -104,6 +104,24 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_abandoned(path: Path) -> None:
+    """Delete what killed processes left of one file, in a folder without a lock where living ones may be writing it."""
+    for left in path.parent.iterdir():
+        name, _, number = left.name.rpartition(".")
+        if name == f".{path.name}" and number.isdecimal() and not _is_running(int(number)):
+            left.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
     """Replace a file by one with this content; a reader sees the old or the new one, never a part.
 
