@@ -115,6 +115,32 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, scheduler)
     assert {group["resolved_peak_lr"] for group in trainer.optimizers[0].param_groups} == {LR}
 
 
+class TwoOptimizers(Regression):
+    """Lightning counts the steps of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [MuonSW([self.hidden.weight], lr=LR), torch.optim.SGD([self.head.weight], lr=LR)]
+
+
+@pytest.mark.parametrize(("module", "per_update"), [(Regression, 1), (TwoOptimizers, 2)])
+def test_telemetry_goes_on_counting_the_updates_of_its_optimizer(tmp_path, module, per_update):
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="half", every_n_train_steps=4 * per_update)
+    fit(tmp_path, module(), max_steps=4 * per_update, callbacks=[saver, TelemetryCallback(every=1)])
+    resumed = TelemetryCallback(every=1)
+    fit(tmp_path, module(), max_steps=8 * per_update, callbacks=[resumed], ckpt_path=str(tmp_path / "half.ckpt"))
+    assert [record["step"] for record in resumed.telemetry.records] == [5, 6, 7, 8]
+
+
 @pytest.mark.parametrize(("saved", "same"), [({"every_n_train_steps": 4}, True), ({}, False)])
 def test_only_checkpoints_by_count_of_updates_resume_with_the_same_bits(tmp_path, saved, same):
     """As the page says; should Lightning's default do so one day, the second case fails and the page can be shorter."""

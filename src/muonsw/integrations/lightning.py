@@ -18,6 +18,9 @@ from muonsw.variants import MuonSW
 
 logger = logging.getLogger(__name__)
 
+# The key of a checkpoint under which the callback saves its count of updates.
+_STEP = "muonsw_telemetry_step"
+
 MakeScheduler = Callable[[ScaledDecayOptimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -68,14 +71,25 @@ class TelemetryCallback(Callback):
         self._found = 0
         self._options = telemetry
         self._logged: Record | None = None
+        self._saved_step: int | None = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save how many updates were completed: Lightning's count is of the steps of all optimizers."""
+        if self.telemetry is not None:
+            checkpoint[_STEP] = self.telemetry.step
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on counting from there, in a run that is resumed and not in a test of its weights."""
+        if trainer.state.fn == "fit":
+            self._saved_step = checkpoint.get(_STEP)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizer, in a resumed run too, and log the routing."""
         self.on_train_end(trainer, pl_module)  # of a run that failed or was interrupted
         optimizer = unwrap_optimizer(trainer.optimizers[0])
-        self.telemetry = Telemetry(
-            optimizer, self.every, model=pl_module, **{"start_step": trainer.global_step, **self._options}
-        )
+        start = trainer.global_step if self._saved_step is None else self._saved_step
+        self._saved_step = None
+        self.telemetry = Telemetry(optimizer, self.every, model=pl_module, **{"start_step": start, **self._options})
         if isinstance(optimizer, ScaledDecayOptimizer) and trainer.is_global_zero:
             logger.info("routing of the parameters:\n%s", optimizer.routing())
             self._log(trainer, routing_counts(optimizer))
