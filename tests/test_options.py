@@ -31,6 +31,8 @@ def weights():
         (MuonSW, {"orthogonalizer": "newton"}, "unknown orthogonalizer 'newton'"),
         (MuonSW, {"scale": "adamw"}, "unknown shape scale 'adamw'"),
         (MuonSW, {"ns_steps": 0}, "ns_steps=0: must be a whole number of at least 1"),
+        (MuonSW, {"ns_steps": 2**70}, "ns_steps=1180591620717411303424: must be at most 2000"),
+        (MuonSW, {"orthogonalizer": "aurora", "aurora_iterations": 2**70}, "aurora_iterations=.* at most 2000"),
         (MuonSW, {"ns_dtype": "int8"}, "ns_dtype='int8': must be 'auto' or one of float64"),
         (MuonSW, {"matrix": "rows"}, "matrix='rows': must be one of None, 'stack', 'flatten'"),
         (MuonSW, {"split_sizes": 3}, "split_sizes=3"),

@@ -24,6 +24,7 @@ from muonsw.normalize import NORMALIZERS
 from muonsw.normalize.normuon import LONGER, ROWS
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.orthogonalize import ORTHOGONALIZERS
+from muonsw.orthogonalize.iterations import MOST_STEPS
 from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, INT8, LOW_PRECISION, dtype_name
 from muonsw.precondition import PRECONDITIONERS
@@ -395,10 +396,12 @@ def _number_or_tensor(value: Any) -> float | Tensor:
     return value
 
 
-def _whole(low: int) -> Check:
+def _whole(low: int, high: float = math.inf) -> Check:
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
             raise ValueError(f"must be a whole number of at least {low}")
+        if int(value) > high:
+            raise ValueError(f"must be at most {high}")
         return int(value)
 
     return check
@@ -532,11 +535,11 @@ CHECKS: dict[str, Check] = {
     "grafting": _one_of(*GRAFTINGS),
     "grafting_eps": _number(0.0),
     "orthogonalizer": _known(ORTHOGONALIZERS),
-    "ns_steps": _optional(_whole(1)),
+    "ns_steps": _optional(_whole(1, MOST_STEPS)),
     "ns_dtype": _dtype(),
     "fraction": _fraction,
     "block_period": _optional(_whole(1)),
-    "aurora_iterations": _optional(_whole(1)),
+    "aurora_iterations": _optional(_whole(1, MOST_STEPS)),
     "aurora_beta": _optional(_number(0.0)),
     "aurora_polar": _optional(_polar),
     "scale": _known(SHAPE_SCALES),

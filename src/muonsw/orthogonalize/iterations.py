@@ -83,6 +83,10 @@ POLAR_EXPRESS_5: Schedule = (
 # Flat at one, where it converges; doubles what is small, so it needs many steps (modded-nanogpt's track 3, Aurora).
 SIMPLE_QUINTIC: Coefficients = (2.0, -1.5, 0.5)
 
+# The slowest polynomial in use, 1.5 s - 0.5 s^3, multiplies what is small by 1.5, and so lifts the least float64 to one
+# in 1074 / log2(1.5) = 1837 steps: no matrix needs more.
+MOST_STEPS = 2000
+
 LONGEST_SEGMENT = 3
 # Below this many rows the errors of a product's entries no longer average out, and nothing is to be gained.
 FEWEST_ROWS = 16
@@ -410,7 +414,7 @@ def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps:
 
     Raises:
         ValueError: If the input is not a real floating-point tensor of at least two axes, the dtype asked
-            for is not a real floating-point one, or there is no step to take.
+            for is not a real floating-point one, or there is no step to take, or more than can matter.
 
     Examples:
         >>> check_matrices(torch.zeros(2, 3), torch.bfloat16)
@@ -422,8 +426,8 @@ def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps:
     for found in (matrices.dtype, result):
         if not found.is_floating_point:
             raise ValueError(f"expected real floating-point matrices, got {found}")
-    if steps < 1:
-        raise ValueError(f"expected at least one step, got steps={steps}")
+    if not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"expected at least one step and at most {MOST_STEPS}, got steps={steps}")
     return result
 
 
