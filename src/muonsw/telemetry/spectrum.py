@@ -40,11 +40,13 @@ class SpectralNorms:
 
     def _norms(self, key: tuple[Tensor, int], batch: Tensor) -> Tensor:
         W = batch.detach().to(wide_dtype(batch.dtype))
+        shape = (W.shape[0], W.shape[2], min(BLOCK, *W.shape[1:]))
         V = self._vectors.get(key)
-        iterations = COLD if V is None else WARM
-        if V is None:
-            shape = (W.shape[0], W.shape[2], min(BLOCK, *W.shape[1:]))
-            V = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu").to(W)
+        iterations = WARM
+        if V is None or V.shape != shape:  # other weights may have been put into the parameter
+            iterations = COLD
+            V = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        V = V.to(W)
         for _ in range(iterations):
             V = torch.linalg.qr(W.mT @ (W @ V)).Q
         if V.isfinite().all():
