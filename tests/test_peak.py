@@ -748,6 +748,13 @@ def test_a_group_that_joins_has_its_neighbours_peak_or_its_own_rate(peak_lr):
     shrinks(optimizer)  # no group is said to have missed its peak: warnings are errors here
 
 
+@pytest.mark.parametrize("options", [{"decay": "constant"}, {"weight_decay": 0.0}])
+def test_a_group_that_divides_by_no_peak_joins_without_a_warning(options):
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
+    decay_only(optimizer, CosineAnnealingLR(optimizer, 10), 8)
+    optimizer.add_param_group({"params": [weight()], "lr": 0.05, **options})  # warnings are errors here
+
+
 @pytest.mark.parametrize(("steps", "peak"), [(0, 5 * FAST), (2, FAST)])
 def test_a_group_that_is_added_before_the_run_or_at_its_peak_has_its_part_of_it(steps, peak):
     optimizer = SGDSW([weight()], lr=FAST, weight_decay=LAMBDA, peak_lr=peak)

@@ -198,7 +198,7 @@ class ScaledDecayOptimizer(Optimizer):
         if "peak_lr" not in param_group:
             peak.inherit(group, self.param_groups)
         self._counters.read_rates()
-        peak.join_in_mid_run(group, self.param_groups, label)
+        peak.join_in_mid_run(group, self.param_groups, label, needed=rates.needs_peak(group))
         rates.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
         try:

@@ -245,11 +245,11 @@ def _follow_record(group: Group, label: str) -> None:
     warnings.warn(message, PeakLRWarning, stacklevel=users_line())
 
 
-def join_in_mid_run(group: Group, others: list[Group], label: str) -> None:
+def join_in_mid_run(group: Group, others: list[Group], label: str, *, needed: bool) -> None:
     """Give a group that is added during a run the peak that its neighbours have at the same learning rate.
 
     Its learning rate is most often the current one of the run; taken for the peak, that would mean far more decay
-    than its neighbours get.
+    than its neighbours get, which is warned of where a peak is needed.
     """
     lr = float(group["lr"])
     running = _below_peak(others)
@@ -263,12 +263,13 @@ def join_in_mid_run(group: Group, others: list[Group], label: str) -> None:
             group["constructor_lr"] = other["resolved_peak_lr"]
             group["highest_lr"] = other["highest_lr"]
             return
-    warnings.warn(
-        f"{label} joins a run whose learning rate is below its peak; its own peak is taken to be its learning rate "
-        f"{lr:g}; pass peak_lr in the group if it is another",
-        PeakLRWarning,
-        stacklevel=users_line(),
-    )
+    if needed:
+        warnings.warn(
+            f"{label} joins a run whose learning rate is below its peak; its own peak is taken to be its learning rate "
+            f"{lr:g}; pass peak_lr in the group if it is another",
+            PeakLRWarning,
+            stacklevel=users_line(),
+        )
 
 
 def _below_peak(groups: Sequence[Group]) -> list[Group]:

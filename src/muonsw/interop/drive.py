@@ -187,8 +187,8 @@ class DecayDriver:
         """A group that is added during the run counts and peaks with those that are at the same learning rate."""
         groups = [other for other in self.optimizer.param_groups if other is not group and "step_count" in other]
         peak.inherit(group, groups)
-        if DECAY_RULES[self.decay].uses_peak:
-            peak.join_in_mid_run(group, groups, label)
+        needed = DECAY_RULES[self.decay].uses_peak and group["base_weight_decay"] > 0
+        peak.join_in_mid_run(group, groups, label, needed=needed)
         group["step_count"] = max((other["step_count"] for other in groups), default=0)
 
     def _tell_if_never_reached(self, group: dict[str, Any], label: str) -> None:
