@@ -239,6 +239,19 @@ def test_groups_made_by_hand_have_a_table_too():
     assert "by hand" in MuonSW(layer.parameters(), lr=0.1).routing(reasons=True)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"adamw": 3e-4}, r"adamw=0\.0003: must be a dict, such as \{\"lr\": 0\.001\}"),
+        ({"patterns": {"embed.weight": "sgd"}}, r"patterns\['embed\.weight'\]='sgd': must be a dict"),
+        ({"patterns": "embed.weight"}, r"patterns='embed\.weight': must be a dict, such as \{\"role:embedding\": "),
+    ],
+)
+def test_a_number_or_a_name_in_the_place_of_options_is_refused_by_name(given, message):
+    with pytest.raises(TypeError, match=message):
+        MuonSW.for_model(Model(), lr=0.02, **given)
+
+
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
 def test_patterns_and_names_see_through_wrappers(wrap):
     patterns = {"embed.weight": {"lr": 0.5}, "blocks.*.qkv.weight": {"split_sizes": (8, 8, 8)}}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -33,6 +34,9 @@ class Routing(NamedTuple):
 def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw: Group) -> Routing:
     """Param groups for a model, one for each set of options that its parameters end up with."""
     check_adamw(adamw)
+    _require_options("patterns", patterns)
+    for key, options in patterns.items():
+        _require_options(f"patterns[{key!r}]", options)
     _refuse_shapeless(model)
     routed = list(classify(model))
     if not routed:
@@ -143,11 +147,19 @@ def _reason(entry: RoutedParameter, pattern: str | None) -> str:
 
 def check_adamw(adamw: Group) -> None:
     """Every key must be an option that AdamW knows, with a value that it takes."""
+    _require_options("adamw", adamw)
     known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
     for key, value in adamw.items():
         if key not in known:
             raise ValueError(f"adamw={{{key!r}: ...}}: {unknown('option of AdamW', key, sorted(known))}")
         validate_option(key, value)
+
+
+def _require_options(label: str, options: Any) -> None:
+    """Refuse a number or a name where options are expected."""
+    if not isinstance(options, Mapping):
+        example = '{"role:embedding": {"lr": 0.001}}' if label == "patterns" else '{"lr": 0.001}'
+        raise TypeError(f"{label}={options!r}: must be a dict, such as {example}")
 
 
 def _refuse_idle(adamw: Group, used: bool) -> None:
