@@ -71,6 +71,24 @@ def test_copies_know_why_parameters_are_where_they_are(copier):
     assert "embedding" in copier(other).routing(reasons=True)
 
 
+def test_a_group_that_was_taken_out_is_left_out_of_what_is_saved():
+    gone, kept = matrices((4, 6), (6, 6))
+    optimizer = AdamWSW([{"params": [gone]}, {"params": [kept]}], lr=0.05)
+    run(optimizer, [gone, kept], 3)
+    group = optimizer.param_groups.pop(0)
+    with pytest.warns(UserWarning, match=r"the state of 1 parameters that are in no param group any more is not saved"):
+        saved = copy.deepcopy(optimizer.state_dict())
+    (resumed,) = clones([kept])
+    other = AdamWSW([resumed], lr=0.05)
+    other.load_state_dict(saved)
+    for one, param in ((optimizer, kept), (other, resumed)):
+        run(one, [param], 3, start=3)
+    assert_same([resumed], [kept])
+    assert "exp_avg" in optimizer.state[gone]
+    optimizer.add_param_group({**group, "params": [gone]})  # and goes on
+    optimizer.state_dict()
+
+
 @pytest.mark.parametrize("options", [{"heads": 2, "block_period": 2}, {"precondition": "soap"}])
 @pytest.mark.parametrize("how", ["load", "adopt"])
 def test_what_an_optimizer_did_before_it_takes_over_a_state_of_torch_is_forgotten(options, how):

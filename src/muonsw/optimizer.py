@@ -328,8 +328,8 @@ class ScaledDecayOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`.
 
-        It raises nothing: of a learning rate that was too high, of skipped steps and of a part of the state that
-        other ranks keep it warns, since a checkpoint with a flaw is worth more than none.
+        It raises nothing: of a learning rate that was too high, of skipped steps and of state that other ranks keep or
+        no param group has any more it warns, since a checkpoint with a flaw is worth more than none.
         """
         try:
             self._ranks.require_whole_state()
@@ -338,7 +338,7 @@ class ScaledDecayOptimizer(Optimizer):
         self._warn_of_device()
         self._counters.warn_of_excess()
         self._wait_for_host()
-        with load.saved_as_numbers(self):
+        with load.saved_as_numbers(self), load.saved_by_groups(self):
             return super().state_dict()
 
     def _wait_for_host(self) -> None:

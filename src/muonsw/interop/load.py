@@ -338,6 +338,25 @@ def saved_as_numbers(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def saved_by_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a state that is saved meanwhile hold only what param groups have; torch would raise a KeyError for more."""
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    strays = {param: state for param, state in optimizer.state.items() if id(param) not in own}
+    if strays:
+        warnings.warn(
+            f"the state of {len(strays)} parameters that are in no param group any more is not saved; to freeze "
+            f"parameters, leave them in their group and call requires_grad_(False)",
+            stacklevel=users_line(),
+        )
+    try:
+        for param in strays:
+            del optimizer.state[param]
+        yield
+    finally:
+        optimizer.state.update(strays)
+
+
+@contextlib.contextmanager
 def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Adopt a state after the user's hooks before loading, and restore dtypes before those after it."""
     before_load = [{key: group[key] for key in _KINDS} for group in optimizer.param_groups]
