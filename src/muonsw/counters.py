@@ -172,7 +172,8 @@ class Counters:
         self._warn(
             "unfrozen",
             f"{name} was frozen when this optimizer was built; it requires a gradient now but is in no param group, so "
-            f"it is not trained; add it with add_param_group, or build the optimizer after unfreezing",
+            f"it is not trained; add it with add_param_group({{'params': [({name!r}, parameter)]}}), or build the "
+            f"optimizer after unfreezing",
         )
 
     def _warn(self, topic: str, message: str, category: type[Warning] = UserWarning) -> None:
