@@ -132,6 +132,22 @@ def test_a_parameter_that_is_unfrozen_later_is_reported_of_once():
     step()
 
 
+def test_a_model_with_frozen_parameters_can_still_be_converted_by_swapping():
+    """As torch does it with parameters that are tensor subclasses, such as a quantized base under adapters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = MuonSW.for_model(model, lr=0.1)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    model[0].weight.requires_grad_(True)
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    with pytest.warns(UserWarning, match=r"0\.weight was frozen"):
+        optimizer.step()
+
+
 def test_raise_names_the_parameter_and_changes_nothing():
     named = [("a.weight", matrices((4, 4))[0]), ("b.weight", matrices((4, 4))[0])]
     optimizer = make("adamw", named, nonfinite="raise")

@@ -170,8 +170,9 @@ class ScaledDecayOptimizer(Optimizer):
         """Build the optimizer on groups that were made for a model, and remember why and what was left out."""
         optimizer = cls(routing.groups, **options)
         optimizer._reasons = routing.reasons
-        frozen = ((name, param) for name, param in model.named_parameters() if not param.requires_grad)
-        optimizer._left_out = [(name, weakref.ref(param)) for name, param in frozen]
+        for name in [name for name, param in model.named_parameters() if not param.requires_grad]:
+            path, _, own = name.rpartition(".")
+            optimizer._left_out.append((name, weakref.ref(model.get_submodule(path)), own))
         return optimizer
 
     def routing(self, *, reasons: bool = False) -> str:
@@ -405,7 +406,8 @@ class ScaledDecayOptimizer(Optimizer):
         self._option_check = OptionCheck()
         self._last: LastStep = []
         self._last_skipped: bool | Flag = False
-        self._left_out: list[tuple[str, weakref.ref[Tensor]]] = []
+        # by module: torch swaps no tensor that has a weak reference, as `model.to` does with tensor subclasses
+        self._left_out: list[tuple[str, weakref.ref[torch.nn.Module], str]] = []
         self._reasons: dict[str, str] = {}
         self._ranks = Ranks()
         self._replay = Replay()

@@ -436,8 +436,9 @@ _check_uncompiled = _disable_dynamo(check)
 
 def _warn_of_unfrozen(optimizer: ScaledDecayOptimizer) -> None:
     """Warn of parameters that were frozen when the optimizer was built, are not any more, and are in no group."""
-    left = optimizer._left_out
-    unfrozen = [(name, param) for name, reference in left if (param := reference()) is not None and param.requires_grad]
+    modules = [(name, reference(), own) for name, reference, own in optimizer._left_out]
+    params = [(name, module._parameters.get(own)) for name, module, own in modules if module is not None]
+    unfrozen = [(name, param) for name, param in params if param is not None and param.requires_grad]
     if unfrozen:
         own = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for name in [name for name, param in unfrozen if id(param) not in own][:1]:
