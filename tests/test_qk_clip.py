@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import HeadRows, MuonSW, QKClip, max_attention_logits
+from muonsw import AdamWSW, HeadRows, MuonSW, QKClip, ScheduleFree, max_attention_logits
 
 LENGTH, WIDTH, SIZE = 7, 12, 4
 
@@ -127,6 +127,32 @@ def test_a_hook_clips_after_each_step_and_forgets_what_it_has_seen():
         optimizer.step()
     expected = start.view(2, SIZE, WIDTH) * torch.tensor([(10 / 30) ** 0.5, 0.5]).view(2, 1, 1)
     torch.testing.assert_close(q.weight.detach(), expected.view_as(start), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("on", ["outside", "inside"])
+def test_under_schedule_free_the_average_is_clipped_too(on):
+    """z would grow on behind the clipped weights, and x = (y - (1 - b) z) / b turn against them."""
+    q, k = linear(2 * SIZE, seed=1).weight, linear(2 * SIZE, seed=2).weight
+    optimizer = ScheduleFree(AdamWSW([q, k], lr=0.05, weight_decay=0.0, decay="constant", betas=(0.0, 0.999)))
+    optimizer.train()
+    clip, x = QKClip(threshold=5.0), inputs().flatten(0, 1)
+    attention = clip.add(query=q, key=k, heads=2)
+    {"outside": optimizer, "inside": optimizer.optimizer}[on].register_step_post_hook(clip)
+
+    def logits():
+        queries, keys = ((x @ weight.T).view(-1, 2, SIZE).transpose(0, 1) for weight in (q, k))
+        return queries @ keys.mT
+
+    for _ in range(100):
+        optimizer.zero_grad()
+        found = logits()
+        attention.observe(found.amax((-2, -1)))
+        (-found.diagonal(dim1=-2, dim2=-1).mean()).backward()
+        optimizer.step()
+    y = q.detach().clone()
+    optimizer.eval()
+    assert logits().max() < 2 * clip.threshold
+    assert torch.cosine_similarity(q.flatten(), y.flatten(), dim=0) > 0.9
 
 
 def test_forward_passes_of_a_graph_report_at_each_replay():

@@ -12,7 +12,7 @@ which stay as they are; the rotary queries of a head are multiplied by gamma its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +24,10 @@ from muonsw.machine import has_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
+
+# The state of an optimizer, by parameter.
+State = Mapping[Tensor, dict[str, Any]]
 
 
 class HeadRows(NamedTuple):
@@ -64,8 +68,11 @@ class HeadRows(NamedTuple):
             )
         return self._replace(size=size, stride=stride)
 
-    def scale_(self, factors: Tensor) -> None:
-        """Multiply the rows of each head by its factor; of a sharded parameter, those that this rank holds."""
+    def scale_(self, factors: Tensor, state: State | None = None) -> None:
+        """Multiply the rows of each head by its factor; of a sharded parameter, those that this rank holds.
+
+        Under Schedule-Free the weights that are evaluated follow from the parameter and from z, so z is scaled too.
+        """
         assert self.size is not None
         assert self.stride is not None
         shard = local(self.param.detach())
@@ -75,7 +82,9 @@ class HeadRows(NamedTuple):
         wide[rows] = factors.to(shard.device).repeat_interleave(self.size, output_size=len(rows))
         mine = wide.narrow(0, offset(self.param)[self.dim], shard.shape[self.dim])
         shape = [-1 if axis == self.dim else 1 for axis in range(shard.dim())]
-        shard.copy_(shard * mine.view(shape))
+        z = None if state is None else state.get(self.param, {}).get("z")
+        for held in (shard,) if z is None else (shard, local(z)):
+            held.copy_(held * mine.view(shape))
 
 
 def _order(param: Tensor) -> list[int] | None:
@@ -112,19 +121,20 @@ class AttentionLogits:
         mine = self.maximum.narrow(0, first_head, len(found))
         torch.maximum(mine, found.nan_to_num(-torch.inf, -torch.inf), out=mine)
 
-    def clip_(self, maximum: Tensor, threshold: float) -> None:
+    def clip_(self, maximum: Tensor, threshold: float, state: State | None = None) -> None:
         """Scale the rows of heads whose largest logit is above the threshold."""
         shared = maximum.view(self.groups, -1).amax(1)
         gamma = torch.where(shared > threshold, threshold / shared, 1.0)
         for rows, heads, power in self.parts:
-            rows.scale_(gamma.pow(power).repeat_interleave(heads // self.groups, output_size=heads))
+            rows.scale_(gamma.pow(power).repeat_interleave(heads // self.groups, output_size=heads), state)
 
 
 class QKClip:
     """Clips the attention logits of a model by its query and key weights, after each step of any torch optimizer.
 
-    Call `step` after `optimizer.step()`, or register it as a hook. Nothing waits for the device. Logits that are not
-    finite are passed over: no weight could be scaled by them.
+    Call `step` after `optimizer.step()`, or register it as a hook, as it must be with `ScheduleFree`, whose state it
+    scales too. Nothing waits for the device. Logits that are not finite are passed over: no weight could be scaled by
+    them.
 
     Args:
         threshold: tau, the logit that heads may reach; 100 in Kimi K2.
@@ -180,7 +190,6 @@ class QKClip:
         self.attentions.append(AttentionLogits(heads, groups, parts))
         return self.attentions[-1]
 
-    @torch.no_grad()
     def step(self) -> Tensor:
         """Clip what the forward passes since the last step ask for; a collective where there are several ranks.
 
@@ -188,19 +197,23 @@ class QKClip:
             The largest logit of each head over all ranks, those of all attentions one after another; -inf where none
             was reported.
         """
+        return self._clip(None)
+
+    @torch.no_grad()
+    def _clip(self, state: State | None) -> Tensor:
         if not self.attentions:
             raise RuntimeError("this QKClip has no attention to clip; call add for each of them first")
         maxima = self._maxima()
         each = maxima.split_with_sizes([attention.heads for attention in self.attentions])
         for attention, maximum in zip(self.attentions, each, strict=True):
-            attention.clip_(maximum, self.threshold)
+            attention.clip_(maximum, self.threshold, state)
             if attention.maximum is not None:
                 attention.maximum.fill_(-torch.inf)  # in place: a graph of the forward pass reports to this very one
         return maxima
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: Optimizer | None = None, *_: Any) -> None:
         """Do it as a hook of `optimizer.register_step_post_hook`."""
-        self.step()
+        self._clip(None if optimizer is None else optimizer.state)
 
     def _maxima(self) -> Tensor:
         device = local(self.attentions[0].parts[0][0].param).device
