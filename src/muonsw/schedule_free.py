@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -185,6 +186,7 @@ class ScheduleFree(Optimizer):
         """Put x into the parameters, to evaluate or to save them."""
         self.train(False)
 
+    @_disable_dynamo  # traced, it would take every step for a skipped one
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step at y; nothing is changed when it raises an error.

@@ -383,6 +383,22 @@ def test_a_first_step_at_zero_makes_state_in_both_modes_and_moves_nothing():
     assert optimizer.param_groups[0]["averaged_steps"] == 0
 
 
+def test_a_step_that_is_compiled_is_the_same():
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        params = matrices((4, 6), (6, 6))
+        optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
+        optimizer.train()
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for seed in range(4):
+            set_gradients(params, seed)
+            step()
+        optimizer.eval()
+        found.append(params)
+    assert_same(*found)
+
+
 def test_norm_rules_act_on_z():
     params = matrices((4, 6), dtype=torch.float64)
     norm = params[0].detach().norm()
