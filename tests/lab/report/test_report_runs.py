@@ -23,7 +23,7 @@ from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry
 from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import DARK, LIGHT, arm_styles
 from muonsw.lab.runs import load_runs
-from muonsw.lab.runs.curves import extremes, median_curve
+from muonsw.lab.runs.curves import extremes, median_curve, running_mean
 from tests.faults.killing import killed_at_size
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.test_report import contrast, parse
@@ -133,6 +133,20 @@ def test_the_median_keeps_steps_that_all_have():
         ]
     )
     assert (steps.tolist(), middle.tolist()) == ([2, 3], [4.0, 3.0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 49, 100, 1001])
+def test_the_running_mean_is_that_of_each_window(count):
+    values = np.random.default_rng(count).standard_normal(count)
+    for share in (0.02, 0.1, 1.0):
+        half = int(share * count / 2)
+        expected = [values[max(0, at - half) : at + half + 1].mean() for at in range(count)]
+        np.testing.assert_allclose(running_mean(values, share), np.array(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_spike_is_forgotten_by_the_running_mean():
+    values = np.where(np.arange(1000) == 5, 1e20, 2.0)
+    assert running_mean(values, 0.02)[100:].tolist() == [2.0] * 900
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 99, 100, 101, 4096, 10_001])

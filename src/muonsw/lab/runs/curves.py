@@ -41,11 +41,15 @@ def running_mean(values: NDArray[np.float64], share: float) -> NDArray[np.float6
         >>> running_mean(np.array([0.0, 3.0, 0.0, 3.0]), share=0.75).tolist()
         [1.5, 1.0, 2.0, 1.5]
     """
-    half = int(share * len(values) / 2)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
-    return np.asarray((sums[high] - sums[low]) / (high - low))
+    half, places = int(share * len(values) / 2), np.arange(len(values))
+    width = 2 * half + 1
+    # A window is the end of one block of its width and the beginning of the next: differences of sums over all values
+    # would carry the rounding of one that is huge into every later window.
+    blocks = np.pad(values, (half, half + (-len(values) - 2 * half) % width)).reshape(-1, width)
+    ends, beginnings = blocks[:, ::-1].cumsum(axis=1)[:, ::-1].ravel(), blocks.cumsum(axis=1).ravel()
+    beginnings[width - 1 :: width] = 0.0  # where a window is a whole block
+    count = np.minimum(places + half + 1, len(values)) - np.maximum(places - half, 0)
+    return np.asarray((ends[places] + beginnings[places + width - 1]) / count)
 
 
 def smooth_curve(points: Points) -> Points | None:
