@@ -74,6 +74,12 @@ def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path):
     assert "'b' diverged at update 2 (seed 1)" in found.verdict
 
 
+def test_seeds_that_stopped_at_different_updates_are_compared(tmp_path):
+    found = compare_arms(lambda arm, seed: {10 + seed: 2.0 + 0.1 * seed - (arm == "b")}, ["a", "b"], folder=tmp_path)
+    assert found.outcome.pairs[0].differences == pytest.approx([-1.0] * 3)
+    assert found.page.is_file()
+
+
 @pytest.mark.parametrize("wrong", [None, "abc", [], {}, {1: {"accuracy": 1.0}}, {1: "x"}, 3.0])
 def test_something_else_than_losses_is_refused_by_name(wrong, tmp_path):
     with pytest.raises(UsageError, match=r"make_run\('a', 0\).*expected losses"):

@@ -108,6 +108,8 @@ class Charts:
             parts = [points for _, arm, points in shown if arm == entry.name]
             if len(parts) > 1 or (smooth and parts):
                 steps, middle = median_curve(parts)
+                if not len(steps):  # the runs have none in common
+                    continue
                 points = self._thin((steps, running_mean(middle, SMOOTHED) if smooth else middle))
                 curves.append(Curve("median" if len(parts) > 1 else "mean", entry.name, *points, middle=True))
         return curves
