@@ -1,9 +1,11 @@
 """A user's own task: what is refused before anything is trained, and what a run of one promises."""
 
 import json
+import random
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -39,6 +41,11 @@ DICTS = """
 def batches(split, seed):
     return lambda i: {"x": torch.randn(12, 4), "scale": torch.tensor(2.0), "name": "a"}
 """
+MIXED = """
+def loss(model, batch):
+    share = np.random.beta(1.0, 1.0) + random.random()
+    return nn.functional.cross_entropy(model(share * batch[0]), batch[1])
+"""
 UNSEEDED = (
     "def batches(split, seed):\n    return lambda i: torch.from_numpy(np.random.default_rng().normal(size=(4, 4)))\n"
 )
@@ -65,14 +72,20 @@ def stop_at(step):
     return Watch(record=record)
 
 
-@pytest.mark.parametrize("batches", [None, LIST, GENERATOR, LOADER], ids=["function", "list", "generator", "loader"])
-def test_a_run_that_was_stopped_goes_on_with_equal_bits(batches, tmp_path):
-    path = task_file(tmp_path, **({"batches": batches} if batches else {}))
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {"batches": LIST}, {"batches": GENERATOR}, {"batches": LOADER}, {"loss": MIXED}],
+    ids=["function", "list", "generator", "loader", "drawing-loss"],
+)
+def test_a_run_that_was_stopped_goes_on_with_equal_bits(parts, tmp_path):
+    path = task_file(tmp_path, **parts)
     config = task_run(path)
     train(config, tmp_path / "whole")
     with pytest.raises(StoppedError):
         train(config, tmp_path / "run", stop_at(7))
     torch.manual_seed(99)
+    np.random.seed(99)
+    random.seed(99)
     train(config, tmp_path / "run")
     assert losses(tmp_path / "whole") == losses(tmp_path / "run")
     for name, value in weights(tmp_path / "whole").items():

@@ -111,6 +111,7 @@ class UserTask(Task):
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
         """The rows of batch `step` that one rank trains on, one micro-batch at a time."""
         batch, parts = self.train.batch(step), ranks * accumulation
+        seed_host_generators(self.train.seed, "update", step, rank)  # no checkpoint has them, as it has torch's
         rows, rest = divmod(rows_of(batch), parts)
         if rest:
             split = f"{ranks} ranks x {accumulation} micro-batches"
@@ -224,10 +225,18 @@ class BatchSource:
 
 def seed_generators(*key: object) -> None:
     """Seed torch's, numpy's and Python's generators with a hash of the key."""
-    number = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big")
-    torch.default_generator.manual_seed(number >> 1)  # and not those of GPUs, which dropout draws from
-    np.random.seed(number % (1 << 32))
-    random.seed(number)
+    torch.default_generator.manual_seed(_hashed(key) >> 1)  # and not those of GPUs, which dropout draws from
+    seed_host_generators(*key)
+
+
+def seed_host_generators(*key: object) -> None:
+    """Seed numpy's and Python's generators with a hash of the key."""
+    np.random.seed(_hashed(key) % (1 << 32))
+    random.seed(_hashed(key))
+
+
+def _hashed(key: tuple[object, ...]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big")
 
 
 @contextmanager
