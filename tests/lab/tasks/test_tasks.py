@@ -102,6 +102,18 @@ def test_metrics_are_means_over_the_rows_of_all_validation_batches(tmp_path):
     assert [record["training"] for record in found] == [0.0, 0.0]
 
 
+def test_metrics_are_told_apart_by_name_and_the_same_for_all_batches(tmp_path):
+    body = "    pairs = [('one', 1.0), ('two', 2.0), ('three', 3.0)]\n    swap = batch[0][0, 0] > 0\n"
+    task = "\ndef metrics(model, batch):\n" + body
+    path = task_file(tmp_path, metrics=task + "    return dict(reversed(pairs) if swap else pairs)\n")
+    training = Training(with_fingerprint(task_run(path)))
+    training.evaluate()
+    assert training.metrics == {"one": 1.0, "two": 2.0, "three": 3.0}
+    path = task_file(tmp_path, metrics=task + "    return dict(pairs[:2] if swap else pairs)\n")
+    with pytest.raises(UsageError, match="of one validation batch and"):
+        Training(with_fingerprint(task_run(path))).evaluate()
+
+
 def test_an_update_in_micro_batches_is_that_of_the_whole_batch(tmp_path):
     path = task_file(
         tmp_path,

@@ -77,6 +77,7 @@ class Training:
         self.best: Evaluation | None = None
         self.latest: Evaluation | None = None
         self.metrics: dict[str, float] = {}
+        self._measured: tuple[str, ...] = ()
         self.seconds = 0.0
         self.guard = LossGuard(config.diverged, config.skipped)
         if config.threads:
@@ -213,8 +214,11 @@ class Training:
         (batch,) = batches
         with torch.no_grad(), self.autocast():
             found = self.task.evaluation(self.module, batch)
-        self._measured = tuple(found)
-        return torch.stack([torch.as_tensor(value, device=self.device).double() for value in found.values()])
+        self._measured = self._measured or tuple(found)
+        if found.keys() != set(self._measured):
+            both = f"{', '.join(found)} of one validation batch and {', '.join(self._measured)} of another"
+            raise UsageError(f"the task measures {both}: metrics(model, batch) must return the same names for all")
+        return torch.stack([torch.as_tensor(found[name], device=self.device).double() for name in self._measured])
 
     def base_lr(self) -> float:
         """The learning rate of the next update before muP multiplies it."""
