@@ -1,6 +1,7 @@
 """Run folders: what was written is what is read, whole or in progress, and nothing else passes for a run."""
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -223,6 +224,15 @@ def test_a_run_knows_its_losses_and_its_norm(folder):
     assert run.final_norm == norms[-1]
     assert run.norm_change == norms[-1] / max(norms) - 1.0
     assert (run.steps, run.tokens, run.seconds) == (200, 16384 * 200, 8.0)
+
+
+def test_a_final_loss_that_is_not_finite_is_no_earlier_one(tmp_path):
+    folder = write_run(tmp_path / "run", Recipe(steps=40))
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    (folder / "result.json").write_text(json.dumps(result | {"final_loss": None}), encoding="utf-8")
+    run = load_run(folder)
+    assert math.isnan(run.final_loss)
+    assert run.best_loss == result["best_loss"]
 
 
 def test_a_run_in_progress_knows_what_it_has(tmp_path):

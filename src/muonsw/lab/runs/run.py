@@ -314,8 +314,8 @@ class Run:
         return NOTHING
 
     def _result(self, key: str, otherwise: float = NAN) -> float:
-        value = (self.result or {}).get(key)
-        return float(value) if isinstance(value, int | float) else otherwise
+        value = (self.result or {}).get(key, otherwise)  # null where it was not finite
+        return float(value) if isinstance(value, int | float) else NAN
 
 
 def last(points: Points) -> float:
