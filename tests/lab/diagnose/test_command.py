@@ -217,6 +217,13 @@ def test_a_zero_start_and_a_single_sample_are_harmless(tmp_path):
     assert Diagnose(runs=(run.path, single.path), out=tmp_path / "out").run() == 0
 
 
+@pytest.mark.usefixtures("one_figure")
+def test_decay_that_no_training_can_have_is_left_out(tmp_path):
+    run = make_run(tmp_path / "run", change=lambda _, record: record | {"decay": -record["decay"]}, **FEW)
+    assert Diagnose(runs=(run,), out=tmp_path / "out").run() == 0
+    assert as_data(diagnose(load_run(run)))["samples"] == 0
+
+
 @pytest.mark.parametrize("foreign", ["diagnose.json", "tracking.svg"])
 def test_a_diagnosis_takes_the_place_of_nothing_that_it_did_not_write(written, tmp_path, foreign):
     (tmp_path / foreign).write_text('{"mine": 1}', encoding="utf-8")

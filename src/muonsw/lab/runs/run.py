@@ -328,7 +328,7 @@ def norm_history(columns: Columns) -> NormHistory | None:
     if not all(key in columns for key in RECURSION):
         return None
     r, s, phi, a = (columns[key] for key in RECURSION)
-    known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (np.abs(a) < 1.0 + ROUNDING)
+    known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (phi >= 0) & (np.abs(a) < 1.0 + ROUNDING)
     if not known.any():
         return None
     r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
