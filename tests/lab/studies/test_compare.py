@@ -213,6 +213,13 @@ def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid(tm
     assert ("edge" in table.note) == any(tuned.at_edge for tuned in found)
 
 
+def test_what_has_no_loss_or_a_huge_one_is_shown_in_a_few_letters():
+    lost = pairs_table([pair((math.nan,) * 3, match=(None,) * 3)])
+    assert not any("nan" in cell.text for row in lost.cells() for cell in row)
+    huge = pairs_table([pair((1e30, 2e30, 3e30))])
+    assert max(len(cell.text) for row in huge.cells() for cell in row) < 40
+
+
 @pytest.mark.slow
 def test_the_search_over_lambda_is_in_the_numbers_of_a_comparison(tmp_path):
     wild = Arm("wild", OptimizerConfig(lr=50.0, decay="constant", weight_decay=0.001))

@@ -22,6 +22,7 @@ Value = str | float | int | bool | None
 MISSING = "\N{EN DASH}"
 GAP = 2  # blanks between columns
 NARROWEST_TEXT = 20  # characters that a column of text keeps before it wraps its words over several lines
+LARGE = 1e6  # numbers from here on are written with an exponent
 LONGEST_WORD = 40  # longer ones, such as paths, are broken
 TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
 
@@ -109,13 +110,23 @@ def show(value: Value, digits: int = 5) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """A loss as every table and sentence shows it: four decimals.
+    """A loss as every table and sentence shows it: four decimals, or four digits of one from a million on.
 
     Examples:
-        >>> loss_text(3.14159), loss_text(float("nan"))
-        ('3.1416', '\N{EN DASH}')
+        >>> loss_text(3.14159), loss_text(1.5e30), loss_text(float("nan"))
+        ('3.1416', '1.5e+30', '\N{EN DASH}')
     """
-    return f"{loss:.4f}" if math.isfinite(loss) else MISSING
+    return decimals(loss, 4) if math.isfinite(loss) else MISSING
+
+
+def decimals(value: float, digits: int, sign: str = "") -> str:
+    """A number with so many decimals; from a million on, as diverging runs have them, with so many digits in all.
+
+    Examples:
+        >>> decimals(0.5, 3), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3)
+        ('0.500', '+2.00', '1.23e+20')
+    """
+    return f"{value:{sign}.{digits}{'f' if abs(value) < LARGE else 'g'}}"
 
 
 def norm_text(norm: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import Cell, Column, Table, Value, change_text, norm_text
+from muonsw.lab.base.tables import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text, norm_text
 from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.diagnose.history import History
@@ -348,6 +348,7 @@ def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
 
 
 def _pair_row(pair: PairOutcome, metrics: Sequence[str]) -> tuple[Value, ...]:
+    interval = pair.interval
     matches = "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f}%"
     if pair.match_interval is not None:
         matches += f" [{100 * pair.match_interval.low:.0f}, {100 * pair.match_interval.high:.0f}]"
@@ -355,7 +356,7 @@ def _pair_row(pair: PairOutcome, metrics: Sequence[str]) -> tuple[Value, ...]:
         pair.arm,
         pair.baseline,
         signed(pair.mean) if pair.seeds else None,
-        None if pair.interval is None else f"[{signed(pair.interval.low)}, {signed(pair.interval.high)}]",
+        f"[{signed(interval.low)}, {signed(interval.high)}]" if interval and math.isfinite(pair.mean) else None,
         ", ".join(map(signed, pair.differences)) or None,
         matches if pair.seeds else None,
         *(_metric_cell(pair.metrics.get(name)) for name in metrics),
@@ -370,13 +371,15 @@ def _metric_cell(found: MetricOutcome | None) -> str | None:
 
 
 def signed(value: float) -> str:
-    """A difference: four decimals, or two digits where those would be zeros.
+    """A difference: four decimals, or two digits where those would be zeros; a dash where there is none.
 
     Examples:
-        >>> signed(0.01234), signed(-3.21e-6), signed(0.0)
-        ('+0.0123', '-3.2e-06', '+0.0000')
+        >>> signed(0.01234), signed(-3.21e-6), signed(0.0), signed(math.nan)
+        ('+0.0123', '-3.2e-06', '+0.0000', '\N{EN DASH}')
     """
-    return f"{value:+.4f}" if value == 0 or abs(value) >= 0.00005 or not math.isfinite(value) else f"{value:+.2g}"
+    if not math.isfinite(value):
+        return MISSING
+    return decimals(value, 4, sign="+") if value == 0 or abs(value) >= 0.00005 else f"{value:+.2g}"
 
 
 def constant_of(runs: Runs, arm: str) -> str | None:
@@ -412,8 +415,10 @@ def loss_cell(losses: Mapping[float, float], setting: float) -> Cell | None:
     """The loss of one setting in the column of a sweep, whose lowest one stands out; None where it was not tried."""
     if setting not in losses:
         return None
-    text = f"{losses[setting]:.4f}" if math.isfinite(losses[setting]) else "diverged"
-    return Cell(text, tone="holds" if losses[setting] == min(losses.values()) else "")
+    loss = losses[setting]
+    if not math.isfinite(loss):
+        return Cell("diverged")
+    return Cell(loss_text(loss), tone="holds" if loss == min(losses.values()) else "")
 
 
 def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
@@ -424,5 +429,5 @@ def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
         ('2.0000 ± 2.4841', None, None)
     """
     average, interval = mean(values), interval_of(values)
-    half = "" if interval is None else f" ± {(interval.high - interval.low) / 2:.{digits}f}"
-    return None if math.isnan(average) else f"{average:.{digits}f}{half}"
+    half = "" if interval is None else f" ± {decimals((interval.high - interval.low) / 2, digits)}"
+    return None if math.isnan(average) else f"{decimals(average, digits)}{half}"

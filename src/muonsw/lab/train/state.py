@@ -380,7 +380,7 @@ class LossGuard:
         self.strikes = self.strikes + 1 if loss > self.lowest + self.excess else 0
         self.lowest = min(self.lowest, loss)
         if self.strikes >= PATIENCE:
-            raise Diverged(f"the loss of update {step} is {loss:.3f}, after {self.lowest:.3f} at best; {advice}", step)
+            raise Diverged(f"the loss of update {step} is {loss:.4g}, after {self.lowest:.4g} at best; {advice}", step)
         self._count_skipped(step, skipped=not math.isfinite(norm))
 
     def _count_skipped(self, step: int, *, skipped: bool) -> None:
