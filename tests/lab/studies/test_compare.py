@@ -213,6 +213,18 @@ def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid(tm
     assert ("edge" in table.note) == any(tuned.at_edge for tuned in found)
 
 
+def test_where_every_lambda_diverges_none_is_called_best():
+    def train(comparisons):
+        lost = SimpleNamespace(result={"diverged": 3}, final_loss=math.nan)
+        return {SEARCH: {arm.name: [lost] for arm in comparisons[0].arms}}
+
+    table = sweep_table(tune(train, tiny_run(steps=4), ARMS[1:], seed=7))
+    cells = [cell for row in table.rows for cell in row[1:] if cell is not None]
+    assert {(cell.text, cell.tone) for cell in cells} == {("diverged", "")}
+    assert "edge" not in table.note
+    assert "diverged: lower the learning rate" in table.note
+
+
 def test_what_has_no_loss_or_a_huge_one_is_shown_in_a_few_letters():
     lost = pairs_table([pair((math.nan,) * 3, match=(None,) * 3)])
     assert not any("nan" in cell.text for row in lost.cells() for cell in row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,8 +107,13 @@ def sweep_table(found: Sequence[TuningResult]) -> Table:
 
 
 def edge_note(found: Sequence[TuningResult]) -> str:
-    """A sentence about searches that ended at an edge; empty where none did."""
-    edges = " and ".join(tuned.arm.name for tuned in found if tuned.at_edge)
-    if not edges:
-        return ""
-    return f"The best lambda of {edges} is at the edge of what was tried; a better one may lie beyond."
+    """A sentence about searches that found no lambda, and about those that ended at an edge; empty where none did."""
+    lost = [tuned.name for tuned in found if not math.isfinite(min(tuned.losses.values()))]
+    edges = [tuned.arm.name for tuned in found if tuned.at_edge and tuned.name not in lost]
+    notes = []
+    if lost:
+        notes.append(f"Every lambda that was tried for {' and '.join(lost)} diverged: lower the learning rate.")
+    if edges:
+        tried = f"The best lambda of {' and '.join(edges)} is at the edge of what was tried"
+        notes.append(f"{tried}; a better one may lie beyond.")
+    return " ".join(notes)
