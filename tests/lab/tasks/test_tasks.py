@@ -37,6 +37,14 @@ def batches(split, seed):
     data = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
     return torch.utils.data.DataLoader(data, batch_size=12, shuffle=True)
 """
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(x, x[:3].argmax()) for x in torch.randn(60, 4)])
+
+def batches(split, seed):
+    return torch.utils.data.DataLoader(Stream(), batch_size=12)
+"""
 DICTS = """
 def batches(split, seed):
     return lambda i: {"x": torch.randn(12, 4), "scale": torch.tensor(2.0), "name": "a"}
@@ -74,8 +82,8 @@ def stop_at(step):
 
 @pytest.mark.parametrize(
     "parts",
-    [{}, {"batches": LIST}, {"batches": GENERATOR}, {"batches": LOADER}, {"loss": MIXED}],
-    ids=["function", "list", "generator", "loader", "drawing-loss"],
+    [{}, {"batches": LIST}, {"batches": GENERATOR}, {"batches": LOADER}, {"batches": STREAM}, {"loss": MIXED}],
+    ids=["function", "list", "generator", "loader", "stream", "drawing-loss"],
 )
 def test_a_run_that_was_stopped_goes_on_with_equal_bits(parts, tmp_path):
     path = task_file(tmp_path, **parts)

@@ -160,7 +160,7 @@ class BatchSource:
 
     def first(self, count: int | None = None) -> Iterator[Batch]:
         """The first batches: all of what has a length unless a number is given."""
-        length = len(self.made) if hasattr(self.made, "__len__") else None
+        length = length_of(self.made)
         wanted = min(count or length, length) if length else count or EVAL_BATCHES
         if self.is_sequence or callable(self.made):
             yield from map(self._drawn, range(wanted))
@@ -176,7 +176,7 @@ class BatchSource:
     @property
     def is_sequence(self) -> bool:
         """Whether it has a length and batches by index."""
-        return hasattr(self.made, "__len__") and hasattr(self.made, "__getitem__")
+        return length_of(self.made) is not None and hasattr(self.made, "__getitem__")
 
     def _make(self) -> Any:
         with generators_seeded(self.seed, self.split):
@@ -187,7 +187,7 @@ class BatchSource:
         if isinstance(made, Dataset):
             fix = "wrap it in a DataLoader, or return a function of i"
             raise UsageError(f"{call} returned a {type(made).__name__}, whose items are samples and not batches: {fix}")
-        if hasattr(made, "__len__") and not len(made):
+        if length_of(made) == 0:
             raise UsageError(f"{call} returned {shown(made)}, without a batch; expected {KINDS}")
         return made
 
@@ -221,6 +221,14 @@ class BatchSource:
                 yield batch
         fix = "yield batches for ever, or return something that can be iterated over again"
         raise UsageError(f"{self.functions.name}: batches({self.split!r}, {self.seed}) ended after {count}: {fix}")
+
+
+def length_of(made: Any) -> int | None:
+    """How many batches there are; None where that is not known, as in a DataLoader of data without a length."""
+    try:
+        return len(made)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def seed_generators(*key: object) -> None:
