@@ -23,6 +23,7 @@ from muonsw.lab.studies import evidence
 from muonsw.lab.studies.arms import Key, decay_factors, lambda_arm
 from muonsw.lab.studies.outcome import against_constant, arm_outcome
 from muonsw.lab.studies.program import main
+from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.training import (
     cases,
     family,
@@ -342,6 +343,15 @@ def test_claims_of_schedules_tell_where_the_rule_matters(monkeypatch):
     results[schedules.COSINE] = {rule: seeds[:1] for rule, seeds in results[schedules.COSINE].items()}
     claims = {claim.id: claim for claim in schedules.judge_schedules(results, tiny_scale())}
     assert ONE_SEED in claims["scaled-to-zero"].limits  # while records come in, one schedule may have fewer seeds
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=list(SCALES))
+def test_what_decay_takes_over_a_run_does_not_follow_its_length(scale):
+    """At all points at which lambda is followed, and where rates are: else the length would be what is measured."""
+    runs = [*lambda_scaling.points(scale).values(), rate_drift.drift_run(scale)]
+    totals = [sum(decay_factors(run, replace(run.optimizer, decay="constant"))) for run in runs]
+    assert len({run.steps for run in runs}) > 3
+    assert totals == pytest.approx([totals[0]] * len(runs), rel=0.01)
 
 
 @pytest.mark.slow
