@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 
 from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning
@@ -135,29 +136,47 @@ def test_scheduler_peaks_looks_into_nested_schedulers_and_lambdas():
     assert scheduler_peaks(both, total_steps=3) == pytest.approx([0.3])
 
 
-CHAINS = {
-    "falls while it warms up": lambda o: [LinearLR(o, 0.1, total_iters=5), CosineAnnealingLR(o, 25)],
-    "held down": lambda o: [ConstantLR(o, 0.3, total_iters=5), ExponentialLR(o, 0.9)],
-    "grows twice": lambda o: [MultiplicativeLR(o, lambda t: 1.2 if t < 6 else 0.7), ExponentialLR(o, 1.05)],
-    "restarts": lambda o: [LinearLR(o, 0.1, total_iters=9), CosineAnnealingWarmRestarts(o, 4, 2)],
-    "OneCycleLR": lambda o: [OneCycleLR(o, 0.7, total_steps=31), ExponentialLR(o, 0.9)],
-    "CyclicLR": lambda o: [CyclicLR(o, 0.05, 0.3, 4, cycle_momentum=False), ConstantLR(o, 0.3, total_iters=5)],
+PARTS = {
+    "warms up": lambda o: LinearLR(o, 0.1, total_iters=5),
+    "held down": lambda o: ConstantLR(o, 0.3, total_iters=9),
+    "falls": lambda o: ExponentialLR(o, 0.9),
+    "grows": lambda o: StepLR(o, 3, 1.3),
+    "cosine": lambda o: CosineAnnealingLR(o, 12),
+    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 4, 2),
+    "lambda": lambda o: LambdaLR(o, lambda t: 0.3 + (t % 7) / 4),
+    "factors": lambda o: MultiplicativeLR(o, lambda t: 1.2 if t < 6 else 0.7),
+    "OneCycleLR": lambda o: OneCycleLR(o, 0.7, total_steps=31),
+    "CyclicLR": lambda o: CyclicLR(o, 0.05, 0.3, 4, cycle_momentum=False),
+}
+COMBINED = {
+    "alone": lambda o, first, _: SequentialLR(o, [first(o)], []),
+    "chain": lambda o, first, second: ChainedScheduler([first(o), second(o)]),
+    "sequence": lambda o, first, second: SequentialLR(o, [first(o), second(o)], [8]),
+    "chain in a sequence": lambda o, first, second: SequentialLR(
+        o, [ChainedScheduler([first(o), second(o)]), PARTS["factors"](o)], [8]
+    ),
+    "sequence in a chain": lambda o, first, second: ChainedScheduler(
+        [SequentialLR(o, [first(o), second(o)], [8]), PARTS["held down"](o)]
+    ),
 }
 
 
 @pytest.mark.parametrize("asked_at", [0, 12])
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-@pytest.mark.parametrize("name", CHAINS)
-def test_the_peak_of_a_chain_is_that_of_its_parts_together(name, kind, asked_at):
-    plain = torch.optim.SGD([{"params": [weight()], "lr": kind(lr)} for lr in (0.1, 0.02)], momentum=0.9)
-    scheduler, rates = ChainedScheduler(CHAINS[name](plain)), []
-    for step in range(20):
-        if step == asked_at:
-            found = scheduler_peaks(scheduler, 20)
-        rates.append([float(group["lr"]) for group in plain.param_groups])
-        plain.step()
-        scheduler.step()
-    assert found == pytest.approx([max(of_group) for of_group in zip(*rates, strict=True)])
+@pytest.mark.parametrize("first", PARTS)
+@pytest.mark.parametrize("combined", COMBINED)
+def test_the_peak_of_several_schedulers_is_what_they_reach_together(combined, first, kind, asked_at):
+    for second in PARTS.values():
+        plain = torch.optim.SGD([{"params": [weight()], "lr": kind(lr)} for lr in (0.1, 0.02)], momentum=0.9)
+        with warnings.catch_warnings(action="ignore"):  # torch's own: SequentialLR passes epochs
+            scheduler, rates = COMBINED[combined](plain, PARTS[first], second), []
+        for step in range(20):
+            if step == asked_at:
+                found = scheduler_peaks(scheduler, 20)
+            rates.append([float(group["lr"]) for group in plain.param_groups])
+            plain.step()
+            scheduler.step()
+        assert found == pytest.approx([max(of_group) for of_group in zip(*rates, strict=True)])
 
 
 @pytest.mark.parametrize("total_steps", [6, 10, 100])

@@ -58,7 +58,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "_parameters": "a module's own parameters under all their names, tied ones included",
         },
         "scheduler": {
-            "_initial_step": "the first rate of a chain's parts, once more",
+            "_initial_step": "the first rate of a scheduler that is tried out",
             "_step_count": "a scheduler that resumes must not warn that it came before the optimizer",
         },
     }
