@@ -264,21 +264,16 @@ class ScheduleFree(Optimizer):
         if self.decay_at == "y" and (group["norm"] != "free" or group["cautious"]):
             raise ValueError(f"param group {number}: norm rules and cautious decay act on z; leave decay_at='z'")
         for param in group["params"]:
-            kept = state_dtype(group["state_dtype"], param.dtype)
-            if param.dtype in LOW_PRECISION or kept.itemsize < param.dtype.itemsize:
-                raise ValueError(
-                    f"param group {number}: a late step changes the average by less than {param.dtype} weights with "
-                    f"{kept} state can hold; keep both in float32"
-                )
+            _refuse_coarse(number, group, param.dtype)
         for key, value in _COUNTERS.items():
             group.setdefault(key, value)
 
     def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parameters that have left their start, each with its z."""
+        """Parameters that have left their start, each with its z, in their dtype where that was changed since."""
         for group in self.param_groups:
             for param in group["params"]:
                 if "z" in self.state.get(param, ()):
-                    yield param, self.state[param]["z"]
+                    yield param, self.state[param]["z"].to(param.dtype)
 
     def _warmup(self, group: Group) -> float:
         return min(1.0, (group["averaged_steps"] + 1) / self.warmup_steps) if self.warmup_steps else 1.0
@@ -320,6 +315,8 @@ class ScheduleFree(Optimizer):
         """Put z into the parameters that the optimizer is about to move, and b x where z was kept."""
         if self.decay_at == "y" and any(not isinstance(one.phi, Tensor) and one.phi == 1 for one in rates):
             raise ValueError("decay would take all of y in one step; lower lr or weight_decay, or leave decay_at='z'")
+        for batch in work:  # the model may have been converted since
+            _refuse_coarse(batch.number, batch.group, batch.dtype)
         self._make_z(work, rates)
         self._pending = []
         for batch, batch_rates in zip(work, rates, strict=True):
@@ -359,6 +356,16 @@ class ScheduleFree(Optimizer):
             raise RuntimeError("the model evaluates while its optimizer is in training mode; call optimizer.eval()")
         if model.training and not self.training and torch.is_grad_enabled():
             raise RuntimeError("the model trains while its optimizer is in evaluation mode; call optimizer.train()")
+
+
+def _refuse_coarse(number: int, group: Group, dtype: torch.dtype) -> None:
+    """Refuse weights or state in which an average would stand still."""
+    kept = state_dtype(group["state_dtype"], dtype)
+    if dtype in LOW_PRECISION or kept.itemsize < dtype.itemsize:
+        raise ValueError(
+            f"param group {number}: a late step changes the average by less than {dtype} weights with {kept} state can "
+            f"hold; keep both in float32"
+        )
 
 
 def _decayed_at_y(y: Tensor, z: Tensor, rates: Rates) -> Tensor:
