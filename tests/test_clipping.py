@@ -79,8 +79,14 @@ def test_wrong_arguments():
     optimizer = MuonSW.for_model(model, lr=0.01)
     with pytest.raises(ValueError, match="max_norm=0"):
         clip_optimizer_grads_(optimizer, 0)
-    with pytest.raises(TypeError, match="several names"):
-        clip_optimizer_grads_(optimizer, 1.0, algorithms="adamw")
+    for wrong in ("1", None, [1.0]):
+        with pytest.raises(ValueError, match=r"max_norm=.*: must be a number"):
+            clip_optimizer_grads_(optimizer, wrong)
+    for wrong in ("adamw", 3):
+        with pytest.raises(TypeError, match="several names"):
+            clip_optimizer_grads_(optimizer, 1.0, algorithms=wrong)
+    with pytest.raises(ValueError, match=r"unknown algorithm .*did you mean 'adamw'"):
+        clip_optimizer_grads_(optimizer, 1.0, algorithms=[["adamw"]])
     with pytest.raises(ValueError, match="unknown algorithm 'adagrad'"):
         clip_optimizer_grads_(optimizer, 1.0, algorithms=("adagrad",))
     for other in (torch.optim.AdamW(model.parameters()), model, model.parameters()):

@@ -170,6 +170,26 @@ def test_a_rate_that_goes_wrong_later_is_refused_with_nothing_changed(lr):
     assert torch.equal(param, torch.ones_like(param))
 
 
+@pytest.mark.parametrize("begun", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("lr", [torch.tensor([0.1, 0.1]), torch.tensor(1), torch.tensor(True), torch.tensor(0.1 + 1j)])
+def test_a_tensor_that_is_no_rate_is_refused_with_nothing_changed(lr, begun):
+    optimizer = MuonSW(weights(), lr=begun, weight_decay=0.0)
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(ValueError, match=re.escape(f"of param group 0 is {lr!r}; a tensor must hold one floating")):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("preset", [["normuon"], {"normuon": 1}, ("normuon",)])
+def test_a_preset_that_is_no_name_is_refused_by_name(preset):
+    with pytest.raises(ValueError, match=r"unknown preset .*did you mean 'normuon'"):
+        MuonSW.for_model(nn.Linear(4, 4), lr=0.1, preset=preset)
+
+
 @pytest.mark.parametrize(
     ("key", "given", "stored"),
     [

@@ -130,6 +130,9 @@ def test_scheduler_peaks_looks_into_nested_schedulers_and_lambdas():
     assert scheduler_peaks(rising, total_steps=5) == pytest.approx([0.5])
     with pytest.raises(ValueError, match="a LambdaLR gives its learning rate only step by step; pass total_steps"):
         optimizer.set_peak_lr(rising)
+    for wrong in ("5", 5.0, -1):
+        with pytest.raises(ValueError, match=r"total_steps=.*: must be a whole number of at least 1"):
+            optimizer.set_peak_lr(rising, total_steps=wrong)
     growing = MultiplicativeLR(optimizer, lambda t: 2.0 if t < 3 else 0.5)
     assert scheduler_peaks(growing, total_steps=6) == pytest.approx([0.1 * 2 * 2])
     both = SequentialLR(optimizer, [rising, CosineAnnealingLR(optimizer, 5)], [5])

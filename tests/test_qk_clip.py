@@ -1,5 +1,7 @@
 """QK-clip: after it, the same inputs give logits of at most the threshold, and nothing else has changed."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -217,6 +219,20 @@ def test_mistakes_are_named():
         QKClip(0)
     with pytest.raises(ValueError, match="alpha=2: must be in"):
         QKClip(alpha=2)
+    for key, wrong in itertools.product(("threshold", "alpha"), ("1", None, [1.0])):
+        with pytest.raises(ValueError, match=f"{key}=.*: must be a number"):
+            QKClip(**{key: wrong})
+    for key, wrong in (("heads", "2"), ("heads", 2.0), ("key_heads", [2]), ("key_heads", -1)):
+        with pytest.raises(ValueError, match=f"{key}=.*: must be a whole number of at least 1"):
+            QKClip().add(query=q.weight, key=k.weight, **{"heads": 2, key: wrong})
+    for wrong in (q, None, "q", [q], 3):
+        with pytest.raises(TypeError, match="QK-clip takes weights and biases or HeadRows of them, not a"):
+            QKClip().add(query=wrong, key=k.weight, heads=2)
+    for options in ({"size": "4"}, {"start": -1, "size": 4}, {"stride": -4, "start": 4, "size": 4}, {"dim": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*: must be a whole number of at least 0"):
+            QKClip().add(query=HeadRows(q.weight, **options), key=k.weight, heads=2)
+    with pytest.raises(ValueError, match="dim=2: must be at most 1"):
+        QKClip().add(query=HeadRows(q.weight, dim=2), key=k.weight, heads=2)
     with pytest.raises(RuntimeError, match="no attention to clip; call add"):
         QKClip().step()
     with pytest.raises(ValueError, match="heads=4 must be a multiple of key_heads=3"):

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.shards import as_dtensor, is_dtensor, whole
 from muonsw.interop.unwrap import unwrap_optimizer
+from muonsw.options import require_number
 
 
 class Counts(NamedTuple):
@@ -67,6 +68,7 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
         [1.0, 8.0]
     """
     optimizer = unwrap_optimizer(optimizer)
+    require_number("max_norm", max_norm)
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm!r}: must be a number above 0")
     chosen = _chosen(algorithms)
@@ -98,10 +100,10 @@ def clipped_share(optimizer: Optimizer) -> float | None:
 def _chosen(algorithms: Collection[str] | None) -> set[str]:
     if algorithms is None:
         return {name for name, algorithm in ALGORITHMS.items() if not algorithm.scale_free}
-    if isinstance(algorithms, str):
-        raise TypeError(f"algorithms={algorithms!r}: must be several names, such as ({algorithms!r},)")
+    if isinstance(algorithms, str) or not isinstance(algorithms, Iterable):
+        raise TypeError(f"algorithms={algorithms!r}: must be several names, such as ('{algorithms}',)")
     for name in algorithms:
-        ALGORITHMS[name]
+        ALGORITHMS[str(name)]
     return set(algorithms)
 
 

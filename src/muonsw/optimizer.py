@@ -154,7 +154,7 @@ class ScaledDecayOptimizer(Optimizer):
     ) -> tuple[Routing, Group]:
         """The groups of a model, and the options that are left for the constructor."""
         require_model(model, f"{cls.__name__}.for_model")
-        rest = {**({} if preset is None else PRESETS[preset]), **options}
+        rest = {**({} if preset is None else PRESETS[str(preset)]), **options}
         algorithm = validate_option("algorithm", rest.pop("algorithm", cls.algorithm))
         routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
         if algorithm == cls.algorithm:
@@ -273,7 +273,7 @@ class ScaledDecayOptimizer(Optimizer):
                 raise ValueError(
                     f"this {type(scheduler).__name__} schedules another optimizer; hand over this one's own"
                 )
-            found = peak.scheduler_peaks(scheduler, total_steps)
+            found = peak.scheduler_peaks(scheduler, validate_option("total_steps", total_steps))
             for number in chosen:
                 if self.param_groups[number]["peak_lr"] is None:
                     peak.set_resolved_peak(self.param_groups[number], found[number])

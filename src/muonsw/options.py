@@ -240,10 +240,25 @@ def validate_option(key: str, value: Any) -> Any:
         if _looks_misspelt(key):
             raise ValueError(unknown("option", key, sorted(CHECKS)))
         return value
+    return _checked(key, value, check)
+
+
+def _checked(key: str, value: Any, check: Check) -> Any:
     try:
         return check(value)
     except ValueError as error:
         raise ValueError(f"{key}={value!r}: {error}") from None
+
+
+def require_number(key: str, value: Any) -> None:
+    """Refuse an argument that is neither a number nor a tensor, with its name; which numbers it takes is not asked."""
+    if not isinstance(value, Real | Tensor):
+        raise ValueError(f"{key}={value!r}: must be a number")
+
+
+def require_whole(key: str, value: Any, low: int, high: float = math.inf) -> None:
+    """Refuse an argument that is no whole number from `low` to `high`, with its name."""
+    _checked(key, value, _whole(low, high))
 
 
 def _looks_misspelt(key: str) -> bool:

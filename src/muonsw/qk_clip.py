@@ -12,7 +12,7 @@ which stay as they are; the rotary queries of a head are multiplied by gamma its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, local, offset
 from muonsw.machine import has_ranks
+from muonsw.options import require_number, require_whole
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +54,9 @@ class HeadRows(NamedTuple):
 
     def complete(self, heads: int) -> HeadRows:
         """The same with every number, which must fit the parameter."""
+        for key in ("size", "start", "stride"):
+            require_whole(key, getattr(self, key) or 0, 0)
+        require_whole("dim", self.dim, 0, self.param.dim() - 1)
         rows = self.param.shape[self.dim]
         size = self.size or rows // heads
         stride = self.stride or size
@@ -158,6 +162,8 @@ class QKClip:
     def __init__(
         self, threshold: float = 100.0, *, alpha: float = 0.5, process_group: ProcessGroup | None = None
     ) -> None:
+        require_number("threshold", threshold)
+        require_number("alpha", alpha)
         if not threshold > 0:
             raise ValueError(f"threshold={threshold!r}: must be a number above 0")
         if not 0 <= alpha <= 1:
@@ -180,7 +186,9 @@ class QKClip:
             rotary_query: rows of queries that meet keys which all heads share; they are multiplied by gamma itself.
         """
         groups = key_heads or heads
-        if heads < 1 or heads % groups:
+        require_whole("heads", heads, 1)
+        require_whole("key_heads", groups, 1)
+        if heads % groups:
             raise ValueError(f"heads={heads} must be a multiple of key_heads={groups}")
         asked = ((query, heads, self.alpha), (key, groups, 1 - self.alpha), (rotary_query, heads, 1.0))
         found = [
@@ -225,12 +233,13 @@ class QKClip:
         return maxima
 
 
-def _rows(given: Rows) -> list[HeadRows]:
-    if isinstance(given, HeadRows):
-        return [given]
-    if isinstance(given, Tensor):
-        return [HeadRows(given)]
-    return [one if isinstance(one, HeadRows) else HeadRows(one) for one in given]
+def _rows(given: Any) -> list[HeadRows]:
+    several = [given] if isinstance(given, HeadRows | Tensor) or not isinstance(given, Iterable) else given
+    found = [one if isinstance(one, HeadRows) else HeadRows(one) for one in several]
+    for rows in found:
+        if not isinstance(rows.param, Tensor):
+            raise TypeError(f"QK-clip takes weights and biases or HeadRows of them, not a {type(rows.param).__name__}")
+    return found
 
 
 @torch.no_grad()

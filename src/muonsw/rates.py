@@ -91,7 +91,10 @@ def _check_lr(group: Group, label: str) -> None:
 
 def _check_tensor(number: int, group: Group, label: str, counters: Counters) -> None:
     """The peak of a learning rate in a tensor: resolved once, raised by schedulers, frozen in a captured graph."""
-    if _capturing(group["lr"]):
+    lr = group["lr"]
+    if lr.numel() != 1 or not lr.is_floating_point():
+        raise ValueError(f"the learning rate of {label} is {lr!r}; a tensor must hold one floating-point number")
+    if _capturing(lr):
         if counts_steps(group):
             raise RuntimeError(f"{label} does something else every few steps, which a CUDA graph would freeze")
         if group["resolved_peak_lr"] is None and needs_peak(group):

@@ -16,6 +16,7 @@ averages nothing.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from muonsw.algorithms.base import Rates
 from muonsw.decay import decays
 from muonsw.distributed.shards import local
 from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.options import require_number
 from muonsw.precision import LOW_PRECISION, state_dtype
 from muonsw.step import BeforeUpdate
 from muonsw.text import users_line
@@ -93,6 +95,11 @@ class ScheduleFree(Optimizer):
             raise TypeError(f"ScheduleFree goes around AdamWSW, MuonSW or SGDSW, not a {type(optimizer).__name__}")
         if optimizer.replay:
             raise ValueError("replay=True: a graph of a step knows nothing of z and the average; leave it out")
+        scalars = {"beta": beta, "warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}
+        for key, value in scalars.items():
+            require_number(key, value)
+            if not math.isfinite(value):
+                raise ValueError(f"{key}={value!r}: must be a finite number")
         if not 0 < beta < 1:
             raise ValueError(f"beta={beta!r}: must be between 0 and 1")
         if warmup_steps < 0:

@@ -511,6 +511,10 @@ def test_mistakes_are_named():
         ({"beta": 1.0}, "beta=1.0: must be between 0 and 1"),
         ({"warmup_steps": -1}, "warmup_steps=-1: must be at least 0"),
         ({"decay_at": "x"}, "decay_at='x': must be 'z' or 'y'"),
+        ({"beta": "0.9"}, "beta='0.9': must be a number"),
+        ({"warmup_steps": None}, "warmup_steps=None: must be a number"),
+        ({"r": [0.0]}, r"r=\[0.0\]: must be a number"),
+        ({"weight_lr_power": float("nan")}, "weight_lr_power=nan: must be a finite number"),
     ):
         with pytest.raises(ValueError, match=message):
             ScheduleFree(build(), **options)

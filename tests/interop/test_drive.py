@@ -100,6 +100,8 @@ def test_driving_refuses_what_it_cannot_know():
     optimizer = torch.optim.AdamW(matrices((4, 6)), lr=0.05)
     with pytest.raises(ValueError, match="'gradient_norm' follows the gradients, which AdamW keeps to itself"):
         drive_weight_decay(optimizer, "gradient_norm")
+    with pytest.raises(ValueError, match=r"decay=\['scaled'\]: must be one of 'constant', 'scaled'"):
+        drive_weight_decay(optimizer, ["scaled"])
     with pytest.raises(ValueError, match="'cosine' ends with the run; pass total_steps="):
         drive_weight_decay(optimizer, "cosine")
     with pytest.raises(ValueError, match="'piecewise' goes through points; pass decay_points="):

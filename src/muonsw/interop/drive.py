@@ -72,7 +72,7 @@ def drive_weight_decay(
         >>> optimizer.param_groups[0]["weight_decay"]
         0.25
     """
-    if DECAY_RULES[decay].uses_gradient:
+    if DECAY_RULES[validate_option("decay", decay)].uses_gradient:
         raise ValueError(f"decay={decay!r} follows the gradients, which {type(optimizer).__name__} keeps to itself")
     length, points = validate_option("total_steps", total_steps), validate_option("decay_points", decay_points)
     refuse_unknown_run(decay, f"decay={decay!r}", length, points)
