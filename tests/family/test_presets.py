@@ -36,6 +36,26 @@ def test_a_preset_trains_hidden_matrices_by_its_options(name):
     assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("peak_lr", [None, 0.02, "running_max"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_scaled_decay_is_its_formula_whatever_the_preset(name, peak_lr):
+    """Weights without gradients shrink by lambda eta_t^2 / eta_max and nothing else."""
+    built = model().double()
+    optimizer = MuonSW.for_model(built, lr=0.02, weight_decay=0.3, preset=name, peak_lr=peak_lr)
+    expected = {param: param.detach().clone() for param in built.parameters()}
+    rates = [0.005, 0.02, 0.015, 0.001]
+    for step, eta in enumerate(rates):
+        eta_max = max(rates[: step + 1]) if peak_lr == "running_max" else 0.02
+        for group in optimizer.param_groups:
+            group["lr"] = eta
+            for param in group["params"]:
+                param.grad = torch.zeros_like(param)
+                expected[param] *= 1 - group["weight_decay"] * eta**2 / eta_max
+        optimizer.step()
+    for param, value in expected.items():
+        torch.testing.assert_close(param.detach(), value, rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_bytes_of_its_state_are_known_before_they_are_allocated(name):
     built = model()
