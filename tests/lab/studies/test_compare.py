@@ -30,7 +30,7 @@ from muonsw.lab.studies.outcome import (
     steps_to_match,
 )
 from muonsw.lab.studies.study import conduct
-from muonsw.lab.studies.tuning import SEARCH, sweep_table, tune
+from muonsw.lab.studies.tuning import FACTORS, SEARCH, sweep_table, tune
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.presets import PRESETS
 from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison, tiny_run
@@ -213,12 +213,15 @@ def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid(tm
     assert ("edge" in table.note) == any(tuned.at_edge for tuned in found)
 
 
-def test_where_every_lambda_diverges_none_is_called_best():
+def test_where_every_lambda_diverges_none_is_called_best_and_no_more_are_tried():
     def train(comparisons):
+        assert len(comparisons[0].arms) == len(ARMS[1:]) * len(FACTORS)
         lost = SimpleNamespace(result={"diverged": 3}, final_loss=math.nan)
         return {SEARCH: {arm.name: [lost] for arm in comparisons[0].arms}}
 
-    table = sweep_table(tune(train, tiny_run(steps=4), ARMS[1:], seed=7))
+    found = tune(train, tiny_run(steps=4), ARMS[1:], seed=7)
+    assert not any(tuned.at_edge for tuned in found)
+    table = sweep_table(found)
     cells = [cell for row in table.rows for cell in row[1:] if cell is not None]
     assert {(cell.text, cell.tone) for cell in cells} == {("diverged", "")}
     assert "edge" not in table.note

@@ -33,8 +33,16 @@ class TuningResult:
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best is the smallest or the largest that was tried, so that a better one may lie beyond."""
-        return self.best in (min(self.losses), max(self.losses))
+        """Whether the best is the smallest or the largest that was tried, so that a better one may lie beyond.
+
+        Where every lambda diverged there is none, and no reason to look for it beyond.
+        """
+        return self.found and self.best in (min(self.losses), max(self.losses))
+
+    @property
+    def found(self) -> bool:
+        """Whether a run with any of the lambdas did not diverge."""
+        return math.isfinite(self.losses[self.best])
 
     def as_data(self) -> dict[str, Any]:
         """Everything as JSON data; a run that diverged has no loss."""
@@ -108,8 +116,8 @@ def sweep_table(found: Sequence[TuningResult]) -> Table:
 
 def edge_note(found: Sequence[TuningResult]) -> str:
     """A sentence about searches that found no lambda, and about those that ended at an edge; empty where none did."""
-    lost = [tuned.name for tuned in found if not math.isfinite(min(tuned.losses.values()))]
-    edges = [tuned.arm.name for tuned in found if tuned.at_edge and tuned.name not in lost]
+    lost = [tuned.name for tuned in found if not tuned.found]
+    edges = [tuned.arm.name for tuned in found if tuned.at_edge]
     notes = []
     if lost:
         notes.append(f"Every lambda that was tried for {' and '.join(lost)} diverged: lower the learning rate.")
