@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -52,6 +53,23 @@ def test_losses_metrics_and_telemetry_of_own_runs_are_compared(tmp_path):
     assert "error" in str(found)
     assert "Weight norm" in found.page.read_text(encoding="utf-8").split("<script")[0]
     assert json.loads((tmp_path / "page" / "outcome.json").read_text(encoding="utf-8"))["verdict"] == found.verdict
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_a_metric_that_ends_without_a_number_is_not_replaced_by_an_earlier_one(lost, tmp_path):
+    def make_run(arm, seed):
+        end = lost if (arm, seed) == ("b", 1) else 30.0 + seed
+        return {5: {"loss": 3.0, "perplexity": 20.0}, 10: {"loss": 2.5, "perplexity": end}}
+
+    found = compare_arms(make_run, "ab", 3, folder=tmp_path)
+    (pair,) = found.outcome.pairs
+    assert not math.isfinite(pair.metrics["perplexity"].mean)
+    assert "perplexity" not in found.verdict, "no difference is claimed"
+    whole, broken = json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))["arms"]
+    assert whole["metrics"]["perplexity"] == [30.0, 31.0, 32.0]
+    assert broken["metrics"]["perplexity"] == [30.0, None, 32.0]
+    assert "20" not in str(found).split("perplexity", 1)[1]
+    assert not re.search(r"\b(nan|inf)\b", str(found))
 
 
 def test_what_make_run_may_return(tmp_path):

@@ -172,6 +172,11 @@ class Run:
         """What evaluations measured besides the loss."""
         return [name for name in self.evals if name not in ("step", "loss")]
 
+    def final_metric(self, name: str) -> float:
+        """A metric at the last evaluation; not a number where it was not finite there, whatever it was before."""
+        value = float(self.evals[name][-1]) if name in self.evals else NAN
+        return value if np.isfinite(value) else NAN
+
     def named(self, arm: str) -> Run:
         """The same run under the name that a study has for its arm."""
         return replace(self, settings={**self.settings, "arm": arm})

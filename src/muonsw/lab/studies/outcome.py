@@ -14,7 +14,7 @@ from muonsw.lab.base.tables import MISSING, Cell, Column, Table, Value, change_t
 from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.diagnose.history import History
-from muonsw.lab.runs import Run, last
+from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
 from muonsw.lab.theory import relaxation_number
 
@@ -88,7 +88,7 @@ class ArmOutcome:
     memory_ratio: float  # phi_peak over 1 - beta; well under one where decay is slow beside momentum
     diverged: Mapping[int, int]  # by seed, the update at which a run diverged
     skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, updates whose gradients were not finite
-    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, the last value of each run
+    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, at the last evaluation
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         memory_ratio=max(phis) / (1.0 - beta),
         diverged=divergence_steps(runs),
         skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
-        metrics={name: tuple(last(run.evals.known(name)) for run in ended) for name in metric_names(runs)},
+        metrics={name: tuple(run.final_metric(name) for run in ended) for name in metric_names(runs)},
     )
 
 
@@ -215,7 +215,7 @@ def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
 
 
 def _metric_outcome(name: str, both: Sequence[tuple[Run, Run]]) -> MetricOutcome:
-    values = tuple(last(ours.evals.known(name)) - last(theirs.evals.known(name)) for theirs, ours in both)
+    values = tuple(ours.final_metric(name) - theirs.final_metric(name) for theirs, ours in both)
     return MetricOutcome(values, mean(values), interval_of(values))
 
 

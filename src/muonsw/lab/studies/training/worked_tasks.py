@@ -14,7 +14,7 @@ from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Interval, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.runs import Run, last
+from muonsw.lab.runs import Run
 from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.arms import CONSTANT, CONTROL, RULES, SCALED, Key, Results, Runs
 from muonsw.lab.studies.compare import LOWER
@@ -65,8 +65,8 @@ def difference(runs: Runs, other: str, measure: Measure = last_loss) -> Estimate
 
 
 def metric(name: str) -> Measure:
-    """The last value of what was measured beside the loss."""
-    return lambda run: last(run.evals.known(name))
+    """What was measured beside the loss at the last evaluation."""
+    return lambda run: run.final_metric(name)
 
 
 def tasks_table(results: Results) -> Table:
