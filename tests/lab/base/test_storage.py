@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from muonsw.lab.base.errors import MachineError, UsageError
-from muonsw.lab.base.storage import LOCK, locked, read_object, replacing, write_atomically, write_json
+from muonsw.lab.base.storage import (
+    LOCK,
+    locked,
+    prepare_folder,
+    read_object,
+    replacing,
+    require_writable,
+    write_atomically,
+    write_json,
+)
 from tests.faults.killing import files_no_larger_than
 
 
@@ -48,6 +57,15 @@ def test_a_folder_that_is_a_file_is_named(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(MachineError, match=r"file/a cannot be written: Not a directory"):
         write_atomically(tmp_path / "file" / "a", "x")
+
+
+@pytest.mark.parametrize("check", [prepare_folder, require_writable])
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_folder_that_is_a_link_to_nowhere_is_refused_before_the_work(tmp_path, check, below):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(UsageError, match=r"cannot write to the folder .*link.*: No such file or directory"):
+        check(tmp_path / "link" / below)
+    assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize(

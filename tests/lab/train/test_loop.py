@@ -313,6 +313,21 @@ def test_two_processes_cannot_share_a_folder(tmp_path):
     train(small_run(steps=2), tmp_path, Watch(started=start_another))
 
 
+@pytest.mark.parametrize("linked", [True, False])
+def test_checkpoints_that_cannot_be_written_are_named_before_the_first_update(tmp_path, linked):
+    train(small_run(), tmp_path / "run")
+    before, place = losses(tmp_path / "run"), tmp_path / "run" / "checkpoints"
+    shutil.rmtree(place)
+    (tmp_path / "run" / "result.json").unlink()
+    if linked:
+        place.symlink_to(tmp_path / "gone")
+    else:
+        place.write_text("", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"cannot write to the folder .*checkpoints: "):
+        train(small_run(), tmp_path / "run")
+    assert losses(tmp_path / "run") == before, "the run is not begun anew"
+
+
 def test_a_changed_config_is_refused_with_the_differences(tmp_path):
     train(small_run(steps=2), tmp_path)
     before = losses(tmp_path)

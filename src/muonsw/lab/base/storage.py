@@ -60,11 +60,12 @@ def require_writable(folder: Path) -> None:
 
 def _try_to_write(folder: Path, *, make: bool) -> None:
     try:
-        if make:
-            folder.mkdir(parents=True, exist_ok=True)
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        # A link that leads nowhere counts: no folder can be made in its place.
+        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
         with tempfile.TemporaryFile(dir=there):
             pass
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"cannot write to the folder {folder}: {error.strerror or error}"
         if error.errno in _DISK_FAULTS:

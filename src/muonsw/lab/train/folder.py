@@ -66,6 +66,7 @@ def require_free(folder: Path, config: RunConfig) -> None:
 @contextmanager
 def _held(folder: Path, config: RunConfig) -> Iterator[None]:
     with locked(folder, f"another process is training in {folder}: wait for it, or choose another folder"):
+        require_writable(folder / CHECKPOINTS)
         begun = (folder / CHECKPOINTS).exists() or (folder / METRICS).exists()
         if os.path.lexists(folder / CONFIG) and begun:
             refuse_other_settings(folder, config)
