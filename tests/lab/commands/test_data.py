@@ -142,10 +142,16 @@ def test_info_counts_what_there_is(folder, capsys):
     assert "source synthetic, seed 0, limit_characters 70000" in printed
 
 
-def test_info_says_what_is_missing(folder, capsys):
+def test_info_says_what_is_missing_or_truncated(folder, capsys):
     read_record(folder).paths(folder, "validation")[0].unlink()
     assert muonsw("data", "info", folder) == 0
-    assert "not complete (1 shard missing): run the same `muonsw data prepare` again" in capsys.readouterr().out
+    wrong = "missing or of another size than on record): run the same `muonsw data prepare` again"
+    assert f"not complete (1 shard {wrong}" in capsys.readouterr().out
+    os.truncate(read_record(folder).paths(folder, "train")[0], 100)
+    assert muonsw("data", "info", folder) == 0
+    assert f"not complete (2 shards {wrong}" in capsys.readouterr().out
+    assert muonsw("data", "prepare", folder, *SMALL) == muonsw("data", "info", folder) == 0
+    assert f"{folder}: complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

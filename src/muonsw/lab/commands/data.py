@@ -106,11 +106,12 @@ class Info:
     def run(self) -> int:
         """Print the record."""
         console, record = Console(), read_record(self.folder)
-        paths = [path for split in SPLITS for path in record.paths(self.folder, split)]
-        missing = sum(not path.exists() for path in paths)
-        lacks = f" ({counted(missing, 'shard')} missing)" if missing else ""
+        shards = [(path, group.tokens[split]) for split in SPLITS for path, group in record.shards(self.folder, split)]
+        sizes = {path: path.stat().st_size if path.exists() else 0 for path, _ in shards}
+        wrong = sum(sizes[path] != tokens * record.dtype.itemsize for path, tokens in shards)
+        lacks = f" ({counted(wrong, 'shard')} missing or of another size than on record)" if wrong else ""
         again = f"not complete{lacks}: run the same `muonsw data prepare` again"
-        state = "complete" if record.complete and not missing else again
+        state = "complete" if record.complete and not wrong else again
         kind = (record.tokenizer_description or {}).get("kind", "unknown")
         recipe = (record.recipe or {}).get("corpus", {})
         chosen = ", ".join(
@@ -121,7 +122,7 @@ class Info:
         say(console, f"tokenizer   {kind}, {record.vocab_size:,} tokens, identity {record.tokenizer[:12]}")
         for split in SPLITS:
             paths = record.paths(self.folder, split)
-            size = sum(path.stat().st_size for path in paths if path.exists())
+            size = sum(sizes[path] for path in paths)
             held = f"{record.tokens(split):,} tokens in {counted(len(paths), 'shard')}, {size:,} bytes"
             say(console, f"{split:<11} {held}")
         say(console, f"total       {contents(record)}")
