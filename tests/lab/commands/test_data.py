@@ -154,6 +154,16 @@ def test_info_says_what_is_missing_or_truncated(folder, capsys):
     assert f"{folder}: complete" in capsys.readouterr().out
 
 
+def test_tokens_without_their_record_are_not_taken_for_text(folder, capsys):
+    (folder / "data.json").unlink()
+    for command in ("info", "verify"):
+        with pytest.raises(UsageError, match=r"has no data.json\): `muonsw data prepare") as refused:
+            muonsw("data", command, folder)
+        assert "--text" not in str(refused.value)
+    assert muonsw("data", "prepare", folder, *SMALL) == muonsw("data", "verify", folder) == 0
+    assert "all is well" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

@@ -139,8 +139,9 @@ def read_record(folder: Path) -> DataRecord:
     if not path.exists():
         named = shlex.quote(str(folder))
         text = f"`muonsw compare` and `muonsw train` take text as --text {named}"
-        instead = text if folder.exists() else f"`muonsw data prepare {named}` makes some there"
-        raise UsageError(f"{folder} holds no prepared data: {instead}")
+        may_be_text = folder.exists() and not any(folder.glob("*.tokens"))
+        instead = text if may_be_text else f"`muonsw data prepare {named}` makes some there"
+        raise UsageError(f"{folder} holds no prepared data (it has no {RECORD}): {instead}")
     fields = read_object(path, remedy=fix)
     found = fields.pop("format", 1)
     if found != FORMAT:
