@@ -3,8 +3,9 @@
 import html
 import json
 import math
+import shutil
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,9 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
+from muonsw.lab.data.prepare import prepare
+from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.data.tokenizers import ByteTokenizer
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies.arms import Arm, decay_factors, parse_arm, same_total
@@ -32,6 +36,7 @@ from muonsw.lab.studies.outcome import (
 from muonsw.lab.studies.study import conduct
 from muonsw.lab.studies.tuning import FACTORS, SEARCH, sweep_table, tune
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
+from muonsw.lab.train.presets import with_data
 from muonsw.presets import PRESETS
 from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison, tiny_run
 from tests.lab.train.small_runs import small_run, tokens
@@ -87,6 +92,16 @@ def test_a_finished_comparison_is_written_and_not_run_again(folder, study):
 
 def claims_of(report):
     return report.claims["comparison"]
+
+
+def test_text_that_is_replaced_while_arms_are_trained_is_noticed(tmp_path):
+    data = shutil.copytree(tokens(), tmp_path / "data")
+    base = with_data(tiny_run(steps=2), data)
+    by_arm(tmp_path / "runs").train([replace(comparison(ARMS[:1]), base=base, seeds=(0,))])
+    shutil.rmtree(data)
+    prepare(islice(MarkovSource(seed=1), 60), ByteTokenizer(), data, validation_fraction=0.2)
+    with pytest.raises(UsageError, match="holds other tokens"):
+        by_arm(tmp_path / "runs").train([replace(comparison(ARMS[1:]), base=base, seeds=(0,))])
 
 
 @pytest.mark.usefixtures("runs")

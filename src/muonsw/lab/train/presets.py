@@ -18,7 +18,7 @@ from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
 from muonsw.lab.tasks.check import Checked
-from muonsw.lab.tasks.decoder import DataConfig
+from muonsw.lab.tasks.decoder import DataConfig, with_tokens
 from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import OptimizerConfig, RunConfig, ScheduleConfig
@@ -105,7 +105,7 @@ def trained_like(name: str) -> tuple[OptimizerConfig, int]:
 
 
 def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> RunConfig:
-    """A run on a folder of tokens, with the vocabulary that those have.
+    """A run on a folder of tokens, with the vocabulary that those have; on no others, should the folder change.
 
     Without a folder, text files or else the Python standard library are prepared, with a BPE of the model's size.
 
@@ -117,7 +117,7 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
     vocab = run.model.vocab
     folder = data or (text_data(text, vocab) if text else default_data(vocab))
     fitting = replace(run.model, vocab=padded_vocab(read_record(folder).vocab_size))
-    return replace(run, model=fitting, data=replace(run.data, path=str(folder)))
+    return replace(run, model=fitting, data=with_tokens(replace(run.data, path=str(folder)), fitting))
 
 
 def require_enough_text(run: RunConfig) -> None:
