@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import from_data
+from muonsw.lab.base.storage import locked
 from muonsw.lab.cli import main
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizers import ByteTokenizer
@@ -171,3 +172,11 @@ def test_a_model_without_finite_outputs_is_reported():
     model, tokenizer = Decoder(MODEL), ByteTokenizer()
     drawn = [list(sample(model, tokenizer, "a", tokens=5, temperature=warm)) for warm in (0.0, 1e-320)]
     assert drawn[0] == drawn[1]
+
+
+def test_two_exports_at_once_do_not_disturb_each_other(tmp_path):
+    train(small_run(steps=2), tmp_path / "run")
+    with locked(tmp_path / "out", ""), pytest.raises(UsageError, match="being written by another export: wait"):
+        export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()

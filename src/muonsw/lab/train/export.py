@@ -14,7 +14,7 @@ import torch
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import as_data, from_data
-from muonsw.lab.base.storage import placing, prepare_folder, read_object, remove_leftovers, write_json
+from muonsw.lab.base.storage import locked, placing, read_object, write_json
 from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
 from muonsw.lab.data.tokenizers import Tokenizer, store
 from muonsw.lab.model import Decoder, ModelConfig, unallocated
@@ -43,10 +43,8 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     data = Path(config.data.path)
     tokenizer, record = load_tokenizer(data), read_record(data)
     _require_own(folder)
-    for place in (folder, folder / TOKENIZER):
-        prepare_folder(place)
-        remove_leftovers(place)
-    with placing(folder / MODEL) as beside:
+    busy = f"{folder} is being written by another export: wait for it to end, or choose another folder with --out"
+    with locked(folder, busy), locked(folder / TOKENIZER, busy), placing(folder / MODEL) as beside:
         _write_model(folder / UNFINISHED, beside, saved.tensors["model"])
         store(tokenizer, folder / TOKENIZER)
         save_record(folder / TOKENIZER, replace(record, groups=()))  # which tokenizer it is, and nothing of the tokens
