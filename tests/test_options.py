@@ -94,7 +94,9 @@ def test_bad_groups_leave_the_optimizer_as_it_was(group, message):
 def test_groups_of_an_optimizer_may_be_given_to_another(again):
     """torch fills groups with all options of the constructor, whatever their algorithm."""
     groups = [{"params": weights()}, {"params": weights(), "algorithm": "adamw"}]
-    MuonSW(again(MuonSW(groups, lr=0.1, ns_steps=3).param_groups), lr=0.1)
+    given = again(MuonSW(groups, lr=0.1, ns_steps=3).param_groups)
+    for taken, group in zip(MuonSW(given, lr=0.2).param_groups, given, strict=True):
+        assert [taken[key] for key in ("algorithm", "lr", "ns_steps")] == [group["algorithm"], 0.1, 3]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,8 @@ def test_groups_of_an_optimizer_may_be_given_to_another(again):
 )
 def test_options_that_norm_and_decay_rules_read_belong_to_every_algorithm(options):
     for algorithm in ("muon", "adamw", "sgd"):
-        MuonSW([{"params": weights(), "algorithm": algorithm, **options}], lr=0.1)
+        (group,) = MuonSW([{"params": weights(), "algorithm": algorithm, **options}], lr=0.1).param_groups
+        assert {key: group[key] for key in options} == options
 
 
 @pytest.mark.parametrize(

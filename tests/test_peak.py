@@ -770,11 +770,14 @@ def test_a_group_that_joins_has_its_neighbours_peak_or_its_own_rate(peak_lr):
     shrinks(optimizer)  # no group is said to have missed its peak: warnings are errors here
 
 
-@pytest.mark.parametrize("options", [{"decay": "constant"}, {"weight_decay": 0.0}])
-def test_a_group_that_divides_by_no_peak_joins_without_a_warning(options):
+@pytest.mark.parametrize(
+    ("options", "shrinks_by"), [({"decay": "constant"}, LAMBDA * 0.05), ({"weight_decay": 0.0}, 0.0)]
+)
+def test_a_group_that_divides_by_no_peak_joins_without_a_warning(options, shrinks_by):
     optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
     decay_only(optimizer, CosineAnnealingLR(optimizer, 10), 8)
     optimizer.add_param_group({"params": [weight()], "lr": 0.05, **options})  # warnings are errors here
+    assert shrinks(optimizer)[1] == pytest.approx(shrinks_by)
 
 
 @pytest.mark.parametrize(("steps", "peak"), [(0, 5 * FAST), (2, FAST)])

@@ -356,6 +356,7 @@ def test_a_group_without_decay_joins_a_driven_run_without_a_warning():
     run(optimizer, [first], 3, schedule=lambda t: 0.1 / (t + 1))
     optimizer.add_param_group({"params": [second], "lr": 0.05, "weight_decay": 0.0})
     run(optimizer, [first, second], 1, start=3)  # warnings are errors here
+    assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.0])
 
 
 def test_a_weight_decay_that_is_set_later_is_the_lambda_from_then_on():
