@@ -369,7 +369,7 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
         scheduler: any scheduler of `torch.optim.lr_scheduler` or of timm; SequentialLR and ChainedScheduler are
             looked into.
         total_steps: the length of the run. Schedulers with others inside and those with lambdas are tried out on copies
-            for as many steps; a million take 6 to 20 seconds. Lambdas need it. Others are otherwise taken to reach the
+            for as many steps; a million take some seconds. Lambdas need it. Others are otherwise taken to reach the
             highest peak of their parts, which is too high where one falls while another warms up.
     """
     children = getattr(scheduler, "_schedulers", None)
