@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from muonsw.lab.model import kernels
 from muonsw.lab.model.decoder import _rotated_heads, rotary_table
 from muonsw.lab.model.grouped import gated
-from muonsw.lab.model.moe import plan_routes
+from muonsw.lab.model.moe import _add_choices, plan_routes
 
 # The interpreter cuts bits off where a GPU rounds: one unit in the last place instead of half.
 PRECISIONS = [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)]
@@ -61,6 +61,17 @@ def test_every_row_gets_a_place_whatever_the_logits_are(value, device):
     assert torch.equal(order.sort().values, torch.arange(600, device=device))
     assert torch.equal(order[inverse], torch.arange(600, device=device))
     assert int(ends[-1]) == 600
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS, ids=str)
+@pytest.mark.parametrize(("tokens", "top_k", "width"), [(21, 2, 300), (8, 1, 256), (3, 3, 5)])
+def test_rows_of_the_choices_are_added_up(tokens, top_k, width, dtype, bound, weighted, device):
+    rows, places = torch.randn(tokens * top_k, width).to(device, dtype), torch.randperm(tokens * top_k).to(device)
+    weights = torch.rand(tokens, top_k).to(device) if weighted else None
+    found = kernels.add_rows(rows, places.view(tokens, top_k), weights)
+    expected = _add_choices(rows.double(), places.view(tokens, top_k), None if weights is None else weights.double())
+    torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS, ids=str)

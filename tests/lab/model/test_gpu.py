@@ -1,7 +1,10 @@
 """The model on a CUDA device: same results as on the CPU, no waiting, and a step that a graph can hold."""
 
+import re
+
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from muonsw import machine
 from muonsw.lab.model import Decoder
@@ -83,3 +86,34 @@ def test_a_step_can_be_captured_and_replayed():
     graph.replay()
     eager = Decoder(CONFIG).cuda()
     torch.testing.assert_close(captured.total, step(eager, other, autocast=True).total, rtol=1e-5, atol=0)
+
+
+def reads_back(source):
+    """The buffers that a kernel reads after it has stored to them."""
+    stored, found = set(), []
+    for action, buffer in re.findall(r"tl\.(load|store)\((\w+) \+", source):
+        if action == "store":
+            stored.add(buffer)
+        elif buffer in stored:
+            found.append(buffer)
+    return found
+
+
+# torch's compiler makes an object of an autograd function, and has advice for speed
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("width", "experts"), [(128, 4), (512, 4), (512, 1), (1024, 4)])
+def test_no_compiled_kernel_reads_back_what_it_has_stored(width, experts):
+    """Its threads do not wait for each other there, so that some would read what was in memory before."""
+    config = small(width=width, head_dim=64, ff=256, vocab=1000, sequence=128, experts=experts, top_k=min(2, experts))
+    model, ids = Decoder(config).cuda(), tokens(config, batch=4).cuda()
+    torch.compiler.reset()
+    compiled = torch.compile(model.forward)
+
+    def run():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            compiled(ids[:, :-1], ids[:, 1:]).total.backward()
+
+    _, sources = run_and_get_code(run)
+    kernels = [body for source in sources for body in re.findall(r"def triton_\w+\(.*?(?=\n\'\'\')", source, re.DOTALL)]
+    assert len(kernels) > 10
+    assert {kernel.partition("(")[0]: reads_back(kernel) for kernel in kernels if reads_back(kernel)} == {}

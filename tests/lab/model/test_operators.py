@@ -67,6 +67,25 @@ def test_the_choice_of_experts():
         assert torch.equal(a, b)
 
 
+def test_the_way_to_the_experts_and_back():
+    x, weights = torch.randn(20, 6), torch.rand(20, 2)
+    routes = moe.plan_routes(torch.randn(20, 5).topk(2).indices, 5)
+    places = routes.inverse.view(20, 2)
+    assert is_sound(moe.add_choices_on_gpu, torch.randn(40, 6), places, weights)
+    assert is_sound(moe.add_choices_on_gpu, torch.randn(40, 6), places, None)
+
+    def there_and_back(x, weights):
+        rows = moe._dispatch(x, routes, 2)
+        return moe._combine(rows * rows.arctan(), routes, weights)
+
+    def twin(x, weights):
+        return x * x.arctan() * weights.sum(dim=1, keepdim=True)
+
+    for result in (found := both_ways(there_and_back, [x, weights], twin))[:2]:
+        for a, b in zip(result, found[2], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("sizes", [(3, 0, 50, 11), (0, 0, 64, 0)])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_gradients_of_grouped_experts(sizes, parts, monkeypatch):

@@ -4,6 +4,7 @@
 |---|---|---|
 | `softmax_losses_` | losses of a chunk of logits, and the gradient in their place | `loss._visit` |
 | `choose_experts` | the largest logits of each token, and where its rows go | `torch.topk`, `moe.plan_routes` |
+| `add_rows` | rows of each token's choices, gathered, weighted and added up | `moe.add_choices` |
 | `gate`, `gate_backward` | SwiGLU's gate; its gradients and its output once more | `grouped.gated` |
 | `rotate_heads`, `join_heads` | q, k and v cut apart and rotated; the same backwards | `decoder.rotate` |
 
@@ -23,7 +24,7 @@ SOFTMAX_BLOCK, SOFTMAX_WARPS = 4096, 8
 # Tokens of one program; the second kernel reads the counts of all programs, so there should not be too many.
 ROUTE_BLOCK, ROUTE_WARPS = 256, 4
 # Rows and columns of one program where a kernel works entry by entry.
-GATE_ROWS, GATE_COLUMNS, GATE_WARPS = 8, 256, 4
+ENTRY_ROWS, ENTRY_COLUMNS, ENTRY_WARPS = 8, 256, 4
 HEAD_ROWS, HEAD_PAIRS, HEAD_WARPS = 16, 64, 4
 
 
@@ -179,6 +180,33 @@ def choose_experts(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tenso
 
 
 @triton.jit
+def _add_rows(
+    rows, places, weights, out, tokens, width, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (token < tokens) & (column < width)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        place = tl.load(places + token * TOP_K + choice, mask=token < tokens, other=0)
+        row = tl.load(rows + place * width + column, mask=inside).to(tl.float32)
+        if weights is not None:
+            row *= tl.load(weights + token * TOP_K + choice, mask=token < tokens, other=0.0)
+        total += row
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def add_rows(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+    """The sum of the rows at each token's places, contiguous; weighted, in float32, if there are weights."""
+    (tokens, top_k), width = places_NK.shape, rows_RD.shape[1]
+    out = rows_RD.new_empty(tokens, width)
+    grid = (triton.cdiv(tokens, ENTRY_ROWS), triton.cdiv(width, ENTRY_COLUMNS))
+    sizes = {"TOP_K": top_k, "ROWS": ENTRY_ROWS, "COLUMNS": ENTRY_COLUMNS, "num_warps": ENTRY_WARPS}
+    launch_on(rows_RD.device, _add_rows, grid, rows_RD, places_NK, weights_NK, out, tokens, width, **sizes)
+    return out
+
+
+@triton.jit
 def _gate(fused, gated, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -209,8 +237,8 @@ def gate(fused_RF: Tensor) -> Tensor:
     """`silu(gate) * up` of rows that hold both side by side, contiguous."""
     rows, width = fused_RF.shape[0], fused_RF.shape[1] // 2
     gated = fused_RF.new_empty(rows, width)
-    grid = (triton.cdiv(rows, GATE_ROWS), triton.cdiv(width, GATE_COLUMNS))
-    sizes = {"ROWS": GATE_ROWS, "COLUMNS": GATE_COLUMNS, "num_warps": GATE_WARPS}
+    grid = (triton.cdiv(rows, ENTRY_ROWS), triton.cdiv(width, ENTRY_COLUMNS))
+    sizes = {"ROWS": ENTRY_ROWS, "COLUMNS": ENTRY_COLUMNS, "num_warps": ENTRY_WARPS}
     launch_on(fused_RF.device, _gate, grid, fused_RF, gated, rows, width, **sizes)
     return gated
 
@@ -219,8 +247,8 @@ def gate_backward(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of what `gate` was given, and what `gate` gave, which is cheaper to compute again than to keep."""
     rows, width = grad_RF.shape
     grad_fused, gated = torch.empty_like(fused_RF), torch.empty_like(grad_RF)
-    grid = (triton.cdiv(rows, GATE_ROWS), triton.cdiv(width, GATE_COLUMNS))
-    sizes = {"ROWS": GATE_ROWS, "COLUMNS": GATE_COLUMNS, "num_warps": GATE_WARPS}
+    grid = (triton.cdiv(rows, ENTRY_ROWS), triton.cdiv(width, ENTRY_COLUMNS))
+    sizes = {"ROWS": ENTRY_ROWS, "COLUMNS": ENTRY_COLUMNS, "num_warps": ENTRY_WARPS}
     launch_on(grad_RF.device, _gate_backward, grid, grad_RF, fused_RF, grad_fused, gated, rows, width, **sizes)
     return grad_fused, gated
 

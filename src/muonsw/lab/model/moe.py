@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, library, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from muonsw import kernels
@@ -169,40 +170,78 @@ def _one_hot(index: Tensor, size: int) -> Tensor:
 
 
 def _dispatch(x_ND: Tensor, routes: Routes, top_k: int) -> Tensor:
-    return cast("Tensor", cast("Any", _CopyToExperts).apply(x_ND, routes.order, routes.inverse, top_k))
+    return cast("Tensor", cast("Any", _CopyToExperts).apply(x_ND, routes.order, routes.inverse.view(-1, top_k)))
 
 
 def _combine(rows_RD: Tensor, routes: Routes, weights_NK: Tensor) -> Tensor:
-    rows = cast("Tensor", cast("Any", _Permute).apply(rows_RD, routes.inverse, routes.order))
-    rows_NKD = rows.view(*weights_NK.shape, -1)
-    return (rows_NKD * weights_NK.to(rows.dtype).unsqueeze(-1)).sum(dim=1)
+    places_NK = routes.inverse.view_as(weights_NK)
+    return cast("Tensor", cast("Any", _Combine).apply(rows_RD, weights_NK, routes.order, places_NK))
 
 
 class _CopyToExperts(torch.autograd.Function):
     """Token rows copied to the sorted places of their choices; backward gathers, so it needs no atomics."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        ctx.top_k = top_k
-        return x_ND.index_select(0, order_R // top_k)
+    def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(places_NK)
+        return x_ND.index_select(0, order_R // places_NK.shape[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse_R,) = ctx.saved_tensors
-        rows = grads[0].index_select(0, inverse_R)
-        return rows.view(-1, ctx.top_k, rows.shape[1]).sum(dim=1), None, None, None
+        (places_NK,) = ctx.saved_tensors
+        return add_choices(grads[0], places_NK, None), None, None
 
 
-class _Permute(torch.autograd.Function):
-    """Rows in another order; backward is the inverse gather instead of a scatter with atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        return rows_RD.index_select(0, index_R)
+class _Combine(torch.autograd.Function):
+    """The rows of each token's choices, weighted and added up; backward gathers, too."""
 
     @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_NK: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_RD, weights_NK, order_R, places_NK)
+        return add_choices(rows_RD, places_NK, weights_NK)
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse_R,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse_R), None, None
+        rows_RD, weights_NK, order_R, places_NK = ctx.saved_tensors
+        grad_ND, top_k = grads[0], places_NK.shape[1]
+        weights_R = weights_NK.to(grad_ND.dtype).flatten().index_select(0, order_R)
+        grad_rows = grad_ND.index_select(0, order_R // top_k) * weights_R[:, None]
+        rows_NKD = rows_RD.index_select(0, places_NK.flatten()).view(*places_NK.shape, -1)
+        grad_weights = (rows_NKD * grad_ND[:, None]).sum(dim=-1)
+        return grad_rows, grad_weights.to(weights_NK.dtype), None, None
+
+
+def add_choices(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+    """The sum of the rows at each token's places, weighted if there are weights."""
+    on_gpu = rows_RD.is_cuda and rows_RD.dtype != torch.float64
+    return (add_choices_on_gpu if on_gpu else _add_choices)(rows_RD, places_NK, weights_NK)
+
+
+def _add_choices(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+    rows_NKD = rows_RD.index_select(0, places_NK.flatten()).view(*places_NK.shape, -1)
+    if weights_NK is not None:
+        rows_NKD = rows_NKD * weights_NK.to(rows_RD.dtype).unsqueeze(-1)
+    return rows_NKD.sum(dim=1)
+
+
+@library.custom_op("muonsw::add_choices", mutates_args=())
+def add_choices_on_gpu(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+    """The same in one kernel.
+
+    An operator, because a compiler would make it part of the norm that follows: one loop over a row that stores what
+    the next loop reads back, without a barrier between them (pytorch/pytorch#190517, in torch 2.11 to 2.13). Of the
+    processes whose tuning chose short loops, each then trained on gradients thousands of times too large.
+    """
+    if not kernels.available(rows_RD.device):
+        return _add_choices(rows_RD, places_NK, weights_NK)
+    from muonsw.lab.model.kernels import add_rows
+
+    weights = None if weights_NK is None else weights_NK.contiguous()
+    return add_rows(rows_RD.contiguous(), places_NK.contiguous(), weights)
+
+
+@add_choices_on_gpu.register_fake
+def _(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:  # noqa: ARG001
+    return rows_RD.new_empty(places_NK.shape[0], rows_RD.shape[1])
