@@ -393,17 +393,13 @@ def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, 
     monkeypatch.setattr(evidence, "MINI", replace(tiny, map_seeds=2))
     monkeypatch.setattr(lambda_scaling, "FACTORS", (1.0, 2.0))
     shop = by_settings(tmp_path / "runs")
-    assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == 6 * 2 * 2 * 2
+    assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == 5 * 2 * 2 * 2
     grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{lambda-scaling}")
-    assert "| the batch at the same tokens | 1 (Power Lines) |" in page
     assert "| size | scaled | 48 | 2 |" in page
-    assert "scaled decay: highest over lowest total of the best lambdas, over all points" in page
-    known = evidence.measured(grown)["scaling"]
-    assert {(one["rule"], one["of"]) for one in known} == {
-        (rule, of) for rule in ("constant", "scaled") for of in ("width", "batch")
-    }
-    assert all(one["low"] <= one["power"] <= one["high"] for one in known)
+    assert "at an end" in page  # of two lambdas one is the smallest, the other the largest, so that no power is known
+    assert "the batch at the same tokens" not in page
+    assert "scaling" not in evidence.measured(grown)
 
 
 @pytest.mark.slow
@@ -544,6 +540,12 @@ def test_claims_tell_a_constant_total_from_another(shift, holds, monkeypatch):
     for axis, asked in (("width", 0.0), ("batch", 1.0), ("size", -2.0)):
         claim = claims[f"scaled-{axis}"]
         assert (claim.measured, claim.holds) == (pytest.approx(asked + shift), holds)
+    lost = Key("size", width=64)
+    lambdas = sorted({runs[0].config.optimizer.weight_decay for runs in results[lost].values()})
+    for runs in results[lost].values():  # the largest is the best, and a larger one may be better
+        for run in runs:
+            run.loss -= 0.1 * lambdas.index(run.config.optimizer.weight_decay)
+    assert lambda_scaling.exponent(lambda_scaling.AXES[2], results, "scaled").value == pytest.approx(shift - 2.0)
     known = {one["of"]: one for one in lambda_scaling.scaling_measured(results, evidence.MINI)}
     assert (known["width"]["power"], known["batch"]["power"]) == (pytest.approx(shift, abs=1e-3),) * 2
     assert (known["width"]["from"], known["batch"]["from"]) == (128, 16_384)

@@ -64,7 +64,7 @@ def at_horizon(run: RunConfig, steps: int) -> RunConfig:
 def of_same_total(run: RunConfig, steps: int) -> RunConfig:
     """The run at another length with a lambda that takes as much over it; evaluated at the end alone."""
     optimizer = replace(run.optimizer, weight_decay=run.optimizer.weight_decay * run.steps / steps)
-    return replace(at_horizon(replace(run, optimizer=optimizer), steps), eval_every=steps)
+    return replace(at_horizon(replace(run, optimizer=optimizer), steps), eval_every=steps, log_every=20)
 
 
 def under(arms: Runs, rule: str) -> Runs:
