@@ -231,8 +231,8 @@ def add_choices_on_gpu(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | 
     """The same in one kernel.
 
     An operator, because a compiler would make it part of the norm that follows: one loop over a row that stores what
-    the next loop reads back, without a barrier between them (pytorch/pytorch#190517, in torch 2.11 to 2.13). Of the
-    processes whose tuning chose short loops, each then trained on gradients thousands of times too large.
+    the next loop reads back, without a barrier between them (pytorch/pytorch#190517, in torch 2.11 to 2.13). In some
+    processes, by the tile that their timing chose, gradients were then thousands of times too large.
     """
     if not kernels.available(rows_RD.device):
         return _add_choices(rows_RD, places_NK, weights_NK)
