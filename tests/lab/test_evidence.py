@@ -546,6 +546,7 @@ def test_claims_tell_a_constant_total_from_another(shift, holds, monkeypatch):
         for run in runs:
             run.loss -= 0.1 * lambdas.index(run.config.optimizer.weight_decay)
     assert lambda_scaling.exponent(lambda_scaling.AXES[2], results, "scaled").value == pytest.approx(shift - 2.0)
+    assert len(lambda_scaling.known_totals(results, "scaled")) == len(results) - 1
     known = {one["of"]: one for one in lambda_scaling.scaling_measured(results, evidence.MINI)}
     assert (known["width"]["power"], known["batch"]["power"]) == (pytest.approx(shift, abs=1e-3),) * 2
     assert (known["width"]["from"], known["batch"]["from"]) == (128, 16_384)
