@@ -161,7 +161,7 @@ def _exponents_table(results: Results) -> Table:
             rows.append([axis.grows, published[axis.name], *(exponent_text(one) for one in found)])
     note = (
         "The power that the best lambda follows, with its 95% t interval over seeds; "
-        "without points at which the best is at an end of those tried."
+        "without points at which the best of means is at an end of those tried."
     )
     return Table("lambda-powers", "How the best lambda scales", columns, rows, note)
 

@@ -273,20 +273,19 @@ def at_ends(losses: Losses) -> tuple[bool, bool]:
     return math.isclose(low, min(losses)), math.isclose(high, max(losses))
 
 
-def loss_at(losses: Losses, lam: float, reach: float = 0.0) -> float | None:
-    """The loss at a lambda, by lines over log lambda; None more than `reach` octaves beyond those that were tried.
+def loss_at(losses: Losses, lam: float) -> float | None:
+    """The loss at a lambda, by lines over log lambda; None beyond those that were tried.
 
     Examples:
         >>> loss_at({0.1: 3.0, 0.4: 3.2}, 0.2)
         3.1
-        >>> loss_at({0.1: 3.0, 0.2: 3.1}, 0.8, reach=1.0) is None
+        >>> loss_at({0.1: 3.0, 0.2: 3.1}, 0.8) is None
         True
     """
     points, x = [(math.log2(lam), loss) for lam, loss in losses.items()], math.log2(lam)
-    if not points[0][0] - reach <= x <= points[-1][0] + reach:
+    if not points[0][0] <= x <= points[-1][0]:
         return None
-    pairs = list(pairwise(points))
-    (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
+    (x0, y0), (x1, y1) = next(pair for pair in pairwise(points) if x <= pair[1][0])
     if math.inf in (y0, y1):
         return {x0: y0, x1: y1}.get(x, math.inf)
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -1,12 +1,14 @@
 """The price of never tuning: what one lambda kept for every run costs under each rule, beside the lambda of advice.
 
 Costs are in nats above the better rule at its best lambda in runs of the same kind, seed by seed, so that rules can be
-compared; between the lambdas that were tried by lines over log lambda. Advice has not seen the runs that it is judged
-on: a length of the map is judged by what the other lengths found, and other text by the map.
+compared; between the lambdas that were tried by lines over log lambda, and beyond them that of the last, because what
+little decay costs levels off at the cost of none. Advice has not seen the runs that it is judged on: a length of the
+map is judged by what the other lengths found, and other text by the map.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -36,7 +38,7 @@ from muonsw.lab.studies.training.sweeps import Losses, mean_losses
 KEPT = (0.1, 0.01)
 ADVICE = "advice"
 CHOICES = (*(f"{lam:g}" for lam in KEPT), ADVICE)
-# How far beyond the lambdas that were tried, in octaves, the last line is followed.
+# How far beyond the lambdas that were tried, in octaves, a lambda is priced as the last of them.
 REACH = 1.0
 
 
@@ -51,7 +53,7 @@ class Price:
     choice: str  # how lambda was chosen, one of `CHOICES`
     lam: float
     costs: tuple[float, ...]  # in nats, by seed
-    # Whether this lambda lies beyond those that were tried; basins grow steeper outwards, so it costs more.
+    # Whether this lambda lies beyond those that were tried; it costs at least what the last of them did.
     beyond: bool
 
     @property
@@ -82,13 +84,14 @@ def _at_length(text: str, arms: Runs, known: Sequence[Optimum]) -> Iterator[Pric
         if advised := [measurement(one) for one in known if one.rule == rule]:
             total = best_totals(rule, run.config.steps, advised)[0]
             chosen[ADVICE] = total / optimum(arms, rule).per_lambda
+        tried = losses[rule][0]
         for choice, lam in chosen.items():
-            ends = [loss_at(one, lam, REACH) for one in losses[rule]]
-            costs = [end - low for end, low in zip(ends, lowest, strict=True) if end is not None]
-            if len(costs) == len(lowest):
-                tried = losses[rule][0]
-                beyond = not min(tried) <= lam <= max(tried)
-                yield Price(text, run.config.model.width, run.config.steps, rule, choice, lam, tuple(costs), beyond)
+            nearest = min(max(lam, min(tried)), max(tried))
+            if abs(math.log2(lam / nearest)) <= REACH:
+                ends = [loss_at(one, nearest) for one in losses[rule]]
+                costs = tuple(end - low for end, low in zip(ends, lowest, strict=True) if end is not None)
+                beyond = nearest != lam
+                yield Price(text, run.config.model.width, run.config.steps, rule, choice, lam, costs, beyond)
 
 
 def _lowest(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
@@ -113,8 +116,8 @@ def price_table(found: Sequence[Price]) -> Table:
     note = (
         "In nats above the better rule at its best lambda, with 95% t intervals over seeds (none of one seed, and none "
         "of that best lambda itself); in brackets the lambda that advice gives for such a run from runs of other "
-        "lengths, or on other text. By lines between the lambdas that were tried; where one lies beyond them the cost "
-        "is at least that of the last line. Kinds of runs of which some diverged are left out."
+        "lengths, or on other text. By lines between the lambdas that were tried; ≥ where one lies beyond them, with "
+        "the cost of the last that was tried. Kinds of runs of which some diverged are left out."
     )
     return Table("never-tuned", "The price of never tuning", columns, rows, note)
 
@@ -189,7 +192,8 @@ def judge_prices(found: Sequence[Price], text: str) -> list[Claim]:
             claims.append(at_most(f"{rule}-advice", costs, BEYOND, price.cost, 2 * GOOD, EXACT))
     usual = [one.costs for rule in ("scaled", "constant") if (one := own.get((rule, CHOICES[0])))]
     if len(usual) == 2:
-        share = f"cost of lambda {CHOICES[0]} at {longest:,} updates: scaled minus 0.6 of constant decay's, in nats"
+        lam = f"lambda {CHOICES[0]}, or of the last that was tried,"
+        share = f"cost of {lam} at {longest:,} updates: scaled minus 0.6 of constant decay's, in nats"
         more = over_seeds([scaled - 0.6 * constant for scaled, constant in zip(*usual, strict=True)])
         claims.append(at_most("usual-lambda", share, BEYOND, more, 0.0, EXACT))
     return claims
