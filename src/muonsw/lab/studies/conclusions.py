@@ -238,7 +238,8 @@ def _scaling(results: Results, _scale: Scale) -> str:
         return ""
     totals = {rule: each for rule in RULES if (each := lambda_scaling.known_totals(results, rule))}
     took = " and ".join(f"{min(each):.2f} to {max(each):.2f} under {rule} decay" for rule, each in totals.items())
-    return f"The best lambda goes with {'; with '.join(said)}. Over all points the best ones take {took} in a run."
+    known = "Where it is not at an end of those tried, the best lambda takes"
+    return f"The best lambda goes with {'; with '.join(said)}. {known} {took} in a run."
 
 
 def _gradients(results: Results, _scale: Scale) -> str:
