@@ -318,8 +318,6 @@ def write_page(root: Path = Path()) -> None:
 def page(evidence: EvidencePage, template: str) -> str:
     """The page: a template whose names in braces are studies, and a few numbers more."""
     lines = [line for records in {id(one): one for one in evidence.records.values()}.values() for line in records.lines]
-    workers = [line.get("workers", 1) for line in lines]
-    minutes = sum(line["result"].get("seconds", 0.0) / each for line, each in zip(lines, workers, strict=True)) / 60
     values = {name: evidence.section(name) for name in TEXTS}
     values |= {
         UNTUNED: evidence.untuned(),
@@ -327,8 +325,6 @@ def page(evidence: EvidencePage, template: str) -> str:
         worked_tasks.NAME: evidence.tasks(),
         "conclusion": conclusion(evidence),
         "runs": str(len(lines)),
-        "minutes": f"{minutes:.0f}",
-        "processes": f"{min(workers, default=1)} to {max(workers, default=1)}",
     }
     for name, value in values.items():
         template = template.replace(f"{{{name}}}", value)
