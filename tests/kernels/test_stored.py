@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import AdamWSW, Telemetry
 from muonsw import step as phases
-from muonsw.kernels import adamw
+from muonsw.kernels import adamw, elementwise, launch_on
 from muonsw.kernels import stored as kernels
 from muonsw.nonfinite import Flag
 from muonsw.precision import Noise
@@ -152,6 +152,33 @@ def test_state_that_a_kernel_reads_as_it_is_kept_makes_the_bits_of_decoded_state
     monkeypatch.setattr(phases, "updates_in_place", lambda _, items, __: ([], made.append(in_place) or items))
     assert_same_bits(found, after_steps(device, bad=bad, **FORMS[form]))
     assert made  # the other way was there to be taken
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_kernel_is_told_where_one_tensor_of_state_is_not_aligned(form, device, kernels_on, monkeypatch):
+    """Else it would read sixteen bytes at a time, which a GPU refuses and the interpreter does not notice."""
+    kernels_on(True)
+    told = []
+
+    def noted(*given, **options):
+        told.append(options["ALIGNED"])
+        launch_on(*given, **options)
+
+    monkeypatch.setattr(elementwise, "launch_on", noted)
+    dtype, options = FORMS[form].get("dtype", torch.float32), {k: v for k, v in FORMS[form].items() if k != "dtype"}
+    param = torch.nn.Parameter(of_shape((16, 256), device).sign().to(dtype))
+    param.grad = torch.ones_like(param)
+    optimizer = AdamWSW([param], lr=0.01, **options)
+    optimizer.step()
+    assert all(told)
+    for key, value in optimizer.state[param].items():
+        before = value.data
+        value.data = value.new_empty(value.numel() + 1)[1:].view_as(value).copy_(value)
+        told.clear()
+        optimizer.step()
+        assert told, key
+        assert not any(told), key
+        value.data = before
 
 
 def test_matrices_are_read_as_they_are_kept_and_vectors_are_not(device, kernels_on, monkeypatch):

@@ -164,7 +164,7 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options, 
     assert companions is not None  # `takes` has looked
     device = weights.tensors[0].device
     rows = (addresses(weights.tensors), *companions, *numbers, *map(addresses, state), sizes)
-    pointers, is_aligned = table(rows, device, loose_rows(weights) + len(numbers))
+    pointers, is_aligned = table(rows, device, loose_rows(weights, len(numbers)))
     blocks = block_map(sizes, BLOCK if tile is None else tile["ROWS"] * tile["LENGTH"], device)
     first = [weights.tensors[0], *(tensors[0] for tensors in state if tensors[0].dim())]  # without counters
     launch_on(
@@ -201,9 +201,10 @@ def rounding_rows(weights: Weights, stretches: Sequence[Stretch]) -> list[list[i
     return [[counters[o] for o in owners], [weights.keys[o] for o in owners], [run.position for run in stretches]]
 
 
-def loose_rows(weights: Weights) -> int:
-    """How many of those rows hold no addresses of many entries."""
-    return 3 if weights.rounding == "stochastic" else 0
+def loose_rows(weights: Weights, numbers: int = 0) -> range:
+    """Which rows of the table hold no addresses of many entries: those of noise, and the `numbers` of a kernel."""
+    begin = 2 if weights.rounding == "kahan" else 1
+    return range(begin, begin + (3 if weights.rounding == "stochastic" else 0) + numbers)
 
 
 def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:

@@ -150,24 +150,25 @@ _tables: TensorCache[AddressTable] = TensorCache()
 _maps: TensorCache[Tensor] = TensorCache()
 
 
-def table(rows: Sequence[Sequence[int]], device: torch.device, loose: int = 0) -> AddressTable:
+def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = range(0)) -> AddressTable:
     """Rows of addresses and other whole numbers, one column for each tensor.
 
     Args:
         rows: the numbers, equally many in each row.
         device: where they are wanted.
-        loose: how many rows after the first need not be aligned.
+        loose: the numbers of the rows that need not be aligned.
     """
     lengths_of_rows = [len(row) for row in rows]
     if len(set(lengths_of_rows)) != 1:  # a kernel would read the numbers of one row as those of another
         raise ValueError(f"rows of an address table must have one length, not {lengths_of_rows}")
     numbers = tuple(chain.from_iterable(rows))
+    tight = [row for number, row in enumerate(rows) if number not in loose]
     graph = _captured.get()
     if graph is not None:
-        return AddressTable(graph.take(numbers).view(len(rows), -1), aligned(rows[0], *rows[1 + loose :]))
+        return AddressTable(graph.take(numbers).view(len(rows), -1), aligned(*tight))
 
     def make(copy: Copy) -> AddressTable:
-        return AddressTable(copy(numbers, device).view(len(rows), -1), aligned(rows[0], *rows[1 + loose :]))
+        return AddressTable(copy(numbers, device).view(len(rows), -1), aligned(*tight))
 
     return _tables.get((device, len(rows), loose, numbers), device, make)
 
