@@ -122,6 +122,16 @@ def test_a_graph_is_bound_to_the_sizes_of_parameters_that_have_no_state():
     assert bound(optimizer).difference(before) == "parameters"
 
 
+def test_a_graph_is_bound_to_the_layout_of_parameters():
+    """A square matrix that was turned lies where it did, and its gradient may have stayed as it was."""
+    optimizer, params = optimizer_on("cpu")
+    feed(params, 0)
+    optimizer.step()
+    before = bound(optimizer)
+    params[0].data = params[0].data.mT
+    assert bound(optimizer).difference(before) == "parameters"
+
+
 def test_a_graph_is_bound_to_which_gradients_are_aligned():
     """Its kernels read sixteen bytes at a time of those that were."""
     params = matrices((4, 4), (4, 4))

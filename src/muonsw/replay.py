@@ -105,7 +105,7 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
         kept = [value for value in kept if isinstance(value, Tensor)]
     try:
         places, own, kept_at = _addresses(there), _addresses(params), _addresses(kept)
-        forms, kept_forms = _forms(there), _forms(kept)
+        forms, own_forms, kept_forms = _forms(there), _forms(params), _forms(kept)
     except RuntimeError:
         return None
     if 0 in places or 0 in own:  # the shell of a tensor that keeps its numbers elsewhere
@@ -113,7 +113,7 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
     return Binding(
         places,
         (forms, tuple(missing), aligned(places) or [place % 16 for place in places]),  # kernels are compiled for it
-        (own, lengths(params), *map(id, params)),
+        (own, own_forms, lengths(params), *map(id, params)),
         (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
         (settings, *(_options(group) for group in groups)),
     )
