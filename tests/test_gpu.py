@@ -452,6 +452,20 @@ def test_two_streams_do_not_read_each_others_tables(algorithm, monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("places", [("cpu", "cuda"), ("cuda", "cpu")], ids=str)
+def test_weights_on_the_host_hear_of_a_bad_gradient_on_a_gpu_that_is_busy(places):
+    params = [nn.Parameter(torch.ones(8, 8, device=place)) for place in places]
+    optimizer = AdamWSW(params, lr=0.05)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    torch.cuda._sleep(200_000_000)
+    params[places.index("cuda")].grad.fill_(torch.nan)
+    optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
 def test_more_matrices_than_a_grid_has_rows():
     """70,000 in one chunk move as they do in chunks that a grid of rows would hold."""
 

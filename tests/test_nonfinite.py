@@ -112,6 +112,30 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class LateCopies(TorchDispatchMode):
+    """Counts copies into host memory that may end after they return; from a GPU they do."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and given.get("non_blocking"):
+            self.found += given.get("device", args[0].device).type == "cpu"
+        return func(*args, **given)
+
+
+def test_a_step_on_the_host_waits_for_rates_that_lie_elsewhere():
+    params = matrices((6, 4))
+    optimizer = AdamWSW(params, lr=torch.tensor(0.125, dtype=torch.bfloat16), peak_lr=0.125)
+    set_gradients(params, 0)
+    with LateCopies() as late:
+        optimizer.step()
+    assert not late.found
+    with LateCopies() as late:
+        torch.ones(2).to("cpu", torch.float64, non_blocking=True)
+    assert late.found == 1  # it would have been seen
+
+
 @pytest.mark.parametrize("algorithm", ["adamw", "sgd", "lion"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_under_the_flag_asks_for_no_value(algorithm, dtype, monkeypatch):

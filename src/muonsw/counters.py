@@ -20,7 +20,7 @@ from muonsw import peak
 from muonsw.nonfinite import Flag, Flags, NonFiniteGradientWarning, describe_non_finite
 from muonsw.peak import PeakLRError, PeakLRWarning
 from muonsw.text import users_line
-from muonsw.work import Group, Item
+from muonsw.work import Group, Item, copied_to
 
 _NO_GRADIENT = (
     "this step found no gradient at all, so nothing was changed; if the model was wrapped, sharded or moved after the "
@@ -126,8 +126,8 @@ class Counters:
         excess = ~(phi <= 1)  # true for NaN as well
         if eta is not None and group["resolved_peak_lr"] is not None:
             excess = excess | ~(eta <= group["resolved_peak_lr"] * (1 + peak.tolerance(eta)))
-            self._highest[number].clamp_(min=eta.to(self._excess.device, torch.float32, non_blocking=True))
-        self._excess.logical_or_(excess.to(self._excess.device, non_blocking=True))
+            self._highest[number].clamp_(min=copied_to(eta, self._excess.device, torch.float32))
+        self._excess.logical_or_(copied_to(excess, self._excess.device))
 
     def read_rates(self) -> None:
         """Bring the highest learning rates from the device into the groups."""

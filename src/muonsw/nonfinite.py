@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muonsw import kernels
 from muonsw.kernels.tables import TensorCache
-from muonsw.work import Batch, Item, all_contiguous, dtypes_of, elements, flattened
+from muonsw.work import Batch, Item, all_contiguous, copied_to, dtypes_of, elements, flattened
 
 POLICIES = ("skip", "raise", "propagate")
 
@@ -97,8 +97,8 @@ class Flag:
         return self.taken.double() if dtype == torch.float64 else self.taken
 
     def to(self, device: torch.device) -> Flag:
-        """The flag on another device, without waiting."""
-        return self if self.bad.device == device else Flag(self.bad.to(device, non_blocking=True))
+        """The flag on another device."""
+        return self if self.bad.device == device else Flag(copied_to(self.bad, device))
 
 
 def all_finite(grads: Sequence[Tensor]) -> Tensor:
@@ -129,7 +129,7 @@ def finite_flag(work: Sequence[Batch], flags: Flags | None = None, captured: boo
     zeros = {device: torch.zeros((), dtype=torch.float32, device=device) for device in by_device}
     found = [_raised(zeros[device], grads, captured=captured) for device, grads in by_device.items()]
     home = found[0].device
-    return Flag(found[0] if len(found) == 1 else torch.stack([bad.to(home, non_blocking=True) for bad in found]).amax())
+    return Flag(found[0] if len(found) == 1 else torch.stack([copied_to(bad, home) for bad in found]).amax())
 
 
 # Entries below which gradients are checked in one copy, as a call takes longer than the copy; entries from which one is

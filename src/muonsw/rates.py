@@ -30,7 +30,7 @@ from muonsw.decay import DECAY_RULES, decay_factor, decays, refuse_unknown_run
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local
 from muonsw.nonfinite import Flag
 from muonsw.slots import wide_dtype
-from muonsw.work import Batch, Group, Item, label_of
+from muonsw.work import Batch, Group, Item, copied_to, label_of
 
 if TYPE_CHECKING:
     from muonsw.counters import Counters
@@ -147,7 +147,7 @@ def _on(value: float | Tensor, device: torch.device) -> Any:
     """A rate or a lambda for a batch; a tensor in float32 or better, as its square has more digits than bfloat16."""
     if not isinstance(value, Tensor):
         return value
-    return value.to(device, torch.promote_types(value.dtype, torch.float32), non_blocking=True).reshape(())
+    return copied_to(value, device, torch.promote_types(value.dtype, torch.float32)).reshape(())
 
 
 def last_decay(group: Group, lr: float) -> float:
@@ -239,7 +239,7 @@ def _count_on_host(group: Group, key: str) -> None:
 def _step_of(group: Group, device: torch.device) -> float | Tensor:
     """The number of the step that is about to be taken, from 1."""
     count = group["step_count"]
-    return count.to(device, non_blocking=True) + 1 if isinstance(count, Tensor) else count + 1
+    return copied_to(count, device) + 1 if isinstance(count, Tensor) else count + 1
 
 
 def _place(group: Group, label: str) -> None:

@@ -35,7 +35,7 @@ from muonsw.options import require_number
 from muonsw.precision import LOW_PRECISION, state_dtype
 from muonsw.step import BeforeUpdate
 from muonsw.text import users_line
-from muonsw.work import Batch, Group
+from muonsw.work import Batch, Group, copied_to
 
 # What a copy takes along; the rest is torch's hooks, which no copy of an optimizer has, and what a step needs.
 _COPIED = ("optimizer", "beta", "warmup_steps", "r", "weight_lr_power", "decay_at", "training")
@@ -340,7 +340,7 @@ class ScheduleFree(Optimizer):
     def _go_to_y(self, group: Group, c: float | Tensor) -> None:
         """Put the new y into the parameters of a group that were moved, and the new z where b x was kept."""
         for batch, _ in self._pending or ():
-            share = c.to(batch.device, non_blocking=True) if isinstance(c, Tensor) else c
+            share = copied_to(c, batch.device) if isinstance(c, Tensor) else c
             for item in batch.items if batch.group is group else ():
                 z, kept = item.param.detach(), item.state["z"]
                 y = (1 - share) * kept + (1 - self.beta * (1 - share)) * z

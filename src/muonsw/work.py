@@ -108,6 +108,11 @@ def elements(tensors: Sequence[Tensor]) -> int:
     return sum([tensor.numel() for tensor in tensors])
 
 
+def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on another device; only a copy to the host is waited for, which would read it before it has ended."""
+    return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
+
+
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of tensors of one dtype as one vector: a view where it is one tensor without gaps, else a copy."""
     flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ from torch import Tensor
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.layout import mesh_ranks
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local, shard_misfit
-from muonsw.work import Group, label_of
+from muonsw.work import Group, copied_to, label_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -149,9 +149,9 @@ class Agreement:
         message = torch.zeros(math.ceil(used / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
         message[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
         if isinstance(ok, Tensor):
-            message[0] = ok.to(device, non_blocking=True)
+            message[0] = copied_to(ok, device)
         if tensors:
-            numbers = [tensor.detach().to(device, torch.float64, non_blocking=True).reshape(()) for tensor in tensors]
+            numbers = [copied_to(tensor.detach(), device, torch.float64).reshape(()) for tensor in tensors]
             bits = torch.stack(numbers).view(torch.int64)
             message[len(values) : used] = torch.cat([bits, ~bits])
         for group in self._groups:
