@@ -182,16 +182,39 @@ def test_state_dict_is_deterministic_and_has_two_keys():
         assert_same(state.values(), b["state"][index].values())
 
 
-def test_a_tensor_lr_is_filled_in_place_by_a_load():
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_a_rate_or_lambda_in_a_tensor_is_filled_in_place_by_a_load(key):
+    """Whoever changes it in the tensor, as a graph asks, goes on doing so."""
     params = matrices((4, 4))
-    lr = torch.tensor(0.1)
-    optimizer = MuonSW(params, lr=lr)
+    held = torch.tensor(0.1)
+    optimizer = MuonSW(params, **{"lr": 0.1, key: held})
     run(optimizer, params, 1)
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0]["lr"] = 0.03
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] is lr
-    assert float(lr) == pytest.approx(0.03)
+    for value in (0.03, torch.tensor(0.03)):
+        saved["param_groups"][0][key] = value
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0][key] is held
+        assert float(held) == pytest.approx(0.03)
+        held.fill_(0.05)
+
+
+def test_a_lambda_of_zero_is_not_loaded_into_a_tensor():
+    """A group that a norm rule leaves alone, as it does not decay, is left alone after a load too."""
+
+    def build(params):
+        groups = [{"params": [param]} for param in params]
+        return MuonSW(groups, lr=0.1, weight_decay=torch.tensor(0.1), norm="hyperball")
+
+    params = matrices((4, 4), (4, 4))
+    optimizer = build(params)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    run(optimizer, params, 2)
+    resumed = clones(params)
+    other = build(resumed)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, params, 2, start=2)
+    run(other, resumed, 2, start=2)
+    assert_same(resumed, params)
 
 
 @pytest.mark.parametrize(

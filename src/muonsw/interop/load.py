@@ -12,6 +12,7 @@ from torch import Tensor
 
 from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
+from muonsw.decay import decays
 from muonsw.interop.drive import LAMBDA_KEYS, own_weight_decay
 from muonsw.options import BOOKKEEPING, CHECKS, differing_options, refuse_running_max, validate_option
 from muonsw.orthogonalize import NS5
@@ -28,7 +29,7 @@ from muonsw.work import Group, label_of
 StateDict = dict[str, Any]
 
 # What may be held in a tensor of the group that a graph knows.
-_KINDS = ("lr", "step_count", "gradient_average")
+_KINDS = ("lr", "weight_decay", "step_count", "gradient_average")
 
 # What groups are called, which says nothing of how their parameters are trained.
 _LABELS = ("name", "role")
@@ -368,8 +369,11 @@ def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     def after(_: torch.optim.Optimizer) -> None:
         restore_dtypes(loaded[0], optimizer)
-        keep_kinds(optimizer.param_groups, [own["lr"] for own in before_load])
+        for key in ("lr", "weight_decay"):
+            fill_tensors(key, optimizer.param_groups, [own[key] for own in before_load])
         for group, own in zip(optimizer.param_groups, before_load, strict=True):
+            if not isinstance(own["lr"], Tensor):
+                group["lr"] = float(group["lr"])
             for key in ("step_count", "gradient_average"):
                 group[key] = rates.loaded_position(group[key], own[key])
 
@@ -384,21 +388,20 @@ def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             handle.remove()
 
 
-def keep_kinds(groups: list[Group], own: list[float | Tensor]) -> None:
-    """Make loaded learning rates of the kind this optimizer was built with; its tensors are filled in place.
+def fill_tensors(key: str, groups: list[Group], own: list[float | Tensor]) -> None:
+    """Put loaded rates or lambdas into the tensors that this optimizer was built with.
 
-    Groups that share a tensor go on sharing it where their rates are equal.
+    Groups that share a tensor go on sharing it where their values are equal. A lambda that is the number 0 stays one:
+    norm rules leave such a group alone, and a tensor may be anything.
     """
     filled: dict[tuple[int, float], Tensor] = {}
     taken: set[int] = set()
     for group, before in zip(groups, own, strict=True):
-        rate = float(group["lr"])
-        if isinstance(before, Tensor):
-            tensor = torch.full_like(before, rate) if id(before) in taken else before
+        if isinstance(before, Tensor) and (key == "lr" or decays(group)):
+            value = float(group[key])
+            tensor = torch.full_like(before, value) if id(before) in taken else before
             taken.add(id(before))
-            group["lr"] = filled.setdefault((id(before), rate), tensor).fill_(rate)
-        else:
-            group["lr"] = rate
+            group[key] = filled.setdefault((id(before), value), tensor).fill_(value)
 
 
 def settle_peaks(optimizer: torch.optim.Optimizer, before: list[PeakBeforeLoad], saved: StateDict) -> None:
