@@ -272,7 +272,7 @@ class ScheduleFree(Optimizer):
             raise ValueError(f"param group {number}: norm rules and cautious decay act on z; leave decay_at='z'")
         for param in group["params"]:
             _refuse_coarse(number, group, param.dtype)
-        for key, value in _COUNTERS.items():
+        for key, value in {**_COUNTERS, "holds_y": self.training}.items():
             group.setdefault(key, value)
 
     def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -160,10 +160,14 @@ def test_it_resumes_bit_for_bit(algorithm):
     assert [group["averaged_steps"] for group in other.param_groups] == [12]
 
 
-def test_a_state_saved_in_training_mode_goes_on_in_it():
+@pytest.mark.parametrize("joined", [False, True], ids=["there from the start", "in place of another group"])
+def test_a_state_saved_in_training_mode_goes_on_in_it(joined):
     params = matrices((5, 4), dtype=torch.float64)
-    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
+    optimizer = ScheduleFree(AdamWSW(matrices((2, 2)) if joined else params, **CONSTANT))
     optimizer.train()
+    if joined:
+        optimizer.add_param_group({"params": params})
+        del optimizer.param_groups[0]
     take_steps(optimizer, params, 0, 5)
     resumed = clones(params)
     with pytest.warns(UserWarning, match="saved in training mode"):
