@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muonsw import NORM_RULES, MuonSW
+from muonsw import NORM_RULES, AdamWSW, MuonSW
 from tests.common.problems import matrices, set_gradients
 
 
@@ -105,3 +105,19 @@ def test_rounding_is_left_as_it_is_written(rounding):
     traced = " ".join(str(node.target) for graph in graphs for node in graph.graph.nodes)
     assert "compensation" not in traced, "Kahan's remainder is neither read nor written by a graph"
     assert "bitwise" not in traced, "nor is the noise of stochastic rounding computed in one"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_traced_step_counts(dtype):
+    """A rule that follows the step; torch's compiler loses what is added to a float64 scalar of the host in place."""
+    results = []
+    for backend in (None, "aot_eager"):
+        params = matrices((4, 3), dtype=dtype)
+        optimizer = AdamWSW(params, lr=torch.tensor(0.05), weight_decay=0.3, decay="cosine", total_steps=5)
+        step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
+        for t in range(3):
+            set_gradients(params, t)
+            step()
+        assert int(optimizer.param_groups[0]["step_count"]) == 3
+        results += params
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)

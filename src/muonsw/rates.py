@@ -218,7 +218,7 @@ def count_steps(groups: Iterable[Group]) -> None:
     for group in groups:
         if DECAY_RULES[group["decay"]].uses_step:
             if isinstance(group["step_count"], Tensor):
-                group["step_count"].add_(1)
+                torch._foreach_add_([group["step_count"]], 1)  # torch's compiler loses `add_` to a float64 scalar
             else:
                 _count_on_host(group, "step_count")
         if counts_steps(group):
