@@ -210,8 +210,13 @@ def parts(run: Run, kind: str) -> tuple[History, ...]:
 
 
 def ratio(over: Array, under: Array) -> Array:
-    """The quotients, not a number or infinite where the second is zero."""
-    with np.errstate(divide="ignore", invalid="ignore"):
+    """The quotients, not a number or infinite where the second is zero or next to it.
+
+    Examples:
+        >>> ratio(np.array([1.0, 1.0, 0.0]), np.array([2.0, 1e-320, 0.0])).tolist()
+        [0.5, inf, nan]
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return over / under
 
 
