@@ -36,8 +36,8 @@ from muonsw.options import (
 from muonsw.presets import PRESETS
 from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
-from muonsw.state import keep, missing_state, state_bytes, zeros
-from muonsw.step import BeforeUpdate, OptionCheck, collect, take_step
+from muonsw.state import keep, state_bytes, zeros
+from muonsw.step import BeforeUpdate, OptionCheck, collect, missing_shards, take_step
 from muonsw.stored import refuse_shards
 from muonsw.stored.offload import wait_for_host
 from muonsw.summary import LastStep, Summary, state_line, summarize
@@ -318,8 +318,9 @@ class ScaledDecayOptimizer(Optimizer):
             return
         if not self.state:
             trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-            for batch in collect(self, trainable):
-                keep(missing_state(batch.group, batch.items))
+            work = collect(self, trainable)
+            radii = norms.missing_radii(work, norms.ShardedNorms(work, self._ranks.layouts))
+            keep(radii + missing_shards(self, work))
         for group in self.param_groups:
             for param in group["params"]:
                 if self._ranks.has_owner(param):

@@ -12,18 +12,22 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from muonsw import NORM_RULES, MuonSW
+from muonsw.distributed.shards import is_dtensor, whole
 from tests.distributed.problems import (
     GROUPS,
     PEAK,
     STEPS,
     build,
     give_plain,
+    give_sharded,
     gradient,
     group_of,
     groups_of,
     mesh_of,
     parameters,
     plain,
+    shard0,
+    sharded_over,
     take_step,
     trained_alone,
     untransposed,
@@ -111,6 +115,26 @@ def test_momentum_is_on_its_owner_alone_and_comes_back_for_a_checkpoint(pool):
         assert "not whole: " in warned
         assert "call optimizer.gather_state() on every rank first" in warned
         assert difference < CLOSE
+
+
+def radii_of_a_fresh_optimizer(norm):
+    """Whether `gather_state` begins with the radii of the first step, of shards beside copies."""
+    found = []
+    for begin in (MuonSW.gather_state, lambda optimizer: take_step(optimizer, 0, give)):
+        groups = [*groups_of(("matrices",), sharded_over(mesh_of(4), shard0)), *groups_of(("heads",), plain)]
+        optimizer = MuonSW(groups, lr=PEAK, norm=norm, process_group=dist.group.WORLD, momentum_on_owner=True)
+        begin(optimizer)
+        found.append([whole(optimizer.state[param]["radius"]) for param in parameters(optimizer)])
+    return all(map(torch.equal, *found))
+
+
+def give(param, grad):
+    return give_sharded(param, grad) if is_dtensor(param) else grad
+
+
+@pytest.mark.parametrize("norm", ["target", "hyperball"])
+def test_a_fresh_optimizer_gathers_the_radii_of_sharded_weights(pool, norm):
+    assert pool.run(radii_of_a_fresh_optimizer, norm) == [True] * 4
 
 
 class Model(nn.Module):
