@@ -105,3 +105,19 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, flatten, 
     pool.run(save, folder, flatten, kind)
     for ranks in (2, 1):
         assert max(pool.run(resume, folder, flatten, kind, ranks)) < CLOSE
+
+
+def from_owners_to_shards():
+    """A whole state of owners, which torch distributes over shards in the order that each rank's state has."""
+    kept = StateDictOptions(full_state_dict=True)
+    before, after = build(owners=dist.group.WORLD), build(mesh_of(dist.get_world_size()))
+    train(before, 0, BEFORE)
+    before[1].gather_state()
+    set_model_state_dict(after[0], get_model_state_dict(before[0], options=kept), options=kept)
+    set_optimizer_state_dict(*after, get_optimizer_state_dict(*before, options=kept), options=kept)
+    train(after, BEFORE, AFTER)
+    return distance(after[0], uninterrupted())
+
+
+def test_a_whole_state_of_owners_goes_on_over_shards(pool):
+    assert max(pool.run(from_owners_to_shards)) < CLOSE

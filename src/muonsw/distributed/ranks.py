@@ -160,8 +160,8 @@ class Ranks:
             has = torch.tensor(int(key in state), dtype=torch.int64, device=param.device)
             dist.broadcast(has, group=self.process_group, group_src=owner)
             if has:
-                if owner != me:
-                    state[key] = fresh(key)
+                held = state.pop(key, None)
+                state[key] = held if owner == me else fresh(key)  # last on every rank: torch gathers state in its order
                 dist.broadcast(state[key], group=self.process_group, group_src=owner)
         self.elsewhere.pop(param, None)
 
