@@ -22,6 +22,7 @@ from tests.distributed.problems import (
     give_plain,
     give_sharded,
     groups_of,
+    initial,
     mesh_of,
     parameters,
     plain,
@@ -429,3 +430,19 @@ def test_shards_of_one_tensor_round_with_noise_of_their_own(pool):
     rows = pool.run(noise_of_shards)[0]
     assert len(rows.unique()) == 2
     assert not any(torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))
+
+
+def copies_beside_an_empty_shard(algorithm):
+    """The replicated weight of a group in which the last rank holds nothing of the other one."""
+    made = [([Replicate()], (9, 7)), ([Shard(0)], (3, 5))]
+    params = [sharded_over(mesh_of(4), places)(initial(shape, 0), {}) for places, shape in made]
+    optimizer = MuonSW([{"params": params, "algorithm": algorithm}], lr=PEAK, weight_decay=0.5)
+    for step in range(STEPS):
+        take_step(optimizer, step, give_sharded)
+    return params[0].detach().to_local()
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd", "lion"])
+def test_an_empty_shard_leaves_the_bits_of_copies_beside_it_alone(pool, algorithm):
+    first, *others = pool.run(copies_beside_an_empty_shard, algorithm)
+    assert all(torch.equal(first, other) for other in others)

@@ -223,12 +223,7 @@ def suits_torch(group: Group, *lists: Sequence[Tensor]) -> bool:
     if group["cautious"] or first.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
         return False
     every = list(chain.from_iterable(lists))
-    return (
-        first.dtype in (torch.float32, torch.float64)
-        and dtypes_of(every) == {first.dtype}
-        and all_contiguous(every)
-        and all(map(Tensor.numel, lists[0]))
-    )
+    return first.dtype in (torch.float32, torch.float64) and dtypes_of(every) == {first.dtype} and all_contiguous(every)
 
 
 def torch_is_quicker(items: Sequence[Item]) -> bool:
@@ -326,6 +321,9 @@ def elementwise_updates(
     A kernel is tried on all items at once, since it needs no memory of its own. Weights that are rounded with noise are
     always cut in the same way, because the noise depends on it.
     """
+    items = [item for item in items if item.param.numel()]  # an empty shard must not keep copies beside it from kernels
+    if not items:
+        return
     if not (budget.plain or budget.cut) and items[0].param.dtype not in LOW_PRECISION:
         whole = fused(whole_parts(items))
         if whole is not None:
