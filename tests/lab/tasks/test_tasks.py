@@ -1,5 +1,6 @@
 """A user's own task: what is refused before anything is trained, and what a run of one promises."""
 
+import gc
 import json
 import random
 import re
@@ -98,6 +99,17 @@ def test_a_run_that_was_stopped_goes_on_with_equal_bits(parts, tmp_path):
     assert losses(tmp_path / "whole") == losses(tmp_path / "run")
     for name, value in weights(tmp_path / "whole").items():
         assert torch.equal(value, weights(tmp_path / "run")[name]), name
+
+
+def test_what_batches_are_drawn_from_ends_with_its_source_and_waits_for_no_collector(tmp_path):
+    ends = "def batches(split, seed):\n    try:\n        yield from [1, 2]\n    finally:\n        ENDED.append(seed)\n"
+    functions = load_functions(TaskConfig(str(task_file(tmp_path, batches=ends, more="ENDED = []\n"))))
+    gc.disable()
+    try:
+        BatchSource(functions, "train", 0).batch(1)
+        assert functions.module.ENDED
+    finally:
+        gc.enable()
 
 
 def test_metrics_are_means_over_the_rows_of_all_validation_batches(tmp_path):

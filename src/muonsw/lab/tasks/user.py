@@ -178,17 +178,21 @@ class BatchSource:
         """Whether it has a length and batches by index."""
         return length_of(self.made) is not None and hasattr(self.made, "__getitem__")
 
+    @property
+    def _call(self) -> str:
+        """What made the batches, for errors."""
+        return f"{self.functions.name}: batches({self.split!r}, {self.seed})"
+
     def _make(self) -> Any:
         with generators_seeded(self.seed, self.split):
             made = self.functions("batches", self.split, self.seed)
-        call = f"{self.functions.name}: batches({self.split!r}, {self.seed})"
         if not callable(made) and not isinstance(made, Iterable | Dataset):
-            raise UsageError(f"{call} returned {shown(made)}; expected {KINDS}")
+            raise UsageError(f"{self._call} returned {shown(made)}; expected {KINDS}")
         if isinstance(made, Dataset):
-            fix = "wrap it in a DataLoader, or return a function of i"
-            raise UsageError(f"{call} returned a {type(made).__name__}, whose items are samples and not batches: {fix}")
+            fix = "whose items are samples and not batches: wrap it in a DataLoader, or return a function of i"
+            raise UsageError(f"{self._call} returned a {type(made).__name__}, {fix}")
         if length_of(made) == 0:
-            raise UsageError(f"{call} returned {shown(made)}, without a batch; expected {KINDS}")
+            raise UsageError(f"{self._call} returned {shown(made)}, without a batch; expected {KINDS}")
         return made
 
     @contextmanager
@@ -205,22 +209,27 @@ class BatchSource:
     def _iterated_to(self, number: int) -> Batch:
         """The batch of an iterator, which begins anew where it is past that batch; those before it are skipped."""
         if self._iterator is None or number < self._next:
-            self._iterator, self._next = self._for_ever(self._make()), 0
+            self._iterator, self._next = _for_ever(self._make(), self._call), 0
         for place in range(self._next, number + 1):
             with self._drawing(place):
                 batch = next(self._iterator)
         self._next = number + 1
         return batch
 
-    def _for_ever(self, made: Iterable[Batch]) -> Iterator[Batch]:
-        count, before = 0, -1
-        while count > before:
-            before = count
-            for batch in made:
-                count += 1
-                yield batch
-        fix = "yield batches for ever, or return something that can be iterated over again"
-        raise UsageError(f"{self.functions.name}: batches({self.split!r}, {self.seed}) ended after {count}: {fix}")
+
+def _for_ever(made: Iterable[Batch], call: str) -> Iterator[Batch]:
+    """Batches from the beginning again at each end.
+
+    No method of a source: the two would hold each other, and the workers of a DataLoader end only with its iterator.
+    """
+    count, before = 0, -1
+    while count > before:
+        before = count
+        for batch in made:
+            count += 1
+            yield batch
+    fix = "yield batches for ever, or return something that can be iterated over again"
+    raise UsageError(f"{call} ended after {count}: {fix}")
 
 
 def length_of(made: Any) -> int | None:
