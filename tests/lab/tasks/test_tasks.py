@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.processes import Audience, run_jobs
 from muonsw.lab.tasks.check import check_task, same
 from muonsw.lab.tasks.functions import TaskConfig, load_functions
 from muonsw.lab.tasks.task import rows_between, rows_of
@@ -45,6 +46,21 @@ class Stream(torch.utils.data.IterableDataset):
 
 def batches(split, seed):
     return torch.utils.data.DataLoader(Stream(), batch_size=12)
+"""
+WORKERS = """
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, place):
+        return torch.randn(4) + place
+
+def batches(split, seed):
+    def collate(rows):
+        x = torch.stack(rows)
+        return x, x[:, :3].argmax(1)
+
+    return torch.utils.data.DataLoader(Rows(), batch_size=12, shuffle=True, num_workers=1, collate_fn=collate)
 """
 DICTS = """
 def batches(split, seed):
@@ -99,6 +115,17 @@ def test_a_run_that_was_stopped_goes_on_with_equal_bits(parts, tmp_path):
     assert losses(tmp_path / "whole") == losses(tmp_path / "run")
     for name, value in weights(tmp_path / "whole").items():
         assert torch.equal(value, weights(tmp_path / "run")[name]), name
+
+
+def train_in(job, _tell):
+    train(*job)
+
+
+def test_a_loader_with_workers_serves_a_run_in_a_process_of_a_pool(tmp_path):
+    config = task_run(task_file(tmp_path, batches=WORKERS), steps=4)
+    run_jobs(train_in, [(name, (config, tmp_path / name)) for name in "ab"], Audience(), workers=2)
+    train(config, tmp_path / "here")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "here")
 
 
 def test_what_batches_are_drawn_from_ends_with_its_source_and_waits_for_no_collector(tmp_path):

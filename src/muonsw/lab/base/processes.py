@@ -249,7 +249,8 @@ class _Pool:
         spawn: Any = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
         self.device_of[ours] = next_device(self.devices, [self.device_of[other] for other in self.processes])
-        process = spawn.Process(target=_serve, args=(theirs, self.work, self.threads), daemon=True)
+        # No daemon: a daemon may have no processes of its own, as the DataLoader of a task may.
+        process = spawn.Process(target=_serve, args=(theirs, self.work, self.threads))
         with _showing_alone(self.device_of[ours]):
             process.start()
         self.processes[ours] = process
@@ -368,6 +369,8 @@ def _serve(connection: Connection, work: Callable[[Any, Tell], Any], threads: in
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # An interrupt at the keyboard reaches every process. A job that can save installs a handler of its own.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Else this process would spawn the workers of a DataLoader, too, which cannot import a task's file.
+    multiprocessing.set_start_method(None, force=True)
     _pin_threads(threads)
     stays = True
     with suppress(EOFError, BrokenPipeError):
