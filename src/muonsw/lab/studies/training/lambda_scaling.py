@@ -77,15 +77,15 @@ def points(scale: Scale) -> dict[Key, RunConfig]:
     # The narrowest model learns too slowly: where the others end, its loss still falls steeply.
     run, widths = rules_run(scale), scale.drift_widths[1:]
     optimizer = replace(run.optimizer, muon_lr="none", peak="group")
-    middle = at_width(replace(run, optimizer=optimizer, batch=run.batch // 2), widths[0])
-    steps, batch = scale.drift_steps, middle.batch
-    found = {Key("width", width=width): of_same_total(at_width(middle, width), steps) for width in widths}
+    shared = at_width(replace(run, optimizer=optimizer, batch=run.batch // 2), widths[0])
+    steps, batch = scale.drift_steps, shared.batch
+    found = {Key("width", width=width): of_same_total(at_width(shared, width), steps) for width in widths}
     for factor in BATCHES:
         wanted = int(factor * batch)
-        found[Key(f"batch {wanted}")] = of_same_total(replace(middle, batch=wanted), round(steps * batch / wanted))
+        found[Key(f"batch {wanted}")] = of_same_total(replace(shared, batch=wanted), round(steps * batch / wanted))
     for factor in SIZES:
         width = int(factor * widths[0])
-        found[Key("size", width=width)] = of_same_total(at_width(middle, width), round(steps * factor**2))
+        found[Key("size", width=width)] = of_same_total(at_width(shared, width), round(steps * factor**2))
     return found
 
 
@@ -109,8 +109,8 @@ def _grown(axis: Growth, run: RunConfig) -> int:
 
 def exponent(axis: Growth, results: Results, rule: str) -> Estimate | None:
     """The power of what grows that the best lambda follows, seed by seed; None of fewer than two points."""
-    points = along(axis, results, rule)
-    found = {grown: [vertex(one) for one in losses_of(arms, rule)] for grown, arms in points.items()}
+    known = along(axis, results, rule)
+    found = {grown: [vertex(one) for one in losses_of(arms, rule)] for grown, arms in known.items()}
     if len(found) < 2:
         return None
     return over_seeds([power(best, list(found)) for best in zip(*found.values(), strict=False)])
