@@ -20,7 +20,18 @@ IN_PROC = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the c
 
 
 def work(task, tell):
-    """A job for the tests: does what its task says."""
+    """A job for the tests: does what its task says, and tells of it once it listens to what it waits for."""
+    if task in ("save", "save in vain", "die while saving"):
+        with stop_requests() as request:
+            tell(f"doing {task}")
+            while request.signal is None:
+                time.sleep(0.01)
+        match task:
+            case "save":
+                raise Interrupted("saved", request.signal)
+            case "save in vain":
+                raise MachineError("no room")
+        os.kill(os.getpid(), signal.SIGKILL)
     tell(f"doing {task}")
     match task:
         case "kill":
@@ -35,18 +46,6 @@ def work(task, tell):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             tell("deaf now")
             time.sleep(60)
-        case "save" | "save in vain":
-            with stop_requests() as request:
-                while request.signal is None:
-                    time.sleep(0.01)
-            if task == "save":
-                raise Interrupted("saved", request.signal)
-            raise MachineError("no room")
-        case "die while saving":
-            with stop_requests() as request:
-                while request.signal is None:
-                    time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
     return os.getpid(), torch.get_num_threads(), os.environ.get("RAYON_NUM_THREADS"), os.environ.get(VISIBLE)
 
 
