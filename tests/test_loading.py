@@ -184,7 +184,7 @@ def test_state_dict_is_deterministic_and_has_two_keys():
 
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_a_rate_or_lambda_in_a_tensor_is_filled_in_place_by_a_load(key):
-    """Whoever changes it in the tensor, as a graph asks, goes on doing so."""
+    """Code that changes it in the tensor, as a graph asks, still changes it after the load."""
     params = matrices((4, 4))
     held = torch.tensor(0.1)
     optimizer = MuonSW(params, **{"lr": 0.1, key: held})

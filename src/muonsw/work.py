@@ -109,7 +109,7 @@ def elements(tensors: Sequence[Tensor]) -> int:
 
 
 def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on another device; only a copy to the host is waited for, which would read it before it has ended."""
+    """A tensor on another device; only a copy to the host is waited for, else it would be read before it has ended."""
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
 
 
