@@ -58,8 +58,8 @@ UNTUNED = "untuned"
 PICTURES = {
     UNTUNED: (
         "never-tuned",
-        "Cost over the length of the run where lambda is 0.1 for every run, 0.01 for every run, and as advised, under "
-        "both rules.",
+        "Cost over the length of the run, and over the width, where lambda is 0.1 for every run, 0.01 for every run, "
+        "and as advised, under both rules.",
     ),
     "regret": (
         "regret-map",

@@ -146,29 +146,30 @@ def _cell(one: Price | None) -> str | None:
 
 def price_charts(found: Sequence[Price], width: int) -> list[Chart]:
     """Costs over the length at one width, one panel for each choice; then over the width, where there are several."""
+    texts = list(dict.fromkeys(one.text for one in found))
     lengths = [one for one in found if one.width == width]
-    charts = [_price_chart(choice, lengths, "updates") for choice in _chosen(lengths)]
+    charts = [_price_chart(choice, lengths, "updates", texts) for choice in _chosen(lengths)]
     several = {one.steps for one in found if one.width != width}
-    widths = [one for one in found if one.steps in several and one.text == found[-1].text]
-    return charts + [_price_chart(choice, widths, "width") for choice in _chosen(widths)]
+    widths = [one for one in found if one.steps in several and one.text == texts[-1]]
+    return charts + [_price_chart(choice, widths, "width", texts) for choice in _chosen(widths)]
 
 
 def _chosen(found: Sequence[Price]) -> list[str]:
     return [choice for choice in CHOICES if any(one.choice == choice for one in found)]
 
 
-def _price_chart(choice: str, found: Sequence[Price], over: str) -> Chart:
-    """Costs of a choice over updates or width; text that the first lacks is dashed."""
-    texts = list(dict.fromkeys(one.text for one in found))
+def _price_chart(choice: str, found: Sequence[Price], over: str, texts: Sequence[str]) -> Chart:
+    """Costs of a choice over updates or width; of all texts but the first they are dashed, in every panel."""
     where, costs = attrgetter("steps" if over == "updates" else over), [one.cost.value for one in found]
     curves = []
-    for text in texts:
+    for text in dict.fromkeys(one.text for one in found):
         for rule in RULES:
             own = [one for one in found if (one.text, one.rule, one.choice) == (text, rule, choice)]
             points = sorted((where(one), one.cost.value) for one in own)
             x, y = [x for x, _ in points], [y for _, y in points]
             curves.append(Curve(f"{rule}, {text}", rule, x, y, line="dashed" if text != texts[0] else ""))
-    title = "Lambda as advised" if choice == ADVICE else f"Lambda {choice} for every run"
+    each = "run" if over == "updates" else over
+    title = "Lambda as advised" if choice == ADVICE else f"Lambda {choice} for every {each}"
     return Chart(
         f"never-tuned-{over}-{choice}",
         title,
