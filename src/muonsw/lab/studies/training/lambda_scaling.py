@@ -42,6 +42,8 @@ from muonsw.lab.studies.training.sweeps import power, resolution, vertex
 from muonsw.lab.train.config import RunConfig
 
 BATCHES, SIZES = (0.5, 1.0, 2.0), (0.5, 1.0, 1.5)
+# The smallest size wants less in its few updates: two lambdas more, so that the best one has neighbours on both sides.
+SMALLER = (0.0625, 0.125)
 # Totals of the best lambdas within this factor count as one: basins are flatter than that.
 SAME_TOTAL = 3.0
 FLAT = Tolerance(0.0, "a factor of three: basins are flatter than that")
@@ -90,10 +92,13 @@ def points(scale: Scale) -> dict[Key, RunConfig]:
 
 
 def lambda_scaling(scale: Scale) -> list[Comparison]:
-    """Five lambdas under both rules at every point."""
+    """Five lambdas under both rules at every point, and seven for the smallest size."""
+    found = points(scale)
+    shortest = min(run.steps for run in found.values())
+    factors = {key: FACTORS if run.steps > shortest else (*SMALLER, *FACTORS) for key, run in found.items()}
     return [
-        lambda_map(key, run, multiples(run.optimizer.weight_decay, FACTORS), scale.map_seeds)
-        for key, run in points(scale).items()
+        lambda_map(key, run, multiples(run.optimizer.weight_decay, factors[key]), scale.map_seeds)
+        for key, run in found.items()
     ]
 
 

@@ -3,8 +3,9 @@
 Published with the same training for every width from 128 to 2,048: Muon's best rate moves by a factor of 4 under
 constant decay, and of 1.4 with norms held fixed (Hyperball). A factor d over a range of widths w is the power
 log(d)/log(w), so that ranges can be compared. Nothing here is divided by the width, and what AdamW owns keeps its rate:
-only that of the matrices is swept. Hyperball holds their RMS where constant decay's weights end, because held at its
-initialization the same model ends far higher. The claims were written down before the runs.
+only that of the matrices is swept. Where both rates are the same the runs are those of `lambda-scaling`, and trained
+once. Hyperball holds the RMS of the matrices where constant decay's weights end, because held at its initialization the
+same model ends far higher. The claims were written down before the runs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.report.sections import Axis, Chart, Curve
-from muonsw.lab.studies.arms import Comparison, Key, Results
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Results
 from muonsw.lab.studies.outcome import with_interval
-from muonsw.lab.studies.scales import NEVER, Scale, at_width
+from muonsw.lab.studies.scales import Scale, at_width
 from muonsw.lab.studies.training.best_rules import TARGET, rules_run
 from muonsw.lab.studies.training.regret import BEYOND, EXACT, of_same_total
 from muonsw.lab.studies.training.sweeps import (
@@ -28,7 +29,6 @@ from muonsw.lab.studies.training.sweeps import (
     excess,
     grid_step,
     mean_losses,
-    rate_sweep,
     resolution,
     sweep_tables,
     transfer_cost,
@@ -56,19 +56,26 @@ def rate_drift(scale: Scale) -> list[Comparison]:
         >>> [str(one.key) for one in rate_drift(MINI)][:2], len(rate_drift(MINI))
         (['constant, width 64', 'scaled, width 64'], 12)
     """
-    run = drift_run(scale)
-    return [
-        rate_sweep(Key(rule, width=width), at_width(run, width), optimizer, scale.rates[-RATES:], scale.map_seeds)
-        for width in scale.drift_widths
+    run, seeds = drift_run(scale), tuple(range(scale.map_seeds))
+    arms = {
+        rule: tuple(Arm(f"lr {rate:g}", _at_rate(optimizer, rate)) for rate in scale.rates[-RATES:])
         for rule, optimizer in _optimizers(run).items()
+    }
+    return [
+        Comparison(Key(rule, width=width), at_width(run, width), arms[rule], seeds, paired=False)
+        for width in scale.drift_widths
+        for rule in arms
     ]
 
 
 def drift_run(scale: Scale) -> RunConfig:
-    """The run of the regret map with half its batch and a lambda of the same total; only infinite losses end it."""
+    """The run of the regret map with half its batch and a lambda of the same total."""
     run = of_same_total(rules_run(scale), scale.drift_steps)
-    optimizer = replace(run.optimizer, muon_lr="none", peak="group", adam_lr=run.optimizer.lr)
-    return replace(run, optimizer=optimizer, batch=run.batch // 2, diverged=NEVER)
+    return replace(run, optimizer=replace(run.optimizer, muon_lr="none", peak="group"), batch=run.batch // 2)
+
+
+def _at_rate(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
+    return replace(optimizer, lr=rate, adam_lr=None if rate == optimizer.lr else optimizer.lr)
 
 
 def _optimizers(run: RunConfig) -> dict[str, OptimizerConfig]:
