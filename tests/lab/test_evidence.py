@@ -366,19 +366,20 @@ def test_the_drift_of_rates_from_training_to_the_page(tmp_path):
     assert "constant: power of the width by which the best learning rate moves" in page
 
 
+def swept_widths(name, power):
+    """Two seeds whose best rate follows this power of the width, on a grid from 0.0125 on."""
+    grid = [0.0125 * 2**place for place in range(7)]
+    return {
+        Key(name, width=width): [{rate: math.log2(rate / 0.1 / (width / 64) ** power) ** 2 for rate in grid}] * 2
+        for width in (64, 128, 256)
+    }
+
+
 def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
     """By a half power under constant decay, which moves a rate by four over sixteen times the width, and not at all."""
-
-    def swept(name, power):
-        grid = [0.0125 * 2**place for place in range(7)]
-        return {
-            Key(name, width=width): [{rate: math.log2(rate / 0.1 / (width / 64) ** power) ** 2 for rate in grid}] * 2
-            for width in (64, 128, 256)
-        }
-
     for moves, stays, holds in ((-0.6, 0.0, True), (0.0, -0.6, False)):
         found = {"constant": moves, "scaled": (moves + 2 * stays) / 3, "hyperball": stays}
-        made = {name: swept(name, power) for name, power in found.items()}
+        made = {name: swept_widths(name, power) for name, power in found.items()}
         monkeypatch.setattr(rate_drift, "by_name", lambda _, made=made: made)
         claims = {claim.id: claim for claim in rate_drift.judge_drift({}, tiny_scale())}
         assert [claim.holds for claim in claims.values()] == [holds] * 3
@@ -388,12 +389,31 @@ def test_claims_tell_a_rate_that_moves_from_one_that_stays(monkeypatch):
         assert rate_drift.by_rule({}) == {}
 
 
+def test_rules_are_compared_without_widths_whose_best_rate_may_lie_beyond_the_grid(monkeypatch):
+    """Under constant decay that of width 256 does, so that with it the rate would seem to move by a power of 1.5."""
+    made = {name: swept_widths(name, power) for name, power in (("constant", -2.0), ("scaled", -0.5))}
+    monkeypatch.setattr(rate_drift, "by_name", lambda _: made)
+    claim = {claim.id: claim for claim in rate_drift.judge_drift({}, tiny_scale())}["scaled-drifts-less"]
+    assert claim.measured == pytest.approx(0.5 - 2.0)
+    assert claim.statement.startswith("widths 64 to 128")
+    assert [rate_drift.moved(sweeps) for sweeps in made.values()] == ["8.00 times or more", "2.00 times"]
+    made["constant"] = swept_widths("constant", -3.0)  # one width is left
+    assert [claim.id for claim in rate_drift.judge_drift({}, tiny_scale())] == ["constant-drift"]
+
+
+def test_a_run_that_two_studies_have_is_one():
+    """At the rate that matrices share with the rest, in the middle of the lambdas."""
+    rates, lambdas = ({repr(run) for one in study(evidence.MINI) for run in one.configs()}
+                      for study in (rate_drift.rate_drift, lambda_scaling.lambda_scaling))  # fmt: skip
+    assert len(rates & lambdas) == 2 * 3 * 3  # rules, widths and seeds
+
+
 @pytest.mark.slow
 def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, tiny):
     monkeypatch.setattr(evidence, "MINI", replace(tiny, map_seeds=2))
     monkeypatch.setattr(lambda_scaling, "FACTORS", (1.0, 2.0))
     shop = by_settings(tmp_path / "runs")
-    assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == 5 * 2 * 2 * 2
+    assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == (5 * 2 + 2) * 2 * 2
     grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{lambda-scaling}")
     assert "| size | scaled | 48 | 2 |" in page

@@ -58,6 +58,8 @@ def predicted_text(claim: Claim) -> str:
         '≤ 0.5'
         >>> predicted_text(Claim("x", "", "", "", 1.0, 1.001, Criterion.AT_MOST, 0.015, ""))
         '≤ 1 + 1.5%'
+        >>> predicted_text(Claim("x", "", "", "", 0.1, 0.2, Criterion.AT_MOST, 1.37, ""))
+        '≤ 0.1 + 140%'
         >>> predicted_text(Claim("x", "", "", "", 0.0, 0.2, Criterion.ABOVE, 0.01, ""))
         '> 0.01'
     """
@@ -67,7 +69,7 @@ def predicted_text(claim: Claim) -> str:
     elif claim.criterion is Criterion.BELOW:
         bound -= claim.tolerance
     elif sign and claim.tolerance >= 1e-4:
-        slack = f" {'-' if claim.criterion is Criterion.AT_LEAST else '+'} {100 * claim.tolerance:.2g}%"
+        slack = f" {'-' if claim.criterion is Criterion.AT_LEAST else '+'} {float(f'{100 * claim.tolerance:.2g}'):g}%"
     return f"{sign}{bound:.6g}{slack}"
 
 

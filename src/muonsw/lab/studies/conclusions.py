@@ -22,7 +22,6 @@ from muonsw.lab.studies.training import (
     untuned,
 )
 from muonsw.lab.studies.training.regret import GOOD
-from muonsw.lab.studies.training.sweeps import mean_losses, vertex
 
 if TYPE_CHECKING:
     from muonsw.lab.studies.evidence import EvidencePage
@@ -216,12 +215,10 @@ def _schedules(results: Results, _scale: Scale) -> str:
 
 def _drift(results: Results, _scale: Scale) -> str:
     """How far the best rate moves under every rule."""
-    moves = []
-    for rule, sweeps in rate_drift.by_rule(results).items():
-        best = [vertex(mean_losses(seeds)) for seeds in sweeps.values()]
-        moves.append(f"{max(best) / min(best):.2f} times under {rule}")
-        widths = [key.width for key in sweeps]
-    return f"From width {widths[0]} to {widths[-1]} the best learning rate moves {', '.join(moves)}." if moves else ""
+    found = rate_drift.by_rule(results)
+    moves = ", ".join(f"{rate_drift.moved(sweeps)} under {rule}" for rule, sweeps in found.items())
+    widths = [key.width for sweeps in found.values() for key in sweeps]
+    return f"From width {widths[0]} to {widths[-1]} the best learning rate moves {moves}." if moves else ""
 
 
 def _scaling(results: Results, _scale: Scale) -> str:

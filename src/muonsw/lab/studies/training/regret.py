@@ -25,7 +25,7 @@ from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, decay_factors, lambda_arm
 from muonsw.lab.studies.outcome import loss_cell
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.sweeps import Losses, excess, losses_by_seed, mean_losses, power, vertex
+from muonsw.lab.studies.training.sweeps import Losses, at_an_end, excess, losses_by_seed, mean_losses, power, vertex
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig
 
@@ -214,7 +214,7 @@ def optimum(arms: Runs, rule: str) -> Optimum:
         low=low,
         high=high,
         per_lambda=math.fsum(decay_factors(config, one)),
-        at_an_end=lowest in (min(losses), max(losses)),
+        at_an_end=at_an_end(losses),
         losses=losses,
         costs={lam: _cost([seed[lam] - seed[lowest] for seed in seeds]) for lam in losses},
     )

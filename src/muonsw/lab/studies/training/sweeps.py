@@ -78,6 +78,16 @@ def best_place(losses: Losses) -> int:
     return values.index(min(values))
 
 
+def at_an_end(losses: Losses) -> bool:
+    """Whether the best setting is the smallest or the largest that was tried, so that a better one may lie beyond.
+
+    Examples:
+        >>> at_an_end({0.01: 1.0, 0.02: 2.0}), at_an_end({0.01: 1.0, 0.02: 0.5, 0.04: 1.0})
+        (True, False)
+    """
+    return best_place(losses) in (0, len(losses) - 1)
+
+
 def vertex(losses: Losses) -> float:
     """The best setting: the vertex of the parabola over its logarithm through the lowest point and its neighbours.
 
@@ -92,7 +102,7 @@ def vertex(losses: Losses) -> float:
     """
     settings, place = list(losses), best_place(losses)
     values = list(losses.values())[max(0, place - 1) : place + 2]
-    if place in (0, len(settings) - 1) or math.inf in values:
+    if at_an_end(losses) or math.inf in values:
         return settings[place]
     x = [math.log(setting) for setting in settings[place - 1 : place + 2]]
     left, right = ((values[i + 1] - values[i]) / (x[i + 1] - x[i]) for i in (0, 1))
