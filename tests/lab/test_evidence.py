@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from muonsw.lab.runs import Run, load_run
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.records import SAMPLED, Records
 from muonsw.lab.studies import evidence
-from muonsw.lab.studies.arms import Key, decay_factors, lambda_arm
+from muonsw.lab.studies.arms import Key, decay_factors, lambda_arm, lr_multiples
 from muonsw.lab.studies.outcome import against_constant, arm_outcome
 from muonsw.lab.studies.program import main
 from muonsw.lab.studies.scales import SCALES
@@ -55,7 +56,6 @@ from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.folder import identity
-from muonsw.lab.train.state import schedule_multiple
 from tests.lab.studies.small_comparisons import by_settings, tiny_run, tiny_scale
 from tests.lab.train.small_runs import tokens
 
@@ -313,13 +313,11 @@ def test_schedules_from_training_to_the_page(tmp_path, monkeypatch):
 
 def test_a_straight_line_begins_where_warmup_ends():
     runs = {str(one.key): one.base for one in schedules.schedules(evidence.MINI)}
-    line, steps = schedule_multiple(runs["linear to 0"]), runs["linear to 0"].steps
-    warmup = runs["linear to 0"].schedule.warmup(steps)
-    assert (line(warmup - 1), line(steps - 1)) == (1.0, 0.0)
-    falls = {round(line(step) - line(step + 1), 9) for step in range(warmup, steps - 1)}
-    assert falls == {round(1 / (steps - warmup), 9)}
-    flat = schedule_multiple(runs["wsd to 0"])
-    assert [flat(step) for step in (warmup, steps // 2)] == [1.0, 1.0]
+    line, flat = lr_multiples(runs["linear to 0"]), lr_multiples(runs["wsd to 0"])
+    warmup = runs["linear to 0"].schedule.warmup(len(line))
+    assert (line[warmup - 1], line[-1]) == (1.0, 0.0)
+    assert {round(one - after, 9) for one, after in pairwise(line[warmup:])} == {round(1 / (len(line) - warmup), 9)}
+    assert [flat[step] for step in (warmup, len(flat) // 2)] == [1.0, 1.0]
 
 
 def test_claims_of_schedules_tell_where_the_rule_matters(monkeypatch):

@@ -22,7 +22,7 @@ from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.theory.schedule import lr_scheduler
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, train
-from muonsw.lab.train.state import Training, schedule_multiple, with_fingerprint
+from muonsw.lab.train.state import Training, with_fingerprint
 from tests.common.problems import POINTS
 from tests.faults.killing import in_child
 from tests.lab.train.small_runs import losses, small_run
@@ -502,7 +502,7 @@ def test_learning_rates_on_a_device_go_through_a_checkpoint(tmp_path):
             group["capturable"] = True
             group["lr"] = torch.tensor(group["lr"])
             group["initial_lr"] = torch.tensor(group["initial_lr"])
-        training.scheduler = lr_scheduler(training.optimizer, schedule_multiple(training.config))
+        training.scheduler = lr_scheduler(training.optimizer, training.scheduler.lr_lambdas[0])
         return training
 
     def updates(training, count):

@@ -15,7 +15,6 @@ from muonsw.lab.base.settings import from_data
 from muonsw.lab.model import muon_lr_multiplier, scalings
 from muonsw.lab.runs import Run
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
-from muonsw.lab.train.state import schedule_multiple
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.presets import PRESETS
 from muonsw.registry import unknown
@@ -177,7 +176,7 @@ def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
         return [math.nan] * config.steps
     group = optimizer.lr * hidden_multiplier(config, optimizer)
     peak = group if optimizer.peak == "group" else optimizer.lr
-    rates = [group * multiple for multiple in _multiples(config)]
+    rates = [group * multiple for multiple in lr_multiples(config)]
     return decay.decay_factors(optimizer.decay, optimizer.weight_decay, rates, peak, optimizer.decay_points)
 
 
@@ -193,9 +192,9 @@ def refuse_too_much_decay(config: RunConfig, optimizer: OptimizerConfig) -> None
 
 
 @lru_cache(maxsize=2)
-def _multiples(config: RunConfig) -> list[float]:
-    """The schedule, kept because every arm of a long run asks for it."""
-    multiple = schedule_multiple(config)
+def lr_multiples(config: RunConfig) -> list[float]:
+    """The learning rate of every update as a multiple of the peak, kept because every arm of a long run asks for it."""
+    multiple = config.schedule.multiple(config.steps)
     return [multiple(step) for step in range(config.steps)]
 
 

@@ -101,7 +101,7 @@ class Training:
         same = not any(map(counts_steps, self.optimizer.param_groups))  # else a graph would repeat one step's work
         self.replayed_update = GraphedFunction(self.plain_update, self.device) if graphs and same else None
         self.replayed_score = GraphedFunction(self.score, self.device) if graphs else None
-        multiple = schedule_multiple(config)
+        multiple = config.schedule.multiple(config.steps)
         self.scheduler = lr_scheduler(self.optimizer, multiple)
         require_decay_below_one(self.optimizer, multiple, config.steps)
 
@@ -415,11 +415,6 @@ def uses_graphs(config: RunConfig) -> bool:
     if config.task is not None or resolve_device(config.device).type != "cuda" or config.graphs == "off":
         return False
     return config.graphs == "on" or (config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS)
-
-
-def schedule_multiple(config: RunConfig) -> Callable[[int], float]:
-    """The multiple of the peak learning rate at each step of a run."""
-    return config.schedule.multiple(config.steps)
 
 
 def resolve_device(name: str) -> torch.device:

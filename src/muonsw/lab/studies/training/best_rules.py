@@ -15,13 +15,12 @@ from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier, multiples
+from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier, lr_multiples, multiples
 from muonsw.lab.studies.outcome import loss_cell
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.regret import BEYOND, at_horizon, best_gaps, best_of_means
 from muonsw.lab.studies.training.sweeps import Losses, losses_by_seed, mean_losses
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
-from muonsw.lab.train.state import schedule_multiple
 
 KEY = Key("best of three")
 FACTORS = (0.5, 1.0, 2.0)
@@ -77,8 +76,8 @@ def _rates(base: OptimizerConfig) -> list[OptimizerConfig]:
 
 def _equal_total(run: RunConfig, rule: str, lam: float) -> float:
     """The lambda with which a rule takes as much over the run as constant decay."""
-    multiple, peak = schedule_multiple(run), run.optimizer.lr * hidden_multiplier(run, run.optimizer)
-    rates = [peak * multiple(step) for step in range(run.steps)]
+    peak = run.optimizer.lr * hidden_multiplier(run, run.optimizer)
+    rates = [peak * multiple for multiple in lr_multiples(run)]
     return convert_weight_decay(lam, "constant", rule, peak, schedule=rates)
 
 

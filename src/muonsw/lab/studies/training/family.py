@@ -22,7 +22,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
@@ -31,7 +30,7 @@ from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, Runs
+from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, Runs, lr_multiples
 from muonsw.lab.studies.outcome import loss_cell, swept_loss, with_interval
 from muonsw.lab.studies.scales import NEVER, Scale
 from muonsw.lab.studies.training.regret import (
@@ -40,6 +39,7 @@ from muonsw.lab.studies.training.regret import (
     Optimum,
     at_horizon,
     basins_chart,
+    best_of_means,
     losses_of,
     optimum,
     under,
@@ -153,15 +153,8 @@ def _arm(run: RunConfig, member: str, rule: str, lr: float, total: float) -> Arm
     """A member, Muon being the run's own, with the lambda that takes so much over the run under constant decay."""
     base = replace(run.optimizer, preset="" if member == MUON else member)
     lr = float(f"{lr:.3g}")
-    lam = float(f"{total / _rates_sum(run) / lr:.3g}")
+    lam = float(f"{total / math.fsum(lr_multiples(run)) / lr:.3g}")
     return Arm(f"{rule}, lr {lr:g}, lambda {lam:g}", replace(base, decay=rule, lr=lr, weight_decay=lam))
-
-
-@lru_cache(maxsize=2)
-def _rates_sum(run: RunConfig) -> float:
-    """The learning rates of a run, added up, over their peak; kept because every arm asks for it."""
-    multiple = run.schedule.multiple(run.steps)
-    return math.fsum(multiple(step) for step in range(run.steps))
 
 
 @dataclass(frozen=True)
@@ -192,10 +185,9 @@ def best_of(arms: Runs, rule: str) -> Best:
     at_rate = {lr: {name: r for name, r in runs.items() if r[0].config.optimizer.lr == lr} for lr in rates}
     seeds = {lr: losses_of(those, rule) for lr, those in at_rate.items()}
     lr = min(rates, key=lambda lr: min(mean_losses(seeds[lr]).values()))
-    means = mean_losses(seeds[lr])
-    lam = min(means, key=lambda lam: means[lam])
+    lam, largest = best_of_means(seeds[lr]), max(seeds[lr][0])
     one = next(r[0] for r in at_rate[lr].values() if r[0].config.optimizer.weight_decay == lam)
-    larger = None if lam == max(means) else [losses[max(means)] - losses[lam] for losses in seeds[lr]]
+    larger = None if lam == largest else [losses[largest] - losses[lam] for losses in seeds[lr]]
     return Best(seeds[lr], optimum(at_rate[lr], rule), larger, lr in (rates[0], rates[-1]), one)
 
 
