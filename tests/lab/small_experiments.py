@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+from muonsw.lab.studies.theory.chains import CONSTANT, SCALED, Rules
 from muonsw.lab.studies.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE
 from muonsw.lab.studies.theory.muon import DETERMINISTIC, MUON
 from muonsw.lab.studies.theory.noise import EQUILIBRIUM
 from muonsw.lab.studies.theory.scalar import SCALAR, SCALAR_FIGURE
 from muonsw.lab.studies.theory.sgd import NONCONVEX, STRONGLY_CONVEX
+
+SWAPPED = Rules(constant=SCALED, scaled=CONSTANT)
 
 
 def smaller(experiment, **settings):

@@ -17,9 +17,8 @@ from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.experiment import Experiment, seed_for
 from muonsw.lab.studies.study import ExperimentStudy
-from muonsw.lab.studies.theory.chains import SWAPPED
 from muonsw.registry import Registry
-from tests.lab.small_experiments import SMALL
+from tests.lab.small_experiments import SMALL, SWAPPED, smaller
 
 FIELDS = {
     "id", "statement", "reference", "hypothesis", "predicted", "measured",
@@ -32,7 +31,7 @@ def studies(monkeypatch):
     """A small study under the name of the real one, and one whose claims fail."""
     chosen: Registry[ExperimentStudy] = Registry("study")
     small = tuple(SMALL[name] for name in ("scalar", "scalar-figure", "matrix-figure", "fixed-rate"))
-    broken = replace(SMALL["scalar"], settings=replace(SMALL["scalar"].settings, rules=SWAPPED))
+    broken = smaller(SMALL["scalar"], rules=SWAPPED)
     chosen.register("theory", ExperimentStudy("theory", "small", small, draw_convergence))
     chosen.register("broken", ExperimentStudy("broken", "swapped", (broken, SMALL["fixed-rate"]), draw_convergence))
     for module in ("muonsw.lab.studies.catalogue", "muonsw.lab.commands.reproduce"):

@@ -16,7 +16,6 @@ from muonsw.lab.report.page import page
 from muonsw.lab.report.sections import Chart, Curve, Document, Level
 from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.report.theme import LIGHT, PALETTES, matplotlib_style, plotly_style
-from muonsw.lab.runs.curves import log_extremes
 from tests.lab.small_experiments import SMALL
 
 
@@ -155,14 +154,3 @@ def contrast(one, other):
 
     bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (bright + 0.05) / (dark + 0.05)
-
-
-def test_thinning_keeps_ends_and_extremes():
-    values = torch.rand(3, 5000, dtype=torch.float64)
-    values[1, 777], values[2, 4321] = -5.0, 9.0
-    steps, kept = log_extremes(values, 50)
-    assert steps[0] == 1
-    assert steps[-1] == 5000
-    assert {778, 4322} <= set(steps)
-    assert len(steps) <= 4 * 50
-    assert kept[1] == [float(values[1, step - 1]) for step in steps]

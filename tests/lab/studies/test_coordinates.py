@@ -35,7 +35,7 @@ SMALL["adamw"] = replace(ARMS["adamw"].settings, widths=(64, 128, 256), **LITTLE
 
 @cache
 def outcome(name):
-    return ARMS[name].run(0, settings=SMALL[name])
+    return replace(ARMS[name], settings=SMALL[name]).run(0)
 
 
 @pytest.mark.parametrize("name", ARMS)

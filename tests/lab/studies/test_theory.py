@@ -1,18 +1,17 @@
 """The paper's claims at test size, the same checks with the rules swapped, and settings that break a hypothesis."""
 
 import math
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from muonsw.lab.studies.theory import EXPERIMENTS
-from muonsw.lab.studies.theory.chains import SWAPPED
+from muonsw.lab.studies.theory.chains import log_extremes
 from muonsw.lab.studies.theory.matrix import floor_excess
 from muonsw.lab.studies.theory.sgd import decade_edges, ripple_curvature, ripple_gradient, ripple_loss
 from muonsw.lab.theory import HypothesisError, constant_decay_fixed_point
-from tests.lab.small_experiments import SMALL
+from tests.lab.small_experiments import SMALL, SWAPPED, smaller
 
 # What does not depend on which rule is which: facts about matrices and recursions, inequalities that hold for any
 # bounded path, targets that both rules reach, and transients that both go through.
@@ -48,8 +47,7 @@ def test_claims_hold(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_claims_fail_when_the_rules_are_swapped(name):
-    experiment = SMALL[name]
-    swapped = experiment.run(0, settings=replace(experiment.settings, rules=SWAPPED))
+    swapped = smaller(SMALL[name], rules=SWAPPED).run(0)
     assert {claim.id for claim in swapped.claims if claim.holds} <= INDIFFERENT[name]
     assert any(claim.fails for claim in swapped.claims)
 
@@ -65,10 +63,9 @@ def test_claims_are_complete(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_no_decay_is_refused_by_name(name):
-    experiment = SMALL[name]
     for lam in (0.0, -0.1, math.nan):
         with pytest.raises(HypothesisError, match="lambda"):
-            experiment.run(0, settings=replace(experiment.settings, lam=lam))
+            smaller(SMALL[name], lam=lam).run(0)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +94,8 @@ def test_no_decay_is_refused_by_name(name):
     ],
 )
 def test_a_violated_hypothesis_is_named(name, settings, hypothesis):
-    experiment = SMALL[name]
     with pytest.raises(HypothesisError, match=hypothesis):
-        experiment.run(0, settings=replace(experiment.settings, **settings))
+        smaller(SMALL[name], **settings).run(0)
 
 
 @pytest.mark.parametrize("name", ["scalar-figure", "matrix-figure"])
@@ -110,9 +106,8 @@ def test_a_seed_fixes_every_bit_and_another_changes_it(name):
 
 
 def test_the_fixed_point_moves_with_the_quadratic():
-    experiment = SMALL["scalar"]
-    settings = replace(experiment.settings, a=2.0, c=-3.0, lam=0.3, gamma=1.5, freeze_eta0=0.4)
-    claims = {claim.id: claim for claim in experiment.run(0, settings=settings).claims}
+    moved = smaller(SMALL["scalar"], a=2.0, c=-3.0, lam=0.3, gamma=1.5, freeze_eta0=0.4)
+    claims = {claim.id: claim for claim in moved.run(0).claims}
     assert claims["constant-fixed-point"].predicted == constant_decay_fixed_point(a=2.0, c=-3.0, lam=0.3)
     assert all(claim.holds for claim in claims.values())
 
@@ -136,3 +131,14 @@ def test_the_excess_over_the_floor_is_what_is_missing_to_the_radius():
 
 def test_decades_cover_the_run_once():
     assert decade_edges(10_000) == [0, 10, 100, 1000, 10_000]
+
+
+def test_thinning_keeps_ends_and_extremes():
+    values = torch.rand(3, 5000, dtype=torch.float64)
+    values[1, 777], values[2, 4321] = -5.0, 9.0
+    steps, kept = log_extremes(values, 50)
+    assert steps[0] == 1
+    assert steps[-1] == 5000
+    assert {778, 4322} <= set(steps)
+    assert len(steps) <= 4 * 50
+    assert kept[1] == [float(values[1, step - 1]) for step in steps]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from muonsw.lab.runs.run import Points
 from muonsw.lab.theory.sampled import window_in_steps, windowed_line
@@ -60,27 +58,6 @@ def smooth_curve(points: Points) -> Points | None:
     at = torch.from_numpy(steps.astype(np.float64))
     height, _ = windowed_line(at, torch.from_numpy(values.copy()), window_in_steps(at, NEIGHBOURHOOD))
     return steps, height.numpy()
-
-
-def log_extremes(values: Tensor, bins: int) -> tuple[list[int], list[list[float]]]:
-    """Keep, in each of `bins` log-spaced bins of steps, the steps where some curve is extreme.
-
-    All curves share their steps, so the extremes are those of the smallest and the largest curve; every kept
-    value is a value of the run, never an average. The shape of `values` is (curves, steps), and steps count from 1.
-
-    Examples:
-        >>> log_extremes(torch.tensor([[5.0, 4.0, 9.0, 4.0, 1.0]]), bins=1)
-        ([1, 3, 5], [[5.0, 9.0, 1.0]])
-    """
-    count = values.shape[1]
-    edges = sorted({round(float(count**x)) for x in torch.linspace(0, 1, bins + 1, dtype=torch.float64)})
-    low, high = values.amin(0), values.amax(0)
-    kept = {1, count}
-    for start, end in pairwise(edges):
-        inside = slice(start - 1, end)
-        kept |= {start, start + int(low[inside].argmin()), start + int(high[inside].argmax())}
-    steps = sorted(kept)
-    return steps, values[:, torch.tensor(steps) - 1].tolist()
 
 
 def extremes(values: NDArray[np.float64], points: int) -> NDArray[np.int64]:

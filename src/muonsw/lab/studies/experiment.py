@@ -33,15 +33,14 @@ class Experiment:
     name: str  # how it is called within its study
     title: str  # one line for lists
     hypotheses: tuple[str, ...]  # what the claims assume; the function checks it and raises `HypothesisError`
-    settings: Any  # a frozen dataclass, the setting that is run by default
+    settings: Any  # a frozen dataclass
     function: Callable[[Any, Context], Evidence]  # runs it, given settings and context
     cost: float = 1.0  # rough seconds, so that the longest is started first
 
-    def run(self, seed: int = 0, *, settings: Any = None, progress: Progress = silent) -> Evidence:
+    def run(self, seed: int = 0, *, progress: Progress = silent) -> Evidence:
         """Run with random numbers that depend on the seed and the name alone, so that order does not matter."""
         generator = torch.Generator().manual_seed(seed_for(seed, self.name))
-        chosen = self.settings if settings is None else settings
-        return self.function(chosen, Context(generator, progress))
+        return self.function(self.settings, Context(generator, progress))
 
 
 def seed_for(seed: int, name: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,7 +37,6 @@ class Rules:
 
 
 TRUE_RULES = Rules()
-SWAPPED = Rules(constant=SCALED, scaled=CONSTANT)
 
 
 def chain(start: Tensor) -> torch.nn.Parameter:
@@ -48,8 +48,7 @@ def chain(start: Tensor) -> torch.nn.Parameter:
 
 def gradient(weight: torch.nn.Parameter) -> Tensor:
     """Where the gradient of a chain is written."""
-    if weight.grad is None:
-        raise ValueError("this chain has no room for a gradient; make it with chain()")
+    assert weight.grad is not None
     return weight.grad
 
 
@@ -241,6 +240,26 @@ def log_spaced(steps: int, count: int) -> list[int]:
     """
     exponents = torch.linspace(0.0, 1.0, count, dtype=torch.float64)
     return sorted({round(float(steps**x)) for x in exponents})
+
+
+def log_extremes(values: Tensor, bins: int) -> tuple[list[int], list[list[float]]]:
+    """Keep, in each of `bins` log-spaced bins of steps, the steps where some curve is extreme.
+
+    All curves share their steps, so the extremes are those of the smallest and the largest curve; every kept
+    value is a value of the run, never an average. The shape of `values` is (curves, steps), and steps count from 1.
+
+    Examples:
+        >>> log_extremes(torch.tensor([[5.0, 4.0, 9.0, 4.0, 1.0]]), bins=1)
+        ([1, 3, 5], [[5.0, 9.0, 1.0]])
+    """
+    count = values.shape[1]
+    low, high = values.amin(0), values.amax(0)
+    kept = {1, count}
+    for start, end in pairwise(log_spaced(count, bins + 1)):
+        inside = slice(start - 1, end)
+        kept |= {start, start + int(low[inside].argmin()), start + int(high[inside].argmax())}
+    steps = sorted(kept)
+    return steps, values[:, torch.tensor(steps) - 1].tolist()
 
 
 def farthest(values: Tensor, target: float) -> float:

@@ -14,7 +14,6 @@ from torch import Tensor
 from muonsw.lab import theory
 from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_least, at_most, within, within_share
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.runs.curves import log_extremes
 from muonsw.lab.studies.experiment import Context, Experiment
 from muonsw.lab.studies.theory.chains import (
     BOTH,
@@ -30,6 +29,7 @@ from muonsw.lab.studies.theory.chains import (
     gaussian,
     gradient,
     jitter_loss,
+    log_extremes,
     log_spaced,
     march,
     muon,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -310,7 +309,7 @@ def recursion_claims(s: StronglyConvexSettings, context: Context) -> list[Claim]
     The optimizer's own decay is off; all constants run as one vector.
     """
     etas, gamma, t0 = s.etas, s.gamma, s.t0
-    grid = torch.tensor(list(itertools.product(ALPHAS, KAPPAS, STARTS)), dtype=torch.float64)
+    grid = torch.tensor(list(product(ALPHAS, KAPPAS, STARTS)), dtype=torch.float64)
     alpha, kappa, start = grid.unbind(1)
     constants = [theory.sa_constant(u1=u, t1=0, alpha=a, kappa=k, gamma=gamma, t0=t0) for a, k, u in grid.tolist()]
     nu, u = grid.new_tensor(constants), chain(start)
