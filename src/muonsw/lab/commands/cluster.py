@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
@@ -12,9 +12,10 @@ from tyro.conf import arg
 
 from muonsw import machine
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.commands.parsing import require_at_least_one
+from muonsw.lab.commands.parsing import changed, require_at_least_one
 from muonsw.lab.studies.cluster import Cluster
 from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop, gpus_for, on_cpu
+from muonsw.lab.train.state import resolve_device
 
 # Options of sbatch that this command or submitit sets.
 OURS = ("array", "error", "job-name", "ntasks", "open-mode", "output", "requeue", "signal", "time", "wckey")
@@ -57,9 +58,8 @@ class ClusterOptions:
             UsageError: With the option and what it takes.
         """
         if self.cluster is None:
-            given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
-            if given:
-                raise UsageError(f"--{given[0].replace('_', '-')} needs --cluster slurm")
+            for option in changed(self):
+                raise UsageError(f"{option} needs --cluster slurm")
             return
         if self.cluster == "slurm" and not self.time:
             raise UsageError("--cluster slurm needs --time, such as --time 4:00:00: the longest that a job may take")
@@ -118,6 +118,12 @@ class ClusterOptions:
         if self.gpus_per_run is not None:
             return self.gpus_per_run
         return int(not on_cpu(device)) if self.cluster == "local" else int(device != "cpu")
+
+    def device_type(self, device: str) -> str:
+        """The type of the device of this name where runs are trained, which need not be this machine."""
+        if self.cluster is None:
+            return resolve_device(device).type
+        return "cuda" if self.gpus(device) else "cpu"
 
     def minutes(self) -> int:
         """The longest that a job may take, rounded up; a day unless --time is given.

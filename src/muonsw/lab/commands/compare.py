@@ -29,7 +29,7 @@ from muonsw.lab.studies.compare import CompareStudy
 from muonsw.lab.studies.study import PAGE, Conclusion, conduct
 from muonsw.lab.studies.training.worked_tasks import comparison_key
 from muonsw.lab.studies.tuning import FACTORS
-from muonsw.lab.studies.workshop import ByArm, on_cpu
+from muonsw.lab.studies.workshop import ByArm
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
 from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
@@ -171,11 +171,8 @@ class Compare:
 
     def _changes(self) -> dict[str, Any]:
         # One thread for each run: the number of workers then changes nothing but the time.
-        threads = {"threads": 1} if self._on_cpu() else {}
+        threads = {"threads": 1} if self.cluster.device_type(self.device) == "cpu" else {}
         return given(self, "device", "checkpoint_every", "telemetry_every", "precision", "accumulation") | threads
-
-    def _on_cpu(self) -> bool:
-        return on_cpu(self.device) if self.cluster.cluster is None else not self.cluster.gpus(self.device)
 
     def _arms(self, base: RunConfig) -> tuple[Arm, ...]:
         arms = tuple(parse_arm(text, base.optimizer) for text in self.arms)

@@ -14,6 +14,7 @@ from muonsw.lab.base.terminal import say
 from muonsw.lab.report.report import check_target, write_report
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.run import runs_below
+from muonsw.lab.train.folder import CONFIG
 from muonsw.text import counted
 
 
@@ -55,6 +56,6 @@ def find_runs(paths: tuple[Path, ...]) -> list[Path]:
     """The run folders among paths; a folder that is none itself stands for those inside it or its `runs`."""
     found: list[Path] = []
     for path in paths:
-        single = path.is_file() or (path / "config.json").is_file()
+        single = path.is_file() or (path / CONFIG).is_file()
         found += [path] if single else runs_below(path) or [path]
     return list(dict.fromkeys(found))

@@ -27,7 +27,6 @@ from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.scales import SCALES, find_data
 from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
 from muonsw.lab.studies.workshop import BySettings, Workshop
-from muonsw.lab.train.state import resolve_device
 from muonsw.registry import unknown
 from muonsw.text import counted
 
@@ -114,7 +113,7 @@ class Reproduce:
             say(console, f"{evidence.PAGE} would be written; without --data nothing is trained")
             return 0
         if self.data is not None:
-            places = BySettings(Path("out/runs-mini"), self.data, self._device())
+            places = BySettings(Path("out/runs-mini"), self.data, self.cluster.device_type(self.device))
             for name in names:
                 shop = self._workshop(console, places, len(evidence.part(name).runs()))
                 made = evidence.gather(name, shop, evidence.file_of(name, records), self.seeds)
@@ -154,7 +153,7 @@ class Reproduce:
         if self.dry_run:
             self._price(console, study)
             return 0
-        folder, device = self.out or Path("out") / f"{study.name}-{scale.name}", self._device()
+        folder, device = self.out or Path("out") / f"{study.name}-{scale.name}", self.cluster.device_type(self.device)
         check_target(folder / PAGE, images=True)
         data = find_data(scale, self.data) if study.planned() else Path()
         places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
@@ -171,11 +170,6 @@ class Reproduce:
             raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
         usual = study.scale.workers if self.cluster.cluster is None else len(study.runs())
         print_cost(console, study, self.tflops or study.scale.tflops, self.workers or usual)
-
-    def _device(self) -> str:
-        if self.cluster.cluster is not None:
-            return "cuda" if self.cluster.gpus(self.device) else "cpu"
-        return resolve_device(self.device).type
 
     def _workshop(self, console: Console, places: BySettings, runs: int) -> Workshop:
         return self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
