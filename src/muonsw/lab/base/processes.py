@@ -215,7 +215,7 @@ class _Pool:
         workers: int,
         threads: int | None,
         again: str,
-        devices: Sequence[str] = (),
+        devices: Sequence[str],
     ) -> None:
         self.work, self.audience, self.workers, self.threads, self.again = work, audience, workers, threads, again
         self.devices, self.device_of = devices, dict[Connection, str | None]()

@@ -66,7 +66,7 @@ class Columns(dict[str, Values]):
         return self.step[finite], self[key][finite]
 
 
-def read_metrics(path: Path, *, details: bool = True) -> dict[str, dict[str, Columns]]:
+def read_metrics(path: Path, *, details: bool) -> dict[str, dict[str, Columns]]:
     """The columns of a file, by kind of record and by scope; kinds other than telemetry have the scope "" alone.
 
     Args:

@@ -20,18 +20,18 @@ from muonsw.lab.runs.metrics import POOLED, Columns, Values, read_metrics
 from muonsw.lab.theory import HypothesisError
 from muonsw.lab.theory.tracking import NormHistory, predict_norms
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import CONFIG, ENVIRONMENT, METRICS, RESULT
 
 Points = tuple[NDArray[np.int64], Values]
-METRICS = "metrics.jsonl"
 NAN = float("nan")
 NORMALIZED = "normalized"  # the scope of matrices whose output enters a normalization, in the record of a run
 SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
 RECURSION = ("weight_rms", "update_rms", "decay", "alignment_update")
 NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
 REMEDIES = {
-    "config.json": "put the run's own config.json back",
-    "environment.json": "delete it: it is only shown, and a run that goes on writes it anew",
-    "result.json": "delete it, and the command that made the run writes it again",
+    CONFIG: "put the run's own config.json back",
+    ENVIRONMENT: "delete it: it is only shown, and a run that goes on writes it anew",
+    RESULT: "delete it, and the command that made the run writes it again",
 }
 # What is read of a run's settings besides showing them, and of which kind it must be.
 SETTINGS: Mapping[str, Any] = {
@@ -366,9 +366,9 @@ def load_run(path: str | Path) -> Run:
     return Run(
         name=where.resolve().name,
         path=where,
-        settings=_read_settings(where / "config.json"),
-        environment=_read_json(where / "environment.json") or {},
-        result=_read_json(where / "result.json"),
+        settings=_read_settings(where / CONFIG),
+        environment=_read_json(where / ENVIRONMENT) or {},
+        result=_read_json(where / RESULT),
         tables=_tables(where / METRICS),
         details=partial(_details, where / METRICS),
     )
@@ -395,16 +395,16 @@ def _require_folder(folder: Path) -> None:
     advice = "name a folder that `muonsw train` wrote, or the JSON lines of a JsonlSink"
     if not folder.exists():
         raise UsageError(f"{folder} is not a run: it does not exist; {advice}")
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         inside = [str(path.relative_to(folder)) for path in runs_below(folder)]
-        begun = os.path.lexists(folder / METRICS) or os.path.lexists(folder / "config.json")
-        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else REMEDIES["config.json"] if begun else advice
+        begun = os.path.lexists(folder / METRICS) or os.path.lexists(folder / CONFIG)
+        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else REMEDIES[CONFIG] if begun else advice
         raise UsageError(f"{folder} is not a run: it has no config.json; {hint}")
 
 
 def runs_below(folder: Path) -> list[Path]:
     """The run folders inside a folder, or inside its `runs`, where `compare` has them."""
-    found = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/config.json") if path.is_file()]
+    found = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/{CONFIG}") if path.is_file()]
     return sorted(path.parent for path in found)
 
 

@@ -274,7 +274,7 @@ class Order:
 
     job: Job
     failure: Path  # where to say why it failed
-    ranks: int = 1  # processes that train it together, one for each GPU
+    ranks: int  # processes that train it together, one for each GPU
 
     def __call__(self) -> None:
         """Train; whatever comes of it is on disk afterwards."""

@@ -203,7 +203,7 @@ class Shelf:
 
     folder: Path  # where they are
     keep: int  # how many to keep besides the best
-    note: Callable[[str], None] = lambda _text: None  # called with what was put aside or could not be deleted
+    note: Callable[[str], None]  # called with what was put aside or could not be deleted
     _whole: set[Path] = field(default_factory=set)
 
     def save(self, checkpoint: Checkpoint) -> None:
