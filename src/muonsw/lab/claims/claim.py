@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -187,7 +187,7 @@ class Evidence:
     """What one experiment found: claims that can fail, and series that can be drawn."""
 
     claims: Sequence[Claim]
-    series: Sequence[Series] = field(default=())
+    series: Sequence[Series] = ()
 
 
 def failed_first(claims: Iterable[Claim]) -> list[Claim]:

@@ -52,7 +52,7 @@ class ComparisonResult:
 
     runs: Runs
     outcome: Outcome
-    tuned: Sequence[TuningResult] = ()
+    tuned: Sequence[TuningResult]
 
 
 @dataclass(frozen=True)

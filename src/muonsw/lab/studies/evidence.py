@@ -165,7 +165,7 @@ def _train_missing(comparisons: Sequence[Comparison], workshop: Workshop, record
     return sum(records.find(job.config) is not None for job in todo)
 
 
-def read_page(folder: Path = FOLDER) -> EvidencePage:
+def read_page(folder: Path) -> EvidencePage:
     """Everything that the page is made of."""
     times, tasks = folder / STEP_TIME, folder / f"{worked_tasks.NAME}.jsonl"
     return EvidencePage(
@@ -175,7 +175,7 @@ def read_page(folder: Path = FOLDER) -> EvidencePage:
     )
 
 
-def read_records(folder: Path = FOLDER) -> dict[str, Records]:
+def read_records(folder: Path) -> dict[str, Records]:
     """The records of every study whose file is there."""
     files = {path: Records.read(path) for path in {file_of(name, folder) for name in TEXTS} if path.exists()}
     return {name: files[path] for name in TEXTS if (path := file_of(name, folder)) in files}

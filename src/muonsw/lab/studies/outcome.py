@@ -280,12 +280,13 @@ def describe_divergence(where: Mapping[int, int]) -> str:
 
 def arms_table(outcome: Outcome) -> Table:
     """One row for each arm: losses and norms with their intervals over seeds."""
+    metrics = _measured(outcome.arms)
     columns = (
         Column("arm", rank=0),
         Column("lambda", number=True, rank=0),
         Column("seeds", number=True, rank=2),
         Column("final loss", number=True, rank=0),
-        *(Column(name, number=True, rank=0) for name in _measured(outcome.arms)),
+        *(Column(name, number=True, rank=0) for name in metrics),
         Column("best loss", number=True, rank=2),
         Column("weight RMS at the end", number=True, rank=1),
         Column("change since largest", number=True, rank=1),
@@ -299,7 +300,6 @@ def arms_table(outcome: Outcome) -> Table:
         f"Losses: {losses}; means over seeds ± half a 95% t interval. phi: share of a "
         "weight that decay takes in a step; N = 2 sum phi: relaxation times of the norm."
     )
-    metrics = _measured(outcome.arms)
     return Table("arms", "Arms", columns, [_arm_row(arm, metrics) for arm in outcome.arms], note)
 
 
@@ -308,11 +308,11 @@ def _measured(outcomes: Sequence[ArmOutcome | PairOutcome]) -> list[str]:
 
 
 def _arm_row(arm: ArmOutcome, metrics: Sequence[str]) -> tuple[Value | Cell, ...]:
-    change, update = mean(arm.norm_change), mean(arm.relative_update)
     final: Value | Cell = with_interval(arm.final)
     if arm.diverged:
         lost = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
         final = Cell(lost, note=describe_divergence(arm.diverged), tone="fails")
+    numbers = mean(arm.relative_update), arm.relaxation, arm.total_decay, arm.memory_ratio
     return (
         arm.name,
         None if math.isnan(arm.weight_decay) else arm.weight_decay,
@@ -321,9 +321,8 @@ def _arm_row(arm: ArmOutcome, metrics: Sequence[str]) -> tuple[Value | Cell, ...
         *(with_interval(arm.metrics.get(name, ())) for name in metrics),
         with_interval(arm.best),
         with_interval(arm.norm, digits=3),
-        change_text(change),
-        None if math.isnan(update) else update,
-        *(None if math.isnan(value) else value for value in (arm.relaxation, arm.total_decay, arm.memory_ratio)),
+        change_text(mean(arm.norm_change)),
+        *(None if math.isnan(value) else value for value in numbers),
     )
 
 

@@ -54,11 +54,6 @@ class Scale:
     sampled_every: int | None = None
 
     @property
-    def base_width(self) -> int:
-        """The width at which muP divides nothing."""
-        return self.rows[self.headline].model.mup.base_width
-
-    @property
     def printed(self) -> bool:
         """Whether the paper's numbers are those of this size."""
         return self.name == "paper"
@@ -86,9 +81,9 @@ def relaxed(name: str, model: ModelConfig, *, phi_peak: float) -> RunConfig:
     return replace(run, optimizer=replace(optimizer, weight_decay=weight_decay))
 
 
-def adamw_sweep(run: RunConfig, steps: int, *, weight_decay: float = 0.1) -> RunConfig:
+def adamw_sweep(run: RunConfig, steps: int) -> RunConfig:
     """The run with AdamW for all parameters and constant decay, as the paper tuned its learning rate."""
-    optimizer = replace(run.optimizer, algorithm="adamw", decay="constant", weight_decay=weight_decay, peak="group")
+    optimizer = replace(run.optimizer, algorithm="adamw", decay="constant", weight_decay=0.1, peak="group")
     every = max(1, steps // 10)
     return replace(
         run, optimizer=optimizer, steps=steps, diverged=NEVER, eval_every=every, checkpoint_every=steps,
@@ -152,10 +147,6 @@ def _cpu_tokens() -> Path:
     return default_data(preset("demo").vocab)
 
 
-def _wider(run: RunConfig, name: str, width: int, phi_peak: float) -> RunConfig:
-    return relaxed(name, widened(run.model, width), phi_peak=phi_peak)
-
-
 PAPER = Scale(
     name="paper",
     title="the paper's own configuration, for a cluster",
@@ -185,7 +176,10 @@ _MINI = relaxed("mini", replace(preset("mini"), width=128, mup=MuP(base_width=12
 MINI = Scale(
     name="mini",
     title="6 layers, minutes to an hour on one GPU; with the text of docs/evidence.md its runs are those of that page",
-    rows={width: shortened(_wider(_MINI, "mini", width, 0.01), 1_600, 16) for width in (128, 256, 512)},
+    rows={
+        width: shortened(relaxed("mini", widened(_MINI.model, width), phi_peak=0.01), 1_600, 16)
+        for width in (128, 256, 512)
+    },
     headline=256,
     others=(128, 512),
     small=256,
@@ -214,7 +208,7 @@ _CPU = relaxed("demo", replace(preset("demo"), mup=MuP(base_width=64)), phi_peak
 CPU = Scale(
     name="cpu",
     title="4 layers, Python source, under half an hour on two cores",
-    rows={width: _wider(_CPU, "demo", width, 0.02) for width in (64, 96)},
+    rows={width: relaxed("demo", widened(_CPU.model, width), phi_peak=0.02) for width in (64, 96)},
     headline=64,
     others=(96,),
     small=64,

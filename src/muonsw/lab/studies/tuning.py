@@ -98,7 +98,7 @@ def _possible(base: RunConfig, candidates: list[Arm]) -> list[Arm]:
 
 def _extended(factors: list[float], tuned: TuningResult) -> list[float]:
     """The grid with one more point beyond the edge that was best, as far from it as its neighbour."""
-    if not tuned.at_edge or len(factors) < 2:
+    if not tuned.at_edge:
         return factors
     if tuned.best == min(tuned.losses):
         return [factors[0] * factors[0] / factors[1], *factors]

@@ -58,10 +58,8 @@ def _printed_steady_state(arms: Runs) -> list[Claim]:
     follows = Source(paper.STEADY, "a norm follows while it is within a fifth of its target")
     breaks = over_seeds([min(map(tracking_end, pair)) for pair in zip(*(arms[rule] for rule in RULES), strict=True)])
     ratio = over_seeds([math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)])
-    fall, printed_ratio = (
-        over_runs(arms[CONSTANT], lambda run: run.norm_change),
-        printed.scaled_norm / printed.constant_norm,
-    )
+    fall = over_runs(arms[CONSTANT], lambda run: run.norm_change)
+    printed_ratio = printed.scaled_norm / printed.constant_norm
     boundary = "the update from which the first of the two norms no longer follows its steady state"
     shrinks = "constant decay: change of the norm since its largest value"
     apart = "end norm under scaled over that under constant decay"

@@ -104,9 +104,9 @@ def best_gaps(ours: Sequence[Losses], theirs: Sequence[Losses]) -> list[float]:
     return [a[best] - b[other] for a, b in zip(ours, theirs, strict=False)]
 
 
-def best_against_best(arms: Runs, rule: str = "scaled", other: str = "constant") -> Estimate:
-    """Their mean with its interval, of two rules in one comparison."""
-    return over_seeds(best_gaps(losses_of(arms, rule), losses_of(arms, other)))
+def best_against_best(arms: Runs, rule: str = "scaled") -> Estimate:
+    """Their mean with its interval, of a rule and constant decay in one comparison."""
+    return over_seeds(best_gaps(losses_of(arms, rule), losses_of(arms, "constant")))
 
 
 def regrets(losses: Losses, best: float | None = None) -> dict[float, float]:

@@ -151,10 +151,8 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
         best = f"width {width}: best validation loss, {arm} decay"
         claims.append(within(f"{name}-{arm}-loss", best, table, over_runs(runs, lowest_loss), loss, paper.LOSS))
         if norm is not None:
-            end, norms = (
-                f"width {width}: weight RMS at the end, {arm} decay",
-                over_runs(runs, lambda run: run.final_norm),
-            )
+            end = f"width {width}: weight RMS at the end, {arm} decay"
+            norms = over_runs(runs, lambda run: run.final_norm)
             claims.append(within_share(f"{name}-{arm}-norm", end, figure, norms, norm, paper.NORM))
     return claims
 

@@ -17,7 +17,7 @@ from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.studies.scales import Scale, adamw_sweep, at_width
-from muonsw.lab.train.config import OptimizerConfig, RunConfig
+from muonsw.lab.train.config import RunConfig
 
 MUON = "muon"
 ADAMW = "AdamW for all parameters, constant decay"
@@ -40,8 +40,7 @@ def width_sweep(scale: Scale) -> list[Comparison]:
 
 def horizon_sweep(scale: Scale) -> list[Comparison]:
     """The same learning rates for every number of updates."""
-    lam = scale.sweep.optimizer.weight_decay
-    runs = {Key(steps=steps): adamw_sweep(scale.sweep, steps, weight_decay=lam) for steps in scale.horizons}
+    runs = {Key(steps=steps): adamw_sweep(scale.sweep, steps) for steps in scale.horizons}
     return [one for key, run in runs.items() for one in _sweeps(key, run, scale)]
 
 
@@ -49,13 +48,11 @@ def _sweeps(key: Key, run: RunConfig, scale: Scale) -> list[Comparison]:
     """The rates under AdamW, as the paper's; where the scale asks for it under Muon with scaled decay too."""
     muon = replace(run.optimizer, algorithm="muon", decay="scaled")
     chosen = {key: run.optimizer, **({replace(key, name=MUON): muon} if scale.muon_sweeps else {})}
-    return [rate_sweep(one, run, optimizer, scale.rates, scale.sweep_seeds) for one, optimizer in chosen.items()]
-
-
-def rate_sweep(key: Key, run: RunConfig, optimizer: OptimizerConfig, rates: Sequence[float], seeds: int) -> Comparison:
-    """The run with this optimizer at every learning rate."""
-    arms = tuple(Arm(f"lr {rate:g}", replace(optimizer, lr=rate)) for rate in rates)
-    return Comparison(key, run, arms, tuple(range(seeds)), paired=False)
+    found = []
+    for one, optimizer in chosen.items():
+        arms = tuple(Arm(f"lr {rate:g}", replace(optimizer, lr=rate)) for rate in scale.rates)
+        found.append(Comparison(one, run, arms, tuple(range(scale.sweep_seeds)), paired=False))
+    return found
 
 
 def by_name(results: Results) -> dict[str, dict[Key, list[dict[float, float]]]]:

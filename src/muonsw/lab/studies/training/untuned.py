@@ -129,11 +129,8 @@ def _kind(one: Price) -> tuple[str, int, int, str]:
 def highest(found: Sequence[Price]) -> list[Price]:
     """The highest price of each choice under each rule."""
     kinds = dict.fromkeys((one.rule, one.choice) for one in found)
-    return [max((one for one in found if (one.rule, one.choice) == kind), key=_cost) for kind in kinds]
-
-
-def _cost(one: Price) -> float:
-    return one.cost.value
+    by_kind = ([one for one in found if (one.rule, one.choice) == kind] for kind in kinds)
+    return [max(own, key=lambda one: one.cost.value) for own in by_kind]
 
 
 def _cell(one: Price | None) -> str | None:
