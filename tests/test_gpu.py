@@ -8,7 +8,7 @@ from muonsw import AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, kerne
 from muonsw.kernels import tables
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
-from tests.common.cuda import no_waiting
+from tests.common.cuda import feed, no_waiting
 from tests.common.problems import OPTIMIZERS, POINTS, cosine, matrices, set_gradients
 
 pytestmark = [
@@ -21,16 +21,6 @@ SHAPES = [(64, 64), (32, 96), (4, 48, 32), (64, 64), (96, 32)]
 
 def on_gpu(*shapes, dtype=torch.float32):
     return [nn.Parameter(p.detach().cuda()) for p in matrices(*shapes, dtype=dtype)]
-
-
-def feed(params, step):
-    """The same gradients as `set_gradients`, moved."""
-    twins = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in params]
-    set_gradients(twins, step)
-    for p, t in zip(params, twins, strict=True):
-        if p.grad is None:
-            p.grad = torch.empty_like(p)
-        p.grad.copy_(t.grad)
 
 
 def test_muon_follows_the_reference():

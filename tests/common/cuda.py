@@ -4,6 +4,9 @@ import contextlib
 import warnings
 
 import torch
+from torch import nn
+
+from tests.common.problems import set_gradients
 
 
 @contextlib.contextmanager
@@ -16,6 +19,16 @@ def no_waiting():
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def feed(params, step):
+    """The same gradients as `set_gradients`, moved."""
+    twins = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in params]
+    set_gradients(twins, step)
+    for p, t in zip(params, twins, strict=True):
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+        p.grad.copy_(t.grad)
 
 
 class OnAGPU(torch.Tensor):

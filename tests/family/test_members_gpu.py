@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW, machine
-from tests.common.cuda import no_waiting
+from tests.common.cuda import feed, no_waiting
 from tests.common.problems import assert_same, clones, matrices, set_gradients
 from tests.family.members import OPTIONS
 
@@ -21,15 +21,6 @@ CAPTURED = {name: options for name, options in OPTIONS.items() if options.get("p
 
 def on_gpu(dtype=torch.float32):
     return [nn.Parameter(param.detach().cuda()) for param in matrices(*SHAPES, dtype=dtype)]
-
-
-def feed(params, step):
-    twins = [nn.Parameter(torch.empty(param.shape, dtype=param.dtype)) for param in params]
-    set_gradients(twins, step)
-    for param, twin in zip(params, twins, strict=True):
-        if param.grad is None:
-            param.grad = torch.empty_like(param)
-        param.grad.copy_(twin.grad)
 
 
 def build(params, name, **options):
