@@ -129,8 +129,8 @@ def test_hostile_text_stays_text():
 
 def test_rules_keep_their_colours_and_both_themes_define_all():
     assert (LIGHT.colour("constant"), LIGHT.colour("scaled")) == ("#0072B2", "#D55E00")
+    assert matplotlib_style()["figure.facecolor"] == LIGHT.background
     for palette in PALETTES.values():
-        assert matplotlib_style(palette)["figure.facecolor"] == palette.background
         assert plotly_style(palette)["layout"]["paper_bgcolor"] == palette.background
         assert plotly_style(palette)["axis"]["gridcolor"] == palette.grid
     with pytest.raises(KeyError):

@@ -88,13 +88,13 @@ def _mix(one: str, other: str, share: float) -> str:
     return "#" + "".join(f"{round((1.0 - share) * a + share * b):02X}" for a, b in pairs)
 
 
-def matplotlib_style(palette: Palette = LIGHT) -> dict[str, Any]:
-    """The theme as matplotlib settings, to use with `matplotlib.rc_context`."""
+def matplotlib_style() -> dict[str, Any]:
+    """The light theme as matplotlib settings, to use with `matplotlib.rc_context`."""
     coloured = (
-        (palette.background, "figure.facecolor axes.facecolor savefig.facecolor"),
-        (palette.text, "text.color axes.labelcolor axes.titlecolor xtick.labelcolor ytick.labelcolor"),
-        (palette.muted, "axes.edgecolor xtick.color ytick.color"),
-        (palette.grid, "grid.color"),
+        (LIGHT.background, "figure.facecolor axes.facecolor savefig.facecolor"),
+        (LIGHT.text, "text.color axes.labelcolor axes.titlecolor xtick.labelcolor ytick.labelcolor"),
+        (LIGHT.muted, "axes.edgecolor xtick.color ytick.color"),
+        (LIGHT.grid, "grid.color"),
     )
     return {
         **{key: colour for colour, keys in coloured for key in keys.split()},

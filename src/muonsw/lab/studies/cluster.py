@@ -102,7 +102,7 @@ class Attempt:
 
     id: str  # the scheduler's name of it
     step: int  # the update that the run's newest checkpoint held before
-    fruitless: int = 0  # how many jobs ended before it without an update
+    fruitless: int  # how many jobs ended before it without an update
     missing: int = 0  # looks since it was last seen in the queue
     state: str = "SUBMITTED"  # what the scheduler said of it last
 

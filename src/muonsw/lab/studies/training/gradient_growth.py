@@ -11,7 +11,7 @@ matched, so that norms settle within the run. The claims were written down befor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -77,6 +77,9 @@ def between(low: float, high: float) -> Chosen:
     return lambda run: (run.normalized.step > low * run.config.steps) & (run.normalized.step <= high * run.config.steps)
 
 
+MIDDLE, END = between(0.4, 0.6), between(0.9, 1.0)
+
+
 def settled_ratio(run: Run, chosen: Chosen) -> float:
     """The step for a unit of rate over the weight, against what the formula says: 1 where the norm has settled."""
     seen, optimizer = run.normalized, run.config.optimizer
@@ -88,9 +91,7 @@ def settled_ratio(run: Run, chosen: Chosen) -> float:
 
 def gradient_growth(run: Run) -> float:
     """The logarithm of the gradient at the end over that in the middle of the run."""
-    middle, end = (
-        _median(run.normalized["gradient_rms"][chosen(run)]) for chosen in (between(0.4, 0.6), between(0.9, 1))
-    )
+    middle, end = (_median(run.normalized["gradient_rms"][chosen(run)]) for chosen in (MIDDLE, END))
     return math.log(end / middle)
 
 
@@ -124,11 +125,10 @@ def growth_tables(results: Results, _scale: Scale) -> list[Table]:
     """Ratios at the peak, in the middle and at the end, and how gradients grow."""
     names = ("at the peak", "middle", "end", "gradient, end over middle")
     columns = [Column("run"), Column("rule"), *(Column(name, number=True) for name in names)]
-    parts: Sequence[Chosen] = (near_peak, between(0.4, 0.6), between(0.9, 1.0))
     rows: list[list[Value | Cell]] = []
     for key, arms in results.items():
         for rule, runs in arms.items():
-            ratios = [with_interval([settled_ratio(run, part) for run in runs], 2) for part in parts]
+            ratios = [with_interval([settled_ratio(run, part) for run in runs], 2) for part in (near_peak, MIDDLE, END)]
             grows = f"{math.exp(over_runs(runs, gradient_growth).value):.2f}"
             rows.append([str(key), rule, *ratios, grows])
     note = (

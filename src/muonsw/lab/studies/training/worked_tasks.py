@@ -109,11 +109,10 @@ def _cell(found: Estimate | None, name: str = "") -> Cell | None:
 def summary(results: Results) -> str:
     """In how many comparisons the rules differ beyond chance."""
     same, total = (_intervals(results, other) for other in (CONSTANT, CONTROL))
-    lower, higher = ([count(gaps) for gaps in (same, total)] for count in (_below, _above))
     return (
-        f"At one lambda scaled decay ended lower in {lower[0]} of {len(same)} comparisons beyond chance, and higher in "
-        f"{higher[0]}; than constant decay of the same total it ended lower in {lower[1]}, and higher in {higher[1]}. "
-        f"Chance alone would make {0.05 * len(same):.1f} of {len(same)}."
+        f"At one lambda scaled decay ended lower in {_below(same)} of {len(same)} comparisons beyond chance, and "
+        f"higher in {_above(same)}; than constant decay of the same total it ended lower in {_below(total)}, and "
+        f"higher in {_above(total)}. Chance alone would make {0.05 * len(same):.1f} of {len(same)}."
     )
 
 
