@@ -134,8 +134,13 @@ def _rates(batch: Batch, flag: Flag | None, average: Average | None) -> Rates:
     step = _step_of(group, device)
     phi = _phi(group, lam, eta, peak.eta_max(group), step, average.root if average else 0.0)
     if not isinstance(phi, Tensor) and phi > 1:
-        raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
+        _refuse_phi(phi)
     return Rates(eta, phi, None if flag is None else flag.to(device), _norm_rule(group))
+
+
+@_disable_dynamo  # which formats no number
+def _refuse_phi(phi: float) -> None:
+    raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
 
 
 def _norm_rule(group: Group) -> norms.NormRule | None:

@@ -61,9 +61,13 @@ REPLAYED_CHUNK_BYTES = 9 * 2**24
 
 def take_step(optimizer: ScaledDecayOptimizer) -> None:
     """Take one step, or leave nothing of it: no peak, no highest learning rate, no count, no empty state."""
-    if torch.compiler.is_compiling():  # which cannot leave its graph inside of a `try`
-        _walk(optimizer)
-        return
+    if torch.compiler.is_compiling():
+        _undone_on_error_uncompiled(optimizer)
+    else:
+        _undone_on_error(optimizer)
+
+
+def _undone_on_error(optimizer: ScaledDecayOptimizer) -> None:
     last, groups = (optimizer._last, optimizer._last_skipped), optimizer.param_groups
     kept = [_copied(_kept_of(group)) for group in groups]
     try:
@@ -76,6 +80,10 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
         drop_empty_state(optimizer)
         optimizer._counters.forget_records()
         raise
+
+
+# A compiler cannot leave its graph inside of a `try`; it compiles what this one calls.
+_undone_on_error_uncompiled = _disable_dynamo(_undone_on_error, recursive=False)
 
 
 def drop_empty_state(optimizer: Optimizer) -> None:
