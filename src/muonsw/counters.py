@@ -133,7 +133,7 @@ class Counters:
         """Bring the highest learning rates from the device into the groups."""
         for group, highest in zip(self._groups, self._highest, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["highest_lr"] = max(group["highest_lr"] or 0.0, float(highest))
+                group["highest_lr"] = max(group["highest_lr"] or 0.0, float(highest)) or group["highest_lr"]
 
     def check(self) -> None:
         """Raise for rates that were too high, once; waits for the device."""
