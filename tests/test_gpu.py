@@ -236,6 +236,19 @@ def test_one_bad_entry_among_many_gradients_is_found_and_no_gradient_changes(bad
     assert optimizer.skipped_steps == 3
 
 
+def test_a_rate_on_the_device_that_becomes_nan_is_reported_later():
+    (param,) = on_gpu((8, 8))
+    lr = torch.tensor(0.05, device="cuda")
+    optimizer = AdamWSW([param], lr=lr)
+    feed([param], 0)
+    optimizer.step()
+    lr.fill_(torch.nan)
+    with no_waiting():
+        optimizer.step()
+    with pytest.raises(PeakLRError, match="or was NaN"):
+        optimizer.check()
+
+
 def test_skipped_steps_are_counted_in_eager_steps_and_in_graphs():
     (param,) = on_gpu((8, 8))
     optimizer = AdamWSW([param], lr=0.05, capturable=True)

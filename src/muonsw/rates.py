@@ -84,9 +84,13 @@ def _check_lr(group: Group, label: str) -> None:
         raise RuntimeError(
             f"a CUDA graph would freeze the learning rate {lr:g} of {label}; pass capturable=True or a tensor lr"
         )
-    if not math.isfinite(lr) or lr < -_ROUNDING:
-        raise ValueError(f"the learning rate of {label} is {group['lr']!r}; it must be a finite number of at least 0")
+    _refuse_lr(lr, _ROUNDING, group, label)
     group["lr"] = lr  # numpy's numbers would compute in their own precision
+
+
+def _refuse_lr(lr: float, rounding: float, group: Group, label: str) -> None:
+    if not math.isfinite(lr) or lr < -rounding:
+        raise ValueError(f"the learning rate of {label} is {group['lr']!r}; it must be a finite number of at least 0")
 
 
 def _check_tensor(number: int, group: Group, label: str, counters: Counters) -> None:
@@ -94,6 +98,8 @@ def _check_tensor(number: int, group: Group, label: str, counters: Counters) -> 
     lr = group["lr"]
     if lr.numel() != 1 or not lr.is_floating_point():
         raise ValueError(f"the learning rate of {label} is {lr!r}; a tensor must hold one floating-point number")
+    if lr.is_cpu:  # a GPU would have to be waited for
+        _refuse_lr(float(lr), peak.tolerance(lr) * (group["resolved_peak_lr"] or 0.0) + _ROUNDING, group, label)
     if _capturing(lr):
         if counts_steps(group):
             raise RuntimeError(f"{label} does something else every few steps, which a CUDA graph would freeze")

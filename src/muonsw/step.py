@@ -374,6 +374,8 @@ class OptionCheck:
             raise ValueError(
                 f"{label} has algorithm={group['algorithm']!r}, and not its {missing}; set it too"
             ) from None
+        if isinstance(lam, Tensor) and lam.is_cpu:  # it may have been filled; a GPU would have to be waited for
+            _checked("weight_decay", lam, label)
         known, shapes = self._right.get(number), _shapes(group)
         if known is not None and known[0] is lam and known[1] == others and known[2] == shapes:
             return set()
