@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError
+from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning
 from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run
 
 OPTIONS = {"muon": {"ns_dtype": "float32"}, "adamw": {}, "sgd": {"momentum": 0.9}, "lion": {}, "dion2": {}}
@@ -243,6 +244,41 @@ def test_states_that_do_not_fit_are_refused_with_nothing_changed(spoil, message)
     assert after["param_groups"] == before["param_groups"]
     for index in before["state"]:
         assert_same(after["state"][index].values(), before["state"][index].values())
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "error"),
+    [
+        ({"gradient_average": [1.0]}, RuntimeError),
+        ({"gradient_average": "none"}, TypeError),
+        ({"resolved_peak_lr": "none"}, TypeError),
+        ("a hook of the user", ZeroDivisionError),
+        ("a warning made an error", PeakLRWarning),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_load_that_fails_late_is_undone(spoilt, error, kind):
+    def made(lr, peak_lr):
+        params = matrices((4, 4), (3, 4))
+        groups = [{"params": params[:1], "decay": "gradient_norm"}, {"params": params[1:], "decay": "log_time"}]
+        optimizer = AdamWSW(groups, lr=kind(lr), weight_decay=kind(0.1), peak_lr=peak_lr)
+        run(optimizer, params, 3)
+        return optimizer, params
+
+    (optimizer, params), (twin, expected) = made(0.1, 0.1), made(0.1, 0.1)
+    saved = copy.deepcopy(made(0.05, 0.4)[0].state_dict())
+    if isinstance(spoilt, dict):
+        for group in saved["param_groups"]:
+            group.update(spoilt)
+    elif error is ZeroDivisionError:
+        optimizer.register_load_state_dict_post_hook(lambda _: 1 // 0)
+    with warnings.catch_warnings(action="error"), pytest.raises(error):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == twin.state_dict()["param_groups"]
+    run(optimizer, params, 2, start=3)
+    run(twin, expected, 2, start=3)
+    assert_same(params, expected)
 
 
 def test_steps_counted_in_plain_numbers_load():

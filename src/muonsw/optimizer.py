@@ -357,12 +357,13 @@ class ScaledDecayOptimizer(Optimizer):
         raises.
         """
         before = peak.peaks_before_load(self.defaults["peak_lr"], self.param_groups)
-        with load.through_hooks(self):
-            super().load_state_dict(state_dict)
+        with load.undone_on_error(self):
+            with load.through_hooks(self):
+                super().load_state_dict(state_dict)
+            load.settle_peaks(self, before, state_dict)
         self._counters.replace_groups(self.param_groups)
         self._ranks.elsewhere.clear()
         self._replay = Replay()  # its graph would keep the old state alive
-        load.settle_peaks(self, before, state_dict)
 
     def adopt(self, *others: Any, peak_lr: float | None = None) -> None:
         """Take over the optimizers of a run that is under way: torch's Muon and AdamW, Keller Jordan's, dion's.

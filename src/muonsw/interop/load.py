@@ -358,6 +358,21 @@ def saved_by_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def undone_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put groups and state back where a load fails, and what it has filled into tensors of the groups."""
+    groups, state = optimizer.param_groups, optimizer.state
+    held = [group[key] for group in groups for key in _KINDS if isinstance(group[key], Tensor)]
+    copies = [tensor.clone() for tensor in held]
+    try:
+        yield
+    except BaseException:
+        optimizer.param_groups, optimizer.state = groups, state
+        for tensor, before in zip(held, copies, strict=True):
+            tensor.copy_(before)
+        raise
+
+
+@contextlib.contextmanager
 def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Adopt a state after the user's hooks before loading, and restore dtypes before those after it."""
     before_load = [{key: group[key] for key in _KINDS} for group in optimizer.param_groups]
