@@ -320,7 +320,8 @@ class ScheduleFree(Optimizer):
 
     def _go_to_z(self, work: list[Batch], rates: list[Rates]) -> None:
         """Put z into the parameters that the optimizer is about to move, and b x where z was kept."""
-        if self.decay_at == "y" and any(not isinstance(one.phi, Tensor) and one.phi == 1 for one in rates):
+        known = [float(one.phi) for one in rates if not isinstance(one.phi, Tensor) or one.phi.is_cpu]
+        if self.decay_at == "y" and 1.0 in known:
             raise ValueError("decay would take all of y in one step; lower lr or weight_decay, or leave decay_at='z'")
         for batch in work:  # the model may have been converted since
             _refuse_coarse(batch.number, batch.group, batch.dtype)

@@ -529,9 +529,9 @@ def final_rates(
     found = rates.rates_of(work, optimizer.param_groups, flag, optimizer._counters)
     if flag is not None and not torch.compiler.is_compiling():
         optimizer._last_skipped = flag
-    keep(missing)
-    if optimizer._before_update is not None:
+    if optimizer._before_update is not None:  # which may refuse the step
         optimizer._before_update(work, found)
+    keep(missing)
     return found
 
 

@@ -261,15 +261,17 @@ def test_a_step_that_raises_changes_nothing():
     assert optimizer.param_groups[0]["lr"] == 0.2
 
 
-def test_decay_that_takes_all_of_y_is_refused():
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_decay_that_takes_all_of_y_is_refused(kind, steps):
     params = matrices((4, 6))
-    optimizer = ScheduleFree(SGDSW(params, lr=0.5, decay="constant", weight_decay=2.0), warmup_steps=2, decay_at="y")
+    inside = AdamWSW(params, lr=0.5, decay="constant", weight_decay=kind(2.0))
+    optimizer = ScheduleFree(inside, warmup_steps=steps + 1, decay_at="y")
     optimizer.train()
-    set_gradients(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0, steps)
     before = everything(optimizer, params)
     with pytest.raises(ValueError, match="decay would take all of y in one step"):
-        optimizer.step()
+        take_steps(optimizer, params, steps, steps + 1)
     after = everything(optimizer, params)
     assert_same(before[0], after[0])
     assert before[1] == after[1]
