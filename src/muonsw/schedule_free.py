@@ -109,11 +109,11 @@ class ScheduleFree(Optimizer):
         self.optimizer = optimizer
         self.beta, self.warmup_steps, self.r, self.weight_lr_power = beta, warmup_steps, r, weight_lr_power
         self.decay_at = decay_at
-        self.training = False
+        self.training = any(group.get("holds_y", False) for group in self.param_groups)  # of a state that was loaded
         self._pending: list[tuple[Batch, Rates]] | None
         self.__setstate__({})
-        for group in self.param_groups:
-            self._join(group)
+        for number, group in enumerate(self.param_groups):
+            self._join(number, group)
         if any(group["decay"] == "scaled" and decays(group) for group in self.param_groups):
             _warn_of_scaled_decay()
         if model is not None:
@@ -170,7 +170,7 @@ class ScheduleFree(Optimizer):
         """Add a group to the optimizer inside; its average begins with its first step."""
         self.optimizer.add_param_group(param_group)
         try:
-            self._join(self.param_groups[-1])
+            self._join(len(self.param_groups) - 1, self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -263,9 +263,8 @@ class ScheduleFree(Optimizer):
                 group.update(_COUNTERS)
         self.training = any(group.get("holds_y", False) for group in self.param_groups)
 
-    def _join(self, group: Group) -> None:
+    def _join(self, number: int, group: Group) -> None:
         """Refuse what cannot be averaged, and begin to count."""
-        number = self.param_groups.index(group)
         if isinstance(group["lr"], Tensor):
             raise ValueError(f"param group {number}: Schedule-Free weighs steps by learning rates that the host knows")
         if self.decay_at == "y" and (group["norm"] != "free" or group["cautious"]):

@@ -182,6 +182,27 @@ def test_a_state_saved_in_training_mode_goes_on_in_it(joined):
     assert_same(params, resumed)
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_state_may_be_loaded_before_the_optimizer_is_wrapped(mode):
+    def build(params):
+        return AdamWSW([{"params": [param]} for param in params], **CONSTANT)
+
+    params = matrices((4, 6), (4, 6))
+    optimizer = ScheduleFree(build(params))
+    optimizer.train()
+    take_steps(optimizer, params, 0, 5)
+    optimizer.train(mode)
+    resumed = clones(params)
+    inside = build(resumed)
+    inside.load_state_dict(copy.deepcopy(optimizer.optimizer.state_dict()))
+    other = ScheduleFree(inside)
+    for one, own in ((optimizer, params), (other, resumed)):
+        one.train()
+        take_steps(one, own, 5, 9)
+        one.eval()
+    assert_same(params, resumed)
+
+
 def test_a_state_of_the_optimizer_alone_begins_a_new_average():
     params = matrices((4, 6))
     plain = AdamWSW(params, **CONSTANT)
