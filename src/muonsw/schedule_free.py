@@ -112,8 +112,9 @@ class ScheduleFree(Optimizer):
         self.training = any(group.get("holds_y", False) for group in self.param_groups)  # of a state that was loaded
         self._pending: list[tuple[Batch, Rates]] | None
         self.__setstate__({})
-        for number, group in enumerate(self.param_groups):
-            self._join(number, group)
+        self._refuse_groups()
+        for group in self.param_groups:
+            self._join(group)
         if any(group["decay"] == "scaled" and decays(group) for group in self.param_groups):
             _warn_of_scaled_decay()
         if model is not None:
@@ -170,10 +171,11 @@ class ScheduleFree(Optimizer):
         """Add a group to the optimizer inside; its average begins with its first step."""
         self.optimizer.add_param_group(param_group)
         try:
-            self._join(len(self.param_groups) - 1, self.param_groups[-1])
+            self._refuse_groups()
         except ValueError:
             self.param_groups.pop()
             raise
+        self._join(self.param_groups[-1])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""
@@ -255,22 +257,32 @@ class ScheduleFree(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, beside the model of the same checkpoint, in the mode in which both were saved.
 
-        The state of a run without Schedule-Free begins a new average.
+        The state of a run without Schedule-Free begins a new average. Nothing is changed when it raises.
         """
-        self.optimizer.load_state_dict(state_dict)
+        handle = self.optimizer.register_load_state_dict_post_hook(lambda _: self._refuse_groups())
+        try:
+            self.optimizer.load_state_dict(state_dict)
+        finally:
+            handle.remove()
         if not any("averaged_steps" in group for group in state_dict["param_groups"]):
             for group in self.param_groups:
                 group.update(_COUNTERS)
         self.training = any(group.get("holds_y", False) for group in self.param_groups)
 
-    def _join(self, number: int, group: Group) -> None:
-        """Refuse what cannot be averaged, and begin to count."""
-        if isinstance(group["lr"], Tensor):
-            raise ValueError(f"param group {number}: Schedule-Free weighs steps by learning rates that the host knows")
-        if self.decay_at == "y" and (group["norm"] != "free" or group["cautious"]):
-            raise ValueError(f"param group {number}: norm rules and cautious decay act on z; leave decay_at='z'")
-        for param in group["params"]:
-            _refuse_coarse(number, group, param.dtype)
+    def _refuse_groups(self) -> None:
+        """Refuse what cannot be averaged."""
+        for number, group in enumerate(self.param_groups):
+            if isinstance(group["lr"], Tensor):
+                raise ValueError(
+                    f"param group {number}: Schedule-Free weighs steps by learning rates that the host knows"
+                )
+            if self.decay_at == "y" and (group["norm"] != "free" or group["cautious"]):
+                raise ValueError(f"param group {number}: norm rules and cautious decay act on z; leave decay_at='z'")
+            for param in group["params"]:
+                _refuse_coarse(number, group, param.dtype)
+
+    def _join(self, group: Group) -> None:
+        """Begin to count."""
         for key, value in {**_COUNTERS, "holds_y": self.training}.items():
             group.setdefault(key, value)
 

@@ -528,6 +528,26 @@ def test_scaled_decay_is_named_what_it_is():
     ScheduleFree(AdamWSW(matrices((4, 6)), lr=0.05, weight_decay=0.0))
 
 
+@pytest.mark.parametrize("options", [{"cautious": True}, {"norm": "hyperball"}, {"state_dtype": "bfloat16"}])
+def test_a_load_of_what_cannot_be_averaged_changes_nothing(options):
+    def build(**options):
+        params = matrices((4, 6))
+        return AdamWSW(params, **CONSTANT | options), params
+
+    plain, own = build(**options)
+    take_steps(plain, own, 0, 2)
+    inside, params = build()
+    optimizer = ScheduleFree(inside, decay_at="y")
+    optimizer.train()
+    take_steps(optimizer, params, 0, 3)
+    before, groups = everything(optimizer, params), copy.deepcopy(optimizer.param_groups)
+    with pytest.raises(ValueError, match="param group 0: "):
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert_same(before[0], everything(optimizer, params)[0])
+    for group, old in zip(optimizer.param_groups, groups, strict=True):
+        assert {**group, "params": None} == {**old, "params": None}
+
+
 def test_mistakes_are_named():
     def build(**options):
         return AdamWSW(matrices((4, 6), dtype=options.pop("dtype", torch.float32)), **CONSTANT | options)
