@@ -159,7 +159,14 @@ class DecayDriver:
                 "a CUDA graph would freeze the weight_decay that is set before each step; step outside the graph, or "
                 "take one of our optimizers with capturable=True"
             )
-        decays = [self._decay_of(group, f"param group {number}") for number, group in enumerate(groups)]
+        before = [dict(group) for group in groups]
+        try:
+            decays = [self._decay_of(group, f"param group {number}") for number, group in enumerate(groups)]
+        except BaseException:  # a peak of a step that is not taken would stay
+            for group, old in zip(groups, before, strict=True):
+                group.clear()
+                group.update(old)
+            raise
         for group, decay in zip(groups, decays, strict=True):
             group["weight_decay"] = group["driven_weight_decay"] = decay
             group["step_count"] += 1
