@@ -308,6 +308,14 @@ def test_complex_and_integer_parameters_are_refused_by_name():
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_group_whose_warning_is_made_an_error_is_not_added():
+    optimizer = MuonSW([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    rounded = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="rounding='nearest'"):
+        optimizer.add_param_group({"params": [rounded], "rounding": "nearest"})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_mixed_optimizer_steps_each_group_by_its_own_algorithm():
     shapes = [(4, 4), (5,), (3, 3)]
     params, apart = matrices(*shapes), matrices(*shapes)

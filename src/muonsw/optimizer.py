@@ -207,11 +207,11 @@ class ScaledDecayOptimizer(Optimizer):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
                 refuse_shards(name, group, param)
-        except ValueError:
+            self._place_lr(group)
+            warn_of_rounding(group)
+        except BaseException:
             self.param_groups.pop()
             raise
-        self._place_lr(group)
-        warn_of_rounding(group)
 
     def _place_lr(self, group: Group) -> None:
         """A capturable group's learning rate is a scalar on its device, which schedulers fill in place."""

@@ -59,7 +59,7 @@ def take_over(optimizer: Optimizer, others: Sequence[Any], peak_lr: float | None
         for part in adopted:
             optimizer.add_param_group(part.group)
             optimizer.state.update(zip(optimizer.param_groups[-1]["params"], part.states, strict=True))
-    except Exception:
+    except BaseException:
         optimizer.param_groups[:] = groups
         optimizer.state.clear()
         optimizer.state.update(state)
