@@ -247,6 +247,18 @@ def _count_on_host(group: Group, key: str) -> None:
     group[key] = int(group[key]) + 1
 
 
+@_disable_dynamo
+def forget_skipped_start(groups: Iterable[Group], bad: bool | Tensor) -> None:
+    """Let algorithms that begin their bases at the first step do so at the next one, if the first was skipped.
+
+    Only after the first step the device is waited for.
+    """
+    first = [group for group in groups if counts_steps(group) and group["update_count"] == 1]
+    if first and bad:
+        for group in first:
+            group["update_count"] = 0
+
+
 def _step_of(group: Group, device: torch.device) -> float | Tensor:
     """The number of the step that is about to be taken, from 1."""
     count = group["step_count"]

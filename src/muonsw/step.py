@@ -154,6 +154,8 @@ def _take_local(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     compile_ahead(optimizer, work, all_rates)
     for batch, batch_rates in zip(work, all_rates, strict=True):
         update(optimizer, batch.group, batch.items, batch_rates)
+    if flag is not None and True in [rates.counts_steps(group) for group in optimizer.param_groups]:
+        rates.forget_skipped_start(optimizer.param_groups, flag.bad)
 
 
 @_disable_dynamo
@@ -515,6 +517,7 @@ def skip(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     optimizer._last_skipped = True
     drop_empty_state(optimizer)
     rates.count_steps(optimizer.param_groups)
+    rates.forget_skipped_start(optimizer.param_groups, True)
 
 
 # rates

@@ -79,6 +79,27 @@ def test_a_step_that_is_skipped_leaves_weights_and_state(name, taken, known_by, 
 
 
 @every_rule
+@pytest.mark.parametrize("known_by", ["host", "device"])
+def test_a_run_whose_first_steps_are_skipped_begins_after_them(name, known_by, monkeypatch):
+    """With the first gradient that is finite, not at the next refresh."""
+    if known_by == "device":
+        monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
+    results = []
+    for skipped in (0, 2):
+        params = matrices((4, 4), (6, 3))
+        optimizer = build(name, params)
+        for _ in range(skipped):
+            set_gradients(params, 0)
+            params[1].grad[0, 0] = torch.nan
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NonFiniteGradientWarning)
+                optimizer.step()
+        run(optimizer, params, 3)
+        results.append([*params, *snapshot(optimizer)])
+    assert_same(*results)
+
+
+@every_rule
 @pytest.mark.parametrize("cautious", [False, True])
 def test_gradients_of_zero_leave_all_to_decay(name, cautious):
     """Also where it is cautious: what does not move does not move outward."""

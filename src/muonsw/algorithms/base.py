@@ -163,8 +163,9 @@ class Algorithm(NamedTuple):
 
     A rule that does something else every few steps has `counts_steps`. Where that says so of a group, its
     `update_count` is the number of the step that is being taken, from 1: a plain int that is saved with the group and
-    the same on all ranks. Steps that are skipped count, since only the device may know of them. Whether a matrix has
-    had a gradient before is a question to its state, on the device. No graph is captured of such a step.
+    the same on all ranks. Steps that are skipped count, since only the device may know of them, but for those before
+    the first that is taken. Whether a matrix has had a gradient before is a question to its state, on the device. No
+    graph is captured of such a step.
 
     `in_place` is the whole update of parts by a kernel that reads and writes state as it is kept, given by key; it
     returns None where there is no such kernel, and makes the bits that `updates` makes of decoded state.
