@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     LinearLR,
     MultiplicativeLR,
+    MultiStepLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -137,6 +138,18 @@ def test_scheduler_peaks_looks_into_nested_schedulers_and_lambdas():
     assert scheduler_peaks(growing, total_steps=6) == pytest.approx([0.1 * 2 * 2])
     both = SequentialLR(optimizer, [rising, CosineAnnealingLR(optimizer, 5)], [5])
     assert scheduler_peaks(both, total_steps=3) == pytest.approx([0.3])
+
+
+@pytest.mark.parametrize("make", [StepLR, MultiStepLR, ExponentialLR])
+def test_a_scheduler_that_grows_is_tried_out(make):
+    where = {StepLR: (3,), MultiStepLR: ([2, 5],), ExponentialLR: ()}[make]
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
+    scheduler = make(optimizer, *where, gamma=1.3)
+    with pytest.raises(ValueError, match="gives its learning rate only step by step; pass total_steps"):
+        optimizer.set_peak_lr(scheduler)
+    optimizer.set_peak_lr(scheduler, total_steps=8)
+    seen = decay_only(optimizer, scheduler, 8)
+    assert_scaled_by(seen, max(lr for lr, _ in seen))
 
 
 PARTS = {

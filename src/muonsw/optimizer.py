@@ -262,7 +262,8 @@ class ScaledDecayOptimizer(Optimizer):
                 with the highest rate; the others get the same fraction of it as their rate is of that one, and
                 `lr_multiplier` multiplies it as it does `lr`.
             group: the number of the only group to change; a number for it is its own peak.
-            total_steps: length of the run, over which a LambdaLR, or schedulers inside another, are tried out.
+            total_steps: length of the run, over which a LambdaLR, a scheduler that grows, or several inside another are
+                tried out.
         """
         if group is not None and group not in range(len(self.param_groups)):
             raise ValueError(f"group={group!r}: this optimizer has param groups 0 to {len(self.param_groups) - 1}")

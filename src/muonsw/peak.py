@@ -368,12 +368,14 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
     Args:
         scheduler: any scheduler of `torch.optim.lr_scheduler` or of timm; SequentialLR and ChainedScheduler are
             looked into.
-        total_steps: the length of the run. Schedulers with others inside and those with lambdas are tried out on copies
-            for as many steps; a million take some seconds. Lambdas need it. Others are otherwise taken to reach the
-            highest peak of their parts, which is too high where one falls while another warms up.
+        total_steps: the length of the run. Schedulers with others inside, those with lambdas and those that multiply by
+            a gamma above 1 are tried out on copies for as many steps; a million take some seconds. The last two need
+            it. Others are otherwise taken to reach the highest peak of their parts, which is too high where one falls
+            while another warms up.
     """
     children = getattr(scheduler, "_schedulers", None)
-    if total_steps and (children or hasattr(scheduler, "lr_lambdas")):
+    unbounded = hasattr(scheduler, "lr_lambdas") or getattr(scheduler, "gamma", 1.0) > 1
+    if total_steps and (children or unbounded):
         return _tried_peaks(scheduler, total_steps)
     if children:
         starts = getattr(scheduler, "_milestones", None)  # of a SequentialLR, of which only the last has no known end
@@ -389,7 +391,7 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
             for lr, group in zip(scheduler.base_values, groups, strict=True)
         ]
     base_lrs = [float(lr) for lr in getattr(scheduler, "base_lrs", None) or map(_known_top, groups)]
-    if hasattr(scheduler, "lr_lambdas"):
+    if unbounded:
         raise ValueError(
             f"a {type(scheduler).__name__} gives its learning rate only step by step; pass total_steps=<steps of the "
             f"run> with it, or the highest learning rate itself"
