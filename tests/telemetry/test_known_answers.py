@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, MuonSW, Telemetry
+from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
 from muonsw.orthogonalize import newton_schulz_schedule, singular_value_map
 from tests.common.problems import matrices, set_gradients
 from tests.telemetry.float64_telemetry import Step
@@ -114,3 +114,16 @@ def test_spectral_norms_of_a_parameter_that_other_weights_were_put_into(changed)
         expected = torch.linalg.matrix_norm(param.double(), ord=2).item()
         telemetry.optimizer.step()
         assert telemetry.last["all"]["spectral_norm"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("large", ["weight", "gradient"])
+def test_what_overflows_is_unknown_and_not_zero(large):
+    """Squares of 1e25 are infinite in float32, and a product over infinity is zero."""
+    param = nn.Parameter(torch.full((4, 4), 1e25 if large == "weight" else 1.0))
+    optimizer = AdamWSW([param], lr=0.1, weight_decay=0.1)
+    telemetry = Telemetry(optimizer, every=1)
+    param.grad = torch.full_like(param, 1e25 if large == "gradient" else 1.0)
+    optimizer.step()
+    values = telemetry.last["all"]
+    assert values[f"{large}_rms"] is values["alignment_gradient"] is values["alignment_gradient_mean"] is None
+    assert (values["relative_update"] is None) == (large == "weight")

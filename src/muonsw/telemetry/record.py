@@ -228,9 +228,10 @@ def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[T
 def _additive(measured: Rows, move: Tensor) -> Rows:
     """Squares and inner products, of which those of a matrix are the sum of those of its pieces.
 
-    w is the weight before the update, u the update, o its direction, g the gradient, m the momentum, d the change.
+    w is the weight before the update, u the update, o its direction, g the gradient, m the momentum, d the change. What
+    has overflowed is NaN: over infinity an alignment or a relative size would be zero.
     """
-    return {
+    rows = {
         "ww": measured["weight"].square(),
         "decayed": measured["decayed"].square(),
         "oo": measured["direction"].square(),
@@ -242,6 +243,7 @@ def _additive(measured: Rows, move: Tensor) -> Rows:
         "wg": measured["weight_gradient"],
         "wm": measured["weight_momentum"],
     }
+    return {name: torch.where(row.isfinite(), row, torch.nan) for name, row in rows.items()}
 
 
 def _cosine(matrices: Rows, terms: tuple[str, str, str]) -> tuple[Tensor, Tensor]:
