@@ -37,7 +37,7 @@ from muonsw.presets import PRESETS
 from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import keep, state_bytes, zeros
-from muonsw.step import BeforeUpdate, OptionCheck, collect, missing_shards, take_step
+from muonsw.step import BeforeUpdate, OptionCheck, collect, drop_empty_state, missing_shards, take_step
 from muonsw.stored import refuse_shards
 from muonsw.stored.offload import wait_for_host
 from muonsw.summary import LastStep, Summary, state_line, summarize
@@ -319,9 +319,12 @@ class ScaledDecayOptimizer(Optimizer):
             return
         if not self.state:
             trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-            work = collect(self, trainable)
-            radii = norms.missing_radii(work, norms.ShardedNorms(work, self._ranks.layouts))
-            keep(radii + missing_shards(self, work))
+            try:
+                work = collect(self, trainable)
+                radii = norms.missing_radii(work, norms.ShardedNorms(work, self._ranks.layouts))
+                keep(radii + missing_shards(self, work))
+            finally:
+                drop_empty_state(self)  # a norm rule may have refused a weight
         for group in self.param_groups:
             for param in group["params"]:
                 if self._ranks.has_owner(param):

@@ -117,6 +117,22 @@ def test_momentum_is_on_its_owner_alone_and_comes_back_for_a_checkpoint(pool):
         assert difference < CLOSE
 
 
+def gathered_of_a_weight_of_zeros():
+    """What a fresh optimizer holds after `gather_state` was refused, and once there is a weight to gather."""
+    params, world = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.zeros(4, 3))], dist.group.WORLD
+    optimizer = MuonSW(params, lr=PEAK, norm="hyperball", process_group=world, momentum_on_owner=True)
+    with pytest.raises(ValueError, match="a weight of norm zero"):
+        optimizer.gather_state()
+    refused = len(optimizer.state)
+    params[1].data.fill_(1.0)
+    optimizer.gather_state()
+    return refused, [sorted(optimizer.state[param]) for param in params]
+
+
+def test_a_gather_that_is_refused_begins_no_state(pool):
+    assert pool.run(gathered_of_a_weight_of_zeros) == [(0, [["momentum_buffer", "radius"]] * 2)] * 4
+
+
 def radii_of_a_fresh_optimizer(norm):
     """Whether `gather_state` begins with the radii of the first step, of shards beside copies."""
     found = []
