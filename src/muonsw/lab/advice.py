@@ -134,9 +134,10 @@ class Advice:
             )
             for one in self.rules
         ]
+        run = f"{self.steps:,} updates, peak learning rate {self.peak_lr:g}, lambda {self.weight_decay:g}:"
         said = [_wrapped(sentence, "- ") for sentence in self.sentences]
         known = [_wrapped(f"Measured: {self.basis}", ""), *(_wrapped(limit, "- ") for limit in self.limits)]
-        return "\n".join([text_table(rows), *_wrapped(LEGEND, "").splitlines(), "", *said, "", *known])
+        return "\n".join([run, text_table(rows), *_wrapped(LEGEND, "").splitlines(), "", *said, "", *known])
 
 
 def advise(
