@@ -41,6 +41,7 @@ def weights():
         (MuonSW, {"peak": "all"}, "peak='all'"),
         (MuonSW, {"peak_lr": -1.0}, "peak_lr"),
         (MuonSW, {"peak_lr": torch.tensor(1.0)}, "a peak is read by the host"),
+        (MuonSW, {"peak_lr": "max"}, r"peak_lr='max': must be a float, None or 'running_max'"),
         (MuonSW, {"target_norm": torch.ones(2)}, "target_norm=tensor.*must be a number"),
         (MuonSW, {"rounding": "down"}, "rounding='down'"),
         (MuonSW, {"nonfinite": "ignore"}, "nonfinite='ignore': must be one of 'skip', 'raise', 'propagate'"),

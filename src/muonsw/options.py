@@ -479,7 +479,7 @@ def _dtype(*more: str) -> Check:
 def _peak_lr(value: Any) -> Any:
     if value is None or value == RUNNING_MAX:
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | str):
         raise ValueError("must be a float, None or 'running_max'; a peak is read by the host")
     if value == 0:
         raise ValueError("a peak of zero would mean no decay for ever; leave it out to have it found, or give the peak")
