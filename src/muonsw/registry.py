@@ -42,4 +42,4 @@ def unknown(kind: str, name: object, known: list[str]) -> str:
     """The message for a name that is not among `known`, with the closest one that is."""
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}"
+    return f"unknown {kind} {name!r}{hint}; known: {', '.join(known) or 'none at all'}"

@@ -361,6 +361,11 @@ def test_a_wrong_option_is_refused(given, message, tmp_path):
         load_functions(TaskConfig(str(task_file(tmp_path, model=KEYWORDS)), (given,)))
 
 
+def test_a_task_without_options_says_how_it_would_have_one(tmp_path):
+    with pytest.raises(UsageError, match=r"unknown option 'depth'; known: none at all; .* takes --task\.depth 8"):
+        load_functions(TaskConfig(str(task_file(tmp_path)), ("depth=8",)))
+
+
 def test_two_defaults_of_one_option_are_refused(tmp_path):
     loss = "def loss(model, batch, width=9):\n    return 0\n"
     with pytest.raises(UsageError, match="option width has two defaults, int 8 and int 9"):

@@ -145,7 +145,8 @@ class Functions:
         for text in self.options:
             name, equals, value = text.partition("=")
             if name not in known or not equals:
-                raise UsageError(f"{self.name}: {unknown('option', name, list(known))}; an option is name=value")
+                given = "an option is an argument with a default: def model(seed, depth=6) takes --task.depth 8"
+                raise UsageError(f"{self.name}: {unknown('option', name, list(known))}; {given}")
             values[name] = convert(value, self._hint(name), f"--task.{name}")
         return values
 
