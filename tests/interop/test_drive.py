@@ -170,7 +170,7 @@ def test_removing_the_driver_right_after_adding_a_group():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "SGD adds its decay to the gradient"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "SGD adds its decay to the gradient.*use SGDSW"),
         (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1), "Adam adds its decay to the gradient"),
         (torch.optim.LBFGS, "has no weight_decay"),
         (lambda p: MuonSW(p, lr=0.1), "is one of ours; pass decay= to it"),

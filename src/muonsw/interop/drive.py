@@ -252,7 +252,10 @@ def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any]) -> None:
     coupled = isinstance(optimizer, _COUPLED) or any(group.get(key) is False for key in _DECOUPLED)
     if coupled or "weight_decay" not in group:
         reason = "adds its decay to the gradient" if coupled else "has no weight_decay in its groups"
-        raise ValueError(f"{name} {reason}, so driving weight_decay cannot make it decoupled")
+        raise ValueError(
+            f"{name} {reason}, so driving weight_decay cannot make it decoupled; use SGDSW, AdamWSW or "
+            f"another optimizer with decoupled decay"
+        )
     otherwise = [key for key in _OTHERWISE if group.get(key)]
     if otherwise:
         raise ValueError(f"{name} has {otherwise[0]}=True, so its decay is not lr * weight_decay; build it without")
