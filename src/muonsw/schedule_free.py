@@ -403,6 +403,6 @@ def _before_decay(start: Tensor, bx: Tensor, rates: Rates, beta: float) -> Tenso
 def _warn_of_scaled_decay() -> None:
     warnings.warn(
         "under Schedule-Free the learning rate stays at its peak after warmup, where decay='scaled' is "
-        "decay='constant'; write that for what is done, or filter this warning if a scheduler lowers the rate",
+        "decay='constant'; pass that, or filter this warning if a scheduler lowers the rate",
         stacklevel=users_line(),
     )
