@@ -128,7 +128,7 @@ def validate_matrices(group: Group, name: str, param: Tensor) -> None:
         raise ValueError(
             f"{name} has shape {shape}, which can be seen as matrices in two ways; say matrix='stack' where the last "
             f"two axes are (out, in) and the others count matrices (experts), or matrix='flatten' where the first "
-            f"axis is out and the others are in (convolutions)"
+            f"axis is out and the others are in (convolutions), or let MuonSW.for_model route the whole model"
         )
     _validate_splits(group, name, param)
 
