@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from tests.common.children import start_child
 
@@ -101,7 +102,7 @@ def killed_at_size(size: int, work: Callable[[], object]) -> bool:
     def doomed() -> int:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        limit_files(size)
         work()
         return 0
 
@@ -111,7 +112,12 @@ def killed_at_size(size: int, work: Callable[[], object]) -> bool:
 
 
 def limit_files(size: int) -> None:
-    """Let no file of this process grow beyond so many bytes: the system then refuses to write, as on a full disk."""
+    """Let no file of this process grow beyond so many bytes: the system then refuses to write, as on a full disk.
+
+    It writes no bytecode either: CPython keeps a file that was cut short, and every later import of it fails.
+    """
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of processes that this one starts
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -119,11 +125,12 @@ def limit_files(size: int) -> None:
 def files_no_larger_than(size: int) -> Iterator[None]:
     """The same while the block runs."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit_files(size)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "dont_write_bytecode"):
+        limit_files(size)
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 NEW_USER, NEW_MOUNTS, REMOUNT = 0x10000000, 0x00020000, 32

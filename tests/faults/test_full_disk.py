@@ -1,6 +1,9 @@
 """A disk that fills at one place after the other: exit code 3, the file and the remedy, and nothing lost."""
 
+import importlib
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -111,6 +114,23 @@ def test_every_command_that_writes_says_that_there_is_no_room(name, record_prope
     assert run_command(*commands(folder)[name]).code == 0
     record_property("cases", (f"`{name}` on a full disk", full, "refused with 3"))
     assert full
+
+
+def test_a_limit_on_files_leaves_no_module_cut_short(tmp_path):
+    """Else every later import in a fresh checkout fails: "marshal data too short"."""
+    for name in ("here", "below"):
+        (tmp_path / f"{name}.py").write_text(f"text = {'long ' * 100!r}\n", encoding="utf-8")
+
+    def work() -> int:
+        sys.dont_write_bytecode = False
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        limit_files(100)
+        sys.path.insert(0, str(tmp_path))
+        importlib.import_module("here")
+        return subprocess.run([sys.executable, "-c", "import below"], cwd=tmp_path, check=False).returncode
+
+    assert in_child(work) == 0
+    assert not (tmp_path / "__pycache__").exists()
 
 
 def test_a_new_task_that_finds_no_room_leaves_no_file_in_its_own_way(tmp_path):
