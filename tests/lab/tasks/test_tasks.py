@@ -329,6 +329,15 @@ def test_what_is_odd_about_a_file_is_noted(changes, note, tmp_path):
     assert notes == () if note is None else any(note in one for one in notes)
 
 
+def test_a_file_is_checked_with_the_same_loss_each_time_whatever_draws(tmp_path):
+    noisy = "    return nn.functional.cross_entropy(model(batch[0]), batch[1]) + random.random() + np.random.rand()\n"
+    drawn = "def metrics(model, batch):\n    return {'drawn': torch.rand(()) + random.random() + np.random.rand()}\n"
+    task = TaskConfig(str(task_file(tmp_path, loss=f"def loss(model, batch):\n{noisy}", metrics=drawn)))
+    one, again, other = check_task(task), check_task(task), check_task(task, seed=1)
+    assert (one.loss, one.metrics) == (again.loss, again.metrics)
+    assert one.loss != other.loss
+
+
 def test_weights_that_no_seed_decides_are_noted(tmp_path):
     unseeded = "def model(seed):\n    m = nn.Linear(4, 3)\n    nn.init.constant_(m.bias, np.random.default_rng().random())\n    return m\n"  # noqa: E501
     (note,) = check_task(TaskConfig(str(task_file(tmp_path, model=unseeded)))).notes

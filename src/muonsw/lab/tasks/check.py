@@ -47,13 +47,13 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     _require_tensors(functions, VALIDATION, validation)
     model = _model(functions, seed)
     unequal = _made_again(functions, model, seed)  # before the loss, which may change buffers
-    loss, idle = _loss(functions, model, batch)
+    loss, idle = _loss(functions, model, batch, seed)
     notes = [_drawn_again(functions, train, seed), _alike(train, validation), unequal, idle]
     return Checked(
         rows=rows_of(batch),
         batch=describe(batch),
         loss=loss,
-        metrics=_metrics(functions, model, validation),
+        metrics=_metrics(functions, model, validation, seed),
         settings=functions.settings,
         notes=tuple(filter(None, notes)),
     )
@@ -94,9 +94,9 @@ def _model(functions: Functions, seed: int) -> nn.Module:
     return model
 
 
-def _loss(functions: Functions, model: nn.Module, batch: Batch) -> tuple[float, str]:
+def _loss(functions: Functions, model: nn.Module, batch: Batch, seed: int) -> tuple[float, str]:
     """The loss of a batch; and a note about parameters that it does not reach."""
-    with torch.random.fork_rng(devices=[]):
+    with generators_seeded(seed, "loss"):
         loss = functions("loss", model, map_tensors(Tensor.clone, batch))
     call = f"{functions.name}: loss(model, batch) returned"
     wanted = "expected a scalar tensor that depends on the model, such as cross_entropy(...)"
@@ -117,11 +117,11 @@ def _loss(functions: Functions, model: nn.Module, batch: Batch) -> tuple[float, 
     return float(loss.detach()), note if idle else ""
 
 
-def _metrics(functions: Functions, model: nn.Module, batch: Batch) -> dict[str, float]:
+def _metrics(functions: Functions, model: nn.Module, batch: Batch, seed: int) -> dict[str, float]:
     if not functions.has("metrics"):
         return {}
     model.eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), generators_seeded(seed, "metrics"):
         found = functions("metrics", model, map_tensors(Tensor.clone, batch))
     call, wanted = f"{functions.name}: metrics(model, batch) returned", "expected a dict such as {'accuracy': 0.5}"
     if not isinstance(found, Mapping):
