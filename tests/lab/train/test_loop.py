@@ -481,6 +481,8 @@ def test_a_full_disk_is_reported_and_earlier_checkpoints_stay(tmp_path, monkeypa
         train(small_run(), tmp_path)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
     checkpoint.load(tmp_path / "checkpoints" / "step-00000004")
+    with pytest.raises(UsageError, match=r"No space left on device.*no checkpoint had been saved"):
+        train(small_run(), tmp_path / "other")
 
 
 def test_tensorboard_gets_every_scalar(tmp_path):

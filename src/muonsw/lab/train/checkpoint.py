@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 PREFIX = "step-"
-ROOM = "make room on the disk; earlier checkpoints are intact"
 Tensors = dict[str, Tensor]
 
 
@@ -58,7 +57,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """
     final = final_name(folder, checkpoint.step)
     beside = folder / f".{final.name}.{os.getpid()}"
-    with reported(final, ROOM):
+    with reported(final, remedy_in(folder)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(beside, ignore_errors=True)
@@ -68,6 +67,12 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     return final
+
+
+def remedy_in(folder: Path) -> str:
+    """What to do where a checkpoint cannot be written below a folder, and what is left."""
+    left = "earlier checkpoints are intact" if any(newest_first(folder)) else "no checkpoint had been saved"
+    return f"make room on the disk; {left}"
 
 
 def final_name(folder: Path, step: int) -> Path:

@@ -21,7 +21,6 @@ from muonsw.lab.base.errors import MachineError
 from muonsw.lab.base.storage import reported
 from muonsw.lab.train.checkpoint import (
     PREFIX,
-    ROOM,
     Checkpoint,
     CheckpointError,
     Shelf,
@@ -31,6 +30,7 @@ from muonsw.lab.train.checkpoint import (
     place,
     read_pieces,
     read_state,
+    remedy_in,
     write_part,
 )
 from muonsw.lab.train.pieces import file_name, merged, own_pieces
@@ -154,7 +154,7 @@ class SharedShelf:
                 where = f"{pending.beside / name}.safetensors, which another rank has written, is not seen by rank 0"
                 raise MachineError(f"{where}: put the run on a file system that all machines share")
         content = {"step": saved.step, "ranks": self.world.size, "checksums": checksums, "index": index}
-        with reported(final, ROOM):
+        with reported(final, remedy_in(self.folder)):
             place(pending.beside, final, {**content, "state": saved.state})
         self.shelf.wrote(final)
 
@@ -165,7 +165,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _make(beside: Path) -> None:
-    with reported(beside, ROOM):
+    with reported(beside, remedy_in(beside.parent)):
         beside.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
@@ -174,6 +174,6 @@ def _make(beside: Path) -> None:
 def _write(beside: Path, files: Files) -> dict[str, str]:
     checksums = {}
     for name, tensors in files.items():
-        with reported(beside / f"{name}.safetensors", ROOM):
+        with reported(beside / f"{name}.safetensors", remedy_in(beside.parent)):
             checksums[name] = write_part(beside, name, tensors)
     return checksums
