@@ -94,6 +94,13 @@ def claims_of(report):
     return report.claims["comparison"]
 
 
+def test_numbers_that_cannot_be_written_are_named_before_anything_is_trained(study, tmp_path):
+    (tmp_path / "outcome.json").mkdir()
+    with pytest.raises(UsageError, match=r"outcome\.json is a folder"):
+        conduct(study, by_arm(tmp_path / "runs"), tmp_path, images=False)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_text_that_is_replaced_while_arms_are_trained_is_noticed(tmp_path):
     data = shutil.copytree(tokens(), tmp_path / "data")
     base = with_data(tiny_run(steps=2), data)

@@ -328,6 +328,13 @@ def test_checkpoints_that_cannot_be_written_are_named_before_the_first_update(tm
     assert losses(tmp_path / "run") == before, "the run is not begun anew"
 
 
+def test_a_result_that_cannot_be_written_is_named_before_the_first_update(tmp_path):
+    (tmp_path / "result.json").mkdir()
+    with pytest.raises(UsageError, match=r"result\.json is a folder"):
+        train(small_run(), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_a_changed_config_is_refused_with_the_differences(tmp_path):
     train(small_run(steps=2), tmp_path)
     before = losses(tmp_path)

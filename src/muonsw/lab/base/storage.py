@@ -149,8 +149,7 @@ def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
 @contextmanager
 def placing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[Path]:
     """A name beside `path` under which the block writes a file; that file then takes the place of `path`."""
-    if path.is_dir() and not path.is_symlink():
-        raise UsageError(f"{path} is a folder, and a file of this name is to be written: move it away, or delete it")
+    refuse_folder(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with reported(path, remedy):
         try:
@@ -161,6 +160,12 @@ def placing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[Path]:
         finally:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
+
+
+def refuse_folder(path: Path) -> None:
+    """Refuse a folder that has the name of a file which is to be written; also before the work, if that takes long."""
+    if path.is_dir() and not path.is_symlink():
+        raise UsageError(f"{path} is a folder, and a file of this name is to be written: move it away, or delete it")
 
 
 def sync(path: Path) -> None:

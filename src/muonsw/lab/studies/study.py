@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.storage import plain, write_atomically, write_json
+from muonsw.lab.base.storage import plain, refuse_folder, write_atomically, write_json
 from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Evidence, Verdict, count_verdicts, failed_first
 from muonsw.lab.claims.table import Claims, any_failed
@@ -86,6 +86,7 @@ class Study(ABC, Generic[Found]):
 
 def conduct(study: Study[Found], workshop: Workshop, folder: Path, *, images: bool = True) -> Conclusion:
     """Run a study to its end, judge it, and write what it found into a folder that exists."""
+    refuse_folder(numbers := folder / study.numbers)
     start = time.perf_counter()
     found = study.run(workshop)
     claims, seconds = study.judge(found), time.perf_counter() - start
@@ -93,7 +94,7 @@ def conduct(study: Study[Found], workshop: Workshop, folder: Path, *, images: bo
         sentence=study.sentence(found, claims),
         claims=claims,
         tables=study.tables(found),
-        paths=[write_json(folder / study.numbers, study.record(found, claims, seconds))],
+        paths=[write_json(numbers, study.record(found, claims, seconds))],
         seconds=seconds,
     )
     return replace(conclusion, paths=[*conclusion.paths, *study.draw(found, conclusion, folder, images=images)])

@@ -18,7 +18,7 @@ from muonsw import machine
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
 from muonsw.lab.base.settings import differences, flatten
-from muonsw.lab.base.storage import locked, read_object, require_writable, write_json
+from muonsw.lab.base.storage import locked, read_object, refuse_folder, require_writable, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 
@@ -67,6 +67,7 @@ def require_free(folder: Path, config: RunConfig) -> None:
 def _held(folder: Path, config: RunConfig) -> Iterator[None]:
     with locked(folder, f"another process is training in {folder}: wait for it, or choose another folder"):
         require_writable(folder / CHECKPOINTS)
+        refuse_folder(folder / RESULT)
         begun = (folder / CHECKPOINTS).exists() or (folder / METRICS).exists()
         if os.path.lexists(folder / CONFIG) and begun:
             refuse_other_settings(folder, config)
