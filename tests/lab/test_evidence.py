@@ -251,6 +251,15 @@ def test_a_dry_run_and_a_wrong_name_write_nothing(words, code, shown, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["evidence"]
 
 
+@pytest.mark.usefixtures("tiny")
+def test_outside_of_a_clone_evidence_is_refused_before_anything_is_trained(tmp_path, monkeypatch, capsys):
+    data = str(Path(tokens()).absolute())
+    monkeypatch.chdir(tmp_path)
+    assert command_line(["reproduce", "evidence/steady-state", "--data", data, "--device", "cpu"]) == 2
+    assert "go to a clone of the repository" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_long_runs_from_training_to_the_page(tmp_path):

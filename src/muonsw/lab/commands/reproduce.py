@@ -112,14 +112,14 @@ class Reproduce:
                 self._price(console, evidence.part(name))
             say(console, f"{evidence.PAGE} would be written; without --data nothing is trained")
             return 0
+        if not (evidence.FOLDER / evidence.TEMPLATE).exists():
+            raise UsageError(f"there is no {evidence.FOLDER / evidence.TEMPLATE} here: go to a clone of the repository")
         if self.data is not None:
             places = BySettings(Path("out/runs-mini"), self.data, self.cluster.device_type(self.device))
             for name in names:
                 shop = self._workshop(console, places, len(evidence.part(name).runs()))
                 made = evidence.gather(name, shop, evidence.file_of(name, records), self.seeds)
                 say(console, f"{name}: {made} runs exported to {evidence.file_of(name, records)}")
-        if not (evidence.FOLDER / evidence.TEMPLATE).exists():
-            raise UsageError(f"there is no {evidence.FOLDER / evidence.TEMPLATE} here: go to a clone of the repository")
         evidence.write_page()
         say(console, f"wrote {evidence.PAGE}, its pictures and {evidence.MEASURED}")
         return 0
