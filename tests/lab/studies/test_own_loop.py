@@ -107,3 +107,9 @@ def test_something_else_than_losses_is_refused_by_name(wrong, tmp_path):
 def test_one_arm_is_no_comparison(tmp_path):
     with pytest.raises(UsageError, match="two arms and a seed, not 1 and 3"):
         compare_arms(lambda _arm, _seed: [1.0], ["a"], folder=tmp_path)
+
+
+def test_numbers_that_cannot_be_written_are_named_before_the_first_run(tmp_path):
+    (tmp_path / "outcome.json").mkdir()
+    with pytest.raises(UsageError, match=r"outcome\.json is a folder"):
+        compare_arms(lambda arm, seed: pytest.fail(f"{arm} was run with seed {seed}"), "ab", folder=tmp_path)

@@ -12,7 +12,7 @@ import numpy as np
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.storage import prepare_folder, write_json
+from muonsw.lab.base.storage import prepare_folder, refuse_folder, write_json
 from muonsw.lab.base.tables import plain_text
 from muonsw.lab.report.report import check_target, write_report
 from muonsw.lab.runs import Columns, Run, load_run
@@ -79,8 +79,9 @@ def compare_arms(
     chosen = list(range(seeds) if isinstance(seeds, int) else seeds)
     if len(given) < 2 or not chosen:
         raise UsageError(f"a comparison needs two arms and a seed, not {len(given)} and {len(chosen)}")
-    page = Path(folder) / PAGE
+    page, numbers = Path(folder) / PAGE, Path(folder) / "outcome.json"
     check_target(page, images=False)
+    refuse_folder(numbers)
     runs: dict[str, list[Run]] = {name: [] for name in given}
     for seed in chosen:
         for name, arm in given.items():
@@ -88,7 +89,7 @@ def compare_arms(
     outcome = compare(runs)
     said = verdict(outcome)
     prepare_folder(Path(folder))
-    write_json(Path(folder) / "outcome.json", {"verdict": said, **outcome.as_data()})
+    write_json(numbers, {"verdict": said, **outcome.as_data()})
     tables = [arms_table(outcome), pairs_table(outcome.pairs)]
     everyone = [run for those in runs.values() for run in those]
     write_report(page, title, everyone, verdict=said, tables=tables, images=False)
