@@ -108,8 +108,8 @@ def test_chunks_of_any_size_give_the_same(algorithm):
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
-        ((5,), {}, r"Muon needs matrices, but layer\.w has shape \(5,\)"),
-        ((), {}, r"Muon needs matrices"),
+        ((5,), {}, r"algorithm='muon' needs matrices, but layer\.w has shape \(5,\)"),
+        ((), {}, r"algorithm='muon' needs matrices"),
         ((2, 3, 4), {}, r"layer\.w has shape \(2, 3, 4\).*matrix='stack'"),
         ((8, 3, 3, 3), {}, r"matrix='flatten'.*MuonSW\.for_model"),
         ((6, 4), {"split_sizes": (2, 3)}, r"add up to 5, but layer\.w of shape \(6, 4\) has 6 along axis 0"),

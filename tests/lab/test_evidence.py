@@ -329,6 +329,11 @@ def test_a_straight_line_begins_where_warmup_ends():
     assert [flat[step] for step in (warmup, len(flat) // 2)] == [1.0, 1.0]
 
 
+def test_panels_are_called_as_in_the_tables(found):
+    results = found.results["schedules"]
+    assert [one.title for one in schedules.schedule_charts(results, evidence.MINI)] == [str(key) for key in results]
+
+
 def test_claims_of_schedules_tell_where_the_rule_matters(monkeypatch):
     """Scaled decay gains under a line to zero and nothing under WSD; or the other way round."""
     keys = (schedules.COSINE, schedules.LINEAR, schedules.WSD)

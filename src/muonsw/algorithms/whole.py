@@ -121,7 +121,7 @@ def validate_matrices(group: Group, name: str, param: Tensor) -> None:
     shape = tuple(param.shape)
     if param.dim() < 2:
         raise ValueError(
-            f"{group['algorithm'].capitalize()} needs matrices, but {name} has shape {shape}; give it a group with "
+            f"algorithm={group['algorithm']!r} needs matrices, but {name} has shape {shape}; give it a group with "
             f"algorithm='adamw', or let MuonSW.for_model route the whole model"
         )
     if param.dim() > 2 and group["matrix"] is None:

@@ -174,7 +174,7 @@ def _rates(found: Mapping[str, Sweeps]) -> list[float]:
 def _excess_chart(rule: str, widths: Mapping[Key, Losses], rates: Sequence[float]) -> Chart:
     curves = [Curve(str(key), f"width {key.width}", list(losses), excess(losses)) for key, losses in widths.items()]
     x, y = Axis("learning rate", log=2, ticks=rates), Axis("above the lowest", "nats")
-    return Chart(f"rate-drift-{rule}", rule.capitalize(), curves, x=x, y=y, points=True)
+    return Chart(f"rate-drift-{rule}", rule, curves, x=x, y=y, points=True)
 
 
 def moved(sweeps: Sweeps) -> str:

@@ -400,7 +400,7 @@ def basins(name: str, results: Results, rules: Sequence[str] = RULES) -> list[Ch
     charts = []
     for key, arms in results.items():
         means = {rule: mean_losses(losses_of(arms, rule)) for rule in rules}
-        charts.append(basins_chart(f"{name}-{key.slug}", str(key).capitalize(), means, Axis("lambda", log=2)))
+        charts.append(basins_chart(f"{name}-{key.slug}", str(key), means, Axis("lambda", log=2)))
     return charts
 
 
