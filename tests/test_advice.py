@@ -320,10 +320,17 @@ def test_what_a_lambda_costs_follows_the_width_and_the_batch_as_the_lambda_to_tr
     assert not any("shorter than what was measured" in limit for limit in found.limits)
 
 
+def test_a_norm_of_any_size_is_shown_in_a_few_digits():
+    shown = str(advise(100, 0.02, 0.1, initial_rms=1e100))
+    assert "8.97e+99" in shown
+    assert max(map(len, shown.split())) < 40
+
+
 def test_bad_numbers_are_named():
     for changes, words in [
         ({"steps": 0}, "steps=0: must be a whole number"),
         ({"peak_lr": 0.0}, "peak_lr=0.0: must be a positive number"),
+        ({"initial_rms": 1e300}, r"initial_rms=1e\+300: must be a positive number of at most 1e\+100"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0: must be a number of at least 0"),
         ({"schedule": "linear"}, "schedule='linear' must be one of cosine, wsd, constant"),
         ({"algorithm": "sgd"}, "algorithm='sgd': must be one of muon, adamw"),

@@ -36,6 +36,8 @@ MOMENTUM = {"muon": 0.95, "adamw": 0.9}
 REMEMBERED = 33 / 39
 # What a step may take of a weight with a lambda to try; one, but for the two digits in which it is shown.
 MOST_IN_A_STEP = 0.95
+# Of rates and norms: squares of larger ones, summed over a run, would overflow.
+LARGEST = 1e100
 # Samples of the norm that the theory of its target looks at.
 SAMPLES = 200
 # The total decay of the paper's runs under the constant rule: lambda 0.1 over 35,000 to 376,000 updates.
@@ -444,9 +446,8 @@ def _where(rule: str, course: _Course) -> str:
 
 def _norm_sentence(one: RuleAdvice) -> str:
     fall = 1 - one.end_norm / one.highest_norm
-    way = (
-        f"falls by {fall:.0%} from its highest to {one.end_norm:.3f}" if fall > 0.02 else f"ends at {one.end_norm:.3f}"
-    )
+    end = _rms(one.end_norm)
+    way = f"falls by {fall:.0%} from its highest to {end}" if fall > 0.02 else f"ends at {end}"
     why = "decay and updates come to balance" if one.follows else "the run ends before decay and updates balance"
     return f"{one.rule}: the RMS of the weights {way}; {why}."
 
@@ -555,8 +556,8 @@ def _check(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: must be a whole number of at least 1")
     for name, value in (("peak_lr", peak_lr), ("initial_rms", initial), ("base_peak_lr", base or peak_lr)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value!r}: must be a positive number")
+        if not 0 < value <= LARGEST:
+            raise ValueError(f"{name}={value!r}: must be a positive number of at most {LARGEST:g}")
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name}={size!r}: must be at least 1")
@@ -585,7 +586,7 @@ def _two_digits(number: float) -> str:
 
 
 def _rms(norm: float) -> str:
-    return f"{norm:.3f}" if norm < 1000 else f"{norm:.0f}"
+    return f"{norm:.3f}" if norm < 1000 else f"{norm:.0f}" if norm < 1e6 else f"{norm:.3g}"
 
 
 def _wrapped(text: str, bullet: str) -> str:
