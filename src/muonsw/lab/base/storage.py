@@ -12,6 +12,7 @@ import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
@@ -28,6 +29,8 @@ JSON_BYTES = 1 << 28
 JSON_DIGITS, JSON_DEPTH = 40, 64
 LOCK = ".lock"
 MAKE_ROOM = "make room on the disk, or choose another folder"
+# No file takes so long to write.
+ABANDONED_SECONDS = 3600
 # The names of files that are being written: see `placing`.
 _LEFTOVER = re.compile(r"\..+\.(json|jsonl|safetensors|tokens|bpe|html|png|svg)\.\d+")
 # What a disk says when it, and not the name of the folder, is the trouble.
@@ -106,21 +109,16 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Delete what killed processes left of one file, in a folder without a lock where living ones may be writing it."""
+    """Delete what killed processes left of one file, in a folder without a lock where living ones may be writing it.
+
+    By its age: the process that a number is of may run on another machine.
+    """
     for left in path.parent.iterdir():
         name, _, number = left.name.rpartition(".")
-        if name == f".{path.name}" and number.isdecimal() and not _is_running(int(number)):
-            left.unlink(missing_ok=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
+        if name == f".{path.name}" and number.isdecimal():
+            with suppress(FileNotFoundError):  # its process has just ended
+                if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+                    left.unlink()
 
 
 def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
