@@ -22,7 +22,7 @@ import numpy.typing as npt
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import from_data
 from muonsw.lab.base.storage import read_object, replacing, write_json
-from muonsw.lab.data.tokenizers import Tokenizer, restore
+from muonsw.lab.data.tokenizers import FILES, Tokenizer, restore
 
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 Split: TypeAlias = Literal["train", "validation"]
@@ -253,6 +253,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ids = f"{tokenizer.identity[:12]}..., not {record.tokenizer[:12]}..."
         raise UsageError(f"the tokenizer in {folder} is not the one that made its tokens ({ids}): prepare them again")
     return tokenizer
+
+
+def lost_tokenizer(folder: Path) -> Path | None:
+    """A file of the tokenizer that is on record and not there; None where all are."""
+    described = read_record(folder).tokenizer_description or {}
+    names = FILES.get(str(described.get("kind")), ()) if described.get("files") else ()
+    return next((folder / name for name in names if not (folder / name).is_file()), None)
 
 
 def fingerprint(record: DataRecord) -> str:

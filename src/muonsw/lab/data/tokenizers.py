@@ -30,6 +30,7 @@ BYTES = 256
 VOCAB_MULTIPLE = 64
 BPE_FILE = "tokenizer.json"
 GPT2_FILES = ("vocab.bpe", "encoder.json")
+FILES = {"bpe": (BPE_FILE,), "gpt2": GPT2_FILES}
 
 
 def padded_vocab(vocab_size: int) -> int:
