@@ -257,6 +257,10 @@ def test_the_decoder_has_the_settings_and_the_names_that_it_had():
         RunConfig(preset_run("demo", "x").model, task=TaskConfig("x.py"))
 
 
+def with_state(buffer):
+    return f"def model(seed):\n    m = nn.Linear(4, 3)\n    m.register_buffer('more', {buffer})\n    return m\n"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -266,6 +270,10 @@ def test_the_decoder_has_the_settings_and_the_names_that_it_had():
         ({"model": "def model(seed):\n    return 3\n"}, "model(seed) returned int 3; expected an nn.Module"),
         ({"model": "def model(seed):\n    return nn.ReLU()\n"}, "returned a ReLU without a parameter to train"),
         ({"model": "def model(seed):\n    return 1 / 0\n"}, "raised ZeroDivisionError: division by zero (line 6)"),
+        ({"model": with_state("torch.eye(4).to_sparse()")}, "more of its state_dict is 4x4 float32; expected a dense"),
+        ({"model": with_state("torch.ones(2, dtype=torch.complex128)")}, "more of its state_dict is 2 complex128; "),
+        ({"model": "class M(nn.Linear):\n    get_extra_state = dict\ndef model(seed):\n    return M(4, 3)\n"},
+         "_extra_state of its state_dict is dict {}; expected"),
         ({"batches": "def batches(split, seed):\n    return 3\n"}, "batches('train', 0) returned int 3; expected a "),
         ({"batches": "def batches(split, seed):\n    return []\n"}, "returned list [], without a batch"),
         ({"batches": "def batches(split, seed):\n    return torch.utils.data.TensorDataset(torch.ones(3, 4))\n"},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from muonsw.lab.base.errors import UsageError
@@ -91,6 +92,13 @@ def _model(functions: Functions, seed: int) -> nn.Module:
         if parameter.device.type != "cpu" or not parameter.is_floating_point():
             found = f"{name} is {str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
             raise UsageError(f"{functions.name}: model(seed): {found}; expected floating point on the CPU")
+    for name, value in model.state_dict().items():
+        try:
+            save({name: value.new_empty(0)})  # as checkpoints will
+        except Exception as error:
+            found = f"{name} of its state_dict is {describe(value) or shown(value)}"
+            wanted = "expected a dense tensor that safetensors can save; persistent=False leaves a buffer out"
+            raise UsageError(f"{functions.name}: model(seed): {found}; {wanted}") from error
     return model
 
 
