@@ -1,6 +1,7 @@
 """Random files for every reader: it returns a value or raises a UsageError, and takes no more memory than is stated."""
 
 import json
+import re
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
@@ -227,6 +228,15 @@ def test_metrics_and_telemetry_are_values_or_a_usage_error():
 
     any_value()
     any_bytes()
+
+
+@pytest.mark.parametrize("key", ["decay", "lr", "update_rms", "alignment_update"])
+def test_telemetry_near_the_largest_float_is_diagnosed_without_a_warning(key):
+    path = folders().copy("whole") / "metrics.jsonl"
+    text, count = re.subn(rf'"{key}": ?[^,}}]+', f'"{key}": 1e308', path.read_text(encoding="utf-8"))
+    assert count
+    path.write_text(text, encoding="utf-8")
+    read_run(path.parent)
 
 
 def test_shards_are_tokens_or_a_usage_error():

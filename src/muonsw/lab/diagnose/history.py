@@ -17,6 +17,8 @@ from muonsw.lab.theory.sampled import window_in_steps, windowed_line
 Array = NDArray[np.float64]
 # The paper fits the alignment over the last 50,000 of 376,000 steps.
 LATE = 0.133
+# Beyond are damaged records, and float64 weights that diverged: squares and sums of such values would overflow.
+LARGEST = 1e100
 # Rules whose decay factor falls with the learning rate, and with its square.
 LINEAR, QUADRATIC = ("constant", "independent"), ("scaled", "squared")
 
@@ -39,8 +41,9 @@ class History:
         return self.run.telemetry.scope(self.scope).step
 
     def column(self, key: str) -> Array:
-        """One number for each sampled update, not a number where it is missing."""
-        return self.run.telemetry.scope(self.scope).get(key, np.full(len(self.steps), np.nan))
+        """One number for each sampled update, not a number where it is missing or has no square."""
+        found = self.run.telemetry.scope(self.scope).get(key, np.full(len(self.steps), np.nan))
+        return np.where(np.abs(found) < LARGEST, found, np.nan)
 
     def points(self, key: str) -> Points:
         """Steps and values of a column where it is known."""
