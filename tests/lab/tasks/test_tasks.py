@@ -71,6 +71,13 @@ def loss(model, batch):
     share = np.random.beta(1.0, 1.0) + random.random()
     return nn.functional.cross_entropy(model(share * batch[0]), batch[1])
 """
+SHARED = """
+def model(seed):
+    made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    made[1].weight.data = made[0].weight.data
+    made.register_buffer("rows", made[0].weight.data[:2])
+    return made
+"""
 UNSEEDED = (
     "def batches(split, seed):\n    return lambda i: torch.from_numpy(np.random.default_rng().normal(size=(4, 4)))\n"
 )
@@ -99,9 +106,10 @@ def stop_at(step):
 
 @pytest.mark.parametrize(
     "parts",
-    [{}, {"batches": LIST}, {"batches": GENERATOR}, {"batches": LOADER}, {"batches": STREAM}, {"loss": MIXED}],
-    ids=["function", "list", "generator", "loader", "stream", "drawing-loss"],
-)
+    [{}, {"batches": LIST}, {"batches": GENERATOR}, {"batches": LOADER}, {"batches": STREAM}, {"loss": MIXED},
+     {"model": SHARED}],
+    ids=["function", "list", "generator", "loader", "stream", "drawing-loss", "shared-memory"],
+)  # fmt: skip
 def test_a_run_that_was_stopped_goes_on_with_equal_bits(parts, tmp_path):
     path = task_file(tmp_path, **parts)
     config = task_run(path)

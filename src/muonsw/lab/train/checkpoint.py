@@ -308,9 +308,14 @@ def sha256(path: Path) -> str:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a file of tensors; what the library says when the disk is full becomes an `OSError`."""
     path.touch()
-    mode = path.stat().st_mode
+    mode, saved, places = path.stat().st_mode, {}, set()
+    for key, tensor in tensors.items():
+        one = tensor.detach().cpu().contiguous()
+        place = one.untyped_storage().data_ptr()
+        saved[key] = one.clone() if place in places else one  # the library refuses tensors that overlap
+        places.add(place)
     try:
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path, metadata)
+        save_file(saved, path, metadata)
         path.chmod(mode)  # safetensors lets the owner alone read its files
     except SafetensorError as error:
         raise OSError(str(error)) from error
