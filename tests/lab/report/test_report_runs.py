@@ -26,6 +26,7 @@ from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import DARK, LIGHT, arm_styles
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.curves import extremes, median_curve, running_mean
+from muonsw.lab.studies.own_loop import own_run
 from tests.faults.killing import killed_at_size
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.test_report import contrast, parse
@@ -327,6 +328,15 @@ def test_what_a_killed_report_left_is_gone_after_one_that_comes_later(runs, tmp_
     os.utime(left, (hours_ago, hours_ago))
     write_report(path, "A report", runs, images=False)
     assert set(tmp_path.iterdir()) == {path}
+
+
+def test_a_metric_of_any_name_has_a_picture_of_its_own(tmp_path):
+    metrics = ("val/acc", "val-acc", "../up", "a" * 300, "")
+    run = own_run({step: dict.fromkeys(("loss", *metrics), 1.0 / step) for step in (1, 2, 3)}, "a", 0)
+    written = write_report(tmp_path / "report.html", "A report", [run])
+    pictures = {path for path in written if path.name.startswith("metric-") and path.suffix == ".png"}
+    assert len(pictures) == len(metrics)
+    assert pictures == set((tmp_path / "report").glob("metric-*.png"))
 
 
 def test_what_a_report_wrote_may_be_written_again(written):

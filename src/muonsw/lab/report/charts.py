@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from muonsw.lab.report.page import anchor
 from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry
 from muonsw.lab.runs import Points, Run, name_arms, unique_names
 from muonsw.lab.runs.curves import extremes, median_curve, running_mean
@@ -16,6 +17,7 @@ from muonsw.lab.runs.curves import extremes, median_curve, running_mean
 TOTAL_POINTS, MOST, LEAST = 240_000, 1500, 100
 PREDICTED_RUNS = 8  # runs whose recursion is replayed step by step
 SMOOTHED = 0.02  # share of the records that one point of a smoothed curve averages
+LONGEST_NAME = 100  # characters of a metric in the name of its picture
 BEGINNING = 0.1  # share of the updates whose losses may leave the chart at the top
 
 
@@ -84,7 +86,11 @@ class Charts:
         note = (
             "On what is held out, after so many updates. Thick: the median over the runs of an arm, where it has some."
         )
-        return [Panel(f"metric-{name}", name, partial(_metric, name=name), Axis(name), note) for name in names]
+        files = unique_names(f"metric-{anchor(name)[:LONGEST_NAME]}" for name in names)  # such as val/accuracy
+        return [
+            Panel(file, name, partial(_metric, name=name), Axis(name), note)
+            for file, name in zip(files, names, strict=True)
+        ]
 
     def chart(self, panel: Panel) -> Chart:
         """One panel of all runs; the predicted norm, which takes long, of a few."""
