@@ -113,3 +113,9 @@ def test_numbers_that_cannot_be_written_are_named_before_the_first_run(tmp_path)
     (tmp_path / "outcome.json").mkdir()
     with pytest.raises(UsageError, match=r"outcome\.json is a folder"):
         compare_arms(lambda arm, seed: pytest.fail(f"{arm} was run with seed {seed}"), "ab", folder=tmp_path)
+
+
+@pytest.mark.parametrize("seeds", [["x", "y"], [0.2, 0.7], 2.0])
+def test_seeds_that_are_no_whole_numbers_are_refused_before_the_first_run(seeds, tmp_path):
+    with pytest.raises(UsageError, match="seeds are whole numbers"):
+        compare_arms(lambda arm, seed: pytest.fail(f"{arm} was run with seed {seed}"), "ab", seeds, folder=tmp_path)

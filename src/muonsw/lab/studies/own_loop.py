@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,10 @@ def compare_arms(
         ("'fast' ended lower than 'slow'", 'report.html')
     """
     given = dict(arms) if isinstance(arms, Mapping) else {name: name for name in arms}
-    chosen = list(range(seeds) if isinstance(seeds, int) else seeds)
+    try:
+        chosen = [index(seed) for seed in (range(seeds) if isinstance(seeds, int) else seeds)]
+    except TypeError as error:
+        raise UsageError(f"seeds are whole numbers, or how many of them ({error})") from error
     if len(given) < 2 or not chosen:
         raise UsageError(f"a comparison needs two arms and a seed, not {len(given)} and {len(chosen)}")
     page, numbers = Path(folder) / PAGE, Path(folder) / "outcome.json"
