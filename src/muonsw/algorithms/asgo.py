@@ -28,11 +28,8 @@ COEFFICIENTS = COEFFICIENT_SETS["polar_express"]._replace(divisor=1.0).schedule(
 def asgo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions of RMS 0.2 for gradients (count, m, n), and the state after them.
 
-    Args:
-        group: the options.
-        G: the gradients.
-        state: `exp_avg` (count, m, n), and `factor`, d x d and packed (`triangles.py`), of the rows where they are
-            fewer, else of the columns.
+    `state` is `exp_avg` (count, m, n), and `factor`, d x d and packed (`triangles.py`), of the rows where they are
+    fewer, else of the columns.
     """
     beta1, beta2 = group["betas"]
     wide = G.shape[-2] < G.shape[-1]

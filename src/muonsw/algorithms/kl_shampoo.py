@@ -44,11 +44,8 @@ _FLOAT16_TOP = 2.0**14
 def kl_shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions for gradients (count, m, n), and the state after them.
 
-    Args:
-        group: the options.
-        G: the gradients.
-        state: `exp_avg` (count, m, n); `factors_left` (count, m, m + 1) and `factors_right` (count, n, n + 1), factors
-            packed with their roots.
+    `state` is `exp_avg` (count, m, n); `factors_left` (count, m, m + 1) and `factors_right` (count, n, n + 1), factors
+    packed with their roots.
     """
     (beta1, beta2), eps, (_, m, n) = group["betas"], group["eps"], G.shape
     dtype = _root_dtype(group["ns_dtype"], G)

@@ -67,12 +67,9 @@ class Grid(NamedTuple):
 def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions for gradients (count, m, n), and the state after them.
 
-    Args:
-        group: the options.
-        G: the gradients.
-        state: `exp_avg` (count, m, n), and `exp_avg_sq` alike where Adam is grafted; `factors_left` and
-            `factors_right` (count, blocks * d, d + 1), factors packed with their roots; `moves` (count, 1, 1), the
-            steps so far. Roots of zeros have not begun: the graft itself is the direction.
+    `state` is `exp_avg` (count, m, n), and `exp_avg_sq` alike where Adam is grafted; `factors_left` and
+    `factors_right` (count, blocks * d, d + 1), factors packed with their roots; `moves` (count, 1, 1), the steps so
+    far. Roots of zeros have not begun: the graft itself is the direction.
     """
     _, m, n = G.shape
     grid = Grid.of(m, n, group["block_size"])

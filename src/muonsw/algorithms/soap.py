@@ -23,13 +23,9 @@ from muonsw.work import Group
 def soap(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions for gradients (count, m, n), and the state after them.
 
-    Args:
-        group: the options.
-        G: the gradients.
-        state: `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `basis_left` (count, m, m) and `basis_right`
-            (count, n, n), but (count, 1, 1) for a side that is not rotated; `factor_left` and `factor_right`, packed
-            (`triangles.py`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not
-            begun.
+    `state` is `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `basis_left` (count, m, m) and `basis_right`
+    (count, n, n), but (count, 1, 1) for a side that is not rotated; `factor_left` and `factor_right`, packed
+    (`triangles.py`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not begun.
     """
     (beta1, beta2), t = group["betas"], state["moves"]
     bases = _begun(state["basis_left"], t), _begun(state["basis_right"], t)

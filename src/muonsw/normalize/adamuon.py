@@ -15,19 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.slots import ELEMENTWISE, Options, SlotMember, Specs, State
+from muonsw.slots import ELEMENTWISE, Options, SlotMember, State
 
 KEY = "exp_avg_sq_direction"
 
 
 def adamuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
-    """Divide by the root of the average square, and set the norm to that of an orthogonal matrix.
-
-    Args:
-        options: `beta2` and `eps`.
-        U: directions (count, m, n).
-        state: the average, in the shape of U.
-    """
+    """Divide directions (count, m, n) by the root of the average square; their norm is that of an orthogonal matrix."""
     eps = options["eps"]
     wide = U.to(state[KEY].dtype)
     average = torch.lerp(state[KEY], wide.square(), 1 - options["beta2"])
@@ -36,8 +30,4 @@ def adamuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
     return divided * (min(U.shape[-2:]) ** 0.5 / (norm + eps)), {KEY: average}
 
 
-def _state(options: Options) -> Specs:  # noqa: ARG001
-    return {KEY: ELEMENTWISE}
-
-
-ADAMUON = SlotMember(adamuon, {"beta2": 0.95, "eps": 1e-8}, _state)
+ADAMUON = SlotMember(adamuon, {"beta2": 0.95, "eps": 1e-8}, lambda _: {KEY: ELEMENTWISE})

@@ -23,13 +23,10 @@ ROWS, LONGER = "rows", "longer"
 
 
 def normuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
-    """Divide slices along an axis by the root of their average square; the Frobenius norm stays.
+    """Divide slices of directions (count, m, n) by the root of their average square; the Frobenius norm stays.
 
-    Args:
-        options: `beta2`, `eps`, `snap`, and `axis`: "rows" (an average for each output), or "longer" (for each place
-            along the longer axis: each row of a tall matrix, each column of a wide one).
-        U: directions (count, m, n).
-        state: the average of mean squares, (count, m, 1) or (count, 1, n).
+    The option `axis` is "rows" (an average for each output), or "longer" (for each place along the longer axis: each
+    row of a tall matrix, each column of a wide one). The state is (count, m, 1) or (count, 1, n).
     """
     eps, key = options["eps"], _key(options)
     along = -2 if state[key].shape[-1] != 1 else -1
@@ -56,7 +53,7 @@ def _key(options: Options) -> str:
 
 def _state(options: Options) -> Specs:
     if options["axis"] == ROWS:
-        return {_key(options): MatrixState(lambda m, n: (m, 1))}  # noqa: ARG005
+        return {_key(options): MatrixState(lambda m, _: (m, 1))}
     return {_key(options): MatrixState(lambda m, n: (m, 1) if m >= n else (1, n))}
 
 

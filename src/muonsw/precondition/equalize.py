@@ -15,13 +15,7 @@ from muonsw.slots import Options, SlotMember, State
 
 
 def equalize(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
-    """Matrices of Frobenius norm one whose rows have equal norms; rows of zeros stay.
-
-    Args:
-        options: none.
-        X: momentum (count, m, n).
-        state: none.
-    """
+    """Momentum (count, m, n) as matrices of Frobenius norm one whose rows have equal norms; rows of zeros stay."""
     X = normalize(X)
     norms = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
     return X / torch.where(norms > 0, norms * X.shape[-2] ** 0.5, 1.0), {}

@@ -14,26 +14,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.slots import ELEMENTWISE, Options, SlotMember, Specs, State
+from muonsw.slots import ELEMENTWISE, Options, SlotMember, State
 
 KEY = "exp_avg_sq"
 
 
 def muon2(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
-    """Divide by the root of the average squared gradient.
-
-    Args:
-        options: `beta2` and `eps`.
-        X: momentum, in any shape.
-        state: the average and the gradient.
-    """
+    """Divide momentum, in any shape, by the root of the average squared gradient."""
     squares = state["grad"].to(state[KEY].dtype).square()
     average = torch.lerp(state[KEY], squares, 1 - options["beta2"])
     return X / average.sqrt().add_(options["eps"]), {KEY: average}
 
 
-def _state(options: Options) -> Specs:  # noqa: ARG001
-    return {KEY: ELEMENTWISE}
-
-
-MUON2 = SlotMember(muon2, {"beta2": 0.95, "eps": 1e-10}, _state, elementwise=True, uses_gradient=True)
+MUON2 = SlotMember(
+    muon2, {"beta2": 0.95, "eps": 1e-10}, lambda _: {KEY: ELEMENTWISE}, elementwise=True, uses_gradient=True
+)
