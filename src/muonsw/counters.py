@@ -103,8 +103,8 @@ class Counters:
         return self.skipped_on_host + int(self._skipped_on_device) + counted
 
     def flags(self, device: torch.device) -> Flags | None:
-        """Zeros for the finite check of eager steps on an accelerator; None where there can be none."""
-        if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        """Zeros for the finite check of eager steps on a GPU; None where there can be none."""
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
             return None  # a graph would write to the same one at each replay
         if self._flags is None:
             self._flags = Flags(device)

@@ -113,7 +113,7 @@ def all_finite(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack(flags).all() if len(flags) > 1 else flags[0]
 
 
-def finite_flag(work: Sequence[Batch], flags: Flags | None = None, captured: bool = False) -> Flag | bool:
+def finite_flag(work: Sequence[Batch], flags: Flags | None, captured: bool) -> Flag | bool:
     """Whether this step may be taken: a bool where the host can know at no cost, else a flag on the device.
 
     It is one of `flags` if they are given and lie on the only device. A step that is to be captured finds its gradients
@@ -163,7 +163,7 @@ def _product_of_halves(grad: Tensor) -> Tensor:
     return torch.dot(flat[:half], flat[-half:])
 
 
-def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool = False) -> Tensor:
+def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool) -> Tensor:
     """A zero on the device of these gradients, set to one if an entry is not finite."""
     if bad.device.type == "cuda" and not torch.compiler.is_compiling():
         if not captured and elements(grads) < kernels.TORCH_BELOW and all_contiguous(grads):

@@ -29,7 +29,7 @@ Groups with `weight_decay=0` are left alone: norms of embeddings, gains and bias
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,10 +45,7 @@ from muonsw.matrices import FLATTEN, STACK, Part, Region, box, views
 from muonsw.precision import LOW_PRECISION
 from muonsw.registry import Registry
 from muonsw.slots import wide_dtype
-from muonsw.work import Group, Item, MissingState
-
-if TYPE_CHECKING:
-    from muonsw.work import Batch
+from muonsw.work import Batch, Group, Item, MissingState
 
 FREE = "free"
 
@@ -218,11 +215,7 @@ def _wide(group: Group, part: Part, weight: Tensor) -> Tensor:
 def prepared(group: Group, update: Update | FusedUpdate, rates: Rates, sums: list[Tensor] | None = None) -> Update:
     """An update with the norms of its weights, and with the lengths that the rule gives its directions.
 
-    Args:
-        group: the group.
-        update: directions and their parts.
-        rates: learning rate and decay of the step.
-        sums: what `measured` found, added up over all shards; None where the parts hold whole weights.
+    `sums` is what `measured` found, added up over all shards; None where the parts hold whole weights.
     """
     assert isinstance(update, Update), "an algorithm must leave its directions to the norm rule: see Budget.plain"
     rule = rates.norm

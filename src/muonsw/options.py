@@ -219,7 +219,8 @@ def completed(group: Group, defaults: Group) -> Group:
     if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has options of all kinds
         _refuse_in_group(group, filled)
     refuse_running_max(filled)
-    _refuse_for_loop(filled)
+    if filled.get("foreach") is False and not filled["fused"]:  # torch's third implementation: a loop over tensors
+        raise ValueError("foreach=False: equal shapes are always one batch; leave it out, or say fused=True or False")
     if filled["offload"] and filled["capturable"]:
         raise ValueError("offload=True copies state from the host, which no graph can; leave out capturable")
     if filled["constructor_lr"] is None:
@@ -340,12 +341,6 @@ def refuse_running_max(group: Group) -> None:
     """Refuse to follow the highest learning rate where the host does not know it."""
     if group["peak_lr"] == RUNNING_MAX and (group["capturable"] or isinstance(group["lr"], Tensor)):
         raise ValueError("peak_lr='running_max' needs a learning rate that the host knows, not a tensor")
-
-
-def _refuse_for_loop(group: Group) -> None:
-    """Refuse torch's third implementation: `foreach=False` without `fused=True` asks for a loop over tensors."""
-    if group.get("foreach") is False and not group["fused"]:
-        raise ValueError("foreach=False: equal shapes are always one batch; leave it out, or say fused=True or False")
 
 
 def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:

@@ -66,13 +66,13 @@ class HeadRows(NamedTuple):
                 f"{heads} heads of {size} rows from row {self.start} on, {stride} apart, do not fit axis {self.dim} of "
                 f"a parameter of shape {tuple(self.param.shape)}; say size, start and stride in HeadRows"
             )
-        if is_dtensor(self.param) and _order(self.param) is None:
-            raise ValueError(
-                f"QK-clip needs contiguous shards, but a parameter has placements {as_dtensor(self.param).placements}"
-            )
+        if is_dtensor(self.param):
+            mesh, placements = as_dtensor(self.param).device_mesh, as_dtensor(self.param).placements
+            if cutting_order(placements, mesh.shape) is None:
+                raise ValueError(f"QK-clip needs contiguous shards, but a parameter has placements {placements}")
         return self._replace(size=size, stride=stride)
 
-    def scale_(self, factors: Tensor, state: State | None = None) -> None:
+    def scale_(self, factors: Tensor, state: State | None) -> None:
         """Multiply the rows of each head by its factor; of a sharded parameter, those that this rank holds.
 
         Under Schedule-Free the weights that are evaluated follow from the parameter and from z, so z is scaled too.
@@ -89,10 +89,6 @@ class HeadRows(NamedTuple):
         z = None if state is None else state.get(self.param, {}).get("z")
         for held in (shard,) if z is None else (shard, local(z)):
             held.copy_(held * mine.view(shape))
-
-
-def _order(param: Tensor) -> list[int] | None:
-    return cutting_order(as_dtensor(param).placements, as_dtensor(param).device_mesh.shape)
 
 
 Rows = Tensor | HeadRows | Sequence[Tensor | HeadRows]

@@ -41,6 +41,7 @@ from muonsw.norms import FREE
 from muonsw.options import algorithm_defaults
 from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
 from muonsw.precondition import PRECONDITION
+from muonsw.slots import wide_dtype
 from muonsw.work import Batch, Group, all_contiguous, elements, items_of
 
 # Elements of all parameters below which steps are replayed unless the user says no: with more of them the device is
@@ -85,10 +86,8 @@ class Binding(NamedTuple):
     def difference(self, other: Binding) -> str:
         """What is not the same, in words."""
         pairs = zip(self._fields, self, other, strict=True)
-        return " and ".join({_WORDS.get(name, name): None for name, mine, theirs in pairs if mine != theirs})
-
-
-_WORDS = {"places": "gradients"}
+        names = ["gradients" if name == "places" else name for name, mine, theirs in pairs if mine != theirs]
+        return " and ".join(dict.fromkeys(names))
 
 
 def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any = None) -> Binding | None:
@@ -225,14 +224,10 @@ class Replay:
             self._chosen.replay(self._now)
 
     def take(self, work: list[Batch], rates: list[Rates], step: StepTaker, *, asked: bool, measured: bool) -> None:
-        """A step that is not ready: eagerly, or by capturing it first.
+        """Take a step that is not ready: eagerly, or by capturing it first.
 
-        Args:
-            work: its batches.
-            rates: the rates of each.
-            step: takes it.
-            asked: whether the user wants replays, also by graphs that are bound to the places of gradients.
-            measured: whether it is observed, and so must be eager.
+        `asked` says that the user wants replays, also by graphs that are bound to the places of gradients, `measured`
+        that the step is observed, and so must be eager.
         """
         self._place_scalars(work)
         self._steps_without += not measured
@@ -257,7 +252,7 @@ class Replay:
     def _handed_over(self, rates: list[Rates]) -> Iterator[None]:
         """Give the rates of a step to the device; the step itself makes zeros of them again, or else its error does."""
         try:
-            torch._foreach_add_(self._scalars, _flattened(rates))
+            torch._foreach_add_(self._scalars, [float(scalar) for one in rates for scalar in (one.eta, one.phi)])
             yield
         except BaseException:
             torch._foreach_zero_(self._scalars)  # or the next step would be too long
@@ -288,8 +283,7 @@ class Replay:
 
     def _place_scalars(self, work: Sequence[Batch]) -> None:
         """A learning rate and a decay on the device for each batch; between steps they are zero."""
-        dtypes = [torch.float64 if batch.dtype == torch.float64 else torch.float32 for batch in work]
-        wanted = [(batch.device, dtype) for batch, dtype in zip(work, dtypes, strict=True) for _ in ("lr", "decay")]
+        wanted = [(batch.device, wide_dtype(batch.dtype)) for batch in work for _ in ("lr", "decay")]
         if [(scalar.device, scalar.dtype) for scalar in self._scalars] != wanted:
             self._graphs.clear()
             self._scalars = [torch.zeros((), device=device, dtype=dtype) for device, dtype in wanted]
@@ -355,11 +349,6 @@ def is_ours_alone(group: Group) -> bool:
 def _cycles_beta(group: Group) -> bool:
     """Whether a scheduler cycles the first beta, as OneCycleLR does in all groups, and the steps depend on it."""
     return "max_momentum" in group and "betas" in ALGORITHMS[group["algorithm"]].defaults
-
-
-def _flattened(rates: Sequence[Rates]) -> list[float]:
-    """Learning rate and decay of each batch in turn, which the host knows."""
-    return [float(scalar) for one in rates for scalar in (one.eta, one.phi)]
 
 
 def obstacle(work: Sequence[Batch], nonfinite: str) -> str:

@@ -16,7 +16,7 @@ in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from operator import itemgetter
@@ -69,7 +69,7 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
 
 def _undone_on_error(optimizer: ScaledDecayOptimizer) -> None:
     last, groups = (optimizer._last, optimizer._last_skipped), optimizer.param_groups
-    kept = [_copied(_kept_of(group)) for group in groups]
+    kept = [[v.clone() if isinstance(v, Tensor) else v for v in _kept_of(group)] for group in groups]
     try:
         _walk(optimizer)
     except BaseException:
@@ -95,10 +95,6 @@ def drop_empty_state(optimizer: Optimizer) -> None:
 # What steps keep in a group; they write to tensors in place.
 _KEPT = (*peak.KEPT, *rates.KEPT)
 _kept_of = itemgetter(*_KEPT)
-
-
-def _copied(values: Iterable[Any]) -> list[Any]:
-    return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def _walk(optimizer: ScaledDecayOptimizer) -> None:
@@ -152,8 +148,7 @@ def _take_local(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     flag = ok if isinstance(ok, Flag) else None
     all_rates = final_rates(optimizer, work, flag)
     compile_ahead(optimizer, work, all_rates)
-    for batch, batch_rates in zip(work, all_rates, strict=True):
-        update(optimizer, batch.group, batch.items, batch_rates)
+    update(optimizer, work, all_rates)
     if flag is not None and True in [rates.counts_steps(group) for group in optimizer.param_groups]:
         rates.forget_skipped_start(optimizer.param_groups, flag.bad)
 
@@ -202,8 +197,7 @@ def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
         flag = ok if isinstance(ok, Flag) else None
         all_rates = [batch_rates._replace(flag=flag) for batch_rates in on_device]
         compile_ahead(optimizer, work, all_rates)
-        for batch, batch_rates in zip(work, all_rates, strict=True):
-            update(optimizer, batch.group, batch.items, batch_rates)
+        update(optimizer, work, all_rates)
         return flag
 
     on_host = final_rates(optimizer, work, None)
@@ -247,10 +241,8 @@ _take_local_uncompiled = _disable_dynamo(_take_local)
 def collect(optimizer: Optimizer, absent: Sequence[Tensor] = (), *, unsharded: bool = False) -> list[Batch]:
     """The parameters that have gradients, in batches; of a sharded one, the shard of this rank.
 
-    Args:
-        optimizer: whose parameters they are.
-        absent: parameters that have a gradient on other ranks alone, which is zero here.
-        unsharded: skips the search for DTensors: the caller knows that there are none.
+    The gradients of `absent` are on other ranks alone, and zero here. `unsharded` skips the search for DTensors: the
+    caller knows that there are none.
     """
     zero = {id(param) for param in absent}
     numbered = _numbered if torch.compiler.is_compiling() else _remembered_numbers
@@ -381,9 +373,9 @@ class OptionCheck:
         known, shapes = self._right.get(number), _shapes(group)
         if known is not None and known[0] is lam and known[1] == others and known[2] == shapes:
             return set()
-        before = [self] * (1 + len(others)) if known is None else [known[0], *known[1]]  # an option is never `self`
-        if len(before) != 1 + len(others):  # another algorithm
-            before = [self] * (1 + len(others))
+        before = [] if known is None else [known[0], *known[1]]
+        if len(before) != 1 + len(others):  # the first check, or another algorithm
+            before = [self] * (1 + len(others))  # an option is never `self`
         pairs = zip(("weight_decay", *names), (lam, *others), before, strict=True)
         changed = {key: now for key, now, old in pairs if now is not old}
         group.update({key: _checked(key, value, label) for key, value in changed.items()})
@@ -503,7 +495,7 @@ def decide(optimizer: ScaledDecayOptimizer, work: list[Batch], ok: Flag | bool) 
     if ok is True:
         return True
     if optimizer.nonfinite == "raise":
-        if not (bool(ok.ok) if isinstance(ok, Flag) else ok):
+        if ok is False or not bool(ok.ok):
             raise NonFiniteGradientError(f"{describe_non_finite(items_of(work))}; nothing was changed")
         return True
     if isinstance(ok, Flag):
@@ -590,11 +582,12 @@ def stand_ins(group: Group, items: list[Item]) -> list[Item]:
     return [item._replace(param=other.param, state=other.state) for item, other in zip(items, others, strict=True)]
 
 
-def update(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> None:
+def update(optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[Rates]) -> None:
     """Update parameters whose matrices are whole on this rank."""
-    for one in updates_here(optimizer, group, items, batch_rates):
-        _apply(optimizer, group, one, batch_rates)
-        del one  # its directions need not outlive it
+    for batch, batch_rates in zip(work, all_rates, strict=True):
+        for one in updates_here(optimizer, batch.group, batch.items, batch_rates):
+            _apply(optimizer, batch.group, one, batch_rates)
+            del one  # its directions need not outlive it
 
 
 def _is_stored(group: Group) -> bool:
@@ -718,13 +711,13 @@ def _apply_prepared(
 
 def _budget(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> Budget:
     """How an algorithm may work; where a norm rule acts it cuts no weight and leaves the last word to the rule."""
-    most, plain, fused = chunk_bytes(optimizer, items[0].param.device), batch_rates.norm is not None, group["fused"]
+    most, plain = chunk_bytes(optimizer, items[0].param.device), batch_rates.norm is not None
     if optimizer.replay is None and optimizer.chunk_bytes is None and _replays(optimizer):
         most = REPLAYED_CHUNK_BYTES  # which a graph keeps, and the user has not asked for one
     if plain and ALGORITHMS[group["algorithm"]].matrices is None:
         most = max(most, *(item.param.numel() * item.param.element_size() for item in items))
     cut = optimizer._observer is not None or _is_stored(group)
-    return Budget(most, batch_rates.flag, batch_rates.on_host, plain or fused is False, cut)
+    return Budget(most, batch_rates.flag, batch_rates.on_host, plain or group["fused"] is False, cut)
 
 
 def chunk_bytes(optimizer: ScaledDecayOptimizer, device: torch.device) -> int:

@@ -145,20 +145,13 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Tak
     return take
 
 
-def _steps(parts: list[Part]) -> Tensor:
-    """How many steps each part has seen, as a float64 vector on the device: the host never asks.
-
-    It is at least one: a skipped first step counts zero, and its direction must be finite to be multiplied away.
-    """
-    return torch.stack([part.item.state["step"] for part in parts]).double().clamp(min=1)
-
-
 def _corrections(group: Group, parts: list[Part]) -> tuple[Tensor, Tensor]:
-    """What multiplies and what is added to the root of the average square, for each part.
+    """What multiplies and what is added to the root of the average square, for each part; the host never asks.
 
-    (m / c1) / (sqrt(v / c2) + eps), with both corrections in the denominator.
+    (m / c1) / (sqrt(v / c2) + eps), with both corrections in the denominator. Steps are at least one: a skipped first
+    one counts zero, and its direction must be finite to be multiplied away.
     """
-    steps = _steps(parts)
+    steps = torch.stack([part.item.state["step"] for part in parts]).double().clamp(min=1)
     (beta1, beta2), eps = group["betas"], group["eps"]
     correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
     return correction1 / correction2.sqrt(), correction1 * eps

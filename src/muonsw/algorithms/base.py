@@ -18,7 +18,7 @@ from muonsw import kernels
 from muonsw.matrices import WHOLE, MatrixView, Part, Region, views
 from muonsw.nonfinite import Flag
 from muonsw.precision import LOW_PRECISION, Kept
-from muonsw.slots import Specs, State, no_state
+from muonsw.slots import Specs, State, no_state, wide_dtype
 from muonsw.work import Group, Item, all_contiguous, dtypes_of, elements, rows_of
 
 if TYPE_CHECKING:
@@ -253,8 +253,7 @@ def decay_average(averages: list[Tensor], beta: float, ok: Tensor | None) -> Non
 
 def where_ok(ok: Tensor, value: float, otherwise: float, dtype: torch.dtype) -> Tensor:
     """One of two numbers, chosen on the device; in float64 where the tensors that it multiplies are."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.where(ok, torch.full_like(ok, value, dtype=wide), otherwise)
+    return torch.where(ok, torch.full_like(ok, value, dtype=wide_dtype(dtype)), otherwise)
 
 
 def shrink(weights: list[Tensor], phi: float | Tensor) -> None:
@@ -275,7 +274,7 @@ MOMENTUM_FORMS = ("ema", "heavy_ball")
 
 def advance_momentum(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, ok: Tensor | None) -> None:
     """Move the buffers one step on, in place."""
-    gain = _gain(form, beta)
+    gain = 1 - beta if form == "ema" else 1.0
     if form == "ema" and ok is None:
         torch._foreach_lerp_(momenta, grads, gain)
         return
@@ -301,13 +300,6 @@ def look_ahead(form: str, momenta: list[Tensor], grads: list[Tensor], beta: floa
             torch.lerp(grad, average, beta, out=target)
         else:
             torch.add(grad, average, alpha=beta, out=target)
-
-
-def _gain(form: str, beta: float) -> float:
-    """The weight of a new gradient in the buffer."""
-    if form not in MOMENTUM_FORMS:
-        raise ValueError(f"momentum_form={form!r}: must be one of {', '.join(map(repr, MOMENTUM_FORMS))}")
-    return 1 - beta if form == "ema" else 1.0
 
 
 def elementwise_updates(

@@ -57,7 +57,7 @@ DION2 = matrix_algorithm(
         "ns_dtype": "auto",
         "scale": "match_rms_adamw",
     },
-    state=lambda group: {"momentum_buffer": ELEMENTWISE},  # noqa: ARG005
+    state=lambda _: {"momentum_buffer": ELEMENTWISE},
     directions=directions,
     scale=lambda group, m, n: SHAPE_SCALES[group["scale"]](m, n),
 )

@@ -186,8 +186,8 @@ def matrix_algorithm(
             torch._foreach_copy_(targets, clean(grads, targets, group["maximize"], None))
 
     rule = MatrixRule(
-        sent_dtype=lambda group, dtype: wide_dtype(dtype),  # noqa: ARG005
-        result_dtype=lambda group, dtype, device: wide_dtype(dtype),  # noqa: ARG005
+        sent_dtype=lambda _, dtype: wide_dtype(dtype),
+        result_dtype=lambda _, dtype, __: wide_dtype(dtype),
         advance=advance,
         directions=found,
         scale=lambda group, rows, columns: scale(group, *MatrixView.of(group).out_in(rows, columns)),
@@ -200,7 +200,7 @@ def matrix_algorithm(
         validate=validate,
         matrices=rule,
         scale_free=scale_free,
-        counts_steps=(lambda group: True) if counts_steps else None,  # noqa: ARG005
+        counts_steps=(lambda _: True) if counts_steps else None,
     )
 
 

@@ -106,7 +106,7 @@ class Agreement:
         *,
         asked: Sequence[Group],
         settings: Group,
-        measured: bool = False,
+        measured: bool,
     ) -> StepAgreement:
         """Tell the others whether the gradients here are finite and complete, and hear the same from them.
 

@@ -236,7 +236,8 @@ class Copies:
         group, held = one.wire.group, sizes.held
         receive = send.new_empty(sum(held))
         if len(set(held)) == 1:
-            return Transfer(receive, [_all_gather(receive, send, group=group, async_op=True)], send)
+            all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
+            return Transfer(receive, [all_gather(receive, send, group=group, async_op=True)], send)
         shares = receive.split_with_sizes(held)
         shares[one.wire.me].copy_(send)
         handles = [
@@ -248,11 +249,6 @@ class Copies:
 
 
 EXCHANGES: dict[str, Shards | Copies] = {SHARDS: Shards(), COPIES: Copies()}
-
-
-def _all_gather(receive: Tensor, mine: Tensor, **options: Any) -> Any:
-    """What torch 2.13 renamed."""
-    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(receive, mine, **options)
 
 
 def _all_to_all(one: Round, send: Tensor, sizes: list[int], expected: list[int]) -> Transfer:

@@ -60,7 +60,7 @@ class Layouts:
         like = as_dtensor(param)
         key = (like.device_mesh, like.placements, like.shape, first_matrix_axis)
         if key not in self._known:
-            self._known[key] = self._spread(like.shape, like.device_mesh, like.placements, first_matrix_axis)
+            self._known[key] = self._on_mesh(like.shape, like.device_mesh, like.placements, first_matrix_axis)
         return self._known[key]
 
     def of_state(self, param: Tensor, shape: torch.Size, first_matrix_axis: int) -> Layout:
@@ -68,7 +68,7 @@ class Layouts:
         if not is_dtensor(param):
             return self._plain(shape)
         like, placements = as_dtensor(param), state_placements(param, first_matrix_axis)
-        return self._spread(shape, like.device_mesh, placements, first_matrix_axis)
+        return self._on_mesh(shape, like.device_mesh, placements, first_matrix_axis)
 
     def sharding_group(self, param: Tensor) -> ProcessGroup | None:
         """The ranks that hold other parts of a parameter than this one."""
@@ -84,7 +84,7 @@ class Layouts:
             self._known[shape] = self._copies(shape, self._process_group)
         return self._known[shape]
 
-    def _spread(self, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any], first: int) -> Layout:
+    def _on_mesh(self, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any], first: int) -> Layout:
         order = cutting_order(placements, mesh.shape)
         if order is None:
             return Layout(OTHER, shape)

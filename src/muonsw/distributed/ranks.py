@@ -105,13 +105,13 @@ class Ranks:
         assert view is not None
         return self.layouts.of(param, view.stack_axes(param.dim()))
 
-    def rounds(self, met: Sequence[ExchangeBatch], chunk_bytes: int) -> list[Round]:
+    def rounds(self, batches: Sequence[ExchangeBatch], chunk_bytes: int) -> list[Round]:
         """The rounds of an exchange, remembered while parameters and settings stay the same."""
-        key = (chunk_bytes, *(_key(batch) for batch in met))
+        key = (chunk_bytes, *(_key(batch) for batch in batches))
         if key not in self._rounds:
             if len(self._rounds) == _REMEMBERED:
                 self._rounds.clear()
-            self._rounds[key] = make_rounds(met, chunk_bytes, self.layouts.of_state, self._settled_owners(met))
+            self._rounds[key] = make_rounds(batches, chunk_bytes, self.layouts.of_state, self._settled_owners(batches))
         return self._rounds[key]
 
     def settle_owners(self, groups: Sequence[Group]) -> None:
@@ -179,10 +179,10 @@ class Ranks:
             return False
         return self.layout(group, param).kind == COPIES
 
-    def _settled_owners(self, met: Sequence[ExchangeBatch]) -> dict[tuple[int, int], int]:
+    def _settled_owners(self, batches: Sequence[ExchangeBatch]) -> dict[tuple[int, int], int]:
         return {
             (number, index): self._owners[item.parameter]
-            for number, batch in enumerate(met)
+            for number, batch in enumerate(batches)
             for index, item in enumerate(batch.items)
             if item.parameter in self._owners
         }

@@ -43,9 +43,7 @@ def available(device: torch.device) -> bool:
 
     Inside `torch.compile` they are left to the compiler, which fuses the torch path by itself.
     """
-    if torch.compiler.is_compiling():
-        return False
-    if device.type != "cuda":
+    if torch.compiler.is_compiling() or device.type != "cuda":
         return False
     if device not in _USABLE:
         if torch.cuda.is_current_stream_capturing():

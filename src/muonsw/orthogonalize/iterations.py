@@ -543,7 +543,7 @@ def symmetric(left: Tensor, right: Tensor) -> Tensor:
     return _matmul(left, right.mT)
 
 
-def polynomial(R: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
+def polynomial(R: Tensor, coefficients: Coefficients) -> Tensor:
     """`a I + b R + c R^2` of symmetric matrices.
 
     Examples:

@@ -100,9 +100,7 @@ class StoredState(dict[str, Tensor]):
         copies: brings what is in host memory, and its number there; None where nothing is.
     """
 
-    def __init__(
-        self, group: Group, keys: Sequence[str], item: Item, copies: tuple[HostCopies, int] | None = None
-    ) -> None:
+    def __init__(self, group: Group, keys: Sequence[str], item: Item, copies: tuple[HostCopies, int] | None) -> None:
         self._group, self._item, self._kept, self._copies = group, item, item.state, copies
         self._left = item.param.numel()
         self._near: dict[str, Tensor] = {}
@@ -189,7 +187,7 @@ def _is_rounded(group: Group, kept: Tensor) -> bool:
 def updates_in_place(group: Group, items: list[Item], chunk_bytes: int) -> tuple[list[FusedUpdate], list[Item]]:
     """Updates by kernels that read and write state as it is kept, and the items for which there is none."""
     algorithm = ALGORITHMS[group["algorithm"]]
-    if algorithm.in_place is None or not items or not kernels.available(items[0].param.device):
+    if algorithm.in_place is None or not kernels.available(items[0].param.device):
         return [], items
     keys = [key for key in algorithm.state_keys(group) if key != "step"]
     forms: dict[int | None, list[Item]] = {}
