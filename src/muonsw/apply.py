@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from muonsw import kernels, norms
-from muonsw.algorithms.base import FusedUpdate, Rates, Update, are_large, kernel_weights, rounding_key, shrink
+from muonsw.algorithms.base import FusedUpdate, Rates, Update, kernel_weights, rounding_key, subtract
 from muonsw.matrices import Part, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 from muonsw.work import Group, copy_flattened_, flattened
@@ -78,13 +78,8 @@ def shrink_and_move(
             for weight, direction in zip(weights, directions, strict=True):
                 weight.sub_(torch.where(weight * direction >= 0, weight, 0) * phi)
         else:
-            shrink(weights, phi)
-    if isinstance(move, Tensor) and not are_large(weights) and directions[0].dtype == weights[0].dtype:
-        torch._foreach_add_(weights, torch._foreach_mul(directions, move), alpha=-1)
-    elif isinstance(move, Tensor):
-        torch._foreach_addcmul_(weights, directions, [move] * len(weights), value=-1)
-    else:
-        torch._foreach_add_(weights, directions, alpha=-move)
+            subtract(weights, phi, weights)
+    subtract(weights, move, directions)
 
 
 def _rounded_together(weights: list[Tensor]) -> Iterator[slice]:

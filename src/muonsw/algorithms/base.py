@@ -256,14 +256,17 @@ def where_ok(ok: Tensor, value: float, otherwise: float, dtype: torch.dtype) -> 
     return torch.where(ok, torch.full_like(ok, value, dtype=wide_dtype(dtype)), otherwise)
 
 
-def shrink(weights: list[Tensor], phi: float | Tensor) -> None:
-    """`W <- W - phi W`, in place: the factor `1 - phi` would be rounded, to the same side at every step."""
-    if not isinstance(phi, Tensor):
-        torch._foreach_add_(weights, weights, alpha=-phi)
-    elif are_large(weights):
-        torch._foreach_addcmul_(weights, weights, [phi] * len(weights), value=-1)
+def subtract(weights: list[Tensor], factor: float | Tensor, directions: list[Tensor]) -> None:
+    """`W <- W - factor * direction`, in place.
+
+    Decay has weights as their own directions: the factor `1 - phi` would be rounded, to the same side at every step.
+    """
+    if not isinstance(factor, Tensor):
+        torch._foreach_add_(weights, directions, alpha=-factor)
+    elif are_large(weights) or directions[0].dtype != weights[0].dtype:
+        torch._foreach_addcmul_(weights, directions, [factor] * len(weights), value=-1)
     else:
-        torch._foreach_add_(weights, torch._foreach_mul(weights, phi), alpha=-1)
+        torch._foreach_add_(weights, torch._foreach_mul(directions, factor), alpha=-1)
 
 
 # Momentum, in the two forms people write, which differ by the factor `1 - beta` that orthogonalization does not see:

@@ -22,8 +22,7 @@ def rotate(X: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def rotate_back(X: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """`left X right^T`, the inverse of `rotate`."""
-    X = left @ X if left.shape[-1] == X.shape[-2] else X
-    return X @ right.mT if right.shape[-1] == X.shape[-1] else X
+    return rotate(X, left.mT, right.mT)
 
 
 def eigenbasis(A: Tensor, otherwise: Tensor) -> Tensor:

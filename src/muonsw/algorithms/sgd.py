@@ -23,7 +23,7 @@ from muonsw.algorithms.base import (
     elementwise_updates,
     kernel_weights,
     look_ahead,
-    shrink,
+    subtract,
     suits_torch,
     torch_is_quicker,
 )
@@ -138,7 +138,7 @@ def _torch_kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take 
         applied = phi if flag is None or not decays_first else phi * flag.factor(weights[0].dtype)
         for piece in _pieces(tensors) if decays_first and weights[0].device.type == "cpu" else (tensors,):
             if decays_first:
-                shrink(piece.weights, applied)
+                subtract(piece.weights, applied, piece.weights)
             torch._fused_sgd_(
                 *piece,
                 weight_decay=0.0 if momenta else phi / eta,
