@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw.kernels.symmetric import Tiles, symmetric_product
 from muonsw.orthogonalize import gram_newton_schulz, newton_schulz, singular_value_map
-from muonsw.orthogonalize.iterations import NS5, newton_schulz_schedule
+from muonsw.orthogonalize.iterations import COEFFICIENT_SETS, NS5
 from tests.orthogonalize.test_gram_iteration import hard_spectra, with_spectrum
 
 TILES = [Tiles(32, 1, 16, 4, 2), Tiles(32, 2, 32, 4, 2), Tiles(32, 1, 16, 4, 2, True), Tiles(32, 2, 16, 4, 2, True)]
@@ -84,7 +84,7 @@ def test_rank_one_and_zero(device, kernels_on):
     kernels_on(True)
     one = torch.randn(1, 40, 1, device=device) @ torch.randn(1, 1, 80, device=device)
     values = torch.linalg.svdvals(gram_newton_schulz(one, dtype=torch.float16).double())
-    exact = singular_value_map(newton_schulz_schedule(5))(1.0)
+    exact = singular_value_map(COEFFICIENT_SETS["newton_schulz"].schedule(5))(1.0)
     assert (values[:, 0] - exact).abs().max() < 0.02
     assert values[:, 1].max() < 0.25  # 485 times the rounding of float16
     assert not gram_newton_schulz(torch.zeros(1, 40, 80, device=device), dtype=torch.float16).any()

@@ -9,25 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonsw.orthogonalize import (
+    COEFFICIENT_SETS,
     NS5,
     auto,
     exact,
     gram_newton_schulz,
     newton_schulz,
-    newton_schulz_schedule,
     normalize,
     polar_express,
-    polar_express_schedule,
     singular_value_map,
 )
 from muonsw.orthogonalize.iterations import polynomial
 from tests.orthogonalize.spectra import rotation, with_spectrum
 
 ITERATIONS = {
-    auto: newton_schulz_schedule,
-    newton_schulz: newton_schulz_schedule,
-    gram_newton_schulz: newton_schulz_schedule,
-    polar_express: polar_express_schedule,
+    auto: COEFFICIENT_SETS["newton_schulz"].schedule,
+    newton_schulz: COEFFICIENT_SETS["newton_schulz"].schedule,
+    gram_newton_schulz: COEFFICIENT_SETS["newton_schulz"].schedule,
+    polar_express: COEFFICIENT_SETS["polar_express"].schedule,
 }
 every = pytest.mark.parametrize("fn", [*ITERATIONS, exact], ids=lambda fn: fn.__name__)
 iterative = pytest.mark.parametrize("fn", ITERATIONS, ids=lambda fn: fn.__name__)

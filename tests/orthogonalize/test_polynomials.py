@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from muonsw.orthogonalize import (
+    COEFFICIENT_SETS,
     NS5,
     POLAR_EXPRESS,
-    newton_schulz_schedule,
-    polar_express_schedule,
     singular_value_map,
 )
+
+newton_schulz_schedule = COEFFICIENT_SETS["newton_schulz"].schedule
+polar_express_schedule = COEFFICIENT_SETS["polar_express"].schedule
 
 
 @pytest.mark.parametrize("steps", [5, 8, 20])

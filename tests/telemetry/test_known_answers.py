@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
-from muonsw.orthogonalize import newton_schulz_schedule, singular_value_map
+from muonsw.orthogonalize import COEFFICIENT_SETS, singular_value_map
 from tests.common.problems import matrices, set_gradients
 from tests.telemetry.float64_telemetry import Step
 
@@ -20,7 +20,7 @@ def test_newton_schulz_leaves_the_defect_that_its_polynomial_says():
     set_gradients([param], 3)
     optimizer.step()
     singular = torch.linalg.svdvals(param.grad.double())
-    mapped = singular_value_map(newton_schulz_schedule(5))(singular / singular.norm())
+    mapped = singular_value_map(COEFFICIENT_SETS["newton_schulz"].schedule(5))(singular / singular.norm())
     expected = mapped.square().mean().sqrt().item()
     assert telemetry.last["all"]["defect"] == pytest.approx(expected, rel=1e-4)
     assert 0.8 < expected < 0.95

@@ -22,11 +22,9 @@ from muonsw.orthogonalize.iterations import Schedule as Schedule
 from muonsw.orthogonalize.iterations import auto as auto
 from muonsw.orthogonalize.iterations import gram_newton_schulz as gram_newton_schulz
 from muonsw.orthogonalize.iterations import newton_schulz as newton_schulz
-from muonsw.orthogonalize.iterations import newton_schulz_schedule as newton_schulz_schedule
 from muonsw.orthogonalize.iterations import normalize as normalize
 from muonsw.orthogonalize.iterations import orthogonalize as orthogonalize
 from muonsw.orthogonalize.iterations import polar_express as polar_express
-from muonsw.orthogonalize.iterations import polar_express_schedule as polar_express_schedule
 from muonsw.orthogonalize.iterations import singular_value_map as singular_value_map
 from muonsw.registry import Registry
 
@@ -79,10 +77,8 @@ __all__ = [
     "exact",
     "gram_newton_schulz",
     "newton_schulz",
-    "newton_schulz_schedule",
     "normalize",
     "orthogonalize",
     "polar_express",
-    "polar_express_schedule",
     "singular_value_map",
 ]

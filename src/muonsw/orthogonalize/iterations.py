@@ -140,29 +140,6 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
 }
 
 
-def newton_schulz_schedule(steps: int) -> Schedule:
-    """Give the schedule of `newton_schulz`: the same polynomial at each step.
-
-    Examples:
-        >>> newton_schulz_schedule(2)
-        ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))
-    """
-    return COEFFICIENT_SETS["newton_schulz"].schedule(steps)
-
-
-def polar_express_schedule(steps: int) -> Schedule:
-    """Give the schedule of `polar_express` for input of Frobenius norm one, safety included.
-
-    The publication divides the input by 1.01 times its norm as well; that division is folded into the
-    first polynomial here.
-
-    Examples:
-        >>> len(polar_express_schedule(10)), polar_express_schedule(10)[-1]
-        (10, (1.875, -1.25, 0.375))
-    """
-    return COEFFICIENT_SETS["polar_express"].schedule(steps)
-
-
 _Sigma = TypeVar("_Sigma", float, Tensor)
 
 
@@ -179,7 +156,7 @@ def singular_value_map(schedule: Schedule) -> SingularValueMap:
     The singular values are those of the normalised matrix, so relative to its Frobenius norm.
 
     Examples:
-        >>> round(singular_value_map(newton_schulz_schedule(5))(1.0), 4)
+        >>> round(singular_value_map(COEFFICIENT_SETS["newton_schulz"].schedule(5))(1.0), 4)
         0.6964
     """
 
@@ -248,7 +225,7 @@ def _plain(X: Tensor, steps: int, schedule: Callable[[int], Schedule]) -> Tensor
 
 def _gram(X: Tensor, steps: int) -> Tensor:
     pays = gram_pays(X.shape[-2], X.shape[-1], steps)
-    return iterate(X, newton_schulz_schedule(steps), LONGEST_SEGMENT if pays else 1)
+    return iterate(X, COEFFICIENT_SETS["newton_schulz"].schedule(steps), LONGEST_SEGMENT if pays else 1)
 
 
 # Multiply-adds that the Gram iteration must save on an accelerator, because it takes more launches. On one H200: 192
@@ -262,7 +239,7 @@ def _fastest(X: Tensor, steps: int) -> Tensor:
     saved = cost(short, long, steps) - cost(short, long, steps, LONGEST_SEGMENT)
     launches_matter = X.device.type != "cpu" and X.numel() // (short * long) * saved < WORTH_MORE_LAUNCHES
     if X.dtype == torch.bfloat16 or launches_matter:
-        return _plain(X, steps, newton_schulz_schedule)
+        return PLAIN["newton_schulz"].run(X, steps)
     return _gram(X, steps)
 
 
