@@ -144,14 +144,11 @@ def _validate_splits(group: Group, name: str, param: Tensor) -> None:
         raise ValueError(f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but {found}")
 
 
-Directions = Callable[[Group, Tensor, State], tuple[Tensor, State]]
-
-
 def matrix_algorithm(
     *,
     defaults: dict[str, Any],
     state: Callable[[Group], Specs],
-    directions: Directions,
+    directions: Callable[[Group, Tensor, State], tuple[Tensor, State]],
     scale: Callable[[Group, int, int], float] = lambda *_: 1.0,
     validate: Callable[[Group, str, Tensor], None] = validate_matrices,
     counts_steps: bool = False,

@@ -94,10 +94,6 @@ class Agreement:
         self._digest = b""
         self._groups: list[ProcessGroup] = []
 
-    def concerns(self, param: Tensor) -> bool:
-        """Whether other ranks hold parts of a parameter, or copies of it that must stay the same."""
-        return self._process_group is not None or is_dtensor(param)
-
     def reach(
         self,
         groups: Sequence[Group],
@@ -122,7 +118,8 @@ class Agreement:
             RuntimeError: if the ranks have different parameters, shapes or settings, or some measure and some do not.
             ValueError: if copies of a parameter differ, or have gradients on some ranks only.
         """
-        watched = [member for member in members if self.concerns(member.param)]
+        # of which other ranks hold parts, or copies that must stay the same
+        watched = [member for member in members if self._process_group is not None or is_dtensor(member.param)]
         is_new = self._look(members, watched)
         chosen = [settings, *asked]
         digest = _number(self._digest + repr([list(one.values()) for one in chosen]).encode())

@@ -182,7 +182,7 @@ class DecayDriver:
         lam, eta = group["base_weight_decay"], float(group["lr"])
         if DECAY_RULES[self.decay].uses_peak and lam:
             peak.check_lr(group, label)
-            self._tell_if_never_reached(group, label)
+            self._warn_if_never_reached(group, label)
         step, top = group["step_count"] + 1, group["resolved_peak_lr"]
         steps, points = self.total_steps, self.decay_points
         phi = float(decay_factor(self.decay, lam, eta, top, step=step, steps=steps, points=points))
@@ -198,7 +198,7 @@ class DecayDriver:
         peak.join_in_mid_run(group, groups, label, needed=needed)
         group["step_count"] = max((other["step_count"] for other in groups), default=0)
 
-    def _tell_if_never_reached(self, group: dict[str, Any], label: str) -> None:
+    def _warn_if_never_reached(self, group: dict[str, Any], label: str) -> None:
         message = peak.never_reached(group, label)
         if message is not None and not self._warned:
             self._warned = True
