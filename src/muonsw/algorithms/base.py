@@ -291,13 +291,7 @@ def advance_momentum(form: str, momenta: list[Tensor], grads: list[Tensor], beta
 
 
 def look_ahead(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, out: list[Tensor]) -> None:
-    """Write Nesterov's direction, from the gradients and the advanced buffers, to `out`, which may be `grads`."""
-    if out is grads:
-        if form == "ema":
-            torch._foreach_lerp_(grads, momenta, beta)
-        else:
-            torch._foreach_add_(grads, momenta, alpha=beta)
-        return
+    """Write Nesterov's direction, from the gradients and the advanced buffers, to `out`."""
     for average, grad, target in zip(momenta, grads, out, strict=True):
         if form == "ema":
             torch.lerp(grad, average, beta, out=target)
