@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from muonsw import NORM_RULES, AdamWSW, MuonSW
-from tests.common.problems import matrices, set_gradients
+from tests.common.problems import eager_and_compiled, matrices, set_gradients
 
 
 def trained(backend, tensor_lr, steps=5, dtype=torch.float32):
@@ -45,17 +45,10 @@ def test_a_traced_step_equals_the_eager_one(tensor_lr):
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", NORM_RULES)
 def test_a_traced_step_keeps_to_norm_rules(norm):
-    results = []
-    for backend in (None, "aot_eager"):
-        params = matrices((8, 8), (4, 12))
-        optimizer = MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.3, norm=norm, ns_dtype="float32")
-        step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
-        for t in range(3):
-            set_gradients(params, t)
-            step()
-        results.append(params)
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    options = {"weight_decay": 0.3, "norm": norm, "ns_dtype": "float32"}
+    build = lambda params: MuonSW(params, lr=torch.tensor(0.05), **options)  # noqa: E731
+    eager, compiled, _ = eager_and_compiled(build, (8, 8), (4, 12), steps=3)
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -92,36 +85,15 @@ def test_rounding_is_left_as_it_is_written(rounding):
         graphs.append(graph)
         return graph.forward
 
-    def trained_in(backend):
-        params = matrices((4, 12), (8, 8), dtype=torch.bfloat16)
-        optimizer = MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.3, rounding=rounding)
-        step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
-        for t in range(3):
-            set_gradients(params, t)
-            step()
-        return params
+    def build(params):
+        return MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.3, rounding=rounding)
 
-    for a, b in zip(trained_in(backend), trained_in(None), strict=True):
+    eager, compiled, _ = eager_and_compiled(build, (4, 12), (8, 8), backend=backend, steps=3, dtype=torch.bfloat16)
+    for a, b in zip(compiled, eager, strict=True):
         assert ((a - b).abs() <= 3 * torch.finfo(a.dtype).eps * b.abs().max()).all()
     traced = " ".join(str(node.target) for graph in graphs for node in graph.graph.nodes)
     assert "compensation" not in traced, "Kahan's remainder is neither read nor written by a graph"
     assert "bitwise" not in traced, "nor is the noise of stochastic rounding computed in one"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_traced_step_counts(dtype):
-    """A rule that follows the step; torch's compiler loses what is added to a float64 scalar of the host in place."""
-    results = []
-    for backend in (None, "aot_eager"):
-        params = matrices((4, 3), dtype=dtype)
-        optimizer = AdamWSW(params, lr=torch.tensor(0.05), weight_decay=0.3, decay="cosine", total_steps=5)
-        step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
-        for t in range(3):
-            set_gradients(params, t)
-            step()
-        assert int(optimizer.param_groups[0]["step_count"]) == 3
-        results += params
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

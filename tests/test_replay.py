@@ -18,7 +18,7 @@ from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
 from muonsw.replay import PATIENCE, SETTLED, Replay, binding
 from muonsw.step import _replays, collect
 from tests.common.cuda import no_waiting
-from tests.common.problems import OPTIMIZERS, POINTS, cosine, flag_on_device, matrices, set_gradients
+from tests.common.problems import OPTIMIZERS, POINTS, assert_same, cosine, flag_on_device, matrices, set_gradients
 
 SHAPES = [(64, 64), (32, 96), (4, 48, 32), (96, 32)]
 
@@ -47,10 +47,6 @@ def feed(params, step, *, in_place=True):
 
 def tensors_of(optimizer, params):
     return [t.detach().clone() for p in params for t in (p, *optimizer.state[p].values())]
-
-
-def assert_same(found, wanted):
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 # On any device

@@ -13,6 +13,7 @@ from muonsw.state import state_bytes
 from muonsw.stored import codes as codes_module
 from muonsw.stored.codes import block_length, decode, encode, scale_shape
 from tests.common.cuda import OnAGPU
+from tests.common.problems import assert_same
 
 KINDS = {
     "muon": (MuonSW, {"ns_dtype": "float32"}),
@@ -107,13 +108,6 @@ def steps(params, optimizer, count, seed=0):
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator) * 0.1 + param.detach()
         optimizer.step()
-
-
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for key in left:
-        assert left[key].dtype == right[key].dtype
-        assert torch.equal(left[key], right[key]), key
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])

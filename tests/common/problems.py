@@ -105,9 +105,28 @@ def clones(params):
     return [nn.Parameter(p.detach().clone()) for p in params]
 
 
+def eager_and_compiled(build, *shapes, backend="aot_eager", steps=4, dtype=torch.float32):
+    """Parameters after steps of `build(params)` taken eagerly, and of one that is compiled; and that optimizer."""
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        params = matrices(*shapes, dtype=dtype)
+        optimizer = build(params)
+        step = torch.compile(optimizer.step, backend=backend) if compiled else optimizer.step
+        for number in range(steps):
+            set_gradients(params, number)
+            step()
+        results.append([param.detach() for param in params])
+    return *results, optimizer
+
+
 def assert_same(left, right):
-    """Bit-for-bit equality of two lists of tensors."""
+    """Bit-for-bit equality of two lists of tensors, or of two dictionaries of them."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        left, right = left.values(), [right[name] for name in left]
     for number, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert a.dtype == b.dtype
         assert torch.equal(a, b), f"tensor {number} differs by {(a - b).abs().max()}"
 
 

@@ -15,7 +15,7 @@ from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, PeakLRError
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from muonsw.replay import Replay
 from muonsw.schedule_free import _decayed_at_y
-from tests.common.problems import assert_same, clones, flag_on_device, matrices, set_gradients
+from tests.common.problems import assert_same, clones, eager_and_compiled, flag_on_device, matrices, set_gradients
 from tests.family.record.schedule_free import SHAPES, STEPS, gradient, start
 from tests.family.references.normuon import NorMuon
 from tests.family.references.schedule_free import ReferenceScheduleFree
@@ -411,19 +411,13 @@ def test_a_first_step_at_zero_makes_state_in_both_modes_and_moves_nothing():
 
 
 def test_a_step_that_is_compiled_is_the_same():
-    torch._dynamo.reset()
-    found = []
-    for compiled in (False, True):
-        params = matrices((4, 6), (6, 6))
+    def build(params):
         optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
         optimizer.train()
-        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
-        for seed in range(4):
-            set_gradients(params, seed)
-            step()
-        optimizer.eval()
-        found.append(params)
-    assert_same(*found)
+        return optimizer
+
+    eager, compiled, _ = eager_and_compiled(build, (4, 6), (6, 6), backend="eager")
+    assert_same(eager, compiled)
 
 
 def test_norm_rules_act_on_z():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muonsw import ALGORITHMS, AdamWSW, MuonSW
-from tests.common.problems import assert_same, clones, matrices, run, set_gradients
+from tests.common.problems import assert_same, clones, eager_and_compiled, matrices, run, set_gradients
 from tests.family import toy
 
 
@@ -55,16 +55,9 @@ class TestMatrixAlgorithm:
 
     @pytest.mark.slow
     def test_a_compiled_step_goes_on_counting(self):
-        eager, compiled = matrices((4, 6)), matrices((4, 6))
-        one, two = build(eager), build(compiled)
-        step = torch.compile(two.step, backend="eager")
-        for number in range(5):
-            set_gradients(eager, number)
-            set_gradients(compiled, number)
-            one.step()
-            step()
-        assert two.param_groups[0]["update_count"] == 5
-        torch.testing.assert_close(eager[0], compiled[0], rtol=1e-5, atol=1e-6)
+        eager, compiled, optimizer = eager_and_compiled(build, (4, 6), backend="eager", steps=5)
+        assert optimizer.param_groups[0]["update_count"] == 5
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
 
     def test_a_saved_state_of_another_shape_is_refused(self):
         params = matrices((4, 6))

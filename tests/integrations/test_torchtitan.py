@@ -18,7 +18,7 @@ from torchtitan.config import ConfigManager, Configurable
 
 from muonsw import AdamWSW, MuonSW
 from muonsw.integrations.torchtitan import ScaledDecayOptimizers, for_model
-from tests.common.problems import POINTS
+from tests.common.problems import POINTS, assert_same
 from tests.integrations.launching import two_processes
 
 LR, STEPS = 0.02, 6
@@ -105,12 +105,6 @@ class Training:
 
 def weights(parts):
     return {name: param.detach().clone() for part in parts for name, param in part.named_parameters()}
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from muonsw import AdamWSW, MuonSW, ScheduleFree
 from muonsw.integrations.transformers import ModelFactory, TelemetryCallback, for_model
 from muonsw.lab.diagnose.live import Findings
 from muonsw.telemetry import MlflowSink, WandbSink
+from tests.common.problems import assert_same
 from tests.integrations.models import MODELS, Tokens
 
 STEPS = 6
@@ -47,12 +48,6 @@ def trainer_of(folder, model="llama", *, weights_from=None, optimizer=None, call
 
 def weights(trainer):
     return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 class Rates(TrainerCallback):
