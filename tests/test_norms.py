@@ -23,6 +23,8 @@ CLASSES = {
     "sgd": (SGDSW, lambda W, decay: ReferenceSGDSW(W, decay, beta=0.9)),
 }
 OWN = {"sgd": {"momentum": 0.9}}
+# About the ratio of each one's updates to the weights here, so that a floor acts on some of them; 0.35 would on none.
+FLOORS = {"muon": 2.0, "adamw": 10.0, "sgd": 20.0}
 every = pytest.mark.parametrize("algorithm", CLASSES)
 
 
@@ -38,10 +40,10 @@ def norms(params):
 ])  # fmt: skip
 def test_it_is_the_reference(algorithm, norm, dtype, rule, chunk_bytes):
     """Whole weights are measured, however small the chunks are that an algorithm would cut them into."""
-    build, reference = CLASSES[algorithm]
+    (build, reference), floor = CLASSES[algorithm], FLOORS[algorithm]
     params = matrices((6, 6), (4, 10), dtype=dtype)
-    references = [reference(p.detach(), Decay(rule, 0.5, PEAK, norm=norm)) for p in params]
-    own = {**OWN, "muon": {"ns_dtype": dtype}}.get(algorithm, {})
+    references = [reference(p.detach(), Decay(rule, 0.5, PEAK, norm=norm, tau=floor)) for p in params]
+    own = {**OWN, "muon": {"ns_dtype": dtype}}.get(algorithm, {}) | ({"update_floor": floor} if "floor" in norm else {})
     optimizer = build(params, lr=PEAK, weight_decay=0.5, decay=rule, norm=norm, chunk_bytes=chunk_bytes, **own)
     assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
 
@@ -242,6 +244,12 @@ def test_the_brake_keeps_its_part_of_a_change_of_norm_and_none_of_the_decay(sign
     W = torch.tensor([3.0, 4.0], dtype=torch.float64)
     after = moved(W, sign * W, "brake", lr=0.1, phi=0.2, radial_brake=(0.25, 0.75))
     assert float(after.norm()) == pytest.approx(5 * (0.8 - sign * share * 0.1), rel=1e-12)
+
+
+def test_an_update_that_takes_all_of_a_weight_leaves_nothing():
+    """The square of what is left is a sum of three terms, which rounding takes below zero for some of the weights."""
+    for W in matrices(*[(4, 5)] * 20, dtype=torch.float64):
+        assert float(moved(W.detach(), 10 * W.detach(), "brake").norm()) < 1e-14
 
 
 def test_a_relative_update_is_as_long_as_the_weight():
