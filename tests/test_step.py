@@ -61,7 +61,7 @@ def test_a_non_finite_gradient_skips_the_whole_step(bad):
 
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("large", [1, 10**9])
 def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, large, monkeypatch):
     """On accelerators the host never learns of a skip; the same paths are run here on the CPU."""
@@ -87,9 +87,9 @@ def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, 
     run(optimizer, params, 3, start=4)
     monkeypatch.undo()
     run(host, host_params, 3, start=4)
-    if dtype == torch.float32:
+    if dtype == torch.float64:  # what the device chooses is no coarser than the host
         for a, b in zip(params, host_params, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
 
 
 def test_skipped_steps_are_reported_of_at_growing_intervals():

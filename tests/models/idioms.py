@@ -241,6 +241,7 @@ def bilinear():
 def heads_on_an_axis():
     attention = holds(w_q=parameter(24, 4, 8), w_k=parameter(24, 4, 8), w_o=parameter(24, 4, 8))
     attention.per_head_weight, attention.per_head_bias = parameter(4, 8, 8), parameter(4, 8)
+    attention.in_out_weight, attention.in_out_bias = parameter(4, 8, 6), parameter(4, 6)
     attention.num_heads, attention.head_dim, attention.width = 4, 8, 24
     return attention
 
@@ -317,8 +318,8 @@ def own_linear():
 
 @idiom
 def recurrent():
-    lstm, gru, rnn = nn.LSTM(12, 8), nn.GRU(8, 8), nn.RNN(8, 8)
-    return holds(lstm=lstm, gru=gru, rnn=rnn, out=nn.Linear(8, 3))
+    lstm, projected, gru, rnn = nn.LSTM(12, 8), nn.LSTM(8, 8, proj_size=4), nn.GRU(4, 8), nn.RNN(8, 8)
+    return holds(lstm=lstm, projected=projected, gru=gru, rnn=rnn, out=nn.Linear(8, 3))
 
 
 @idiom
