@@ -78,14 +78,14 @@ def test_wrong_numbers(given, message):
 
 @pytest.mark.parametrize("new_batch", [2**16, 2**18, 2**20])
 def test_another_batch_sees_the_same_data_and_decays_as_much(new_batch):
-    """Without clipping of lambda by fine-tuning; the sums differ by the steps that a schedule is cut into."""
+    """Without clipping of lambda by fine-tuning; sums differ by the steps that a schedule is cut into, under 1e-5."""
     given = {"lr": 3e-3, "weight_decay": 0.1, "steps": 8_000, "warmup_steps": 400, "batch": 2**18}
     same, other = recipe(**given), recipe(**given, new_batch=new_batch)
     factor = new_batch / 2**18
     assert other.batch * other.steps == same.batch * same.steps
     assert other.warmup_steps * other.batch == same.warmup_steps * same.batch
     assert other.lr == pytest.approx(same.lr * math.sqrt(factor))
-    assert other.decayed == pytest.approx(same.decayed, rel=2e-3)
+    assert other.decayed == pytest.approx(same.decayed, rel=1e-5)
     assert other.adamw["lr"] == other.lr
 
 

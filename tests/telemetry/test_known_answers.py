@@ -22,7 +22,7 @@ def test_newton_schulz_leaves_the_defect_that_its_polynomial_says():
     singular = torch.linalg.svdvals(param.grad.double())
     mapped = singular_value_map(COEFFICIENT_SETS["newton_schulz"].schedule(5))(singular / singular.norm())
     expected = mapped.square().mean().sqrt().item()
-    assert telemetry.last["all"]["defect"] == pytest.approx(expected, rel=1e-4)
+    assert telemetry.last["all"]["defect"] == pytest.approx(expected, rel=2e-6)  # the iteration is in float32
     assert 0.8 < expected < 0.95
 
 
@@ -64,10 +64,11 @@ def test_spectral_norms_and_condition_numbers(build):
         set_gradients(params, number)
         step = Step(optimizer, params)
     for values, weight in zip(telemetry.last["parameters"].values(), step.before, strict=True):
-        assert values["spectral_norm"] == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-3)
-        assert values["condition"] == pytest.approx(torch.linalg.cond(weight).item(), rel=1e-3)
+        # 16 iterations of eight vectors leave (s9 / s1)^64 of the error, or less: 1e-5 here; the other is float64's
+        assert values["spectral_norm"] == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-4)
+        assert values["condition"] == pytest.approx(torch.linalg.cond(weight).item(), rel=1e-9)
     norms = [torch.linalg.matrix_norm(weight, ord=2).item() for weight in step.before]
-    assert telemetry.last["all"]["spectral_norm"] == pytest.approx(sum(norms) / 3, rel=1e-3)
+    assert telemetry.last["all"]["spectral_norm"] == pytest.approx(sum(norms) / 3, rel=1e-4)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
