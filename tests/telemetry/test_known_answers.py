@@ -8,6 +8,7 @@ from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
 from muonsw.orthogonalize import COEFFICIENT_SETS, singular_value_map
+from muonsw.telemetry.spectrum import condition_numbers
 from tests.common.problems import matrices, set_gradients
 from tests.telemetry.float64_telemetry import Step
 
@@ -69,6 +70,12 @@ def test_spectral_norms_and_condition_numbers(build):
         assert values["condition"] == pytest.approx(torch.linalg.cond(weight).item(), rel=1e-9)
     norms = [torch.linalg.matrix_norm(weight, ord=2).item() for weight in step.before]
     assert telemetry.last["all"]["spectral_norm"] == pytest.approx(sum(norms) / 3, rel=1e-4)
+
+
+def test_a_singular_weight_has_no_condition_number():
+    """Rounding makes the least eigenvalue of its Gram matrix a little more than zero, or less."""
+    singular = torch.randn(20, 8, 5, dtype=torch.float64) @ torch.randn(20, 5, 6, dtype=torch.float64)
+    assert not condition_numbers([singular]).isfinite().any()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])

@@ -140,6 +140,17 @@ def test_a_driven_optimizer_shows_the_rules_decay_and_its_peak():
     assert_values(telemetry.last["all"], {**step.expected([0.3 * 0.02**2 / 0.05]), "peak_lr": 0.05})
 
 
+def test_weights_without_momentum_are_aligned_with_none():
+    params = matrices((12, 8), (8, 8))
+    groups = [{"params": params[:1]}, {"params": params[1:], "algorithm": "sgd", "momentum": 0.0}]
+    optimizer = MuonSW(groups, lr=0.02, weight_decay=0.1, ns_dtype="float32")
+    telemetry = Telemetry(optimizer, every=1)
+    set_gradients(params, 0)
+    step = Step(optimizer, params)
+    assert_values(telemetry.last["all"], step.expected([0.002] * 2))
+    assert telemetry.last["parameters"]["parameter 0 of group 1"]["alignment_momentum"] is None
+
+
 def test_stacked_experts_equal_separate_matrices():
     """Pooled values are the same; the mean over experts equals the mean over parameters; split parts count too."""
     (stack,) = matrices((4, 6, 8))
