@@ -119,6 +119,17 @@ def test_hyperball_keeps_the_norm(algorithm, dtype, rounding):
         assert float(now) == pytest.approx(float(then), rel=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_small_changes_of_bfloat16_weights_add_up(rounding):
+    """Each is a quarter of the least that bfloat16 can show; 200 are right to half a step of it."""
+    param = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = SGDSW([param], lr=0.01, weight_decay=0.1, decay="constant", norm="floor", rounding=rounding)
+    param.grad = torch.zeros_like(param)
+    for _ in range(200):
+        optimizer.step()
+    assert float(param.detach().float().mean()) == pytest.approx(0.999**200, abs=2**-9)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_leaves_its_update_to_the_rule(algorithm):
     params = matrices((6, 6), (4, 10), dtype=torch.float64)

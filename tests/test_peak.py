@@ -939,3 +939,4 @@ def test_one_peak_is_shared_by_the_rates_that_are_loaded_from_torchs_adamw(own):
     ours = AdamWSW(groups({}, own), weight_decay=LAMBDA, peak_lr=2 * FAST)
     ours.load_state_dict(theirs.state_dict())
     assert peaks_of(ours) == pytest.approx([2 * FAST, own.get("peak_lr", 2 * SLOW)])
+    assert [group["highest_lr"] for group in ours.param_groups] == pytest.approx(peaks_of(ours))

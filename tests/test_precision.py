@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, machine
+from muonsw import SGDSW, AdamWSW, MuonSW, machine
 from muonsw.machine import cuda_dtype, product_dtype
 from muonsw.nonfinite import Flag
 from muonsw.precision import mix, stochastic_round, uniform_hash
@@ -59,6 +59,14 @@ def test_tensors_rounded_in_one_buffer_have_the_noise_of_each_alone(dtype):
     alone = [stochastic_round(x, dtype, number) for x, number in zip(tensors, seeds, strict=True)]
     together = stochastic_round(torch.cat(tensors), dtype, seeds, [x.numel() for x in tensors])
     assert torch.equal(together, torch.cat(alone))
+
+
+def test_each_part_of_a_weight_that_is_cut_has_noise_of_its_own():
+    param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    SGDSW([param], lr=2**-9, weight_decay=0.0, chunk_bytes=64).step()  # to the middle between two neighbours
+    first, second = param.detach().split(32)
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", LOW)
