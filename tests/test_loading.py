@@ -572,12 +572,20 @@ def test_a_group_whose_parameters_were_saved_with_different_options_is_refused(o
     assert not other.state
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_whether_steps_are_capturable_is_the_optimizers_own(own):
-    saved = MuonSW(matrices((4, 6)), lr=0.05, capturable=not own).state_dict()
-    optimizer = MuonSW(matrices((4, 6)), lr=0.05, capturable=own)
+def test_a_group_that_was_saved_as_several_keeps_its_name():
+    saved = two_groups(("a", {"name": "first"}), ("b", {"name": "second"})).state_dict()
+    optimizer = MuonSW([{"params": named("ab"), "name": "both"}], lr=0.05)
     optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["capturable"] is own
+    assert optimizer.param_groups[0]["name"] == "both"
+
+
+@pytest.mark.parametrize("option", ["capturable", "offload"])
+@pytest.mark.parametrize("own", [False, True])
+def test_how_a_machine_takes_its_steps_is_the_optimizers_own(option, own):
+    saved = MuonSW(matrices((4, 6)), lr=0.05, **{option: not own}).state_dict()
+    optimizer = MuonSW(matrices((4, 6)), lr=0.05, **{option: own})
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0][option] is own
 
 
 def test_a_state_of_torchs_past_its_peak_has_reached_it():

@@ -11,7 +11,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning
 from muonsw.decay import decay_factors
 from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
-from tests.common.problems import POINTS, clones, cosine, eager_and_compiled, follow, matrices, run, set_gradients
+from tests.common.problems import (
+    POINTS,
+    clones,
+    cosine,
+    eager_and_compiled,
+    flag_on_device,
+    follow,
+    matrices,
+    run,
+    set_gradients,
+)
 from tests.common.reference_rules import Decay
 
 OF_THE_RUN = {
@@ -102,7 +112,7 @@ def test_compiled_steps_count(rule, dtype):
 
 
 @pytest.mark.parametrize("rule", ["cosine", "piecewise", "log_time"])
-def test_skipped_steps_count_and_leave_the_average(rule):
+def test_skipped_steps_count(rule):
     """A scheduler moves on after a skipped step, and so does the rule."""
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.3, decay=rule, **OF_THE_RUN[rule])
@@ -114,15 +124,19 @@ def test_skipped_steps_count_and_leave_the_average(rule):
     assert optimizer.param_groups[0]["step_count"] == 3
 
 
-def test_an_infinite_gradient_does_not_enter_the_average():
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+@pytest.mark.parametrize("known_by", ["host", "device"])
+def test_an_infinite_gradient_does_not_enter_the_average(known_by, monkeypatch):
+    if known_by == "device":
+        monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
     run(optimizer, params, 2)
     before = optimizer.param_groups[0]["gradient_average"].clone()
     set_gradients(params, 2)
     params[0].grad[0, 0] = torch.inf
-    with pytest.warns(NonFiniteGradientWarning, match="skipped"):
-        optimizer.step()
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
     assert torch.equal(optimizer.param_groups[0]["gradient_average"], before)
 
 
