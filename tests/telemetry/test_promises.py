@@ -153,6 +153,7 @@ def test_a_skipped_update_is_reported_apart_from_one_of_size_zero():
         "alignment_gradient",
     }
     assert all(values[name] is None for values in (record["all"], record["decayed"]) for name in unknown)
+    assert (record["all"]["lr"], record["decayed"]["peak_lr"]) == pytest.approx((0.02, 0.02))
     assert record["all"].keys() >= before["all"].keys() - {"defect"}
     set_gradients(params, 3)
     optimizer.step()
@@ -303,7 +304,7 @@ def test_a_tensor_learning_rate_above_its_peak_is_raised_at_the_sample():
 def test_names_roles_and_layers():
     model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 12, bias=False))
     roles = {"embedding", "hidden", "bias", "norm", "head"}
-    numbered = {"0", "1", "2", "3"}
+    numbered = ["0", "1", "2", "3"]
     builds = {
         "ours": (MuonSW.for_model(model, lr=0.02), None),
         "named": (torch.optim.AdamW(model.named_parameters(), lr=0.02), None),
@@ -317,7 +318,7 @@ def test_names_roles_and_layers():
         optimizer.step()
         record = telemetry.last
         assert set(record["roles"]) == (roles if case in ("ours", "model") else set()), case
-        assert set(record["layers"]) == (numbered if case != "neither" else set()), case
+        assert list(record["layers"]) == (numbered if case != "neither" else []), case
         names = {name for name, _ in model.named_parameters()}
         assert (set(record["parameters"]) == names) == (case != "neither"), case
         assert sum(v["numel"] for v in record["parameters"].values()) == record["all"]["numel"]
