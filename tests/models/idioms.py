@@ -238,6 +238,12 @@ def bilinear():
 
 
 @idiom
+def learned_inputs_and_a_single_filter():
+    parts = {"summary": parameter(1, 4, 8), "squeeze": nn.Conv1d(8, 1, 3, bias=False)}
+    return holds(**parts, body=nn.Linear(8, 8, bias=False), mix=nn.Linear(8, 8, bias=False))
+
+
+@idiom
 def heads_on_an_axis():
     attention = holds(w_q=parameter(24, 4, 8), w_k=parameter(24, 4, 8), w_o=parameter(24, 4, 8))
     attention.per_head_weight, attention.per_head_bias = parameter(4, 8, 8), parameter(4, 8)
