@@ -34,7 +34,7 @@ def test_it_equals_the_reference_with_an_exact_root(m, n):
     for step, direction in enumerate(directions(gradients)):
         expected = torch.stack([reference.direction(gradients[step, i]) for i, reference in enumerate(references)])
         if step > 2:  # before that a square factor may be nearly singular
-            torch.testing.assert_close(direction, expected, rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(direction, expected, rtol=1e-8, atol=1e-9)
 
 
 def test_the_root_is_right_over_six_decades():
@@ -42,7 +42,7 @@ def test_the_root_is_right_over_six_decades():
     values = torch.logspace(0, -6, 16, dtype=torch.float64)
     expected = Q * (37 * values) ** -0.5 @ Q.mT
     found = inverse_sqrt(37 * Q * values @ Q.mT, 1e-10)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)  # elements of up to 164, a condition of 1e6
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # elements of up to 164, a condition of 1e6
 
 
 def test_what_is_too_small_for_ten_steps_grows_by_their_slopes():

