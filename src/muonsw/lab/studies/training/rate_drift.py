@@ -135,7 +135,7 @@ def judge_drift(results: Results, _scale: Scale) -> list[Claim]:
     known = _inside({rule: found[rule] for rule in RULES if rule in found})
     if len(known) == len(RULES):
         widths = _widths(known["scaled"])
-        less = f"widths {min(widths)} to {max(widths)}: the same under scaled decay minus under constant decay"
+        less = f"widths {min(widths)} to {max(widths)}: that power under scaled decay minus that under constant decay"
         gaps = [a - b for a, b in zip(*(drift_powers(known[rule]) for rule in ("scaled", "constant")), strict=False)]
         claims.append(at_most("scaled-drifts-less", less, OURS, over_seeds(gaps), 0.0, EXACT))
     return claims
