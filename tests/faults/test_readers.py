@@ -239,6 +239,19 @@ def test_telemetry_near_the_largest_float_is_diagnosed_without_a_warning(key):
     read_run(path.parent)
 
 
+@pytest.mark.parametrize(("key", "value"), [("step", 10**8), ("decay", -1e9)])
+def test_a_damaged_sample_costs_neither_memory_nor_a_warning(key, value):
+    """The norm is predicted update by update."""
+    path = folders().copy("whole") / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    last = max(place for place, line in enumerate(lines) if json.loads(line)["kind"] == "telemetry")
+    lines[last], count = re.subn(rf'"{key}": ?[^,}}]+', f'"{key}": {value}', lines[last])
+    assert count
+    path.write_text("\n".join(lines), encoding="utf-8")
+    read_run(path.parent)
+    assert load_run(path.parent).predicted_norms[0].max() < 10**7
+
+
 def test_shards_are_tokens_or_a_usage_error():
     folder = folders().copy("data")
     shard = next(folder.glob("train-00000*")).name

@@ -280,7 +280,7 @@ def _fall(history: History) -> Fall | None:
 def decay_idle(history: History) -> Said:
     """All decay of the run together changes nothing that matters."""
     total = history.relaxations / 2.0
-    if not total < IDLE or _still_rising(history):
+    if not 0.0 <= total < IDLE or _still_rising(history):
         return None
     numbers = {"decay_total": total, "kept": float(np.exp(-total))}
     if total == 0.0:

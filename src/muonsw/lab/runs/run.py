@@ -47,6 +47,8 @@ SETTINGS: Mapping[str, Any] = {
 }
 # By how much a cosine in float32 may exceed 1.
 ROUNDING = 1e-5
+# No training takes more; the recursion goes through every update, and of a damaged record's it would take all memory.
+MOST_UPDATES = 10_000_000
 # How exactly phi/lr (or phi/lr^2) must stay the same for a run to have decayed by that rule, and how much the
 # learning rate must change before the two can be told apart.
 SAME_RATIO, VARIES = 0.01, 1.1
@@ -334,6 +336,7 @@ def norm_history(columns: Columns) -> NormHistory | None:
         return None
     r, s, phi, a = (columns[key] for key in RECURSION)
     known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (phi >= 0) & (np.abs(a) < 1.0 + ROUNDING)
+    known &= columns.step <= MOST_UPDATES
     if not known.any():
         return None
     r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
