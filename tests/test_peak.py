@@ -634,12 +634,18 @@ def test_a_rate_or_lambda_in_a_tensor_of_the_host_is_refused_where_a_number_is(k
 
 
 def test_a_rate_in_a_tensor_may_pass_zero_by_roundings():
-    lr = torch.tensor(0.1)
-    optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA)
+    """The step is taken, with the sign of the rate; a hundredth of the peak below zero is refused."""
+    lr, param = torch.tensor(0.1), weight()
+    optimizer = SGDSW([param], lr=lr, weight_decay=LAMBDA)
     decay_only(optimizer, LambdaLR(optimizer, lambda _: 1.0), 1)
+    param.grad, before = torch.ones_like(param), param.detach().clone()
     lr.fill_(-1e-7)
     optimizer.step()
     optimizer.check()
+    torch.testing.assert_close(param.detach(), before + 1e-7, rtol=0, atol=1e-11)
+    lr.fill_(-1e-3)
+    with pytest.raises(ValueError, match="must be a finite number of at least 0"):
+        optimizer.step()
 
 
 def test_a_scheduler_of_another_optimizer_is_refused():
