@@ -68,3 +68,24 @@ def test_output_that_is_ascii_gets_what_can_be_printed(words, monkeypatch):
     assert main(words) == 0
     assert b"lambda" in printed.getvalue()
     assert b"?" not in printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (["reproduce", "theory", "--scale", "big"], ["cpu", "mini", "paper"]),
+        (["train", "--strategy", "ddq"], ["ddp", "fsdp"]),
+        (["compare", "--cluster", "lsf"], ["slurm", "local"]),
+        (["train", "--steps", "few"], ["--steps INT"]),
+        (["train", "--steps", "None"], ["--steps INT"]),
+        (["plan", "--tokens", "None", "--lr", "high"], ["--lr FLOAT"]),
+    ],
+    ids=" ".join,
+)
+def test_a_value_of_the_wrong_kind_is_refused_without_a_choice_that_is_none(words, known, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert all(choice in said for choice in known)
+    assert "None" not in said.replace("'None'", "", words.count("None"))

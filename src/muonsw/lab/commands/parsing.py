@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import Field, fields, is_dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Protocol, Union, cast, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import arg
@@ -126,7 +126,7 @@ def _wrapped(line: str) -> str:
 
 
 def _tidy(kind: type) -> None:
-    """Let help name the type of an option that may be left out, and no default where there is none to name.
+    """Let help and errors name the type of an option that may be left out, and no default where there is none to name.
 
     tyro would print `{None}|FLOAT` and `(default: None)`, and break lines where the docstring does. Fields keep their
     plain annotations and docstrings in the source; here each gets what tyro is to print.
@@ -160,13 +160,11 @@ def _parts(hint: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def _shown(hint: Any, one: Field[Any]) -> dict[str, str]:
-    shown: dict[str, str] = {}
+def _shown(hint: Any, one: Field[Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
     if one.default in (None, "", ()) or one.default is False:
         shown["help_behavior_hint"] = ""
-    parts = list(_parts(hint))
-    names = [part.__name__.upper() for part in parts if part in (int, float, str, Path)]
-    names += [f"{{{','.join(map(str, get_args(part)))}}}" for part in parts if get_origin(part) is Literal]
-    if one.default is None and names and not any(getattr(part, "metavar", None) for part in parts):
-        shown["metavar"] = names[0]
+    unions = [get_args(part) for part in _parts(hint) if get_origin(part) in (Union, UnionType)]
+    if one.default is None and unions:
+        shown["constructor"] = unions[0][0]  # the type without None, which is no word to type
     return shown
