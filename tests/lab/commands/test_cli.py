@@ -72,6 +72,18 @@ def test_series_are_plain_data(tmp_path):
 
 
 @pytest.mark.usefixtures("studies")
+def test_the_claims_of_a_whole_study_outlast_one_of_its_experiments(tmp_path, capsys):
+    for name in ("theory", "theory/scalar", "theory/scalar"):
+        assert main(["reproduce", name, "--out", str(tmp_path), "--processes", "1"]) == 0
+    studies = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("claims*")}
+    assert {name: len(data["experiments"]) for name, data in studies.items()} == {
+        "claims.json": 1,
+        "claims.json.1": 4,
+    }
+    assert capsys.readouterr().out.count(f"they are now {tmp_path / 'claims.json.1'}") == 1
+
+
+@pytest.mark.usefixtures("studies")
 def test_a_failed_claim_is_shown_first_and_sets_the_exit_code(tmp_path, capsys):
     assert main(["reproduce", "broken", "--out", str(tmp_path), "--processes", "1"]) == 1
     printed = capsys.readouterr().out

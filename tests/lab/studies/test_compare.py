@@ -101,6 +101,17 @@ def test_numbers_that_cannot_be_written_are_named_before_anything_is_trained(stu
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_numbers_of_a_tuned_comparison_outlast_one_that_is_not_tuned(study, tmp_path):
+    plain = replace(study, base=tiny_run(steps=2), seeds=1)
+    conduct(replace(plain, tune_lambda=True), by_arm(tmp_path / "runs"), tmp_path, images=False)
+    tuned = (tmp_path / "outcome.json").read_bytes()
+    for _ in range(2):
+        conduct(plain, by_arm(tmp_path / "runs"), tmp_path, images=False)
+    kept = {path.name: path.read_bytes() for path in tmp_path.glob("outcome*")}
+    assert kept.keys() == {"outcome.json", "outcome.json.1"}, "the same comparison again replaces its own numbers"
+    assert kept["outcome.json.1"] == tuned != kept["outcome.json"]
+
+
 def test_text_that_is_replaced_while_arms_are_trained_is_noticed(tmp_path):
     data = shutil.copytree(tokens(), tmp_path / "data")
     base = with_data(tiny_run(steps=2), data)

@@ -109,6 +109,16 @@ def test_one_arm_is_no_comparison(tmp_path):
         compare_arms(lambda _arm, _seed: [1.0], ["a"], folder=tmp_path)
 
 
+def test_numbers_of_other_arms_in_the_same_folder_are_kept(tmp_path):
+    for arms in ("ab", "ac", "ac"):
+        compare_arms(lambda arm, seed: [1.0 + seed, 0.5 * ord(arm)], arms, folder=tmp_path)
+    names = {path.name: json.loads(path.read_text(encoding="utf-8"))["arms"] for path in tmp_path.glob("outcome*")}
+    assert {name: "".join(arm["name"] for arm in arms) for name, arms in names.items()} == {
+        "outcome.json": "ac",
+        "outcome.json.1": "ab",
+    }
+
+
 def test_numbers_that_cannot_be_written_are_named_before_the_first_run(tmp_path):
     (tmp_path / "outcome.json").mkdir()
     with pytest.raises(UsageError, match=r"outcome\.json is a folder"):

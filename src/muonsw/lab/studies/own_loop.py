@@ -13,13 +13,13 @@ import numpy as np
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.storage import prepare_folder, refuse_folder, write_json
+from muonsw.lab.base.storage import prepare_folder, refuse_folder
 from muonsw.lab.base.tables import plain_text
 from muonsw.lab.report.report import check_target, write_report
 from muonsw.lab.runs import Columns, Run, load_run
 from muonsw.lab.studies.compare import verdict
 from muonsw.lab.studies.outcome import Outcome, arms_table, compare, pairs_table
-from muonsw.lab.studies.study import PAGE
+from muonsw.lab.studies.study import PAGE, write_numbers
 
 EXPECTED = "expected losses, as a list or by update ({100: 2.5}, or {100: {'loss': 2.5, 'accuracy': 0.4}})"
 
@@ -93,7 +93,7 @@ def compare_arms(
     outcome = compare(runs)
     said = verdict(outcome)
     prepare_folder(Path(folder))
-    write_json(numbers, {"verdict": said, **outcome.as_data()})
+    write_numbers(numbers, {"verdict": said, **outcome.as_data()})
     tables = [arms_table(outcome), pairs_table(outcome.pairs)]
     everyone = [run for those in runs.values() for run in those]
     write_report(page, title, everyone, verdict=said, tables=tables, images=False)
