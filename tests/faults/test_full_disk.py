@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.commands import run_command
-from tests.faults.folders import LONG, ending, fill_data, folders
+from tests.faults.folders import LAST, LONG, ending, fill_data, folders
 from tests.faults.killing import in_child, limit_files, mount_disk
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs limits and mounts of Linux")
@@ -58,6 +58,26 @@ def test_training_on_a_disk_of_any_size_says_so_and_goes_on_once_there_is_room(r
         "cases", ("training on a full disk (every number of pages)", full, "refused with 3, then same bits")
     )
     assert full
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_update():
+    settings, disk = folders().whole / "config.json", folders().root / "small-disk"
+    disk.mkdir()
+    size = sum((folders().whole / LAST / f"{name}.safetensors").stat().st_size for name in ("model", "optimizer"))
+
+    def work() -> int:
+        if not mount_disk(disk, size // 4096 + 1):  # config.json and the lock take a page each
+            return NO_DISK
+        said = training(settings, disk / "run")
+        assert checked(said, disk)
+        assert "run has no room for a checkpoint: a checkpoint takes " in said.text
+        assert not (disk / "run" / "metrics.jsonl").exists()
+        return 10
+
+    code = in_child(work)
+    if code == NO_DISK:
+        pytest.skip("this system does not allow mounting a disk")
+    assert code == 10
 
 
 def test_training_with_files_of_any_size_says_so_and_goes_on(record_property):

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from muonsw.distributed.shards import is_dtensor, shard_like
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import numbered, plain, read_object, reported, sync
+from muonsw.lab.base.errors import MachineError, UsageError
+from muonsw.lab.base.storage import MAKE_ROOM, numbered, plain, read_object, reported, sync
 from muonsw.lab.train.pieces import Reader, own_piece
 
 if TYPE_CHECKING:
@@ -67,6 +67,18 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     return final
+
+
+def require_room(folder: Path, size: int) -> None:
+    """Find out before the first update whether a checkpoint of so many bytes fits on the disk.
+
+    Raises:
+        MachineError: If it does not.
+    """
+    disk = shutil.disk_usage(folder)
+    if disk.free < size and disk.total:  # a file system that does not say has neither
+        room = f"a checkpoint takes {size / 1e6:,.2f} MB, and {disk.free / 1e6:,.2f} MB are free"
+        raise MachineError(f"{folder} has no room for a checkpoint: {room}; {MAKE_ROOM}")
 
 
 def remedy_in(folder: Path) -> str:

@@ -15,7 +15,7 @@ from muonsw import Telemetry
 from muonsw.lab.base.errors import Diverged, Interrupted, UsageError
 from muonsw.lab.base.processes import StopRequest, stop_requests, torch_threads
 from muonsw.lab.base.storage import write_json
-from muonsw.lab.train.checkpoint import CheckpointError, Shelf
+from muonsw.lab.train.checkpoint import CheckpointError, Shelf, require_room
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, RESULT, claimed, require_free, write_environment
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks, tensorboard_sink, wandb_sink
@@ -92,6 +92,8 @@ def _train(training: Training, folder: Path, watch: Watch, request: StopRequest)
     """Train in a folder that is held."""
     shelf = _shelf(folder, watch, training)
     resume(training, shelf, watch)
+    if training.step < training.config.steps:
+        training.world.leading(lambda: require_room(folder, training.saved_bytes()))
     journal = Journal(training)
     with _recording(training, journal, folder, watch) as metrics:
         watch.started(training)

@@ -29,6 +29,7 @@ from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
 from muonsw.lab.train.parallel import place_model, require_division
 from muonsw.lab.train.world import World
 from muonsw.rates import counts_steps
+from muonsw.state import state_bytes
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
@@ -259,6 +260,11 @@ class Training:
         }
         tensors = {"model": own_tensors(self.model), "optimizer": optimizer, "random": random}
         return Checkpoint(self.step, tensors, state)
+
+    def saved_bytes(self) -> int:
+        """What the tensors of a checkpoint take on disk, without optimizer state that other ranks hold."""
+        model = sum(tensor.numel() * tensor.element_size() for tensor in own_tensors(self.model).values())
+        return model + sum(state_bytes(self.optimizer.param_groups).values())
 
     def load(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint, as if the run had never stopped.
