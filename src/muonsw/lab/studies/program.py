@@ -9,7 +9,7 @@ A note is for jobs of a cluster: what failed is written there, and a run that di
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -62,8 +62,8 @@ def gather(arguments: Sequence[str]) -> int:
     parser.add_argument("--data", type=Path, required=True, help="a folder that `muonsw data prepare` filled")
     parser.add_argument("--records", type=Path, default=evidence.FOLDER, help="folder of the records")
     parser.add_argument("--runs", type=Path, default=Path("out/runs-mini"), help="folder of the runs")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time; several share a GPU")
-    parser.add_argument("--seeds", type=int, help="train so many seeds of each comparison alone")
+    parser.add_argument("--workers", type=at_least_one, default=1, help="runs at a time; several share a GPU")
+    parser.add_argument("--seeds", type=at_least_one, help="train so many seeds of each comparison alone")
     parser.add_argument("--only", nargs="+", help="train comparisons with one of these in their names, such as muon")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     given = parser.parse_args(arguments)
@@ -73,6 +73,13 @@ def gather(arguments: Sequence[str]) -> int:
         made = evidence.gather(name, shop, evidence.file_of(name, given.records), given.seeds, given.only)
         say(console, f"{name}: {made} runs exported to {evidence.file_of(name, given.records)}")
     return OK
+
+
+def at_least_one(text: str) -> int:
+    """A count from the command line."""
+    if (number := int(text)) < 1:
+        raise ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def as_job(config: Path, folder: Path, note: Path) -> int:
