@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
+from secrets import randbits
 from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
@@ -111,7 +112,7 @@ def remove_leftovers(folder: Path) -> None:
 def remove_abandoned(path: Path) -> None:
     """Delete what killed processes left of one file, in a folder without a lock where living ones may be writing it.
 
-    By its age: the process that a number is of may run on another machine.
+    By its age: they may run on another machine.
     """
     for left in path.parent.iterdir():
         name, _, number = left.name.rpartition(".")
@@ -148,7 +149,7 @@ def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
 def placing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[Path]:
     """A name beside `path` under which the block writes a file; that file then takes the place of `path`."""
     refuse_folder(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{randbits(32)}")  # hosts that share a disk have equal process numbers
     with reported(path, remedy):
         try:
             yield beside
