@@ -264,7 +264,7 @@ def test_outside_of_a_clone_evidence_is_refused_before_anything_is_trained(tmp_p
 @pytest.mark.usefixtures("tiny")
 def test_long_runs_from_training_to_the_page(tmp_path):
     shop = by_settings(tmp_path / "runs")
-    assert evidence.gather("long", shop, evidence.file_of("long", tmp_path)) == 2 * 2 * 5
+    assert evidence.gather("long", shop, evidence.file_of("long", tmp_path)) == 2 * (6 + 5)
     grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{conclusion}\n{long}")
     assert "On fresh text, each at its best lambda, scaled decay ends" in page
@@ -297,8 +297,9 @@ def test_a_run_is_in_the_file_as_soon_as_it_has_ended(tmp_path):
 @pytest.mark.usefixtures("tiny")
 def test_repeated_text_from_training_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "REPEATED_FACTORS", (8.0, 16.0))
+    monkeypatch.setattr(cases, "MOST_SCALED", 32.0)
     path = evidence.file_of("repeated-text", tmp_path)
-    assert evidence.gather("repeated-text", by_settings(tmp_path / "runs"), path) == 6
+    assert evidence.gather("repeated-text", by_settings(tmp_path / "runs"), path) == 7
     grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{repeated-text}")
     assert "| repeated text | piecewise, lambda 16 | 16 |" in page
@@ -312,17 +313,18 @@ def test_repeated_text_from_training_to_the_page(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("tiny")
 def test_schedules_from_training_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(schedules, "FACTORS", (1.0,))
+    monkeypatch.setattr(schedules, "WSD_FACTORS", (0.5,))
     assert (
         evidence.gather("schedules", by_settings(tmp_path / "runs"), evidence.file_of("schedules", tmp_path)) == 6 * 2
     )
     page = evidence.page(evidence.read_page(tmp_path), "{schedules}")
     assert "| linear to 0 | scaled |" in page
-    assert "the same under linear to 0, minus the same under wsd to 0, in nats" in page
+    assert "the same under linear to 0, minus the same under WSD to 0, in nats" in page
 
 
 def test_a_straight_line_begins_where_warmup_ends():
     runs = {str(one.key): one.base for one in schedules.schedules(evidence.MINI)}
-    line, flat = lr_multiples(runs["linear to 0"]), lr_multiples(runs["wsd to 0"])
+    line, flat = lr_multiples(runs["linear to 0"]), lr_multiples(runs["WSD to 0"])
     warmup = runs["linear to 0"].schedule.warmup(len(line))
     assert (line[warmup - 1], line[-1]) == (1.0, 0.0)
     assert {round(one - after, 9) for one, after in pairwise(line[warmup:])} == {round(1 / (len(line) - warmup), 9)}
@@ -361,7 +363,8 @@ def test_claims_of_schedules_tell_where_the_rule_matters(monkeypatch):
 def test_what_decay_takes_over_a_run_does_not_follow_its_length(scale):
     """At all points at which lambda is followed, and where rates are: else the length would be what is measured."""
     runs = [*lambda_scaling.points(scale).values(), rate_drift.drift_run(scale)]
-    totals = [sum(decay_factors(run, replace(run.optimizer, decay="constant"))) for run in runs]
+    taken = [sum(decay_factors(run, replace(run.optimizer, decay="constant"))) for run in runs]
+    totals = [total / run.optimizer.lr for total, run in zip(taken, runs, strict=True)]  # widths have half the rate
     assert len({run.steps for run in runs}) > 3
     assert totals == pytest.approx([totals[0]] * len(runs), rel=0.01)
 
@@ -371,7 +374,7 @@ def test_what_decay_takes_over_a_run_does_not_follow_its_length(scale):
 def test_the_drift_of_rates_from_training_to_the_page(tmp_path):
     assert (
         evidence.gather("rate-drift", by_settings(tmp_path / "runs"), evidence.file_of("rate-drift", tmp_path))
-        == 3 * 2 * 3
+        == 3 * (3 + 4)  # the wider model has one rate more
     )
     page = evidence.page(evidence.read_page(tmp_path), "{rate-drift}")
     assert "| rule | width 16 | width 32 | moves by |" in page
@@ -414,10 +417,10 @@ def test_rules_are_compared_without_widths_whose_best_rate_may_lie_beyond_the_gr
 
 
 def test_a_run_that_two_studies_have_is_one():
-    """At the rate that matrices share with the rest, in the middle of the lambdas."""
+    """In the middle of the lambdas: all widths at half the rate, and the first one at the rate of the other axes."""
     rates, lambdas = ({repr(run) for one in study(evidence.MINI) for run in one.configs()}
                       for study in (rate_drift.rate_drift, lambda_scaling.lambda_scaling))  # fmt: skip
-    assert len(rates & lambdas) == 2 * 3 * 3  # rules, widths and seeds
+    assert len(rates & lambdas) == 2 * (3 + 1) * 3  # rules, widths and seeds
 
 
 @pytest.mark.slow
@@ -425,7 +428,7 @@ def test_the_scaling_of_lambda_from_training_to_the_page(tmp_path, monkeypatch, 
     monkeypatch.setattr(evidence, "MINI", replace(tiny, map_seeds=2))
     monkeypatch.setattr(lambda_scaling, "FACTORS", (1.0, 2.0))
     shop = by_settings(tmp_path / "runs")
-    assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == (5 * 2 + 2) * 2 * 2
+    assert evidence.gather("lambda-scaling", shop, evidence.file_of("lambda-scaling", tmp_path)) == (6 * 2 + 2) * 2 * 2
     grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{lambda-scaling}")
     assert "| size | scaled | 48 | 2 |" in page
@@ -440,7 +443,7 @@ def test_the_family_from_training_to_the_page(tmp_path, monkeypatch, tiny):
     monkeypatch.setattr(family, "RATES", {name: family.RATES[name] for name in ("muon", "soap")})
     monkeypatch.setattr(evidence, "MINI", replace(tiny, maps=dict.fromkeys((24, 48), (0.5, 1.0)), map_seeds=2))
     shop, path = by_settings(tmp_path / "runs"), evidence.file_of("family", tmp_path)
-    made = evidence.gather("family", shop, path) - (2 * 18 + 2 * 6 * 2)
+    made = evidence.gather("family", shop, path) - (24 + 18 + 2 * 6 * 2)
     assert evidence.gather("family", shop, path) == 0
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
     grown = evidence.EvidencePage(evidence.read_records(tmp_path))

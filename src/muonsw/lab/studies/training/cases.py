@@ -21,8 +21,9 @@ LITTLE, STRONG = Key("little text"), Key("little text, four times the lambda")
 EPOCHS = 16
 # Reported to win over many epochs: decay that falls in the first half and then rises above where it began.
 RISING = ((0.0, 0.8), (0.5, 0.1), (1.0, 1.25))
-# Of the three that were planned the largest was best under every rule, so two more were added.
-REPEATED, REPEATED_FACTORS = Key("repeated text"), (4.0, 8.0, 16.0, 32.0, 64.0)
+# Of the three that were planned the largest was best under every rule, so two more were added; of these the larger was
+# best under scaled decay, which has one more.
+REPEATED, REPEATED_FACTORS, MOST_SCALED = Key("repeated text"), (4.0, 8.0, 16.0, 32.0, 64.0), 96.0
 SLOWRUN = Source(
     "slowrun, pull request 38; claims written down before the runs", "text seen 16 times, cosine to a tenth"
 )
@@ -58,6 +59,7 @@ def repeated_text(scale: Scale) -> list[Comparison]:
     rising = replace(base, decay_points=RISING)
     arms = [lambda_arm(base, rule, lam) for lam in lambdas for rule in RULES]
     arms += [lambda_arm(rising, "piecewise", lam) for lam in lambdas]
+    arms.append(lambda_arm(base, "scaled", MOST_SCALED * base.weight_decay))
     return [Comparison(REPEATED, run, tuple(arms), tuple(range(scale.seeds)), paired=False)]
 
 

@@ -2,11 +2,11 @@
 
 A search on one seed that nothing else uses, in runs half as long: three learning rates times three lambdas under both
 rules; what AdamW owns keeps its rate. The rates lie a factor of two apart around one at which a member moves weights
-about as far as Muon does, the lambdas a factor of four apart around the one whose decay adds up to 1 over the run, as
-that of Muon's best lambdas does. Then, on other seeds and in full length, each rule at its best rate with three
-lambdas, the same for both: the one at which they were best together, counted as what constant decay takes over the run,
-and four times less and more; where that largest one is the best of a rule, one that is four times larger still. The
-claims were written down before the runs:
+about as far as Muon does, with one more where the best of the three was an end; the lambdas a factor of four apart
+around the one whose decay adds up to 1 over the run, as that of Muon's best lambdas does. Then, on other seeds and in
+full length, each rule at its best rate with three lambdas, the same for both: the one at which they were best together,
+counted as what constant decay takes over the run, and four times less and more; where that largest one is the best of a
+rule, one that is four times larger still. The claims were written down before the runs:
 
 - Scaled decay forgives a large lambda for every member, as it does for Muon: the largest one costs it at most 0.6 of
   what it costs constant decay, each above its own best.
@@ -64,11 +64,16 @@ RATES: Mapping[str, float] = {
 # It waits for eigendecompositions, which torch 2.11 makes one after another on GPUs: trained on CPUs alone.
 SLOW_ON_GPUS = "shampoo"
 RATE_FACTORS, LAMBDA_FACTORS = (0.5, 1.0, 2.0), (0.25, 1.0, 4.0)
+# By member whose best of these rates was an end, the one beyond it.
+FURTHER_RATE: Mapping[str, float] = {
+    **dict.fromkeys((MUON, "normuon", "muon2", "aurora", "soap_muon", "adamuon", "kl_shampoo"), 4.0),
+    "lion": 0.25,
+}
 TOTAL, MORE = 1.0, 16.0
 # How many times shorter the search's runs are, and updates between records: the first one lets others compile.
 SHORTER, LOGGED = 2, 20
 FORGIVEN = 0.6
-SEARCHED = replace(BEYOND, hypothesis="each at the best of nine settings")
+SEARCHED = replace(BEYOND, hypothesis="each at the best of nine or twelve settings")
 OCTAVE = Tolerance(1.0, "a factor of two, the bound that was stated before the runs")
 
 
@@ -84,13 +89,13 @@ def members(scale: Scale) -> list[str]:
 
 
 def search(scale: Scale) -> list[Comparison]:
-    """Nine settings of every member under both rules, in short runs.
+    """Nine or twelve settings of every member under both rules, in short runs.
 
     Examples:
         >>> from muonsw.lab.studies.scales import MINI
         >>> one = search(MINI)[1]
         >>> str(one.key), one.seeds, len(one.arms), one.arms[0].name
-        ('normuon, 200 updates', (3,), 18, 'constant, lr 0.025, lambda 0.0917')
+        ('normuon, 200 updates', (3,), 24, 'constant, lr 0.025, lambda 0.0917')
     """
     run = family_run(scale, shorter=SHORTER)
     seeds = (scale.map_seeds,)
@@ -133,7 +138,8 @@ def family_run(scale: Scale, *, shorter: int = 1) -> RunConfig:
 
 def grid(run: RunConfig, member: str) -> tuple[Arm, ...]:
     """The settings of a member that the search tries."""
-    rates = [run.optimizer.lr * RATES[member] * faster for faster in RATE_FACTORS]
+    factors = sorted({*RATE_FACTORS, FURTHER_RATE.get(member, 1.0)})
+    rates = [run.optimizer.lr * RATES[member] * faster for faster in factors]
     return tuple(_arm(run, member, rule, lr, more) for lr in rates for more in LAMBDA_FACTORS for rule in RULES)
 
 
@@ -314,16 +320,20 @@ def family_charts(results: Results, scale: Scale) -> list[Chart]:
 
 
 def _search_table(results: Results, scale: Scale) -> Table:
-    numbers = [f"{rate:g} x rate, {total:g}" for rate in RATE_FACTORS for total in LAMBDA_FACTORS]
+    run, factors = family_run(scale), sorted({*RATE_FACTORS, *FURTHER_RATE.values()})
+    numbers = ("middle rate", *(f"{factor:g} x" for factor in factors))
     columns = [Column("member"), Column("rule"), *(Column(name, number=True) for name in numbers)]
     rows: list[list[Value | Cell]] = []
     for key, arms in results.items():
-        for rule in RULES if key.steps != family_run(scale).steps else ():
-            runs = under(arms, rule).values()
-            losses = {float(place): swept_loss(those[0]) for place, those in enumerate(runs)}
-            rows.append([key.name, rule, *(loss_cell(losses, place) for place in losses)])
+        for rule in RULES if key.steps != run.steps else ():
+            middle, losses = run.optimizer.lr * RATES[key.name], dict[float, list[float]]()
+            for one in (those[0] for those in under(arms, rule).values()):
+                factor = min(factors, key=lambda each: abs(one.config.optimizer.lr / middle - each))
+                losses.setdefault(factor, []).append(swept_loss(one))
+            lowest = {factor: min(those) for factor, those in losses.items()}
+            rows.append([key.name, rule, f"{middle:g}", *(loss_cell(lowest, factor) for factor in factors)])
     note = (
-        "Validation loss on the seed of the search, the best of each row marked: multiples of the member's middle "
-        "learning rate, and what decay takes over the run under constant decay."
+        "Validation loss of the best of three lambdas on the seed of the search, at multiples of the member's middle "
+        "learning rate, the best of each row marked."
     )
     return Table("family-search", "The search", columns, rows, note)

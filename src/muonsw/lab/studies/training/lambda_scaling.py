@@ -7,10 +7,11 @@
 | size  | the width, and updates with its square, so that tokens | -2 (nanochat, cautious and falling decay); a     |
 |       | for each weight of a matrix stay                       | constant total (Wang & Aitchison) is -2 here too |
 
-Five lambdas at each point, around the one that takes as much over the run as the best one of the regret map. The best
-one is the vertex of a parabola, seed by seed, and so is the exponent, a line over logarithms. A point whose best lambda
-is the smallest or largest that was tried says no more than that it may lie beyond, and is left out of both. The claims
-were written down before the runs.
+Five lambdas at each point, around the one that takes as much over the run as the best one of the regret map. Widths
+have half the learning rate of the other axes and the same lambdas: there each ends near its best, which falls with the
+width (`rate_drift` shares some of these runs). The best lambda is the vertex of a parabola, the exponent the slope of a
+line over logarithms, both seed by seed. A point whose best lambda is the smallest or largest that was tried says no
+more than that it may lie beyond, and is left out of both. The claims were written down before the runs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, multiples
 from muonsw.lab.studies.scales import Scale, at_width
-from muonsw.lab.studies.training.best_rules import rules_run
 from muonsw.lab.studies.training.long import FACTORS
+from muonsw.lab.studies.training.rate_drift import at_rate, drift_run
 from muonsw.lab.studies.training.regret import (
     BEYOND,
     Optimum,
@@ -41,7 +42,7 @@ from muonsw.lab.studies.training.regret import (
 from muonsw.lab.studies.training.sweeps import power, resolution, vertex
 from muonsw.lab.train.config import RunConfig
 
-BATCHES, SIZES = (0.5, 1.0, 2.0), (0.5, 1.0, 1.5)
+WIDTH_RATE, BATCHES, SIZES = 0.5, (0.5, 1.0, 2.0), (0.5, 1.0, 1.5)
 # The smallest size wants less in its few updates: two lambdas more, so that the best one has neighbours on both sides.
 SMALLER = (0.0625, 0.125)
 # Totals of the best lambdas within this factor count as one: basins are flatter than that.
@@ -69,7 +70,7 @@ AXES = (
 
 
 def points(scale: Scale) -> dict[Key, RunConfig]:
-    """The runs of every axis, by axis and by what grows along it; one is in all three.
+    """The runs of every axis, by axis and by what grows along it; one is on two of them.
 
     Examples:
         >>> from muonsw.lab.studies.scales import MINI
@@ -77,11 +78,10 @@ def points(scale: Scale) -> dict[Key, RunConfig]:
         [('batch 4', 128, 4, 3200), ('batch 8', 128, 8, 1600), ('batch 16', 128, 16, 800)]
     """
     # The narrowest model learns too slowly: where the others end, its loss still falls steeply.
-    run, widths = rules_run(scale), scale.drift_widths[1:]
-    optimizer = replace(run.optimizer, muon_lr="none", peak="group")
-    shared = at_width(replace(run, optimizer=optimizer, batch=run.batch // 2), widths[0])
-    steps, batch = scale.drift_steps, shared.batch
-    found = {Key("width", width=width): of_same_total(at_width(shared, width), steps) for width in widths}
+    run, widths = drift_run(scale), scale.drift_widths[1:]
+    slower = replace(run, optimizer=at_rate(run.optimizer, WIDTH_RATE * run.optimizer.lr))
+    found = {Key("width", width=width): at_width(slower, width) for width in widths}
+    shared, steps, batch = at_width(run, widths[0]), run.steps, run.batch
     for factor in BATCHES:
         wanted = int(factor * batch)
         found[Key(f"batch {wanted}")] = of_same_total(replace(shared, batch=wanted), round(steps * batch / wanted))

@@ -38,13 +38,15 @@ def long_runs(scale: Scale) -> list[Comparison]:
 
     Examples:
         >>> from muonsw.lab.studies.scales import MINI
-        >>> [(one.base.steps, one.base.batch, one.arms[4].name) for one in long_runs(MINI)]
-        [(6400, 8, 'constant, lambda 0.05'), (25600, 8, 'constant, lambda 0.02')]
+        >>> [(one.base.steps, one.base.batch, one.arms[-2].name) for one in long_runs(MINI)]
+        [(6400, 8, 'constant, lambda 0.2'), (25600, 8, 'constant, lambda 0.08')]
     """
     run = replace(scale.map_run, batch=scale.map_run.batch // 2)
     steps, lambdas = list(scale.maps.items())[-1]
     middle = lambdas[(len(lambdas) - 1) // 2]
-    grids = {steps: multiples(middle, FACTORS), LONGER * steps: multiples(SMALLER * middle, FACTORS)}
+    # The smallest of the five was best in the shorter runs under both rules: half of it was added.
+    shorter, longer = (FACTORS[0] / 2, *FACTORS), FACTORS
+    grids = {steps: multiples(middle, shorter), LONGER * steps: multiples(SMALLER * middle, longer)}
     # Logged often: the first record of a run lets the next process compile.
     runs = {length: replace(lean(at_horizon(run, length)), log_every=20) for length in grids}
     return [lambda_map(Key(steps=length), runs[length], grid, scale.map_seeds) for length, grid in grids.items()]

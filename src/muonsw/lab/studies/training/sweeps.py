@@ -147,15 +147,15 @@ def _judge_widths(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> list[
 def transfer_cost(narrow: Losses, wide: Losses) -> float:
     """What the best rate of one width costs at another, as a share of what the worst rate of the grid costs there.
 
-    Rates at which runs diverged are left out: the worst is the worst that trains.
+    Rates at which runs diverged are left out: the worst is the worst that trains. The other width may have more rates.
 
     Examples:
         >>> transfer_cost({0.01: 1.0, 0.02: 2.0, 0.04: 3.0}, {0.01: 1.5, 0.02: 1.0, 0.04: 3.0})
         0.25
     """
-    values = list(wide.values())
+    values, taken = list(wide.values()), min(narrow, key=lambda rate: narrow[rate])
     lowest, highest = min(values), max((value for value in values if value < math.inf), default=math.inf)
-    return (values[best_place(narrow)] - lowest) / (highest - lowest) if highest > lowest else 0.0
+    return (wide[taken] - lowest) / (highest - lowest) if highest > lowest else 0.0
 
 
 def _of(key: Key) -> str:
@@ -243,12 +243,13 @@ def resolution(step: float, grown: Collection[float]) -> Tolerance:
     return Tolerance(size, "a quarter of a step of the grid at either end")
 
 
-def sweep_tables(results: Results, scale: Scale) -> list[Table]:
+def sweep_tables(results: Results, _scale: Scale) -> list[Table]:
     """Mean final loss over seeds by learning rate and comparison, the best of each column marked."""
     sweeps = {key: losses_by_seed(arms) for key, arms in results.items()}
     means = {key: mean_losses(seeds) for key, seeds in sweeps.items()}
     columns = [Column("learning rate"), *(Column(str(key), number=True) for key in means)]
-    rows = [[f"{rate:g}", *(loss_cell(losses, rate) for losses in means.values())] for rate in scale.rates]
+    rates = sorted({rate for losses in means.values() for rate in losses})
+    rows = [[f"{rate:g}", *(loss_cell(losses, rate) for losses in means.values())] for rate in rates]
     most = max(map(len, sweeps.values()))
     seeds = "one seed" if most == 1 else f"means over {most} seeds"
     return [Table("sweep", "Final loss by learning rate", columns, rows, f"Validation loss, {seeds}.")]
