@@ -396,7 +396,10 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
             f"a {type(scheduler).__name__} gives its learning rate only step by step; pass total_steps=<steps of the "
             f"run> with it, or the highest learning rate itself"
         )
-    records = [(group.get("max_lr"), group.get("swa_lr"), base) for group, base in zip(groups, base_lrs, strict=True)]
+    end = getattr(scheduler, "eta_min", None)  # to which a cosine may also rise
+    records = [
+        (group.get("max_lr"), group.get("swa_lr"), base, end) for group, base in zip(groups, base_lrs, strict=True)
+    ]
     return [max(float(lr) for lr in known if lr is not None) for known in records]
 
 
