@@ -112,9 +112,10 @@ def test_capturing_a_float_learning_rate_is_refused():
     torch.cuda.synchronize()
 
 
-def test_an_excess_under_a_graph_is_raised_at_the_next_check():
+@pytest.mark.parametrize(("decay", "wrong"), [("scaled", 0.2), ("scaled", -0.01), ("none", torch.nan)])
+def test_a_wrong_rate_under_a_graph_is_raised_at_the_next_check(decay, wrong):
     params = on_gpu((64, 64))
-    optimizer = MuonSW(params, lr=0.05, capturable=True)
+    optimizer = MuonSW(params, lr=0.05, decay=decay, capturable=True)
     feed(params, 0)
     optimizer.step()
     graph = torch.cuda.CUDAGraph()
@@ -122,7 +123,7 @@ def test_an_excess_under_a_graph_is_raised_at_the_next_check():
         optimizer.step()
     graph.replay()
     optimizer.check()
-    optimizer.param_groups[0]["lr"].fill_(0.2)
+    optimizer.param_groups[0]["lr"].fill_(wrong)
     graph.replay()
     with pytest.raises(PeakLRError):
         optimizer.check()

@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch.optim.lr_scheduler import (
 
 from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning
 from muonsw.peak import resolve_before_capture, scheduler_peaks
+from muonsw.step import check, collect, final_rates
 
 LAMBDA = 0.5
 
@@ -150,6 +152,15 @@ def test_a_scheduler_that_grows_is_tried_out(make):
     optimizer.set_peak_lr(scheduler, total_steps=8)
     seen = decay_only(optimizer, scheduler, 8)
     assert_scaled_by(seen, max(lr for lr, _ in seen))
+
+
+@pytest.mark.parametrize("make", [CosineAnnealingLR, CosineAnnealingWarmRestarts])
+@pytest.mark.parametrize("eta_min", [0.01, 0.3])
+def test_the_peak_of_a_cosine_is_the_higher_of_its_ends(make, eta_min):
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
+    scheduler = make(optimizer, 8, eta_min=eta_min)
+    optimizer.set_peak_lr(scheduler)
+    assert_scaled_by(decay_only(optimizer, scheduler, 8), max(0.1, eta_min))
 
 
 PARTS = {
@@ -594,15 +605,17 @@ def test_several_groups_with_another_peak_are_reported_in_one_warning():
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("steps", [7, 100, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "steps"), [(torch.float32, 7), (torch.float32, 100), (torch.float32, 1000), (torch.float16, 20)], ids=str
+)
 @pytest.mark.parametrize("start", [0.01, 0.1, 1 / 3])
-def test_roundings_of_a_rate_in_a_tensor_are_not_an_excess(steps, start):
-    """LinearLR multiplies the rate once a step, so float32 strays by about a rounding each time."""
-    lr = torch.tensor(0.1)
+def test_roundings_of_a_rate_in_a_tensor_are_not_an_excess(dtype, steps, start):
+    """LinearLR multiplies the rate once a step, so it strays by about a rounding of its dtype each time."""
+    lr = torch.tensor(0.1, dtype=dtype)
     optimizer = SGDSW([weight()], lr=lr, weight_decay=LAMBDA)
     scheduler = LinearLR(optimizer, start, total_iters=steps)
     decay_only(optimizer, scheduler, steps + 1)
-    assert abs(float(lr) / 0.1 - 1) < steps * 2**-23
+    assert abs(float(lr) / 0.1 - 1) < steps * torch.finfo(dtype).eps
     optimizer.state_dict()
 
 
@@ -631,6 +644,23 @@ def test_a_rate_or_lambda_in_a_tensor_of_the_host_is_refused_where_a_number_is(k
         with pytest.raises(ValueError, match="must be a finite number of at least 0"):
             optimizer.step()
         assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+@pytest.mark.parametrize("decay", ["scaled", "constant", "none"])
+@pytest.mark.parametrize("norm", ["free", "hyperball"])
+@pytest.mark.parametrize(("value", "is_wrong"), [(0.1, False), (0.0, False), (torch.nan, True), (-0.01, True)])
+def test_a_rate_or_lambda_that_only_the_device_knows_is_remembered(key, decay, norm, value, is_wrong):
+    """What the host refuses is filled in after its check, as the replay of a graph finds it."""
+    param = weight()
+    optimizer = SGDSW([param], decay=decay, norm=norm, **{"lr": 0.1, "weight_decay": LAMBDA, key: torch.tensor(0.1)})
+    param.grad = torch.eye(4, dtype=torch.float64)
+    work = collect(optimizer)
+    check(optimizer, work)
+    optimizer.param_groups[0][key].fill_(value)
+    final_rates(optimizer, work, None)
+    with pytest.raises(PeakLRError, match="was negative") if is_wrong else nullcontext():
+        optimizer.check()
 
 
 def test_a_rate_in_a_tensor_may_pass_zero_by_roundings():

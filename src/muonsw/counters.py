@@ -1,7 +1,7 @@
 """What steps count, on the host or on the device, and what the user has been warned of.
 
-The device is never asked during a step. What only it knows (a skipped step, a learning rate in a tensor that was too
-high) is remembered there, in tensors that are written in place because a captured graph writes to these very ones, and
+The device is never asked during a step. What only it knows (a skipped step, a learning rate in a tensor that was
+wrong) is remembered there, in tensors that are written in place because a captured graph writes to these very ones, and
 read where the host waits for the device anyway: in `check`, which `state_dict` and telemetry call.
 """
 
@@ -33,9 +33,10 @@ _NO_DECAY = (
     "weight_decay=0"
 )
 
-_EXCESS = (
-    "a tensor learning rate exceeded its peak or was NaN, or a decay factor exceeded 1, in an earlier step; pass "
-    "peak_lr=<the highest learning rate of the run>, or call set_peak_lr(scheduler) before it"
+_WRONG_RATE = (
+    "a tensor learning rate exceeded its peak, was negative or not finite, or a tensor weight decay was negative, or a "
+    "decay factor exceeded 1, in an earlier step; if the schedule is as it should be, pass peak_lr=<the highest "
+    "learning rate of the run>, or call set_peak_lr(scheduler) before it"
 )
 
 
@@ -47,7 +48,7 @@ class Counters:
         self.skipped_on_host = 0
         self._skipped_on_device = torch.zeros((), dtype=torch.float32, device="cpu")
         self._flags: Flags | None = None
-        self._excess = torch.zeros((), dtype=torch.bool, device="cpu")
+        self._wrong = torch.zeros((), dtype=torch.bool, device="cpu")
         self._groups: list[Group] = []  # those of the last step, held so that no other gets their ids
         self._highest: list[Tensor] = []
         self._warned: set[str] = set()
@@ -72,7 +73,7 @@ class Counters:
     @property
     def device(self) -> torch.device:
         """Where the flags are."""
-        return self._excess.device
+        return self._wrong.device
 
     @property
     def address(self) -> int:
@@ -81,7 +82,7 @@ class Counters:
 
     def place(self, groups: Sequence[Group], device: torch.device) -> None:
         """Bring the flags to the device of the parameters, and the highest learning rates into the groups' order."""
-        self._skipped_on_device, self._excess = self._skipped_on_device.to(device), self._excess.to(device)
+        self._skipped_on_device, self._wrong = self._skipped_on_device.to(device), self._wrong.to(device)
         known = {id(group): highest.to(device) for group, highest in zip(self._groups, self._highest, strict=True)}
         zeros = torch.zeros(len(groups), dtype=torch.float32, device=device).unbind()
         self._highest = [known.get(id(group), zero) for group, zero in zip(groups, zeros, strict=True)]
@@ -121,13 +122,13 @@ class Counters:
         self.skipped_on_host += 1
         self._warn_of_skips(self.skipped_on_host, items)
 
-    def record_rate(self, number: int, group: Group, eta: Tensor | None, phi: Tensor) -> None:
-        """Remember on the device how high a group's decay was, and the learning rate if it has a peak."""
-        excess = ~(phi <= 1)  # true for NaN as well
-        if eta is not None and group["resolved_peak_lr"] is not None:
-            excess = excess | ~(eta <= group["resolved_peak_lr"] * (1 + peak.tolerance(eta)))
-            self._highest[number].clamp_(min=copied_to(eta, self._excess.device, torch.float32))
-        self._excess.logical_or_(copied_to(excess, self._excess.device))
+    def record_wrong(self, wrong: Tensor) -> None:
+        """Remember on the device that a rate there was wrong."""
+        self._wrong.logical_or_(copied_to(wrong, self._wrong.device))
+
+    def record_highest(self, number: int, eta: Tensor) -> None:
+        """Remember on the device how high a group's learning rate was."""
+        self._highest[number].clamp_(min=copied_to(eta, self._wrong.device, torch.float32))
 
     def read_rates(self) -> None:
         """Bring the highest learning rates from the device into the groups."""
@@ -136,16 +137,16 @@ class Counters:
                 group["highest_lr"] = max(group["highest_lr"] or 0.0, float(highest)) or group["highest_lr"]
 
     def check(self) -> None:
-        """Raise for rates that were too high, once; waits for the device."""
-        excess = bool(self._excess)
-        self._excess.zero_()
-        if excess:
-            raise PeakLRError(_EXCESS)
+        """Raise for rates that were wrong, once; waits for the device."""
+        wrong = bool(self._wrong)
+        self._wrong.zero_()
+        if wrong:
+            raise PeakLRError(_WRONG_RATE)
 
-    def warn_of_excess(self) -> None:
-        """Warn of rates that were too high, for as long as `check` has not raised for them; waits for the device."""
-        if bool(self._excess):
-            warnings.warn(_EXCESS, PeakLRWarning, stacklevel=3)
+    def warn_of_wrong_rates(self) -> None:
+        """Warn of rates that were wrong, for as long as `check` has not raised for them; waits for the device."""
+        if bool(self._wrong):
+            warnings.warn(_WRONG_RATE, PeakLRWarning, stacklevel=3)
 
     def warn_of_skips(self) -> None:
         """Warn of skipped steps; waits for the device."""

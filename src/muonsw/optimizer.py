@@ -234,7 +234,7 @@ class ScaledDecayOptimizer(Optimizer):
         return loss
 
     def check(self) -> None:
-        """Raise if a learning rate held in a tensor has exceeded its peak since the last check.
+        """Raise if a learning rate held in a tensor has exceeded its peak, or was none, since the last check.
 
         It also warns of what only the device knew until now: skipped steps, and a schedule that has turned down
         without coming near its peak. It waits for the device, so a training loop calls it now and then; telemetry
@@ -334,7 +334,7 @@ class ScaledDecayOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`.
 
-        It raises nothing: of a learning rate that was too high, of skipped steps and of state that other ranks keep or
+        It raises nothing: of a learning rate that was wrong, of skipped steps and of state that other ranks keep or
         no param group has any more it warns, since a checkpoint with a flaw is worth more than none.
         """
         try:
@@ -342,7 +342,7 @@ class ScaledDecayOptimizer(Optimizer):
         except RuntimeError as error:
             warnings.warn(f"this state is not whole: {error}", stacklevel=2)
         self._warn_of_device()
-        self._counters.warn_of_excess()
+        self._counters.warn_of_wrong_rates()
         self._wait_for_host()
         with load.saved_as_numbers(self), load.saved_by_groups(self):
             return super().state_dict()

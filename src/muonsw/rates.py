@@ -84,12 +84,17 @@ def _check_lr(group: Group, label: str) -> None:
         raise RuntimeError(
             f"a CUDA graph would freeze the learning rate {lr:g} of {label}; pass capturable=True or a tensor lr"
         )
-    _refuse_lr(lr, _ROUNDING, group, label)
+    _refuse_lr(lr, -_ROUNDING, group, label)
     group["lr"] = lr  # numpy's numbers would compute in their own precision
 
 
-def _refuse_lr(lr: float, rounding: float, group: Group, label: str) -> None:
-    if not math.isfinite(lr) or lr < -rounding:
+def _least(group: Group) -> float:
+    """How far below zero the roundings of a schedule that ends there may bring a learning rate in a tensor."""
+    return -(peak.tolerance(group["lr"]) * (group["resolved_peak_lr"] or 0.0)) - _ROUNDING
+
+
+def _refuse_lr(lr: float, least: float, group: Group, label: str) -> None:
+    if not math.isfinite(lr) or lr < least:
         raise ValueError(f"the learning rate of {label} is {group['lr']!r}; it must be a finite number of at least 0")
 
 
@@ -99,7 +104,7 @@ def _check_tensor(number: int, group: Group, label: str, counters: Counters) -> 
     if lr.numel() != 1 or not lr.is_floating_point():
         raise ValueError(f"the learning rate of {label} is {lr!r}; a tensor must hold one floating-point number")
     if lr.is_cpu:  # a GPU would have to be waited for
-        _refuse_lr(float(lr), peak.tolerance(lr) * (group["resolved_peak_lr"] or 0.0) + _ROUNDING, group, label)
+        _refuse_lr(float(lr), _least(group), group, label)
     if _capturing(lr):
         if counts_steps(group):
             raise RuntimeError(f"{label} does something else every few steps, which a CUDA graph would freeze")
@@ -124,9 +129,7 @@ def rates_of(work: Sequence[Batch], groups: Sequence[Group], flag: Flag | None, 
     averages = _averages(work, flag)
     found = [_rates(batch, flag, averages.get(batch.number)) for batch in work]
     for batch, one in zip(work, found, strict=True):
-        if isinstance(one.phi, Tensor):  # only the device knows: it remembers what was too high
-            eta = one.eta if isinstance(one.eta, Tensor) and needs_peak(batch.group) else None
-            counters.record_rate(batch.number, batch.group, eta, one.phi)
+        _record(batch, one, counters)
     count_steps(groups)
     for average in averages.values():  # into the tensors that a graph knows
         average.group["gradient_average"].copy_(average.kept)
@@ -142,6 +145,21 @@ def _rates(batch: Batch, flag: Flag | None, average: Average | None) -> Rates:
     if not isinstance(phi, Tensor) and phi > 1:
         _refuse_phi(phi)
     return Rates(eta, phi, None if flag is None else flag.to(device), _norm_rule(group))
+
+
+def _record(batch: Batch, rates: Rates, counters: Counters) -> None:
+    """Let the device remember which of its tensors the host would have refused, and how high a rate with a peak was."""
+    group, lam = batch.group, _on(batch.group["weight_decay"], batch.device)
+    if isinstance(rates.eta, Tensor):
+        top = group["resolved_peak_lr"] if needs_peak(group) else None
+        most = torch.finfo(rates.eta.dtype).max if top is None else top * (1 + peak.tolerance(group["lr"]))
+        counters.record_wrong(rates.eta.clamp(_least(group), most) != rates.eta)  # true for NaN as well
+        if top is not None:
+            counters.record_highest(batch.number, rates.eta)
+    if isinstance(lam, Tensor):
+        counters.record_wrong(~(lam >= 0))
+    if isinstance(rates.phi, Tensor):
+        counters.record_wrong(~(rates.phi <= 1))
 
 
 @_disable_dynamo  # which formats no number
