@@ -4,6 +4,7 @@ import copy
 import pickle
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -89,6 +90,33 @@ def test_a_graph_is_bound_to_what_it_reads_and_writes():
         assert bound(optimizer).difference(before) == changed
         before = bound(optimizer)
     assert all(tensor.numel() for tensor in first)  # alive until here, so that no address was used twice
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "other"),
+    [
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+        *(
+            (
+                partial(getattr, torch.backends.cuda.matmul, key),
+                partial(setattr, torch.backends.cuda.matmul, key),
+                other,
+            )
+            for key, other in [("allow_tf32", True), ("allow_bf16_reduced_precision_reduction", False)]
+        ),
+    ],
+)
+def test_a_graph_is_bound_to_how_torch_multiplies(read, write, other):
+    optimizer, params = optimizer_on("cpu")
+    feed(params, 0)
+    optimizer.step()
+    before, setting = bound(optimizer), read()
+    try:
+        write(other)
+        assert bound(optimizer).difference(before) == "options"
+    finally:
+        write(setting)
 
 
 def test_a_graph_is_bound_to_the_place_and_layout_of_state():
