@@ -467,3 +467,22 @@ def test_rules_that_follow_the_step_count_on():
     optimizer.adopt(*pair)
     go(model, [optimizer], 10, 11)
     assert optimizer.summary().groups[0].decay == pytest.approx(0.1 * 0.02 * (1 + math.cos(math.pi * 10 / 40)) / 2)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda params: torch.optim.SGD(params, momentum=0.9)])
+def test_a_state_of_another_shape_is_refused_with_nothing_changed(make):
+    """As after a layer was cut down in mid-run, and its optimizer was not told."""
+    param = nn.Parameter(torch.ones(4, 3))
+    other, optimizer = make([param]), SGDSW([param], lr=0.1, weight_decay=0.0, momentum=0.5)
+    param.grad = torch.ones(4, 3)
+    for one in (other, optimizer):
+        one.step()
+    param.grad, param.data = None, param.data[:2]
+    other.param_groups[0]["weight_decay"] = 0.0
+    buffer = optimizer.state[param]["momentum_buffer"]
+    with pytest.raises(
+        ValueError, match=r"of parameter 0 of group 0 has shape \(4, 3\), but the parameter has \(2, 3\)"
+    ):
+        optimizer.adopt(other)
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+    assert optimizer.state[param]["momentum_buffer"] is buffer

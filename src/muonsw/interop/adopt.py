@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from muonsw import rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.interop.drive import own_weight_decay
+from muonsw.interop.load import check_shape
 from muonsw.interop.load import translate as translate_torch
 from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import BOOKKEEPING, algorithm_defaults, differing_options, validate_option
@@ -249,6 +250,8 @@ def _checked(name: str, param: Tensor, group: Group, state: State) -> State:
     missing = [key for key in needed if key not in state]
     if missing:
         raise ValueError(f"the state of {name} lacks {', '.join(missing)}, which {group['algorithm']} needs")
+    for key in [key for key in needed if key != "step"]:
+        check_shape(key, state[key], name, complete, param)
     more = [key for key in keys(complete) if key in state and key not in needed]
     fits = [key for key in more if state[key].shape == own_shape(key, complete, param)]
     taken = {key: state[key] for key in state if key.removesuffix(SCALE) in (*needed, *fits)}

@@ -14,7 +14,7 @@ from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import decays
 from muonsw.interop.drive import LAMBDA_KEYS, own_weight_decay
-from muonsw.options import BOOKKEEPING, CHECKS, differing_options, refuse_running_max, validate_option
+from muonsw.options import BOOKKEEPING, CHECKS, differing_options, refuse_running_max, require_whole, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakBeforeLoad, PeakLRWarning
 from muonsw.precision import SCALE
@@ -268,7 +268,22 @@ def _refuse_other_algorithms(saved: list[Group], groups: list[Group]) -> None:
 
 def _checked(group: Group) -> Group:
     """Names of rules and functions must be known here, before anything is replaced; unknown keys are kept."""
+    for key in ("step_count", "update_count"):
+        count = group.get(key, 0)
+        require_whole(key, int(count) if isinstance(count, Tensor) else count, 0)
+    average = group.get("gradient_average")
+    scalars = average.tolist() if isinstance(average, Tensor) else average
+    if scalars is not None and not _are_two_numbers(scalars):
+        raise ValueError(
+            f"a saved param group has gradient_average={average!r}; it must be two numbers, a mean square and its "
+            f"weight, or None to begin anew"
+        )
     return {key: validate_option(key, value) if key in CHECKS else value for key, value in group.items()}
+
+
+def _are_two_numbers(value: Any) -> bool:
+    pair = isinstance(value, list | tuple) and len(value) == 2
+    return pair and all(isinstance(number, int | float) and number >= 0 for number in value)
 
 
 def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
@@ -289,10 +304,11 @@ def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
         for key in state_keys(saved, param):
             value = state.get(key)
             if isinstance(value, Tensor) and key != "radius" and (value.dim() or key != "step"):
-                _check_shape(key, value, name, saved, param)
+                check_shape(key, value, name, saved, param)
 
 
-def _check_shape(key: str, value: Tensor, name: str, group: Group, param: Tensor) -> None:
+def check_shape(key: str, value: Tensor, name: str, group: Group, param: Tensor) -> None:
+    """Refuse a tensor of another optimizer's state that does not fit a parameter."""
     own = own_shape(key, group, param)
     if value.shape != (param.shape if own is None else own):
         wanted = f"the parameter has {tuple(param.shape)}" if own is None else f"{tuple(own)} is needed"
