@@ -14,7 +14,7 @@ from muonsw.lab.runs import load_run
 from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.outcome import compare
 from muonsw.lab.studies.training.worked_tasks import recorded
-from tests.lab.tasks.small_tasks import task_file
+from tests.lab.tasks.small_tasks import LOSS, task_file
 
 SHORT = ["--steps", "6", "--workers", "1"]
 
@@ -45,6 +45,32 @@ def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
         main(["task", "check", "mine/a.py", "--task", "other.py"])
     assert main(["task", "new", "mine/a.py"]) == 2
     assert "mine/a.py exists already" in capsys.readouterr().err
+
+
+NAN_AT_FOUR = """
+def batches(split, seed):
+    def number(i):
+        x = torch.randn(12, 4)
+        return x * (float("nan") if split == "train" and i == 4 else 1.0), x[:, :3].argmax(1)
+    return number
+"""
+
+
+@pytest.mark.filterwarnings("ignore::muonsw.nonfinite.NonFiniteGradientWarning")
+def test_a_check_that_diverges_says_so_without_a_checkpoint_that_is_gone(tmp_path, capsys):
+    assert main(["task", "check", str(task_file(tmp_path, batches=NAN_AT_FOUR)), "--steps", "6"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("muonsw: the loss of update 5 is nan; lower the learning rate")
+    assert error.count("\n") == 1
+    assert "checkpoint" not in error
+
+
+def test_a_check_that_is_stopped_promises_nothing_to_go_on_from(tmp_path, capsys):
+    stop = LOSS.replace("    return", "    COUNT.append(1)\n    if len(COUNT) == 9:\n        stop()\n    return")
+    more = "import os, signal\nCOUNT = []\ndef stop():\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    path = task_file(tmp_path, loss=stop, more=more)
+    assert main(["task", "check", str(path), "--steps", "6"]) == 143
+    assert capsys.readouterr().err == "muonsw: stopped; a check keeps nothing\n"
 
 
 def test_a_command_that_is_suggested_can_be_pasted(capsys):

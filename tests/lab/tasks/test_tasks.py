@@ -78,6 +78,11 @@ def model(seed):
     made.register_buffer("rows", made[0].weight.data[:2])
     return made
 """
+NAN_HELD_OUT = """
+def batches(split, seed):
+    part = 1.0 if split == "train" else float("nan")
+    return lambda i: (part * torch.randn(12, 4), torch.zeros(12).long())
+"""
 UNSEEDED = (
     "def batches(split, seed):\n    return lambda i: torch.from_numpy(np.random.default_rng().normal(size=(4, 4)))\n"
 )
@@ -295,6 +300,9 @@ def with_state(buffer):
         ({"metrics": "def metrics(model, batch):\n    return 1\n"}, "metrics(model, batch) returned int 1; expected"),
         ({"metrics": "def metrics(model, batch):\n    return {'loss': 1}\n"}, "a metric called 'loss'"),
         ({"metrics": "def metrics(model, batch):\n    return {'a': [1]}\n"}, "list [1] as 'a'; expected a dict"),
+        ({"batches": NAN_HELD_OUT}, "loss(model, batch) returned nan for the first batch of 'validation'; "),
+        ({"model": "def model(seed):\n    raise SystemExit(0)\n"}, "model(seed) raised SystemExit: 0 (line 6)"),
+        ({"more": "raise SystemExit('usage')\n"}, "cannot be imported, line 5: SystemExit: usage"),
         ({"more": "import no_such_package\n"}, "cannot be imported, line 5: ModuleNotFoundError"),
     ],
 )  # fmt: skip

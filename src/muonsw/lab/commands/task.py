@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,9 @@ from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.lab.advice import advise
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.errors import FAILED, Diverged, Interrupted, UsageError
 from muonsw.lab.base.storage import prepare_folder, write_atomically
-from muonsw.lab.base.terminal import paragraph, say
+from muonsw.lab.base.terminal import harmless, paragraph, say
 from muonsw.lab.commands.cluster import runs_at_once
 from muonsw.lab.commands.parsing import changed, given, require_at_least_one
 from muonsw.lab.studies.tuning import FACTORS
@@ -148,7 +149,13 @@ class Check:
         config, checked = self.own.run_config(self.file, **given(self, "device", "steps"))
         config = replace(config, threads=1 if on_cpu(self.device) else 0)
         introduce(console, config, checked)
-        update, evaluation = seconds_of(config)
+        try:
+            update, evaluation = seconds_of(config)
+        except Diverged as error:
+            print(f"muonsw: {harmless(error.__cause__)}", file=sys.stderr)  # without the checkpoint that was deleted
+            return FAILED
+        except Interrupted as error:
+            raise Interrupted("stopped; a check keeps nothing", error.signal) from error
         paragraph(console, self._duration(config, update, evaluation))
         return 0
 

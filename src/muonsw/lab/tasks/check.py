@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     model = _model(functions, seed)
     unequal = _made_again(functions, model, seed)  # before the loss, which may change buffers
     loss, idle = _loss(functions, model, batch, seed)
+    _require_finite(functions, model, validation, seed)
     notes = [_drawn_again(functions, train, seed), _alike(train, validation), unequal, idle]
     return Checked(
         rows=rows_of(batch),
@@ -123,6 +125,18 @@ def _loss(functions: Functions, model: nn.Module, batch: Batch, seed: int) -> tu
     few = f"{', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}"
     note = f"the loss does not depend on {counted(len(idle), 'parameter')} ({few}): freeze what is not trained"
     return float(loss.detach()), note if idle else ""
+
+
+def _require_finite(functions: Functions, model: nn.Module, batch: Batch, seed: int) -> None:
+    """Refuse a validation loss that is no number: whatever is trained, there would be none to compare."""
+    model.eval()
+    with torch.no_grad(), generators_seeded(seed, "loss"):
+        found = functions("loss", model, map_tensors(Tensor.clone, batch))
+    with functions.blamed("loss"):
+        loss = float(found)
+    if not math.isfinite(loss):
+        call = f"{functions.name}: loss(model, batch) returned {loss} for the first batch of {VALIDATION!r}"
+        raise UsageError(f"{call}; expected a finite number")
 
 
 def _metrics(functions: Functions, model: nn.Module, batch: Batch, seed: int) -> dict[str, float]:

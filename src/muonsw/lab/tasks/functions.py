@@ -103,7 +103,7 @@ class Functions:
             yield
         except UsageError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if self._has(frame)]
             if function is None and not frames:
                 raise
@@ -219,7 +219,7 @@ def _module(path: str) -> ModuleType:
         return _imported(file.resolve())
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the last of a script that runs when it is imported
         frames = [
             one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file.resolve())
         ]
