@@ -1,6 +1,7 @@
 """Wrong settings are named, with the fix, before anything is built."""
 
 import re
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw.algorithms import ALGORITHMS
 
 
 def weights():
@@ -226,6 +228,33 @@ def test_an_algorithm_that_is_set_later_asks_for_its_options():
     optimizer.param_groups[0]["eps"] = 1e-8
     optimizer.step()
     assert "exp_avg_sq" in optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+
+@pytest.mark.parametrize(("old", "new"), list(permutations(ALGORITHMS, 2)))
+def test_an_algorithm_that_is_set_in_mid_run_begins_anew_or_is_refused(old, new):
+    """The averages of another may have the same names and mean something else."""
+    (param,), generator = weights(), torch.Generator().manual_seed(0)
+    optimizer = MuonSW([{"params": [param], "algorithm": old}], lr=0.1)
+
+    def run(optimizer, param):
+        for _ in range(3):
+            param.grad = torch.randn(4, 4, generator=generator)
+            optimizer.step()
+
+    run(optimizer, param)
+    optimizer.param_groups[0].update(ALGORITHMS[new].defaults, algorithm=new)
+    before = param.detach().clone()
+    if optimizer.state[param].keys() & set(ALGORITHMS[new].state_keys(optimizer.param_groups[0])):
+        with pytest.raises(ValueError, match=f"is of algorithm='{old}', .*'{new}', which its group has now"):
+            run(optimizer, param)
+        assert torch.equal(param, before)
+        optimizer.state[param].clear()
+    fresh = nn.Parameter(before)
+    state = generator.get_state()
+    run(optimizer, param)
+    generator.set_state(state)
+    run(MuonSW([{"params": [fresh], "algorithm": new}], lr=0.1), fresh)
+    assert torch.equal(param, fresh)
 
 
 def test_a_model_in_the_place_of_parameters_is_reported_from_them():

@@ -32,6 +32,7 @@ from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, state_dtype
 from muonsw.slots import wide_dtype
 from muonsw.stored import average_keys, code_dtype, is_offloaded, refuse_shards, rounds_state
 from muonsw.stored.codes import decode, encode, is_code, scale_shape
+from muonsw.text import listed
 from muonsw.work import Group, Item, MissingState
 
 # The dtypes of state that is not computed with as it is, where it is rounded with noise.
@@ -82,9 +83,15 @@ def _codes_of(key: str, group: Group, param: Tensor) -> str | None:
     return None if codes == key or code_dtype(codes, group, param) is None else codes
 
 
-def refuse_unfit_state(group: Group, name: str, param: Tensor, state: dict[str, Any]) -> None:
-    """Refuse options with which the state that a parameter has does not fit, as after a change in mid-run."""
+def refuse_unfit_state(group: Group, name: str, param: Tensor, state: dict[str, Any], algorithm: str) -> None:
+    """Refuse options with which the state that `algorithm` has left does not fit, as after a change in mid-run."""
     refuse_shards(name, group, param)
+    shared = [key for key in ALGORITHMS[group["algorithm"]].state_keys(group) if key in state]
+    if shared and algorithm != group["algorithm"]:
+        raise ValueError(
+            f"the state of {name} is of algorithm={algorithm!r}, and to {group['algorithm']!r}, which its group has "
+            f"now, {listed(shared)} would mean something else; begin anew with optimizer.state[param].clear()"
+        )
     for key in [key for key in state_keys(group, param) if key in state]:
         if local(state[key]).device != local(param).device and not group["offload"]:
             raise ValueError(

@@ -354,6 +354,7 @@ class OptionCheck:
 
     def __init__(self) -> None:
         self._right: dict[int, tuple[Any, tuple[Any, ...], list[torch.Size]]] = {}
+        self.algorithms: dict[int, str] = {}  # by which groups were stepped so far, by their numbers
 
     def changed(self, number: int, group: Group, label: str) -> set[str]:
         """The options of a group that have changed since it was last found right, now as the group is to hold them.
@@ -384,6 +385,7 @@ class OptionCheck:
     def found_right(self, number: int, group: Group) -> None:
         """Remember a group's options as right."""
         self._right[number] = group["weight_decay"], _rate_free_options(group["algorithm"])[1](group), _shapes(group)
+        self.algorithms[number] = group["algorithm"]
 
 
 def _shapes(group: Group) -> list[torch.Size]:
@@ -416,16 +418,19 @@ def _check_options(optimizer: ScaledDecayOptimizer, number: int, group: Group, l
     rates.require_run(group, label)
     norms.refuse(group, label)
     names, params = group.get("param_names") or (), group["params"]
+    before = optimizer._option_check.algorithms.get(number) or group["algorithm"]
     for place, param in enumerate(params if changed - _SCHEDULED else params[:1]):
         name = names[place] if place < len(names) else f"parameter {place} of {label}"
         ALGORITHMS[group["algorithm"]].count_matrices(group, param)  # says of what it was if ZeRO has flattened it
         ALGORITHMS[group["algorithm"]].validate(group, name, param)
-        refuse_unfit_state(group, name, param, optimizer.state.get(param, {}))
+        refuse_unfit_state(group, name, param, optimizer.state.get(param, {}), before)
         if param.grad is not None and param.grad.shape != param.shape:
             raise ValueError(
                 f"{name} has shape {tuple(param.shape)} and its gradient {tuple(param.grad.shape)}; call zero_grad() "
                 f"when you change a parameter, and backward() after it"
             )
+    if before != group["algorithm"]:
+        group["update_count"] = 0
     optimizer._option_check.found_right(number, group)
 
 
