@@ -34,6 +34,16 @@ def test_no_number_is_cut_and_no_line_is_too_long(width, verbose, capsys):
     assert ("Not shown" in text) == bool(left_out and not verbose)
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_many_columns_of_the_first_rank_leave_the_names_of_rows_and_whole_numbers(width, capsys):
+    metrics = [Column(f"metric {place}", number=True, rank=0) for place in range(6)]
+    text = printed(Table("t", "T", ("arm", *metrics), [("constant", *["0.1638 ± 0.3319"] * 6)]), width, capsys)
+    assert re.search(r"^constant +0\.1638 ± 0\.3319", text, re.MULTILINE)
+    assert "…" not in text
+    assert "Not shown at this width: " in text
+    assert "metric 5 (--verbose" in " ".join(text.split())
+
+
 def test_columns_come_by_rank_and_what_is_left_out_is_named(capsys):
     text = printed(wide_table(), 80, capsys)
     assert all(word in text for word in ("lambda", "final loss", "RMS", "change"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from muonsw.lab.base.storage import plain
+from muonsw.lab.base.tables import fitting
 from muonsw.lab.claims import claim as constructors
 from muonsw.lab.claims.claim import Claim, Criterion, Estimate, Interval, Source, Verdict, count_verdicts, failed_first
 from muonsw.lab.claims.statistics import (
@@ -183,3 +184,10 @@ def test_slopes_of_several_curves():
     x = torch.tensor([1.0, 3.0, 10.0, 40.0], dtype=torch.float64)
     slopes = log_log_slope(x, torch.stack([x**-1.5, 7.0 * x**2]))
     assert torch.allclose(slopes, torch.tensor([-1.5, 2.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("width", [20, 40, 60])
+def test_the_verdict_is_the_last_column_to_be_left_out(width):
+    table = claims_table({"study": [claim(Criterion.AT_MOST, 1.5, 1.0666666, interval=Interval(0.5496, 1.584, "t"))]})
+    shown, _ = fitting(table, width)
+    assert [column.title for column in table.headings()].index("verdict") in shown

@@ -44,7 +44,7 @@ class Column:
     title: str
     number: bool = False  # numbers are set to the right and never broken
     digits: int = 5  # significant ones of floats
-    rank: int = 1  # where room is short, columns of the highest rank are left out first, those of rank 0 never
+    rank: int = 1  # where room is short, columns of the highest rank are left out first
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tup
     """Which columns of a table fit into a width, and which do not, both as places in the table's order.
 
     Columns are taken by rank, those of one rank from left to right, until the next one does not fit. The first column
-    and those of rank 0 are always taken, and so is one more: a row without a value would say nothing.
+    is always taken, and so is one more: a row without a value would say nothing.
 
     Examples:
         >>> columns = ("arm", Column("seeds", rank=2), Column("final loss", number=True))
@@ -194,7 +194,7 @@ def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tup
     ranked = sorted(places[1:], key=lambda place: columns[place].rank)
     for place in ranked:
         room -= GAP + _least(columns, cells, place)
-        if room < 0 and columns[place].rank > 0 and len(taken) > 1:
+        if room < 0 and len(taken) > 1:
             break
         taken.append(place)
     return sorted(taken), [place for place in places if place not in taken]

@@ -19,8 +19,8 @@ def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours"), 
     columns = [
         Column("claim"),
         *([Column("name", rank=3)] if named else []),
-        Column(headings[0], number=True, rank=1),
-        Column(headings[1], number=True, rank=0),
+        Column(headings[0], number=True, rank=2),
+        Column(headings[1], number=True, rank=1),
         Column("verdict", rank=0),
     ]
     rows = []
