@@ -622,7 +622,8 @@ def test_roundings_of_a_rate_in_a_tensor_are_not_an_excess(dtype, steps, start):
 def test_a_rate_of_shape_one_is_a_rate():
     plain, held = weight(), weight()
     a = SGDSW([plain], lr=0.1, weight_decay=LAMBDA)
-    b = SGDSW([held], lr=torch.full((1,), 0.1, dtype=torch.float64), weight_decay=LAMBDA)
+    one = torch.ones(1, dtype=torch.float64)
+    b = SGDSW([held], lr=0.1 * one, weight_decay=LAMBDA * one)
     for optimizer, param in ((a, plain), (b, held)):
         param.grad = torch.ones_like(param)
         optimizer.step()

@@ -149,7 +149,7 @@ def _rates(batch: Batch, flag: Flag | None, average: Average | None) -> Rates:
 
 def _record(batch: Batch, rates: Rates, counters: Counters) -> None:
     """Let the device remember which of its tensors the host would have refused, and how high a rate with a peak was."""
-    group, lam = batch.group, _on(batch.group["weight_decay"], batch.device)
+    group, lam = batch.group, batch.group["weight_decay"]
     if isinstance(rates.eta, Tensor):
         top = group["resolved_peak_lr"] if needs_peak(group) else None
         most = torch.finfo(rates.eta.dtype).max if top is None else top * (1 + peak.tolerance(group["lr"]))
@@ -157,7 +157,7 @@ def _record(batch: Batch, rates: Rates, counters: Counters) -> None:
         if top is not None:
             counters.record_highest(batch.number, rates.eta)
     if isinstance(lam, Tensor):
-        counters.record_wrong(~(lam >= 0))
+        counters.record_wrong(~(lam.reshape(()) >= 0))
     if isinstance(rates.phi, Tensor):
         counters.record_wrong(~(rates.phi <= 1))
 
