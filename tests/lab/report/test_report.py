@@ -13,7 +13,8 @@ import torch
 from muonsw.lab.claims.claim import Claim, Criterion, Evidence
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.report.page import page
-from muonsw.lab.report.sections import Chart, Curve, Document, Level
+from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry, Level
+from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.report.theme import LIGHT, PALETTES, matplotlib_style, plotly_style
 from tests.lab.small_experiments import SMALL
@@ -71,6 +72,15 @@ def test_equal_results_give_equal_files(outcomes, written, tmp_path):
 
 def test_nothing_is_drawn_without_curves(tmp_path):
     assert draw_convergence({"scalar": Evidence([])}, tmp_path) == []
+
+
+@pytest.mark.parametrize("log", [0, 10])
+def test_losses_as_large_as_floats_can_be_are_drawn_as_gaps(log, tmp_path):
+    heights = [2.0, 9e99, 9e299, 1e308, -1.7e308, float("inf"), float("nan"), 3.0]
+    curve = Curve("run", "constant", range(len(heights)), heights)
+    chart = Chart("loss", "Loss", [curve], x=Axis("step"), y=Axis("loss", log=log))
+    for path in write_chart(chart, [LegendEntry("constant", "constant")], tmp_path):
+        assert path.stat().st_size > 1000
 
 
 def test_the_page_asks_the_network_for_nothing(written):

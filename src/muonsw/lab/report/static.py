@@ -6,6 +6,7 @@ import io
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ SMALL = (2.5, 2.1)
 LEFT, LEFT_OF_SMALL, RIGHT, TOP, BOTTOM, TITLE, LEGEND_LINE = 0.95, 0.8, 0.2, 0.45, 0.65, 0.5, 0.27
 LETTER, HANDLE = 0.083, 0.55  # width of a letter and of what stands before an entry of the legend
 FEW = 15  # values of a curve below which each is marked
+LARGEST = 1e100  # far beyond it margins and ticks of an axis overflow
 # Plotly's words for dashes, and what curves say.
 DASHES: Mapping[str, Any] = {
     "solid": "-",
@@ -105,6 +107,7 @@ def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, sma
 
 def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, marked: bool) -> None:
     """Curves that look alike as one collection, which draws hundreds at once; thin where there is a middle."""
+    curves = [replace(curve, y=_drawable(curve.y)) for curve in curves]
     middle = any(curve.middle for curve in curves)
     single = sum(not curve.middle for curve in curves)
     groups: dict[tuple[str, bool, bool], list[Curve]] = {}
@@ -127,6 +130,12 @@ def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, marked: bool
                 size = 6 if marked else 4
                 axis.plot(curve.x, curve.y, style.marker, color=colour, markersize=size, alpha=alpha, markeredgewidth=0)
     axis.autoscale_view()
+
+
+def _drawable(heights: Sequence[float]) -> list[float]:
+    """Heights with gaps where matplotlib could not divide the axis, as losses of a run that diverged."""
+    values = np.asarray(heights, dtype=float)
+    return [float(value) for value in np.where(np.abs(values) < LARGEST, values, np.nan)]
 
 
 def _label(drawn: DrawnAxis, axis: Axis, most: int) -> None:
