@@ -132,7 +132,9 @@ class BPETokenizer(Tokenizer):
             raise
         except Exception as error:  # the library raises bare Exception for JSON that is no tokenizer
             fix = "put the right file back, or prepare the data (or export the run) again"
-            raise UsageError(f"{path} is not a tokenizer of the tokenizers library: {error}; {fix}") from error
+            reason = getattr(error, "strerror", None)
+            wrong = f"cannot be read: {reason}" if reason else f"is not a tokenizer of the tokenizers library: {error}"
+            raise UsageError(f"{path} {wrong}; {fix}") from error
 
     def save(self, path: Path) -> Path:
         """Write the JSON of the library."""
