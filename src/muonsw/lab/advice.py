@@ -497,8 +497,7 @@ def _limits(course: _Course, algorithm: str, rules: Sequence[RuleAdvice]) -> lis
     limits += [limit for one in rules if (limit := _beyond(one, _length(one.rule, course)))]
     limits += [
         f"The paper's runs have a total of {PAPER_TOTALS}, far more; the best lambda there is not known.",
-        "Where text was seen 16 times far more decay was better: 16 times the lambda of fresh text under constant "
-        "decay, 64 times under scaled decay.",
+        *_repeated(),
         "Norms assume updates whose alignment with the weights only momentum makes; in our runs of width 128 that gave "
         "end norms within an eighth of the measured ones, where lambda times the rate was below 1 - beta.",
     ]
@@ -508,6 +507,15 @@ def _limits(course: _Course, algorithm: str, rules: Sequence[RuleAdvice]) -> lis
     if unmeasured:
         limits.append(f"Lambdas of {', '.join(unmeasured)} are those with the total of constant decay's best.")
     return limits
+
+
+def _repeated() -> list[str]:
+    """How much more decay was better on repeated text."""
+    return [
+        f"Where text was seen {one['epochs']} times, {one['times']:g} times{' or more' * one['at_an_end']} the lambda "
+        f"of fresh text was best under {one['rule']} decay."
+        for one in measured().get("repeated", ())
+    ]
 
 
 def _lengths(rule: str) -> str:

@@ -105,21 +105,23 @@ def _too_large(evidence: EvidencePage) -> str:
 
 
 def _totals(evidence: EvidencePage) -> str:
+    """How far best lambdas lie apart over all lengths, and how far what they take over the run."""
     every = [*evidence.optima(), *regret.optima(evidence.results["long"])]
     found, ends = ([one for one in every if one.at_an_end is at_an_end] for at_an_end in (False, True))
     if not found:
         return ""
-    totals, lengths = sorted(one.best * one.per_lambda for one in found), [one.steps for one in found]
+    totals, lambdas = sorted(one.best * one.per_lambda for one in found), sorted(one.best for one in found)
     others = ", ".join(f"{one.best * one.per_lambda:.1f} ({one.rule}, {one.steps:,} updates)" for one in ends)
+    beyond = f"; where the best was the smallest or largest tried and may lie beyond, {others}" if others else ""
+    apart, far = lambdas[-1] / lambdas[0], totals[-1] / totals[0]
     took = (
-        f"the best lambdas took {totals[0]:.1f} to {totals[-1]:.1f}, from {min(lengths):,} to {max(lengths):,} updates"
-    ) + (f", and where the best was the smallest or largest tried and may lie beyond, {others}" if others else "")
-    if totals[-1] > lambda_scaling.SAME_TOTAL * totals[0]:
-        return f"What decay takes over the whole run, the sum of phi, does not settle lambda: {took}."
-    return (
-        f"Count what decay takes over the whole run, the sum of phi: {took}. So lambda should fall as the run gets "
-        f"longer; {ADVISE} does the sum."
+        f"from {min(one.steps for one in found):,} to {max(one.steps for one in found):,} updates the best lambdas lie "
+        f"{apart:.2g} times apart, and what they take over the whole run, the sum of phi, {far:.1f} times "
+        f"({totals[0]:.1f} to {totals[-1]:.1f}{beyond})"
     )
+    if 2 * far > apart:
+        return f"Counting what decay takes over a run does not settle lambda: {took}."
+    return f"Count what decay takes, not lambda: {took}. So lambda should fall as the run gets longer; {ADVISE} sums."
 
 
 def _length(evidence: EvidencePage) -> str:

@@ -29,6 +29,7 @@ from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.studies.training import (
     best_rules,
+    cases,
     family,
     lambda_scaling,
     regret,
@@ -46,10 +47,9 @@ PAGE, ASSETS = Path("docs/evidence.md"), Path("docs/assets")
 MEASURED = Path("src/muonsw/lab/measured.json")
 # By study, the file of its records in `FOLDER`: a file holds the runs of one text.
 TEXTS: Mapping[str, str] = {
-    **dict.fromkeys(("regret", "best-rules", "hard-cases", "main-table", "adamw", "steady-state"), "enwiki-23M"),
-    **dict.fromkeys(("diagnostics", "width-transfer", "horizon-transfer"), "enwiki-23M"),
-    **dict.fromkeys(("long", "repeated-text", "schedules", "rate-drift"), "enwiki-123M"),
-    **dict.fromkeys(("lambda-scaling", "gradient-growth", "family"), "enwiki-123M"),
+    **dict.fromkeys(("regret", "best-rules", "hard-cases", "adamw"), "enwiki-23M"),
+    **dict.fromkeys(("main-table", "steady-state", "diagnostics", "long", "repeated-text"), "enwiki-123M"),
+    **dict.fromkeys(("schedules", "rate-drift", "lambda-scaling", "gradient-growth", "family"), "enwiki-123M"),
 }
 # The texts of the map and of the longer runs, as tables name them.
 MAP_TEXT, FRESH_TEXT = "23M tokens", "123M tokens"
@@ -343,7 +343,7 @@ def draw(evidence: EvidencePage, folder: Path) -> None:
 
 
 def measured(evidence: EvidencePage) -> dict[str, Any]:
-    """The best lambda of each decay rule at each horizon, for `muonsw.lab.advice`."""
+    """What `muonsw.lab.advice` knows: the best lambda of each decay rule at each horizon, and how it scales."""
     run, found, longer = MINI.map_run, evidence.optima(), evidence.longer_optima()
     rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in (*found, *longer))
     fresh = f"; beyond {max(one.steps for one in found):,} with half as many tokens, on fresh text" if longer else ""
@@ -354,7 +354,10 @@ def measured(evidence: EvidencePage) -> dict[str, Any]:
     others = _other_rules(evidence.results["best-rules"])
     scaling = lambda_scaling.scaling_measured(evidence.results["lambda-scaling"], MINI)
     optima = [measurement(one) for one in (*found, *longer, *others)]
-    return {"basis": basis, "good": GOOD, "optima": optima, **({"scaling": scaling} if scaling else {})}
+    often = evidence.results["repeated-text"]
+    repeated = cases.repeated_measured(often, MINI) if often else []
+    more = {name: those for name, those in (("scaling", scaling), ("repeated", repeated)) if those}
+    return {"basis": basis, "good": GOOD, "optima": optima, **more}
 
 
 def _other_rules(results: Results) -> list[Optimum]:

@@ -4,9 +4,11 @@ A search on one seed that nothing else uses, in runs half as long: three learnin
 rules; what AdamW owns keeps its rate. The rates lie a factor of two apart around one at which a member moves weights
 about as far as Muon does, with one more where the best of the three was an end; the lambdas a factor of four apart
 around the one whose decay adds up to 1 over the run, as that of Muon's best lambdas does. Then, on other seeds and in
-full length, each rule at its best rate with three lambdas, the same for both: the one at which they were best together,
-counted as what constant decay takes over the run, and four times less and more; where that largest one is the best of a
-rule, one that is four times larger still. The claims were written down before the runs:
+full length, each rule at its best rate (and where that is an end, at its neighbour too, as longer runs may want a lower
+one) with three lambdas, the same for both: the one at which they were best together, counted as what constant decay
+takes over the run, and four times less and more; where the largest of these is the best of a rule, both have one that
+is four times larger still, and where the smallest is, that rule has one that is four times smaller. The claims were
+written down before the runs:
 
 - Scaled decay forgives a large lambda for every member, as it does for Muon: the largest one costs it at most 0.6 of
   what it costs constant decay, each above its own best.
@@ -118,14 +120,26 @@ def family(found: Results, scale: Scale) -> list[Comparison]:
     for member in members(scale):
         key, arms = Key(member, steps=run.steps), around(run, member, tuned.get(member), LAMBDA_FACTORS)
         comparisons.append(Comparison(key, run, arms, seeds, paired=False))
-        if key in found and any(best_of(found[key], rule).larger is None for rule in RULES):
-            more = around(run, member, tuned.get(member), (MORE,))
-            comparisons.append(Comparison(_beyond(key), run, more, seeds, paired=False))
+        if key in found:
+            best = {rule: best_of(found[key], rule) for rule in RULES}
+            larger = any(one.larger is None for one in best.values())
+            more = around(run, member, tuned.get(member), (MORE,)) if larger else ()
+            less = tuple(_less(run, member, rule, one) for rule, one in best.items() if one.smallest)
+            beyond = {"more decay": more, "less decay": less}
+            comparisons += [
+                Comparison(_beyond(key, what), run, arms, seeds, paired=False) for what, arms in beyond.items() if arms
+            ]
     return comparisons
 
 
-def _beyond(key: Key) -> Key:
-    return replace(key, name=f"{key.name}, more decay")
+def _beyond(key: Key, what: str) -> Key:
+    return replace(key, name=f"{key.name}, {what}")
+
+
+def _less(run: RunConfig, member: str, rule: str, best: Best) -> Arm:
+    """A quarter of the best lambda, at the best rate."""
+    total = best.run.config.optimizer.weight_decay * best.lr * math.fsum(lr_multiples(run))
+    return _arm(run, member, rule, best.lr, total * LAMBDA_FACTORS[0])
 
 
 def family_run(scale: Scale, *, shorter: int = 1) -> RunConfig:
@@ -144,15 +158,27 @@ def grid(run: RunConfig, member: str) -> tuple[Arm, ...]:
 
 
 def around(run: RunConfig, member: str, tuned: Runs | None, factors: Sequence[float]) -> tuple[Arm, ...]:
-    """The settings of a member: each rule at its best rate, with the lambdas around the one that is best for both."""
-    rates, total = dict.fromkeys(RULES, run.optimizer.lr * RATES[member]), TOTAL
+    """The settings of a member: each rule at its best rates, with the lambdas around the one that is best for both."""
+    rates, total = {rule: [run.optimizer.lr * RATES[member]] for rule in RULES}, TOTAL
     if tuned is not None:
         best = {rule: best_of(tuned, rule) for rule in RULES}
-        rates = {rule: one.run.config.optimizer.lr for rule, one in best.items()}
+        rates = {rule: _with_neighbour(one, searched_rates(tuned, rule)) for rule, one in best.items()}
         means = [list(mean_losses(one.seeds).values()) for one in best.values()]  # by lambda, ascending as totals do
         together = [math.fsum(losses) for losses in zip(*means, strict=True)]
         total = LAMBDA_FACTORS[together.index(min(together))]
-    return tuple(_arm(run, member, rule, rates[rule], total * more) for rule in RULES for more in factors)
+    return tuple(_arm(run, member, rule, lr, total * more) for rule in RULES for lr in rates[rule] for more in factors)
+
+
+def searched_rates(arms: Runs, rule: str) -> list[float]:
+    """The learning rates that were tried under a rule, ascending."""
+    return sorted({those[0].config.optimizer.lr for those in under(arms, rule).values()})
+
+
+def _with_neighbour(best: Best, rates: Sequence[float]) -> list[float]:
+    """The best rate, and where it is the lowest or highest of several the one next to it."""
+    if not best.edge or len(rates) == 1:
+        return [best.lr]
+    return [best.lr, rates[1] if best.lr == rates[0] else rates[-2]]
 
 
 def _arm(run: RunConfig, member: str, rule: str, lr: float, total: float) -> Arm:
@@ -170,8 +196,14 @@ class Best:
     seeds: list[dict[float, float]]  # for each seed, the loss of each lambda at that rate
     optimum: Optimum  # what they say about lambda
     larger: list[float] | None  # for each seed, what the largest lambda costs; None where it is the best
+    smallest: bool  # whether the best lambda is the smallest that was tried at that rate
     edge: bool  # whether the best rate is the lowest or the highest that was tried
     run: Run  # the first seed's at the best lambda
+
+    @property
+    def lr(self) -> float:
+        """The best learning rate."""
+        return self.run.config.optimizer.lr
 
     @property
     def losses(self) -> list[float]:
@@ -187,14 +219,15 @@ class Best:
 def best_of(arms: Runs, rule: str) -> Best:
     """The rate whose best lambda has the lowest mean loss, and what was found there."""
     runs = under(arms, rule)
-    rates = sorted({those[0].config.optimizer.lr for those in runs.values()})
+    rates = searched_rates(arms, rule)
     at_rate = {lr: {name: r for name, r in runs.items() if r[0].config.optimizer.lr == lr} for lr in rates}
     seeds = {lr: losses_of(those, rule) for lr, those in at_rate.items()}
     lr = min(rates, key=lambda lr: min(mean_losses(seeds[lr]).values()))
     lam, largest = best_of_means(seeds[lr]), max(seeds[lr][0])
     one = next(r[0] for r in at_rate[lr].values() if r[0].config.optimizer.weight_decay == lam)
     larger = None if lam == largest else [losses[largest] - losses[lam] for losses in seeds[lr]]
-    return Best(seeds[lr], optimum(at_rate[lr], rule), larger, lr in (rates[0], rates[-1]), one)
+    found = optimum(at_rate[lr], rule)
+    return Best(seeds[lr], found, larger, lam == min(seeds[lr][0]), lr in (rates[0], rates[-1]), one)
 
 
 def tuned_members(results: Results, scale: Scale) -> dict[str, dict[str, Best]]:
@@ -204,15 +237,20 @@ def tuned_members(results: Results, scale: Scale) -> dict[str, dict[str, Best]]:
     found = {}
     for key in (key for key in results if key.steps == steps and key.name in RATES):
         arms, search = _with_more(results, key), searches.get(key.name, results[key])
-        found[key.name] = {rule: replace(best_of(arms, rule), edge=best_of(search, rule).edge) for rule in RULES}
+        best = {rule: best_of(arms, rule) for rule in RULES}
+        ends = {rule: (min(rates), max(rates)) for rule in RULES if (rates := searched_rates(search, rule))}
+        found[key.name] = {rule: replace(one, edge=one.lr in ends[rule]) for rule, one in best.items()}
     return found
 
 
 def _with_more(results: Results, key: Key) -> Runs:
-    """The runs of a member, with those of more decay once all seeds have them."""
-    arms, more = results[key], results.get(_beyond(key), {})
-    complete = all(len(runs) == len(next(iter(arms.values()))) for runs in more.values())
-    return {**arms, **more} if complete else arms
+    """The runs of a member, with those of more and of less decay once all seeds have them."""
+    arms = dict(results[key])
+    seeds = len(next(iter(arms.values())))
+    for further in (results.get(_beyond(key, what), {}) for what in ("more decay", "less decay")):
+        if all(len(runs) == seeds for runs in further.values()):
+            arms |= further
+    return arms
 
 
 def judge_family(results: Results, scale: Scale) -> list[Claim]:
@@ -270,7 +308,7 @@ def _best_cells(best: Best) -> list[Value | Cell]:
     optimizer = best.run.config.optimizer
     ends = "*" if best.optimum.at_an_end else ""
     return [
-        f"{optimizer.lr:g}{'*' if best.edge else ''}",
+        f"{best.lr:g}{'*' if best.edge else ''}",
         f"{optimizer.weight_decay:g}{ends}",
         f"{best.optimum.best * best.optimum.per_lambda:.2f}",
         with_interval(best.losses, 3),
