@@ -68,7 +68,7 @@ PICTURES = {
     ),
     "steady-state": (
         "dynamics",
-        "Weight RMS over the updates: under constant decay it rises and then falls to a third, under scaled decay it "
+        "Weight RMS over the updates: under constant decay it rises and then falls by half, under scaled decay it "
         "settles; the recursion lies on both. Beside it the alignment of weights and updates.",
     ),
     "long": ("long-horizons", "Regret over lambda under both rules, for both lengths on fresh text."),
@@ -261,10 +261,9 @@ class EvidencePage:
         """The best lambda of every rule and horizon of the map."""
         return regret.optima(self.results["regret"]) if self.results["regret"] else []
 
-    def longer_optima(self) -> list[Optimum]:
-        """The same of runs on fresh text that are longer than those of the map."""
-        longest = max((one.steps for one in self.optima()), default=math.inf)
-        return [one for one in regret.optima(self.results["long"]) if one.steps > longest]
+    def fresh_optima(self) -> list[Optimum]:
+        """The same of runs on fresh text."""
+        return regret.optima(self.results["long"])
 
     def prices(self) -> list[untuned.Price]:
         """What a lambda that is never tuned costs in runs of the map, on fresh text, and at other widths."""
@@ -344,16 +343,18 @@ def draw(evidence: EvidencePage, folder: Path) -> None:
 
 def measured(evidence: EvidencePage) -> dict[str, Any]:
     """What `muonsw.lab.advice` knows: the best lambda of each decay rule at each horizon, and how it scales."""
-    run, found, longer = MINI.map_run, evidence.optima(), evidence.longer_optima()
-    rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in (*found, *longer))
-    fresh = f"; beyond {max(one.steps for one in found):,} with half as many tokens, on fresh text" if longer else ""
+    run, fresh = MINI.map_run, evidence.fresh_optima()
+    first = min((one.steps for one in fresh), default=math.inf)  # from here on fresh text is what is known
+    found = sorted([one for one in evidence.optima() if one.steps < first] + fresh, key=lambda one: one.rule)
+    rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in found)
+    text = f"; from {first:,} on with half as many tokens, on fresh text" if fresh else ""
     basis = (
         f"width {run.model.width}, {run.model.layers} layers, {run.model.experts} experts, Muon with cosine to a "
-        f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {', '.join(rates)}{fresh}"
+        f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {', '.join(rates)}{text}"
     )
     others = _other_rules(evidence.results["best-rules"])
     scaling = lambda_scaling.scaling_measured(evidence.results["lambda-scaling"], MINI)
-    optima = [measurement(one) for one in (*found, *longer, *others)]
+    optima = [measurement(one) for one in (*found, *others)]
     often = evidence.results["repeated-text"]
     repeated = cases.repeated_measured(often, MINI) if often else []
     more = {name: those for name, those in (("scaling", scaling), ("repeated", repeated)) if those}

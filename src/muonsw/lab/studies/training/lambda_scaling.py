@@ -193,7 +193,7 @@ def _points_table(results: Results) -> Table:
 
 
 def scaling_charts(results: Results, _scale: Scale) -> list[Chart]:
-    """The best lambda over what grows, one panel for each axis; dashed what was published, through the first point."""
+    """The best lambda over what grows, in panels of one height; dashed what was published, through the first point."""
     charts = []
     for axis in AXES:
         curves, known = [], {rule: along(axis, results, rule) for rule in RULES}
@@ -206,10 +206,11 @@ def scaling_charts(results: Results, _scale: Scale) -> list[Chart]:
         if curves:
             ticks = sorted({one for grown in known.values() for one in grown})
             x = Axis("batch" if axis.name == "batch" else "width", log=2, ticks=ticks)
-            y, key = Axis("best lambda", log=2), [("dashed", "published")]
-            title = f"Power of {axis.name}"
-            charts.append(Chart(f"lambda-{axis.name}", title, curves, x=x, y=y, points=True, key=key))
-    return charts
+            title, key = f"Best lambda over the {axis.name}", [("dashed", "published")]
+            charts.append(Chart(f"lambda-{axis.name}", title, curves, x=x, points=True, key=key))
+    shown = [value for chart in charts for curve in chart.curves for value in curve.y]
+    limits = (0.8 * min(shown), 1.25 * max(shown)) if shown else None
+    return [replace(chart, y=Axis("best lambda", log=2, limits=limits)) for chart in charts]
 
 
 def scaling_measured(results: Results, scale: Scale) -> list[dict[str, Any]]:

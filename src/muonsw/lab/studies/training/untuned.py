@@ -145,20 +145,23 @@ def price_charts(found: Sequence[Price], width: int) -> list[Chart]:
     """Costs over the length at one width, one panel for each choice; then over the width, where there are several."""
     texts = list(dict.fromkeys(one.text for one in found))
     lengths = [one for one in found if one.width == width]
-    charts = [_price_chart(choice, lengths, "updates", texts) for choice in _chosen(lengths)]
+    costs = [one.cost.value for one in found]
+    limits = min(0.0, *costs), 1.1 * max(costs)
+    charts = [_price_chart(choice, lengths, "updates", texts, limits) for choice in _chosen(lengths)]
     several = {one.steps for one in found if one.width != width}
     widths = [one for one in found if one.steps in several and one.text == texts[-1]]
-    return charts + [_price_chart(choice, widths, "width", texts) for choice in _chosen(widths)]
+    return charts + [_price_chart(choice, widths, "width", texts, limits) for choice in _chosen(widths)]
 
 
 def _chosen(found: Sequence[Price]) -> list[str]:
     return [choice for choice in CHOICES if any(one.choice == choice for one in found)]
 
 
-def _price_chart(choice: str, found: Sequence[Price], over: str, texts: Sequence[str]) -> Chart:
+def _price_chart(
+    choice: str, found: Sequence[Price], over: str, texts: Sequence[str], limits: tuple[float, float]
+) -> Chart:
     """Costs of a choice over updates or width; of all texts but the first they are dashed, in every panel."""
-    where, costs = attrgetter("steps" if over == "updates" else over), [one.cost.value for one in found]
-    curves = []
+    where, curves = attrgetter("steps" if over == "updates" else over), []
     for text in dict.fromkeys(one.text for one in found):
         for rule in RULES:
             own = [one for one in found if (one.text, one.rule, one.choice) == (text, rule, choice)]
@@ -172,7 +175,7 @@ def _price_chart(choice: str, found: Sequence[Price], over: str, texts: Sequence
         title,
         curves,
         x=Axis(over, log=2, ticks=sorted({where(one) for one in found})),
-        y=Axis("cost", "nats per token", limits=(min(0.0, *costs), 1.1 * max(costs))),
+        y=Axis("cost", "nats per token", limits=limits),
         points=True,
         levels=[Level(GOOD)],
         key=[("solid", texts[0]), ("dashed", texts[1])] if len(texts) > 1 else (),
