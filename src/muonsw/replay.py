@@ -1,8 +1,8 @@
 """A step as a CUDA graph: captured once it repeats itself, then replayed in one launch.
 
 A small step is over before the host has launched its kernels. Where it is replayed the host still decides every
-learning rate and every decay, with all its checks, and hands them over as numbers on the device; whatever comes after
-that (the finite check, state, directions, weights) is captured. Steps that are not replayed take the same numbers from
+learning rate and every decay, with all its checks, and hands them over as scalars on the device; whatever comes after
+that (the finite check, state, directions, weights) is captured. Steps that are not replayed take the same scalars from
 the same place, so that both ways give the same weights.
 
 A graph reads and writes fixed addresses. Before each replay everything that it is bound to is compared with what is

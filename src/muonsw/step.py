@@ -11,7 +11,7 @@ What can be wrong is found in the first four, and the state that is missing is m
 step that raises leaves weights and state alone. Only the machine can fail in the last two (no memory for a chunk, an
 interrupt); then the step is not counted, but what was updated before stays so. `local_step` walks the phases for
 parameters that are whole on this rank, `sharded_step` for those that ranks share, and `captured_step` has the last two
-in a CUDA graph.
+and the finite check in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -29,36 +29,36 @@ LADDER = (
     "cli",
 )
 LAB = Path(muonsw.lab.__file__).parent
-ROOMS = sorted(path.stem for path in LAB.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists())
+FOLDERS = sorted(path.stem for path in LAB.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists())
 
 
-def files_of(room):
-    return sorted((LAB / room).rglob("*.py")) if (LAB / room).is_dir() else [LAB / f"{room}.py"]
+def files_of(folder):
+    return sorted((LAB / folder).rglob("*.py")) if (LAB / folder).is_dir() else [LAB / f"{folder}.py"]
 
 
-def rooms_imported_by(path):
-    """The rooms that a file imports from, inside functions and in `from muonsw.lab import room` too."""
+def folders_imported_by(path):
+    """The folders that a file imports from, inside functions and in `from muonsw.lab import folder` too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively, which hides the room"
+            assert node.level == 0, f"{path} imports relatively, which hides the folder"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
         yield from (name.split(".")[2] for name in names if name.startswith("muonsw.lab."))
 
 
-def test_every_room_has_its_rung():
-    assert set(ROOMS) - {"__init__"} == set(LADDER)
+def test_every_folder_has_its_rung():
+    assert set(FOLDERS) - {"__init__"} == set(LADDER)
 
 
-@pytest.mark.parametrize("room", LADDER)
-def test_a_room_imports_nothing_from_below(room):
-    below = set(LADDER[LADDER.index(room) + 1 :])
-    for path in files_of(room):
-        found = below.intersection(rooms_imported_by(path))
-        assert not found, f"{path.relative_to(LAB)} imports from {sorted(found)}, which stand on {room}"
+@pytest.mark.parametrize("folder", LADDER)
+def test_a_folder_imports_nothing_from_below(folder):
+    below = set(LADDER[LADDER.index(folder) + 1 :])
+    for path in files_of(folder):
+        found = below.intersection(folders_imported_by(path))
+        assert not found, f"{path.relative_to(LAB)} imports from {sorted(found)}, which stand on {folder}"
 
 
 def test_an_import_upwards_is_seen_in_all_its_forms(tmp_path):
@@ -68,4 +68,4 @@ def test_an_import_upwards_is_seen_in_all_its_forms(tmp_path):
         "def late():\n    from muonsw.lab.commands.plan import Plan\n",
         encoding="utf-8",
     )
-    assert set(rooms_imported_by(path)) == {"studies", "report", "commands"}
+    assert set(folders_imported_by(path)) == {"studies", "report", "commands"}

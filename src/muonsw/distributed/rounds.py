@@ -23,8 +23,8 @@ from muonsw.work import Group, Item
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# A group's matrices travel in at least so many rounds if they are large enough, so that one round is multiplied while
-# the next is on its way.
+# Matrices that take one way travel in at least so many rounds if they are large enough, so that one round is multiplied
+# while the next is on its way.
 ROUNDS = 4
 SMALLEST_ROUND = 2**22
 

@@ -59,7 +59,7 @@ class Finding:
     also: tuple[str, ...] = ()  # further scopes in which the same rule found the same
 
 
-Said = tuple[Severity, str, Mapping[str, float]] | None
+Answer = tuple[Severity, str, Mapping[str, float]] | None
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class Rule:
     """A question that is put to a history."""
 
     name: str  # as in the guide and in the findings
-    answer: Callable[[History], Said]  # what is to be said
+    answer: Callable[[History], Answer]  # severity, text and numbers of what is found, or None
     parts: bool = False  # whether it is put to every role as well as to the chosen scope
     samples: int = 0  # with fewer it is not put at all
 
     def check(self, history: History) -> Finding | None:
         """What the rule finds."""
-        said = self.answer(history) if len(history.steps) >= self.samples else None
-        return said and Finding(self.name, said[0], history.scope, *said[1:])
+        found = self.answer(history) if len(history.steps) >= self.samples else None
+        return found and Finding(self.name, found[0], history.scope, *found[1:])
 
 
 RULES: list[Rule] = []
@@ -82,10 +82,10 @@ RULES: list[Rule] = []
 
 def rule(
     name: str, *, parts: bool = False, samples: int = 0
-) -> Callable[[Callable[[History], Said]], Callable[[History], Said]]:
+) -> Callable[[Callable[[History], Answer]], Callable[[History], Answer]]:
     """Put a function on the list of rules."""
 
-    def keep(answer: Callable[[History], Said]) -> Callable[[History], Said]:
+    def keep(answer: Callable[[History], Answer]) -> Callable[[History], Answer]:
         RULES.append(Rule(name, answer, parts, samples))
         return answer
 
@@ -137,7 +137,7 @@ def percent(share: float) -> str:
 
 
 @rule("unfinished")
-def unfinished(history: History) -> Said:
+def unfinished(history: History) -> Answer:
     """The run has not written its result, or its records end before it."""
     step, planned = history.run.steps, history.planned_steps
     if history.run.in_progress:
@@ -151,7 +151,7 @@ def unfinished(history: History) -> Said:
 
 
 @rule("too-few-samples")
-def too_few_samples(history: History) -> Said:
+def too_few_samples(history: History) -> Answer:
     """There is too little telemetry for fits and slopes."""
     n = history.complete
     if n >= ENOUGH_SAMPLES:
@@ -170,7 +170,7 @@ def too_few_samples(history: History) -> Said:
 
 
 @rule("skipped")
-def skipped_steps(history: History) -> Said:
+def skipped_steps(history: History) -> Answer:
     """Updates were left out because gradients were not finite."""
     known = history.run.telemetry.skipped
     known = known[np.isfinite(known)]
@@ -188,7 +188,7 @@ def skipped_steps(history: History) -> Said:
 
 
 @rule("diverging")
-def diverging(history: History) -> Said:
+def diverging(history: History) -> Answer:
     """The training loss is not a number, or has given back part of what was learned."""
     recorded, steps = history.run.train.get("loss"), history.run.train.step
     if recorded is None or not len(recorded):
@@ -222,7 +222,7 @@ def diverging(history: History) -> Said:
 
 
 @rule("collapsing", parts=True)
-def collapsing(history: History) -> Said:
+def collapsing(history: History) -> Answer:
     """Decay in proportion to the learning rate takes the norm down with it."""
     fall = _fall(history)
     if history.run.rule not in LINEAR or fall is None or fall.lost < COLLAPSE or fall.lost_late < LATE_LOSS:
@@ -240,7 +240,7 @@ def collapsing(history: History) -> Said:
 
 
 @rule("norm-held", parts=True)
-def norm_held(history: History) -> Said:
+def norm_held(history: History) -> Answer:
     """Scaled decay keeps the norm where it is while the learning rate falls."""
     fall = _fall(history)
     if history.run.rule not in QUADRATIC or fall is None or abs(fall.lost_late) > HELD:
@@ -277,7 +277,7 @@ def _fall(history: History) -> Fall | None:
 
 
 @rule("decay-idle")
-def decay_idle(history: History) -> Said:
+def decay_idle(history: History) -> Answer:
     """All decay of the run together changes nothing that matters."""
     total = history.relaxations / 2.0
     if not 0.0 <= total < IDLE or _still_rising(history):
@@ -297,7 +297,7 @@ def decay_idle(history: History) -> Said:
 
 
 @rule("partly-relaxed")
-def partly_relaxed(history: History) -> Said:
+def partly_relaxed(history: History) -> Answer:
     """The norm still depends on the initial weights."""
     n = history.relaxations
     if not 2.0 * IDLE <= n < RELAXED:
@@ -311,7 +311,7 @@ def partly_relaxed(history: History) -> Said:
 
 
 @rule("peak-not-reached", parts=True)
-def peak_not_reached(history: History) -> Said:
+def peak_not_reached(history: History) -> Answer:
     """The peak that scaled decay divides by is higher than any learning rate that was used."""
     used, peak = history.highest("lr"), history.highest("peak_lr")
     # With the undivided peak for all groups a divided learning rate stays below it on purpose.
@@ -340,7 +340,7 @@ def _still_rising(history: History) -> bool:
 
 
 @rule("tracking-broke")
-def tracking_broke(history: History) -> Said:
+def tracking_broke(history: History) -> Answer:
     """From some step on the steady state no longer says where the norm is."""
     tracking = history.tracking
     if tracking is None or tracking.broke_at is None or history.complete < MIN_SAMPLES:
@@ -362,7 +362,7 @@ def tracking_broke(history: History) -> Said:
 
 
 @rule("unexplained-norm")
-def unexplained_norm(history: History) -> Said:
+def unexplained_norm(history: History) -> Answer:
     """The recorded updates do not add up to the recorded norm."""
     tracking, norm = history.tracking, history.norm
     if tracking is None or norm is None or len(norm) < MIN_SAMPLES:
@@ -381,7 +381,7 @@ def unexplained_norm(history: History) -> Said:
 
 
 @rule("large-updates", parts=True, samples=MIN_SAMPLES)
-def large_updates(history: History) -> Said:
+def large_updates(history: History) -> Answer:
     """Momentum replaces the weights within its own memory."""
     size, bound = history.typical(history.relative_update), 1.0 - history.momentum
     if not size > bound:
@@ -395,7 +395,7 @@ def large_updates(history: History) -> Said:
 
 
 @rule("fast-decay")
-def fast_decay(history: History) -> Said:
+def fast_decay(history: History) -> Answer:
     """Decay is not slow against momentum, as the theory of the norm assumes."""
     peak, forgetting = history.highest("decay"), 1.0 - history.momentum
     ratio = peak / forgetting
@@ -412,7 +412,7 @@ def fast_decay(history: History) -> Said:
 
 
 @rule("defect", parts=True, samples=MIN_SAMPLES)
-def defect_out_of_range(history: History) -> Said:
+def defect_out_of_range(history: History) -> Answer:
     """Muon's direction is further from orthogonal than its iteration allows."""
     defect = history.typical(history.column("defect"))
     low, high = DEFECT_RANGE
@@ -432,7 +432,7 @@ def defect_out_of_range(history: History) -> Said:
 
 
 @rule("rounding", parts=True, samples=MIN_SAMPLES)
-def lost_in_rounding(history: History) -> Said:
+def lost_in_rounding(history: History) -> Answer:
     """The weights moved by something else than was intended."""
     r, s, phi, a = (history.column(key) for key in ("weight_rms", "update_rms", "decay", "alignment_update"))
     intended = np.sqrt((phi * r + a * s) ** 2 + (1.0 - a**2) * s**2)
@@ -451,7 +451,7 @@ def lost_in_rounding(history: History) -> Said:
 
 
 @rule("radial-gradient", samples=MIN_SAMPLES)
-def radial_gradient(history: History) -> Said:
+def radial_gradient(history: History) -> Answer:
     """The loss depends on the size of the weights, not on their direction alone."""
     cosine = history.typical(np.abs(history.column("alignment_gradient")))
     if not cosine > RADIAL:
@@ -465,7 +465,7 @@ def radial_gradient(history: History) -> Said:
 
 
 @rule("clipping")
-def always_clipped(history: History) -> Said:
+def always_clipped(history: History) -> Answer:
     """Gradient clipping acts on nearly every update."""
     share = _clipped_share(history)
     if not share > NEARLY_ALWAYS:
