@@ -848,7 +848,8 @@ def test_prices_are_costs_above_the_better_rule_at_its_best(found):
 
 def test_a_lambda_beyond_those_tried_costs_at_least_what_the_last_did(found):
     """Not what a line through the last two says: with 0.01 that is more than no decay at all cost."""
-    (price,) = [one for one in found.prices() if (one.steps, one.rule, one.choice) == (1_600, "constant", "0.01")]
+    asked = evidence.MAP_TEXT, 1_600, "constant", "0.01"
+    (price,) = [one for one in found.prices() if (one.text, one.steps, one.rule, one.choice) == asked]
     losses = {rule: seeds[1_600] for rule, seeds in regret.map_of(found.results["regret"]).items()}
     best = min(min(regret.mean_losses(seeds).values()) for seeds in losses.values())
     assert price.beyond
@@ -867,14 +868,14 @@ def test_prices_of_two_rules_are_compared_seed_by_seed():
     """One mean over another says nothing of chance, and the best lambda's own price is no measurement of zero."""
 
     def price(rule, *costs):
-        return untuned.Price("fresh", 128, 100, rule, "0.1", 0.1, costs, beyond=False)
+        return untuned.Price("updates", "fresh", 128, 8, 100, 0.02, rule, "0.1", 0.1, costs, beyond=False)
 
     for scaled, verdict in (((0.04, 0.05), "undecided"), ((0.04, 0.041), "holds"), ((0.2, 0.201), "fails")):
         found = [price("constant", 0.1, 0.101), price("scaled", *scaled)]
         (claim,) = untuned.judge_prices(found, "fresh")
         assert str(claim.verdict) == verdict
     table = untuned.price_table([price("constant", 0.0, 0.0), price("scaled", 0.01, 0.01)])
-    assert [row[4] for row in table.rows[:2]] == ["0.000", "0.010 ± 0.000"]
+    assert [row[6] for row in table.rows[:2]] == ["0.000", "0.010 ± 0.000"]
 
 
 def test_advice_is_judged_on_lengths_that_it_has_not_seen(found):

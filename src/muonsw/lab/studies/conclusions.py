@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,15 @@ def _untuned(evidence: EvidencePage) -> str:
         )
 
     kept = "; ".join(f"{choice} for every run cost up to {most(choice)}" for choice in untuned.CHOICES[:-1])
-    advised = f"The lambda that {ADVISE} gives cost up to {most(untuned.ADVICE)}."
-    return f"Never tuning lambda has a price, in nats: {kept}. {advised}"
+    price = f"Never tuning lambda has a price, in nats: {kept}."
+    if not (advised := [one for one in found if one.choice == untuned.ADVICE]):
+        return price
+    worst = max(advised, key=lambda one: one.cost.value)
+    usual = statistics.median(one.cost.value for one in advised)
+    return (
+        f"{price} The lambda that {ADVISE} gives cost up to {most(untuned.ADVICE)} (the highest with width "
+        f"{worst.width} and {worst.steps:,} updates), {usual:.3f} in the median of all kinds of runs."
+    )
 
 
 def _map(evidence: EvidencePage) -> str:
@@ -72,14 +80,14 @@ def _difference(gap: Estimate) -> str:
 
     Examples:
         >>> _difference(over_seeds([0.001, 0.003, -0.002]))
-        'Choose lambda well and the rule hardly matters'
+        'Choose lambda well and the rule matters by less than 0.02 nats'
         >>> _difference(over_seeds([0.1, 0.11, 0.12]))
         'The rule matters'
         >>> _difference(over_seeds([0.1, 0.3, -0.2]))
         'At the best lambdas no difference of the rules was seen'
     """
     if gap.interval is not None and max(-gap.interval.low, gap.interval.high) <= 2 * GOOD:
-        return "Choose lambda well and the rule hardly matters"
+        return f"Choose lambda well and the rule matters by less than {2 * GOOD} nats"
     if gap.interval is not None and 0.0 not in gap.interval:
         return "The rule matters"
     return "At the best lambdas no difference of the rules was seen"
@@ -99,8 +107,8 @@ def _too_large(evidence: EvidencePage) -> str:
     total = ", ".join(f"{ours:.3f}" for ours, _ in known)
     return (
         f"Too large a lambda costs scaled decay {shares[0]:.2f} to {shares[-1]:.2f} of what it costs constant decay, "
-        f"over all horizons: at {longest:,} updates constant and scaled end {_costs_of(last)} above their best. "
-        f"Scaled decay of the same total ends {total} above, {how}."
+        f"in the means of all horizons: at {longest:,} updates constant and scaled end {_costs_of(last)} above their "
+        f"best. Scaled decay of the same total ends {total} above, {how}."
     )
 
 
@@ -110,14 +118,15 @@ def _totals(evidence: EvidencePage) -> str:
     found, ends = ([one for one in every if one.at_an_end is at_an_end] for at_an_end in (False, True))
     if not found:
         return ""
-    totals, lambdas = sorted(one.best * one.per_lambda for one in found), sorted(one.best for one in found)
+    totals = sorted(one.best * one.per_lambda for one in found)
+    lambdas = [[one.best for one in found if one.rule == rule] for rule in RULES]
     others = ", ".join(f"{one.best * one.per_lambda:.1f} ({one.rule}, {one.steps:,} updates)" for one in ends)
     beyond = f"; where the best was the smallest or largest tried and may lie beyond, {others}" if others else ""
-    apart, far = lambdas[-1] / lambdas[0], totals[-1] / totals[0]
+    apart, far = max(max(own) / min(own) for own in lambdas if own), totals[-1] / totals[0]
     took = (
-        f"from {min(one.steps for one in found):,} to {max(one.steps for one in found):,} updates the best lambdas lie "
-        f"{apart:.2g} times apart, and what they take over the whole run, the sum of phi, {far:.1f} times "
-        f"({totals[0]:.1f} to {totals[-1]:.1f}{beyond})"
+        f"from {min(one.steps for one in found):,} to {max(one.steps for one in found):,} updates the best lambdas of "
+        f"a rule lie up to {apart:.2g} times apart, and what they take over the whole run, the sum of phi, {far:.1f} "
+        f"times ({totals[0]:.1f} to {totals[-1]:.1f}{beyond})"
     )
     if 2 * far > apart:
         return f"Counting what decay takes over a run does not settle lambda: {took}."

@@ -266,12 +266,14 @@ class EvidencePage:
         return regret.optima(self.results["long"])
 
     def prices(self) -> list[untuned.Price]:
-        """What a lambda that is never tuned costs in runs of the map, on fresh text, and at other widths."""
+        """What a lambda that is never tuned costs in runs of the map, on fresh text, and of other sizes."""
         known = self.optima()
-        maps = untuned.prices(MAP_TEXT, self.results["regret"], known, leave_out=True)
-        widths = {key: arms for key, arms in self.results["lambda-scaling"].items() if key.name == "width"}
-        fresh = untuned.prices(FRESH_TEXT, {**self.results["long"], **widths}, known, leave_out=False)
-        return maps + sorted(fresh, key=lambda one: (one.steps, one.width))
+        found = untuned.prices(MAP_TEXT, self.results["regret"], known, leave_out=True)
+        found += untuned.prices(FRESH_TEXT, self.results["long"], known)
+        for axis in lambda_scaling.AXES:
+            points = lambda_scaling.points_of(axis, self.results["lambda-scaling"])
+            found += untuned.prices(FRESH_TEXT, points, known, over=axis.name)
+        return found
 
     def untuned(self) -> str:
         """Their picture, table and claims."""
@@ -279,8 +281,7 @@ class EvidencePage:
         if not found:
             return "Not measured yet."
         file, words = PICTURES[UNTUNED]
-        own = [one for one in found if one.width == MINI.map_run.model.width]
-        claims = untuned.judge_prices(own, FRESH_TEXT)
+        claims = untuned.judge_prices(found, FRESH_TEXT)
         judged = [markdown(claims_table({UNTUNED: claims}, ("asked", "found")))] if claims else []
         return "\n\n".join([f"![{words}](assets/{file}.png)", markdown(untuned.price_table(found)), *judged])
 
@@ -301,7 +302,7 @@ class EvidencePage:
 
     def _charts(self, name: str) -> Sequence[Chart]:
         if name == UNTUNED:
-            return untuned.price_charts(self.prices(), MINI.map_run.model.width)
+            return untuned.price_charts(self.prices())
         found = self.results[name] if name in PICTURES else {}
         return self.studies[name].charts(found, MINI) if found else ()
 

@@ -289,7 +289,7 @@ def _members_table(results: Results, scale: Scale) -> Table:
             rows.append([member, rule, *_best_cells(best), *gaps, *_cost_cells(best)])
     seeds = sorted({len(best.seeds) for rules in found.values() for best in rules.values()})
     note = (
-        "At the rate that the search found, the best of the lambdas that were tried there: validation loss, means over "
+        "The best of the rates and lambdas that were tried after the search: validation loss, means over "
         f"{' to '.join(map(str, seeds))} seeds with half of the 95% t interval; the same minus constant decay's and "
         "minus Muon's under the same rule, paired by seed; what the largest lambda costs, in nats; and bytes of "
         "optimizer state. An asterisk: the lowest or highest that was tried, so perhaps better beyond it."

@@ -102,10 +102,15 @@ def lambda_scaling(scale: Scale) -> list[Comparison]:
     ]
 
 
+def points_of(axis: Growth, results: Results) -> Results:
+    """The points of an axis."""
+    return {key: arms for key, arms in results.items() if key.name.split()[0] == axis.name}
+
+
 def along(axis: Growth, results: Results, rule: str) -> dict[int, Runs]:
-    """The points of an axis at which the best lambda of a rule is known, by what grows along it."""
-    own = [arms for key, arms in results.items() if key.name.split()[0] == axis.name]
-    return {_grown(axis, first_run(arms).config): arms for arms in own if not optimum(arms, rule).at_an_end}
+    """Those at which the best lambda of a rule is known, by what grows along the axis."""
+    own = [arms for arms in points_of(axis, results).values() if not optimum(arms, rule).at_an_end]
+    return {_grown(axis, first_run(arms).config): arms for arms in own}
 
 
 def _grown(axis: Growth, run: RunConfig) -> int:
@@ -165,8 +170,8 @@ def _exponents_table(results: Results) -> Table:
         if any(found):
             rows.append([axis.grows, published[axis.name], *(exponent_text(one) for one in found)])
     note = (
-        "The power that the best lambda follows, with its 95% t interval over seeds; "
-        "without points at which the best of means is at an end of those tried."
+        "The power that the best lambda of each seed follows, with its 95% t interval; without points at which the "
+        "best of means is at an end of those tried. Of single seeds a few are, and count as the end."
     )
     return Table("lambda-powers", "How the best lambda scales", columns, rows, note)
 

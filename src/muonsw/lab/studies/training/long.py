@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from muonsw.lab.claims.claim import Claim, at_least, at_most, below
-from muonsw.lab.claims.statistics import from_means, over_seeds
+from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, multiples
 from muonsw.lab.studies.scales import Scale, lean
 from muonsw.lab.studies.training.regret import (
@@ -27,7 +27,7 @@ from muonsw.lab.studies.training.regret import (
     octave_ratios,
     optima,
 )
-from muonsw.lab.studies.training.sweeps import Losses
+from muonsw.lab.studies.training.sweeps import Losses, vertex
 
 LONGER, SMALLER = 4, 0.4
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -57,7 +57,7 @@ def judge_long(results: Results, _scale: Scale) -> list[Claim]:
     found = map_of(results)
     *shorter, long = sorted(found["constant"])
     # Where the best lambda is the smallest or largest that was tried, its total is that of the grid.
-    totals = {(one.rule, one.steps): one.best * one.per_lambda for one in optima(results) if not one.at_an_end}
+    per_lambda = {(one.rule, one.steps): one.per_lambda for one in optima(results) if not one.at_an_end}
     pairs = {steps: (found["scaled"][steps], found["constant"][steps]) for steps in found["constant"]}
     claims = _at_one_length(*pairs[long], long)
     for short in shorter:
@@ -71,11 +71,14 @@ def judge_long(results: Results, _scale: Scale) -> list[Claim]:
             at_most("gap-grows", grows, BEYOND, over_seeds(gaps), 0.0, EXACT),
             at_least("region-grows", wider, BEYOND, over_seeds(octaves), 0.0, EXACT),
         ]
-        for rule in (rule for rule in RULES if {(rule, long), (rule, short)} <= set(totals)):
-            more = f"total of {rule} decay's best lambda at {long:,} updates over that at {short:,}"
-            seeds = min(len(found[rule][steps]) for steps in (long, short))
-            ratio = from_means(totals[rule, long] / totals[rule, short], seeds)
-            claims.append(at_least(f"{rule}-total-grows", more, BEYOND, ratio, 1.0, EXACT))
+        for rule in (rule for rule in RULES if {(rule, long), (rule, short)} <= set(per_lambda)):
+            more = f"total of {rule} decay's best lambda at {long:,} updates over that at {short:,}, its logarithm"
+            totals = (
+                [math.log(vertex(one) * per_lambda[rule, steps]) for one in found[rule][steps]]
+                for steps in (long, short)
+            )
+            ratios = over_seeds([a - b for a, b in zip(*totals, strict=False)])
+            claims.append(at_least(f"{rule}-total-grows", more, BEYOND, ratios, 0.0, EXACT))
     return claims
 
 

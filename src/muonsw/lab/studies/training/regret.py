@@ -355,8 +355,9 @@ def _optima_table(found: Sequence[Optimum]) -> Table:
     )
     note = (
         "The best lambda is the vertex of a parabola over its logarithm, through the lowest mean and its neighbours; "
-        "the total is what decay takes over the run at that lambda, the sum of phi. An asterisk: no smaller or no "
-        "larger lambda was tried, so the best one may lie beyond, or the range be wider."
+        "the total is what decay takes over the run at that lambda, the sum of phi. Octaves are of all lambdas within "
+        f"{GOOD} nats, also of those apart from the range. An asterisk: no smaller or no larger lambda was tried, so "
+        "the best one may lie beyond, or the range be wider."
     )
     more = f" The best lambda goes with the horizon to the power: {exponents}." if exponents else ""
     return Table("best-lambda", "The best lambda", columns, rows, note + more)

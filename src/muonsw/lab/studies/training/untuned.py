@@ -46,9 +46,12 @@ REACH = 1.0
 class Price:
     """What a choice of lambda costs in runs of one kind."""
 
+    over: str  # what the runs of this study differ in: updates, width, batch or size
     text: str  # what was read
     width: int  # of the model
+    batch: int  # sequences in an update
     steps: int
+    peak_lr: float
     rule: str
     choice: str  # how lambda was chosen, one of `CHOICES`
     lam: float
@@ -62,8 +65,10 @@ class Price:
         return over_seeds(self.costs)
 
 
-def prices(text: str, results: Results, known: Sequence[Optimum], *, leave_out: bool) -> list[Price]:
-    """The price of every choice under both rules at every length, `known` being what advice knows.
+def prices(
+    text: str, results: Results, known: Sequence[Optimum], *, leave_out: bool = False, over: str = "updates"
+) -> list[Price]:
+    """The price of every choice under both rules in runs of every kind, `known` being what advice knows.
 
     With `leave_out` that was found in these very runs, and a length does not know itself. Kinds of runs of which some
     diverged are left out: there chance decides what a lambda costs.
@@ -72,11 +77,11 @@ def prices(text: str, results: Results, known: Sequence[Optimum], *, leave_out: 
     for arms in results.values():
         steps = first_run(arms).config.steps
         if not any(divergence_steps(runs) for runs in arms.values()):
-            found += _at_length(text, arms, [one for one in known if not (leave_out and one.steps == steps)])
+            found += _of_kind(over, text, arms, [one for one in known if not (leave_out and one.steps == steps)])
     return found
 
 
-def _at_length(text: str, arms: Runs, known: Sequence[Optimum]) -> Iterator[Price]:
+def _of_kind(over: str, text: str, arms: Runs, known: Sequence[Optimum]) -> Iterator[Price]:
     losses, run = {rule: losses_of(arms, rule) for rule in RULES}, first_run(arms)
     lowest = _lowest(losses)
     for rule in RULES:
@@ -90,8 +95,9 @@ def _at_length(text: str, arms: Runs, known: Sequence[Optimum]) -> Iterator[Pric
             if abs(math.log2(lam / nearest)) <= REACH:
                 ends = [loss_at(one, nearest) for one in losses[rule]]
                 costs = tuple(end - low for end, low in zip(ends, lowest, strict=True) if end is not None)
-                beyond = nearest != lam
-                yield Price(text, run.config.model.width, run.config.steps, rule, choice, lam, costs, beyond)
+                config = run.config
+                kind = text, config.model.width, config.batch, config.steps, config.optimizer.lr, rule
+                yield Price(over, *kind, choice, lam, costs, beyond=nearest != lam)
 
 
 def _lowest(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
@@ -103,27 +109,31 @@ def _lowest(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
 
 def price_table(found: Sequence[Price]) -> Table:
     """Costs by kind of run and rule; below them the highest of each choice."""
-    columns = [Column("text"), Column("width", number=True), Column("updates", number=True), Column("rule")]
+    sizes = ("width", "batch", "updates", "peak rate")
+    columns = [Column("text"), *(Column(name, number=True) for name in sizes), Column("rule")]
     columns += [Column("as advised" if choice == ADVICE else f"always {choice}", number=True) for choice in CHOICES]
     rows: list[list[Value | Cell]] = []
     for kind in dict.fromkeys(_kind(one) for one in found):
         own = {one.choice: one for one in found if _kind(one) == kind}
-        rows.append([*kind, *(_cell(own.get(choice)) for choice in CHOICES)])
+        text, width, batch, steps, peak_lr, rule = kind
+        costs = (_cell(own.get(choice)) for choice in CHOICES)
+        rows.append([text, width, batch, steps, f"{peak_lr:.3g}", rule, *costs])
     most = {(one.rule, one.choice): one for one in highest(found)}
     rows += [
-        ["the highest", None, None, rule, *(_cell(most.get((rule, choice))) for choice in CHOICES)] for rule in RULES
+        ["the highest", *(None for _ in sizes), rule, *(_cell(most.get((rule, choice))) for choice in CHOICES)]
+        for rule in RULES
     ]
     note = (
         "In nats above the better rule at its best lambda, with 95% t intervals over seeds (none of one seed, and none "
-        "of that best lambda itself); in brackets the lambda that advice gives for such a run from runs of other "
-        "lengths, or on other text. By lines between the lambdas that were tried; ≥ where one lies beyond them, with "
-        "the cost of the last that was tried. Kinds of runs of which some diverged are left out."
+        "of that best lambda itself); in brackets the lambda that advice gives for such a run from the regret map, "
+        "without runs of the same length on the same text. By lines between the lambdas that were tried; ≥ where one "
+        "lies beyond them, with the cost of the last that was tried. Kinds of runs of which some diverged are left out."
     )
     return Table("never-tuned", "The price of never tuning", columns, rows, note)
 
 
-def _kind(one: Price) -> tuple[str, int, int, str]:
-    return one.text, one.width, one.steps, one.rule
+def _kind(one: Price) -> tuple[str, int, int, int, float, str]:
+    return one.text, one.width, one.batch, one.steps, one.peak_lr, one.rule
 
 
 def highest(found: Sequence[Price]) -> list[Price]:
@@ -141,15 +151,13 @@ def _cell(one: Price | None) -> str | None:
     return f"{'≥ ' if one.beyond else ''}{one.cost.value:.3f}{half}{advised}"
 
 
-def price_charts(found: Sequence[Price], width: int) -> list[Chart]:
-    """Costs over the length at one width, one panel for each choice; then over the width, where there are several."""
+def price_charts(found: Sequence[Price]) -> list[Chart]:
+    """Costs over the length, one panel for each choice; then over the width."""
     texts = list(dict.fromkeys(one.text for one in found))
-    lengths = [one for one in found if one.width == width]
+    lengths, widths = ([one for one in found if one.over == over] for over in ("updates", "width"))
     costs = [one.cost.value for one in found]
     limits = min(0.0, *costs), 1.1 * max(costs)
     charts = [_price_chart(choice, lengths, "updates", texts, limits) for choice in _chosen(lengths)]
-    several = {one.steps for one in found if one.width != width}
-    widths = [one for one in found if one.steps in several and one.text == texts[-1]]
     return charts + [_price_chart(choice, widths, "width", texts, limits) for choice in _chosen(widths)]
 
 
@@ -184,8 +192,9 @@ def _price_chart(
 
 def judge_prices(found: Sequence[Price], text: str) -> list[Claim]:
     """Written down before the runs on fresh text: what an untuned lambda costs there, at the longest length."""
-    longest = max((one.steps for one in found if one.text == text), default=0)
-    own = {(one.rule, one.choice): one for one in found if (one.text, one.steps) == (text, longest)}
+    lengths = [one for one in found if (one.text, one.over) == (text, "updates")]
+    longest = max((one.steps for one in lengths), default=0)
+    own = {(one.rule, one.choice): one for one in lengths if one.steps == longest}
     claims = []
     for rule in RULES:
         if (price := own.get((rule, ADVICE))) is not None:
