@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from muonsw.lab import theory
-from muonsw.lab.theory import HypothesisError, NormHistory
+from muonsw.lab.theory import HypothesisError, NormHistory, tracking
 from muonsw.lab.theory.sampled import interpolate, window_in_steps, windowed_line
 
 BETA = 0.9
@@ -118,6 +118,15 @@ def test_prediction_from_sparse_samples_follows_a_smooth_run(every):
     assert predicted.tolist() == pytest.approx(history.r.tolist(), rel=bound)
     if every > 1:
         assert len(history) == (steps - 1) // every + 1
+
+
+def test_the_recursion_is_replayed_in_blocks_that_change_nothing(monkeypatch):
+    """Samples inside blocks, at their borders, and a gap of several."""
+    samples = {"r": [1.0, 0.9, 0.9, 0.8, 0.7], "s": [0.1, 0.2, 0.1, 0.3, 0.1], "phi": [0.1] * 5, "a": [-0.1] * 5}
+    history = NormHistory.of([1, 2, 4, 5, 21], **samples)
+    whole = theory.predict_norms(history)
+    monkeypatch.setattr(tracking, "BLOCK", 3)
+    assert theory.predict_norms(history).equal(whole)
 
 
 def test_the_simplified_recursion_errs_by_the_order_of_the_decay():

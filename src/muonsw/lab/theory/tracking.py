@@ -25,6 +25,8 @@ from muonsw.lab.theory.steady_state import (
 # A norm follows its target while it is within a fifth of it. To first order ln r lags ln r* by the adiabatic ratio,
 # so this is the size at which "far below 1" ends.
 LAG = 0.2
+# Steps whose coefficients are in memory at a time.
+BLOCK = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,13 +225,16 @@ def predict_norms(history: NormHistory, *, step: Callable[..., float] = next_nor
         >>> [round(r, 6) for r in predict_norms(history).tolist()]
         [1.0, 0.81]
     """
-    first, last = int(history.steps[0]), int(history.steps[-1])
-    every = torch.arange(first, last, dtype=torch.int64, device=history.steps.device)
-    coefficients = (interpolate(history.steps, x, every).tolist() for x in (history.s, history.phi, history.a))
-    norms = [float(history.r[0])]
-    for s, phi, a in zip(*coefficients, strict=True):
-        norms.append(step(norms[-1], s=s, phi=phi, a=a))
-    return history.r.new_tensor(norms)[history.steps - first]
+    sampled, last = set(history.steps.tolist()), int(history.steps[-1])
+    norms, norm = [], float(history.r[0])
+    for begin in range(int(history.steps[0]), last, BLOCK):
+        steps = torch.arange(begin, min(begin + BLOCK, last), dtype=torch.int64, device=history.steps.device)
+        coefficients = (interpolate(history.steps, x, steps).tolist() for x in (history.s, history.phi, history.a))
+        for now, s, phi, a in zip(steps.tolist(), *coefficients, strict=True):
+            if now in sampled:
+                norms.append(norm)
+            norm = step(norm, s=s, phi=phi, a=a)
+    return history.r.new_tensor([*norms, norm])
 
 
 def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> float:
