@@ -239,17 +239,29 @@ def test_telemetry_near_the_largest_float_is_diagnosed_without_a_warning(key):
     read_run(path.parent)
 
 
-@pytest.mark.parametrize(("key", "value"), [("step", 10**8), ("decay", -1e9)])
-def test_a_damaged_sample_costs_neither_memory_nor_a_warning(key, value):
-    """The norm is predicted update by update."""
+def with_damaged_sample(key: str, value: float) -> Path:
+    """A run whose last sample of telemetry has another value."""
     path = folders().copy("whole") / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines()
     last = max(place for place, line in enumerate(lines) if json.loads(line)["kind"] == "telemetry")
     lines[last], count = re.subn(rf'"{key}": ?[^,}}]+', f'"{key}": {value}', lines[last])
     assert count
     path.write_text("\n".join(lines), encoding="utf-8")
-    read_run(path.parent)
-    assert load_run(path.parent).predicted_norms[0].max() < 10**7
+    return path.parent
+
+
+@pytest.mark.parametrize(("key", "value"), [("step", 10**8), ("decay", -1e9)])
+def test_a_damaged_sample_costs_neither_memory_nor_a_warning(key, value):
+    """The norm is predicted update by update."""
+    folder = with_damaged_sample(key, value)
+    read_run(folder)
+    assert load_run(folder).predicted_norms[0].max() < 10**7
+
+
+def test_a_step_below_zero_is_none():
+    """From there on the norm would be predicted update by update: a billion of them took all memory."""
+    with pytest.raises(UsageError, match=r"metrics\.jsonl: the record in line \d+ has no step"):
+        read_run(with_damaged_sample("step", -(10**9)))
 
 
 def test_shards_are_tokens_or_a_usage_error():

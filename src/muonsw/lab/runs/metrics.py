@@ -179,9 +179,8 @@ def _assemble(scopes: Mapping[str, Sequence[_Part]]) -> dict[str, Columns]:
     whole = _union(scopes[""], places)
     found = {scope: whole | _union(parts, places) if scope else whole for scope, parts in scopes.items()}
     steps = whole.get("step")
-    if steps is not None and not (np.abs(steps) < LARGEST_STEP).all():
-        wrong = places[np.argmin(np.abs(steps) < LARGEST_STEP)]
-        raise ValueError(f"the record in line {wrong} has no step")
+    if steps is not None and not (possible := (steps >= 0) & (steps < LARGEST_STEP)).all():
+        raise ValueError(f"the record in line {places[np.argmin(possible)]} has no step")
     if steps is None or (np.diff(steps) > 0).all():
         return {scope: Columns(columns) for scope, columns in found.items()}
     _, last = np.unique(steps[::-1], return_index=True)
