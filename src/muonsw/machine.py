@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -141,6 +141,13 @@ def cuda_dtype(multiplies_bfloat16: bool, has_tensor_cores: bool) -> torch.dtype
     if multiplies_bfloat16:
         return torch.bfloat16
     return torch.float16 if has_tensor_cores else torch.float32
+
+
+def product_settings() -> tuple[Any, ...]:
+    """The settings of torch by which it chooses the kernel of a product on GPUs, which a graph freezes."""
+    matmul = torch.backends.cuda.matmul
+    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    return matmul.fp32_precision, *reduced, torch.are_deterministic_algorithms_enabled()
 
 
 _MATMUL_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]

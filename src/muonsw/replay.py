@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw import kernels, rates
+from muonsw import kernels, machine, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.base import Rates
@@ -114,7 +114,7 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
         (forms, tuple(missing), aligned(places) or [place % 16 for place in places]),  # kernels are compiled for it
         (own, own_forms, lengths(params), *map(id, params)),
         (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
-        (settings, *_product_settings(), *(_options(group) for group in groups)),
+        (settings, *machine.product_settings(), *(_options(group) for group in groups)),
     )
 
 
@@ -126,13 +126,6 @@ def _forms(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Layouts and dtypes; strides only where there are gaps, because asking takes long."""
     strides = () if all_contiguous(tensors) else tuple(map(Tensor.stride, tensors))
     return strides, [tensor.dtype for tensor in tensors]
-
-
-def _product_settings() -> tuple[Any, ...]:
-    """The settings of torch by which it chooses the kernel of a product, which a graph freezes."""
-    matmul = torch.backends.cuda.matmul
-    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    return matmul.fp32_precision, *reduced, torch.are_deterministic_algorithms_enabled()
 
 
 def _options(group: Group) -> tuple[Any, ...]:
