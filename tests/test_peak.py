@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
     ExponentialLR,
     LambdaLR,
     LinearLR,
+    LRScheduler,
     MultiplicativeLR,
     MultiStepLR,
     OneCycleLR,
@@ -161,6 +162,19 @@ def test_the_peak_of_a_cosine_is_the_higher_of_its_ends(make, eta_min):
     scheduler = make(optimizer, 8, eta_min=eta_min)
     optimizer.set_peak_lr(scheduler)
     assert_scaled_by(decay_only(optimizer, scheduler, 8), max(0.1, eta_min))
+
+
+@pytest.mark.parametrize("eta_min", [0.5, [0.01]], ids=["a fraction of the rate", "one for each group"])
+def test_what_a_scheduler_of_the_users_calls_eta_min_is_no_peak(eta_min):
+    class Own(LRScheduler):
+        def __init__(self, optimizer):
+            self.eta_min = eta_min
+            super().__init__(optimizer)
+
+        def get_lr(self):
+            return self.base_lrs
+
+    assert scheduler_peaks(Own(SGDSW([weight()], lr=0.1))) == [0.1]
 
 
 PARTS = {

@@ -26,7 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    SequentialLR,
+)
 
 from muonsw.text import users_line
 from muonsw.work import Group
@@ -396,7 +401,8 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
             f"a {type(scheduler).__name__} gives its learning rate only step by step; pass total_steps=<steps of the "
             f"run> with it, or the highest learning rate itself"
         )
-    end = getattr(scheduler, "eta_min", None)  # to which a cosine may also rise
+    cosine = isinstance(scheduler, CosineAnnealingLR | CosineAnnealingWarmRestarts)
+    end = scheduler.eta_min if cosine else None  # to which it may also rise; what others call so may be a fraction
     records = [
         (group.get("max_lr"), group.get("swa_lr"), base, end) for group, base in zip(groups, base_lrs, strict=True)
     ]
