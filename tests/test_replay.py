@@ -103,7 +103,12 @@ def test_a_graph_is_bound_to_what_it_reads_and_writes():
                 partial(setattr, torch.backends.cuda.matmul, key),
                 other,
             )
-            for key, other in [("allow_tf32", True), ("allow_bf16_reduced_precision_reduction", False)]
+            for key, other in [
+                ("allow_tf32", True),
+                ("allow_bf16_reduced_precision_reduction", False),
+                ("allow_fp16_reduced_precision_reduction", False),
+                ("allow_fp16_accumulation", True),
+            ]
         ),
     ],
 )

@@ -147,7 +147,7 @@ def product_settings() -> tuple[Any, ...]:
     """The settings of torch by which it chooses the kernel of a product on GPUs, which a graph freezes."""
     matmul = torch.backends.cuda.matmul
     reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    return matmul.fp32_precision, *reduced, torch.are_deterministic_algorithms_enabled()
+    return matmul.fp32_precision, *reduced, matmul.allow_fp16_accumulation, torch.are_deterministic_algorithms_enabled()
 
 
 _MATMUL_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
