@@ -245,7 +245,9 @@ def test_an_algorithm_that_is_set_in_mid_run_begins_anew_or_is_refused(old, new)
     optimizer.param_groups[0].update(ALGORITHMS[new].defaults, algorithm=new)
     before = param.detach().clone()
     if optimizer.state[param].keys() & set(ALGORITHMS[new].state_keys(optimizer.param_groups[0])):
-        with pytest.raises(ValueError, match=f"is of algorithm='{old}', .*'{new}', which its group has now"):
+        with pytest.raises(
+            ValueError, match=f"was last stepped by algorithm='{old}', .*'{new}', which its group has now"
+        ):
             run(optimizer, param)
         assert torch.equal(param, before)
         optimizer.state[param].clear()

@@ -234,7 +234,7 @@ class ScaledDecayOptimizer(Optimizer):
         return loss
 
     def check(self) -> None:
-        """Raise if a learning rate held in a tensor has exceeded its peak, or was none, since the last check.
+        """Raise if a learning rate held in a tensor was above its peak, negative or not finite since the last check.
 
         It also warns of what only the device knew until now: skipped steps, and a schedule that has turned down
         without coming near its peak. It waits for the device, so a training loop calls it now and then; telemetry

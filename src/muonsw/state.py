@@ -84,13 +84,14 @@ def _codes_of(key: str, group: Group, param: Tensor) -> str | None:
 
 
 def refuse_unfit_state(group: Group, name: str, param: Tensor, state: dict[str, Any], algorithm: str) -> None:
-    """Refuse options with which the state that `algorithm` has left does not fit, as after a change in mid-run."""
+    """Refuse options with which state does not fit, as after a change in mid-run; `algorithm` took the last step."""
     refuse_shards(name, group, param)
     shared = [key for key in ALGORITHMS[group["algorithm"]].state_keys(group) if key in state]
     if shared and algorithm != group["algorithm"]:
         raise ValueError(
-            f"the state of {name} is of algorithm={algorithm!r}, and to {group['algorithm']!r}, which its group has "
-            f"now, {listed(shared)} would mean something else; begin anew with optimizer.state[param].clear()"
+            f"{name} was last stepped by algorithm={algorithm!r}, and to {group['algorithm']!r}, which its group has "
+            f"now, its {listed(shared)} would be of another kind or out of date; begin anew with "
+            f"optimizer.state[param].clear()"
         )
     for key in [key for key in state_keys(group, param) if key in state]:
         if local(state[key]).device != local(param).device and not group["offload"]:

@@ -354,7 +354,7 @@ class OptionCheck:
 
     def __init__(self) -> None:
         self._right: dict[int, tuple[Any, tuple[Any, ...], list[torch.Size]]] = {}
-        self.algorithms: dict[int, str] = {}  # by which groups were stepped so far, by their numbers
+        self.algorithms: dict[int, str] = {}  # that took the last step of each group, by its number
 
     def changed(self, number: int, group: Group, label: str) -> set[str]:
         """The options of a group that have changed since it was last found right, now as the group is to hold them.
