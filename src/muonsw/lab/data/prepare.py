@@ -284,7 +284,7 @@ def held_out_fraction(documents: Iterable[str]) -> float:
     share = SMALL_SHARE if total < _LARGE_CHARACTERS else LARGE_SHARE
     *candidates, _largest = sorted(sizes)
     if not candidates:
-        more = "give several documents, or a text file of 10 kB or more"
+        more = "give several documents, or a text file of 12 kB or more"
         fix = f"{more} (`muonsw data prepare` with --validation-fraction 0 holds out nothing)"
         raise UsageError(f"one document ({total:,} characters) cannot be both trained on and held out: {fix}")
     for lot in candidates:
