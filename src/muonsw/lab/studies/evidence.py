@@ -261,10 +261,6 @@ class EvidencePage:
         """The best lambda of every rule and horizon of the map."""
         return regret.optima(self.results["regret"]) if self.results["regret"] else []
 
-    def fresh_optima(self) -> list[Optimum]:
-        """The same of runs on fresh text."""
-        return regret.optima(self.results["long"])
-
     def prices(self) -> list[untuned.Price]:
         """What a lambda that is never tuned costs in runs of the map, on fresh text, and of other sizes."""
         known = self.optima()
@@ -344,7 +340,7 @@ def draw(evidence: EvidencePage, folder: Path) -> None:
 
 def measured(evidence: EvidencePage) -> dict[str, Any]:
     """What `muonsw.lab.advice` knows: the best lambda of each decay rule at each horizon, and how it scales."""
-    run, fresh = MINI.map_run, evidence.fresh_optima()
+    run, fresh = MINI.map_run, regret.optima(evidence.results["long"])
     first = min((one.steps for one in fresh), default=math.inf)  # from here on fresh text is what is known
     found = sorted([one for one in evidence.optima() if one.steps < first] + fresh, key=lambda one: one.rule)
     rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in found)
