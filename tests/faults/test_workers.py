@@ -13,21 +13,24 @@ from tests.lab.base.test_processes import IN_PROC, assert_gone, children_of
 COMMAND = [sys.executable, "-m", "muonsw", "reproduce", "theory", "--processes", "2", "--out"]
 
 
-def commanded(process):
-    """The command line of a process; empty once it has ended."""
+def told_of(process, what):
+    """A file that the system has on a process, such as its command line; empty once it has ended."""
     try:
-        with open(f"/proc/{process}/cmdline", encoding="utf-8") as file:
+        with open(f"/proc/{process}/{what}", encoding="utf-8") as file:
             return file.read()
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
 def workers_of(parent):
-    """Its workers once both compute; the third child of the pool only keeps count of shared memory."""
+    """Its workers once both have loaded torch: before that Python itself reports a parent that is gone.
+
+    The third child of the pool only keeps count of shared memory.
+    """
     deadline = time.monotonic() + 60.0
     while True:
-        found = [child for child in children_of(parent) if "spawn_main" in commanded(child)]
-        if len(found) == 2:
+        found = [child for child in children_of(parent) if "spawn_main" in told_of(child, "cmdline")]
+        if len(found) == 2 and all("libtorch" in told_of(child, "maps") for child in found):
             return found
         assert parent.poll() is None
         assert time.monotonic() < deadline, "the workers did not start"
