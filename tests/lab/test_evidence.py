@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muonsw.lab.advice import advise
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.statistics import ONE_SEED, over_seeds
 from muonsw.lab.cli import main as command_line
@@ -844,6 +845,28 @@ def test_prices_are_costs_above_the_better_rule_at_its_best(found):
         price = prices[steps, rule, "0.1"]
         assert price.cost.value == pytest.approx(means[rule][0.1] - best, abs=1e-12)
         assert not price.beyond
+
+
+def test_every_kind_of_run_at_several_lambdas_has_its_price(found):
+    """Not only lengths and widths: advice costs most in the shortest run of the narrowest model."""
+    studies = (found.results[name] for name in ("regret", "long", "lambda-scaling"))
+    configs = [regret.first_run(arms).config for results in studies for arms in results.values()]
+    priced = {(one.width, one.batch, one.steps, one.peak_lr) for one in found.prices() if one.choice == untuned.ADVICE}
+    assert priced == {(run.model.width, run.batch, run.steps, run.optimizer.lr) for run in configs}
+    worst = max((one for one in found.prices() if one.choice == untuned.ADVICE), key=lambda one: one.cost.value)
+    assert f"(the highest with width {worst.width} and {worst.steps} updates)" in evidence.page(found, "{conclusion}")
+
+
+def test_advice_reads_how_much_decay_repeated_text_wants(found):
+    """A multiple of the lambda of fresh text, nearer to the best one that was tried than to its neighbours."""
+    arms = found.results["repeated-text"][cases.REPEATED]
+    for known in evidence.measured(found)["repeated"]:
+        best = regret.best_of_means(regret.losses_of(arms, known["rule"]))
+        assert 2**-0.5 < known["times"] * 0.1 / best < 2**0.5
+        assert not known["at_an_end"]
+    constant, scaled = (one["times"] for one in evidence.measured(found)["repeated"])
+    assert f"16 times, {constant:g} times the lambda" in str(advise(1_600, 0.02, 0.1)).replace("\n  ", " ")
+    assert scaled > constant
 
 
 def test_a_lambda_beyond_those_tried_costs_at_least_what_the_last_did(found):

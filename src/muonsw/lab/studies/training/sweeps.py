@@ -150,7 +150,7 @@ def transfer_cost(narrow: Losses, wide: Losses) -> float:
     Rates at which runs diverged are left out: the worst is the worst that trains. The other width may have more rates.
 
     Examples:
-        >>> transfer_cost({0.01: 1.0, 0.02: 2.0, 0.04: 3.0}, {0.01: 1.5, 0.02: 1.0, 0.04: 3.0})
+        >>> transfer_cost({0.01: 1.0, 0.02: 2.0}, {0.005: 3.0, 0.01: 1.5, 0.02: 1.0})
         0.25
     """
     values, taken = list(wide.values()), min(narrow, key=lambda rate: narrow[rate])
