@@ -165,12 +165,14 @@ def test_names_in_the_record_of_the_data_lead_nowhere(run, tmp_path):
     assert {path.relative_to(tmp_path).parts[:2] for path in files_below(tmp_path)} == {("inner", "export")}
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "content"), [("config.json", "{}"), ("config.json", "of another program"), ("model.safetensors", "{}")]
+)
+def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path, name, content):
     export(run, tmp_path)
     export(run, tmp_path)
     (tmp_path / "config.json").unlink()
-    (tmp_path / name).write_text("{}", encoding="utf-8")
+    (tmp_path / name).write_text(content, encoding="utf-8")
     before = files_below(tmp_path)
     with pytest.raises(UsageError, match=f"{name} .* choose another folder with --out"):
         export(run, tmp_path)

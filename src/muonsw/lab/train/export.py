@@ -92,10 +92,11 @@ def _require_own(folder: Path) -> None:
         if path.is_symlink():
             raise UsageError(f"{path} is a link: delete it, or name the folder that it leads to")
     config, model = folder / CONFIG, folder / MODEL
-    if os.path.lexists(config) and read_object(config).get("format") != FORMAT:
-        raise UsageError(f"{config} belongs to something else than an export: choose another folder with --out")
+    elsewhere = "choose another folder with --out"
+    if os.path.lexists(config) and read_object(config, remedy=elsewhere).get("format") != FORMAT:
+        raise UsageError(f"{config} belongs to something else than an export: {elsewhere}")
     if not os.path.lexists(config) and os.path.lexists(model):
-        raise UsageError(f"{model} was not written by an export: choose another folder with --out")
+        raise UsageError(f"{model} was not written by an export: {elsewhere}")
 
 
 def load_newest(
