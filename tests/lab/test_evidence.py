@@ -531,12 +531,18 @@ def made_family(one, best):
         for seed in one.seeds] for arm in one.arms}  # fmt: skip
 
 
-def test_where_the_largest_lambda_is_the_best_a_larger_one_is_trained_and_judged(monkeypatch):
+def searched_muon(monkeypatch):
+    """What a search of Muon alone found, and the comparison at three lambdas that follows from it."""
     monkeypatch.setattr(family, "RATES", {"muon": 1.0})
     monkeypatch.setattr(sweeps, "swept_loss", lambda one: one.loss)
     (search,) = family.search(evidence.MINI)
     results = {search.key: made_family(search, 1.0)}
     (three,) = family.family(results, evidence.MINI)
+    return results, three
+
+
+def test_where_the_largest_lambda_is_the_best_a_larger_one_is_trained_and_judged(monkeypatch):
+    results, three = searched_muon(monkeypatch)
     results[three.key] = made_family(three, 4.0)
     assert not family.judge_family(results, evidence.MINI)
     _, more = family.family(results, evidence.MINI)
@@ -548,11 +554,7 @@ def test_where_the_largest_lambda_is_the_best_a_larger_one_is_trained_and_judged
 
 
 def test_where_the_smallest_lambda_is_the_best_that_rule_has_a_smaller_one(monkeypatch):
-    monkeypatch.setattr(family, "RATES", {"muon": 1.0})
-    monkeypatch.setattr(sweeps, "swept_loss", lambda one: one.loss)
-    (search,) = family.search(evidence.MINI)
-    results = {search.key: made_family(search, 1.0)}
-    (three,) = family.family(results, evidence.MINI)
+    results, three = searched_muon(monkeypatch)
     results[three.key] = {name: runs for best, rule in ((0.25, "constant"), (1.0, "scaled"))
                           for name, runs in made_family(three, best).items() if name.startswith(rule)}  # fmt: skip
     _, less = family.family(results, evidence.MINI)
