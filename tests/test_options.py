@@ -259,6 +259,23 @@ def test_an_algorithm_that_is_set_in_mid_run_begins_anew_or_is_refused(old, new)
     assert torch.equal(param, fresh)
 
 
+def test_groups_that_change_places_in_mid_run_go_on_with_their_own_algorithm():
+    """A group is known by what it is, not by its place: else another one's algorithm is taken for its own."""
+
+    def run(places):
+        params = [nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(4))]
+        groups = [{"params": [one], "algorithm": name} for one, name in zip(params, ("muon", "adamw"), strict=True)]
+        optimizer = MuonSW(groups, lr=0.1)
+        for place in places:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            optimizer.param_groups.append(optimizer.param_groups.pop(place))
+        return params
+
+    assert all(map(torch.equal, run([0, 0, 0]), run([1, 1, 1])))  # the last one is put where it was
+
+
 def test_a_model_in_the_place_of_parameters_is_reported_from_them():
     with pytest.raises(TypeError, match=r"MuonSW takes parameters, not a model; call MuonSW\.for_model"):
         MuonSW(nn.Sequential(nn.Linear(2, 2)))
