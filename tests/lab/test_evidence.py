@@ -955,3 +955,67 @@ def test_the_claims_of_tasks_tell_worse_from_no_difference():
     (task, *_, gap, control, old), *_ = worked_tasks.tasks_table(found).cells()
     assert (task.text, gap.text, gap.tone) == ("`a.py`", "-0.100 (-0.125 to -0.075)", "holds")
     assert (control.text, old.text) == (gap.text, f"old {gap.text}")
+
+
+def test_the_claims_at_300_tokens_per_parameter_tell_the_rules_apart(tiny):
+    """A scaled rule that saves a quarter of the steps and forgives lambda holds; with the rules swapped it does not."""
+    study = evidence.part("tokens-per-parameter")
+
+    def results(better):
+        """Losses with a best total of 1.3 in every cell; the better rule forgives large lambdas and falls sooner."""
+        found = {}
+        for one in study.planned():
+            found[one.key] = {}
+            lambdas = sorted({arm.optimizer.weight_decay for arm in one.arms})
+            for arm in one.arms:
+                off = math.log2(arm.optimizer.weight_decay / lambdas[1])
+                milder = arm.optimizer.decay == better
+                loss = 3.0 + (0.01 if milder else 0.05) * off**2
+                steps = np.arange(1, 41) * one.base.steps / 40
+                curve = loss + (0.5 if milder else 1.0) * (1.0 - steps / one.base.steps)
+                tables = {"eval": {"": Columns({"step": steps, "loss": curve})}}
+                config = one.config(arm, 0)
+                settings, result = config.as_data(), {"steps": config.steps, "final_loss": loss, "best_loss": loss}
+                found[one.key][arm.name] = [Run(arm.name, Path(), settings, {}, result, tables)]
+        return {claim.id: claim for claim in study.claims(found, tiny)}
+
+    right, swapped = results("scaled"), results("constant")
+    for id in ("saves-steps", "too-large-costs-less", "scaled-is-wider", "scaled-advice"):
+        assert right[id].holds, id
+    for id in ("saves-steps", "too-large-costs-less", "scaled-is-wider"):
+        assert not swapped[id].holds, id
+    assert right["constant-advice"].measured == pytest.approx(0.0)
+
+
+def test_gains_of_both_peaks_are_judged_against_constant_decay_and_their_own_controls():
+    study = evidence.part("which-peak")
+    ends = {
+        "scaled": -0.2,
+        "scaled, group peak": -0.1,
+        "constant, same total": -0.3,
+        "constant, group peak's total": 0.0,
+    }
+
+    def verdicts(growth):
+        """Scaled decay by either peak ends lower by `growth` at the wider model."""
+        found = {}
+        for place, one in enumerate(study.planned()):
+            losses = {arm: ends.get(arm, 0.0) - growth * place * arm.startswith("scaled") for arm in by_name(one)}
+            found[one.key] = {
+                name: [
+                    Run(name, Path(), one.config(arm, seed).as_data(), {}, {"final_loss": losses[name]}, {})
+                    for seed in one.seeds
+                ]
+                for name, arm in by_name(one).items()
+            }
+        return {claim.id: str(claim.verdict) for claim in study.claims(found, study.scale)}
+
+    def by_name(one):
+        return {arm.name: arm for arm in one.arms}
+
+    grown, shrunk = verdicts(0.05), verdicts(-0.05)
+    assert grown["width-256-scaled-constant"] == "holds"
+    assert grown["width-256-scaled-constant, same total"] == "fails"
+    assert grown["width-256-scaled, group peak-constant, group peak's total"] == "holds"
+    for arm in ("scaled", "scaled, group peak"):
+        assert (grown[f"{arm}-constant-grows"], shrunk[f"{arm}-constant-grows"]) == ("holds", "fails")

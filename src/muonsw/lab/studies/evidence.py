@@ -50,6 +50,7 @@ TEXTS: Mapping[str, str] = {
     **dict.fromkeys(("regret", "best-rules", "hard-cases", "adamw"), "enwiki-23M"),
     **dict.fromkeys(("main-table", "steady-state", "diagnostics", "long", "repeated-text"), "enwiki-123M"),
     **dict.fromkeys(("schedules", "rate-drift", "lambda-scaling", "gradient-growth", "family"), "enwiki-123M"),
+    **dict.fromkeys(("tokens-per-parameter", "adamw-lambda", "which-peak"), "enwiki-123M"),
 }
 # The texts of the map and of the longer runs, as tables name them.
 MAP_TEXT, FRESH_TEXT = "23M tokens", "123M tokens"

@@ -59,7 +59,7 @@ def judge_long(results: Results, _scale: Scale) -> list[Claim]:
     # Where the best lambda is the smallest or largest that was tried, its total is that of the grid.
     per_lambda = {(one.rule, one.steps): one.per_lambda for one in optima(results) if not one.at_an_end}
     pairs = {steps: (found["scaled"][steps], found["constant"][steps]) for steps in found["constant"]}
-    claims = _at_one_length(*pairs[long], long)
+    claims = at_one_length(*pairs[long], long)
     for short in shorter:
         gaps, octaves = (
             [a - b for a, b in zip(measure(*pairs[long]), measure(*pairs[short]), strict=False)]
@@ -82,7 +82,8 @@ def judge_long(results: Results, _scale: Scale) -> list[Claim]:
     return claims
 
 
-def _at_one_length(scaled: Sequence[Losses], constant: Sequence[Losses], steps: int) -> list[Claim]:
+def at_one_length(scaled: Sequence[Losses], constant: Sequence[Losses], steps: int) -> list[Claim]:
+    """The rules at their best lambdas, how wide their good regions are, and what the largest lambda costs."""
     lower = f"best of scaled minus best of constant over lambda at {steps:,} updates, in nats"
     wider = f"octaves of the lambdas tried within 0.01 nats at {steps:,} updates, scaled over constant"
     milder = f"regret of the largest lambda at {steps:,} updates, scaled over constant"

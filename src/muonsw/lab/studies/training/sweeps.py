@@ -222,7 +222,7 @@ def _judge_horizons(sweeps: Mapping[Key, Sequence[Losses]], scale: Scale) -> lis
     return [*claims, within(f"{_id(who)}cube-root", falls, HORIZON_FIGURE, slope, rule, slack, limits=limits)]
 
 
-def power(rates: Sequence[float], horizons: Sequence[int]) -> float:
+def power(rates: Sequence[float], horizons: Sequence[float]) -> float:
     """The least-squares slope of the logarithm of the rate over that of the horizon.
 
     Examples:
