@@ -1,6 +1,7 @@
 """Rules that the source keeps: tensors say what and where they are, text files their encoding, kernels one launcher."""
 
 import ast
+import inspect
 from pathlib import Path
 
 import muonsw
@@ -69,3 +70,13 @@ def test_text_files_are_read_and_written_in_utf_8():
         if opens_text(call) and "utf-8" not in ast.unparse(call)
     ]
     assert not found
+
+
+def test_public_names_and_their_public_methods_are_documented():
+    bare = []
+    for name in set(muonsw.__all__) - {"__version__"}:
+        thing = getattr(muonsw, name)
+        members = vars(thing).items() if isinstance(thing, type) else ()
+        parts = {name: thing} | {f"{name}.{key}": one for key, one in members if callable(one) and key[0] != "_"}
+        bare += [key for key, one in parts.items() if callable(one) and not inspect.getdoc(one)]
+    assert not bare
