@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW
+from muonsw import AdamWSW
 from tests.common.problems import matrices, set_gradients
 
 SHAPE = (6, 4, 3, 5)
@@ -43,17 +43,3 @@ def test_a_loaded_state_gets_the_strides_of_its_parameter(chunk_bytes):
     go_on(theirs, param, range(2, 4))
     # cut differently, so rounded differently by a last bit at most: Kahan's sum needs no noise
     torch.testing.assert_close(own.float(), param.float(), rtol=2**-7, atol=0)
-
-
-def test_so_does_an_adopted_state():
-    """torch's own optimizer has made it before the parameter was laid out anew."""
-    (param,) = matrices(SHAPE)
-    theirs = torch.optim.AdamW([param], lr=0.01, betas=(0.9, 0.95))
-    set_gradients([param], 0)
-    theirs.step()
-    param.data = param.data.to(memory_format=torch.channels_last)
-    ours = MuonSW([{"params": [param], "algorithm": "adamw"}], lr=0.01)
-    ours.adopt(theirs, peak_lr=0.01)
-    for key in ("exp_avg", "exp_avg_sq"):
-        assert ours.state[param][key].stride() == param.stride()
-        assert torch.equal(ours.state[param][key], theirs.state[param][key])

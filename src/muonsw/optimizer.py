@@ -17,7 +17,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.apply import Observer
 from muonsw.counters import Counters
 from muonsw.distributed import Ranks
-from muonsw.interop import adopt, load
+from muonsw.interop import load
 from muonsw.interop.unwrap import unwrap_optimizer, unwrap_scheduler
 from muonsw.nonfinite import Flag
 from muonsw.options import (
@@ -368,21 +368,6 @@ class ScaledDecayOptimizer(Optimizer):
         self._counters.replace_groups(self.param_groups)
         self._ranks.elsewhere.clear()
         self._replay = Replay()  # its graph would keep the old state alive
-
-    def adopt(self, *others: Any, peak_lr: float | None = None) -> None:
-        """Take over the optimizers of a run that is under way: torch's Muon and AdamW, Keller Jordan's, dion's.
-
-        States are found by parameter, whatever the order of groups. What those optimizers did to a parameter goes on:
-        algorithm, learning rate, lambda, momentum, shape scale; groups are divided where they treated parameters
-        differently. The decay rule, precision and names stay this optimizer's. Nothing is changed when it raises.
-
-        Args:
-            *others: optimizers on the same parameters, together all of them; wrapped ones are unwrapped.
-            peak_lr: the highest learning rate of the run in those of their groups in which no scheduler has left it;
-                of several rates, that of the highest, as in `set_peak_lr`.
-        """
-        adopt.take_over(self, others, peak_lr)
-        self._replay = Replay()
 
     def __getstate__(self) -> dict[str, Any]:
         self._ranks.require_whole_state()

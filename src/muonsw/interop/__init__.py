@@ -1,1 +1,1 @@
-"""Other optimizers and their states: loaded, adopted in mid-run, driven by our decay rules, unwrapped."""
+"""Other optimizers and their states: loaded, driven by our decay rules, unwrapped."""

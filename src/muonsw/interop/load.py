@@ -257,7 +257,7 @@ def _refuse_other_algorithms(saved: list[Group], groups: list[Group]) -> None:
         if old["params"] and "algorithm" not in old:
             raise ValueError(
                 f"the saved state is not of torch's Muon, AdamW or SGD: its groups hold "
-                f"{', '.join(sorted(old.keys() - {'params'}))}; adopt takes over some others, else start afresh"
+                f"{', '.join(sorted(old.keys() - {'params'}))}; start with fresh state instead"
             )
         if old["params"] and old["algorithm"] != own["algorithm"]:
             raise ValueError(
