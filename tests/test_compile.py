@@ -76,8 +76,7 @@ def test_an_inductor_step_equals_the_eager_one(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-def test_rounding_is_left_as_it_is_written(rounding):
+def test_rounding_is_left_as_it_is_written():
     """Inductor fuses away the casts that rounding is made of; so a compiled step calls it uncompiled."""
     graphs = []
 
@@ -86,14 +85,13 @@ def test_rounding_is_left_as_it_is_written(rounding):
         return graph.forward
 
     def build(params):
-        return MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.3, rounding=rounding)
+        return MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.3, rounding="stochastic")
 
     eager, compiled, _ = eager_and_compiled(build, (4, 12), (8, 8), backend=backend, steps=3, dtype=torch.bfloat16)
     for a, b in zip(compiled, eager, strict=True):
         assert ((a - b).abs() <= 3 * torch.finfo(a.dtype).eps * b.abs().max()).all()
     traced = " ".join(str(node.target) for graph in graphs for node in graph.graph.nodes)
-    assert "compensation" not in traced, "Kahan's remainder is neither read nor written by a graph"
-    assert "bitwise" not in traced, "nor is the noise of stochastic rounding computed in one"
+    assert "bitwise" not in traced, "the noise of stochastic rounding is not computed in a graph"
 
 
 @pytest.mark.parametrize(

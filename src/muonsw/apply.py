@@ -15,7 +15,7 @@ from muonsw.matrices import Part, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 from muonsw.work import Group, copy_flattened_, flattened
 
-ROUNDINGS = ("stochastic", "kahan", "nearest")
+ROUNDINGS = ("stochastic", "nearest")
 
 # Elements of small weights that a CPU rounds in one buffer: it fits in the cache, and larger weights stay alone.
 ROUNDED_TOGETHER = 2**18
@@ -108,7 +108,7 @@ def _apply_rounded(
 
     A thousand bfloat16 decays of 1e-3, each rounded to nearest, would leave the weight where it was.
     """
-    wide = _wide(group, parts, weights)
+    wide = flattened(weights).float()
     shrink_and_move([wide], [flattened(directions).float()], move, phi, group["cautious"])
     _store(group, parts, weights, wide, ok)
 
@@ -124,17 +124,11 @@ def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], rates:
     columns = zip(update.parts, weights, update.directions, update.norms, lengths, strict=True)
     for part, weight, direction, known, length in columns:
         low = weight.dtype in LOW_PRECISION
-        wide = _wide(group, [part], [weight]).view(weight.shape) if low else weight
+        wide = weight.float() if low else weight
         a, b = rule.coefficients(known, eta * length, phi, group)
         taken, moved_by = ((one * torch.ones_like(known.W)).to(wide.dtype) for one in (1 - a, b))
         moved = torch.addcmul(wide, wide, taken, value=-1).addcmul_(direction.to(wide.dtype), moved_by, value=-1)
         _store(group, [part], [weight], moved.reshape(-1), rates.ok)
-
-
-def _wide(group: Group, parts: list[Part], weights: list[Tensor]) -> Tensor:
-    """Low-precision weights as one float32 vector, with what rounding has kept from them so far."""
-    wide = flattened(weights).float()
-    return wide + flattened(_compensations(parts)).float() if group["rounding"] == "kahan" else wide
 
 
 def _store(group: Group, parts: list[Part], weights: list[Tensor], wide: Tensor, ok: Tensor | None) -> None:
@@ -146,18 +140,7 @@ def _store(group: Group, parts: list[Part], weights: list[Tensor], wide: Tensor,
         rounded = stochastic_round(wide, dtype, rounding_seeds(group, parts), sizes)
     else:
         rounded = wide.to(dtype)
-    if rounding == "kahan":
-        _write(_compensations(parts), wide - rounded.float(), ok)
-    _write(weights, rounded, ok)
-
-
-def _write(tensors: list[Tensor], values: Tensor, ok: Tensor | None) -> None:
-    """Write a vector into tensors, unless `ok` is false."""
-    copy_flattened_(tensors, values if ok is None else torch.where(ok, values, flattened(tensors)))
-
-
-def _compensations(parts: list[Part]) -> list[Tensor]:
-    return [part.state("compensation") for part in parts]
+    copy_flattened_(weights, rounded if ok is None else torch.where(ok, rounded, flattened(weights)))
 
 
 def rounding_seeds(group: Group, parts: list[Part]) -> Tensor:

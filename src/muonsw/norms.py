@@ -42,7 +42,6 @@ from muonsw.distributed.layout import SHARDS, Layouts
 from muonsw.distributed.shards import as_dtensor, beside, cutting_order, offset
 from muonsw.distributed.sums import ShardedWeights, Term, all_reduce_sums, shard_numbers
 from muonsw.matrices import FLATTEN, STACK, Part, Region, box, views
-from muonsw.precision import LOW_PRECISION
 from muonsw.registry import Registry
 from muonsw.slots import wide_dtype
 from muonsw.work import Batch, Group, Item, MissingState
@@ -198,18 +197,11 @@ def measured(group: Group, update: Update) -> list[Tensor]:
 
 def _products(group: Group, part: Part, weight: Tensor, direction: Tensor) -> Tensor:
     axes = norm_axes(group, part.item.param)
-    W, U = _wide(group, part, weight), direction.to(wide_dtype(weight.dtype))
+    W, U = (X.to(wide_dtype(weight.dtype)) for X in (weight, direction))
     squares = [torch.linalg.vector_norm(X, dim=axes, keepdim=True).double().square() for X in (W, U)]
     inner = torch.linalg.vecdot(*(X.flatten(-len(axes)) for X in (W, U))).double().view_as(squares[0])
     elements = torch.full_like(inner, weight.numel() // max(1, inner.numel()))
     return torch.stack([*squares, inner, elements], -1)
-
-
-def _wide(group: Group, part: Part, weight: Tensor) -> Tensor:
-    """A weight in the precision of norms, with what rounding has kept from it so far."""
-    wide = weight.to(wide_dtype(weight.dtype))
-    kept = weight.dtype in LOW_PRECISION and group["rounding"] == "kahan"
-    return wide + part.state("compensation") if kept else wide
 
 
 def prepared(group: Group, update: Update | FusedUpdate, rates: Rates, sums: list[Tensor] | None = None) -> Update:

@@ -59,8 +59,8 @@ class GroupOptions(TypedDict, total=False):
             parameter's own; "bfloat16", and "int8" in 8 bits by block, are rounded stochastically.
         offload: keep state in pinned host memory, from which it is copied to the GPU and back beside the step; nothing
             is done for parameters on the CPU. Wait for the device before you read `optimizer.state` yourself.
-        rounding: how bfloat16 and float16 weights are rounded: "stochastic", "kahan" (one more buffer), or
-            "nearest", which loses decay and warns, and rounds state in less than float32 to nearest as well.
+        rounding: how bfloat16 and float16 weights are rounded: "stochastic", or "nearest", which loses decay and warns,
+            and rounds state in less than float32 to nearest as well.
         rounding_seed: seed of the stochastic rounding.
         maximize: climb instead of descend.
         fused: False computes with torch's plain operations alone, to compare or to search for an error; None and True
@@ -377,7 +377,7 @@ def warn_of_rounding(group: Group) -> None:
     """Warn of low-precision weights that are rounded to the nearest number."""
     if group["rounding"] == "nearest" and any(p.dtype in LOW_PRECISION for p in group["params"]):
         warnings.warn(
-            "rounding='nearest' loses decay and small updates of low-precision weights; use 'stochastic' or 'kahan'",
+            "rounding='nearest' loses decay and small updates of low-precision weights; use 'stochastic'",
             stacklevel=users_line(),
         )
 

@@ -1,7 +1,7 @@
 """The state of a parameter: which tensors it has, in which dtype, and how they begin.
 
 Keys are torch's own (`momentum_buffer`, `exp_avg`, `exp_avg_sq`, `step`), so that states of torch's optimizers load.
-Honest rounding adds `compensation`, a norm rule `radius`. Rules of whole matrices declare theirs (`muonsw.slots`): a
+A norm rule adds `radius`. Rules of whole matrices declare theirs (`muonsw.slots`): a
 tensor with a shape of its own has the axes of the parameter that count matrices, then two of its own.
 """
 
@@ -38,7 +38,7 @@ from muonsw.work import Group, Item, MissingState
 # The dtypes of state that is not computed with as it is, where it is rounded with noise.
 _STORED_DTYPES = (torch.int8, torch.uint8, torch.bfloat16)
 # What honest rounding of a low-precision weight remembers.
-_ROUNDING_KEYS = {"stochastic": ("step",), "kahan": ("compensation",), "nearest": ()}
+_ROUNDING_KEYS = {"stochastic": ("step",), "nearest": ()}
 
 
 def state_keys(group: Group, param: Tensor) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ def dtype_of(key: str, group: Group, param: Tensor) -> torch.dtype:
         return code
     if key == "radius" or own_shape(key, group, param) is not None:
         return wide_dtype(param.dtype)
-    return param.dtype if key == "compensation" else state_dtype(group["state_dtype"], param.dtype)
+    return state_dtype(group["state_dtype"], param.dtype)
 
 
 def own_shape(key: str, group: Group, param: Tensor) -> torch.Size | None:

@@ -94,7 +94,6 @@ def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, **opti
         {"cautious": True},
         {"chunk_bytes": 4096},
         {"dtype": torch.bfloat16},
-        {"dtype": torch.bfloat16, "rounding": "kahan"},
     ],
     ids=str,
 )

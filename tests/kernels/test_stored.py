@@ -109,7 +109,6 @@ FORMS = {
     "int8, nearest": {"state_dtype": "int8", "rounding": "nearest"},
     "bfloat16": {"state_dtype": "bfloat16"},
     "bfloat16 weights": {"state_dtype": "int8", "dtype": torch.bfloat16},
-    "kahan": {"state_dtype": "bfloat16", "dtype": torch.bfloat16, "rounding": "kahan"},
     "cautious": {"state_dtype": "int8", "cautious": True, "maximize": True},
 }
 

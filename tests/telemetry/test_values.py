@@ -222,10 +222,9 @@ def test_only_muons_directions_are_to_be_orthogonal(algorithm):
     assert ("defect" in telemetry.last["all"]) == (algorithm == "muon")
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-def test_intended_and_applied_differ_in_low_precision(rounding):
+def test_intended_and_applied_differ_in_low_precision():
     (param,) = matrices((32, 48), dtype=torch.bfloat16)
-    optimizer = MuonSW([param], lr=0.001, weight_decay=0.1, rounding=rounding, ns_dtype="float32")
+    optimizer = MuonSW([param], lr=0.001, weight_decay=0.1, rounding="stochastic", ns_dtype="float32")
     telemetry = Telemetry(optimizer, every=1)
     for number in range(3):
         set_gradients([param], number)

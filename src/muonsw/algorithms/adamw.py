@@ -83,7 +83,7 @@ def _kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Take | No
     from muonsw.kernels.elementwise import Motion, takes
 
     weights = kernel_weights(group, parts, tensors.weights)
-    if not takes(weights.every, *tensors[1:]) or tensors.averages[0].dtype != tensors.squares[0].dtype:
+    if not takes(weights.tensors, *tensors[1:]) or tensors.averages[0].dtype != tensors.squares[0].dtype:
         return None
 
     def take(rates: Rates) -> None:
@@ -101,7 +101,7 @@ def in_place(group: Group, parts: list[Part], kept: dict[str, list[Kept]]) -> Fu
 
     plain, grads = columns(parts, ())
     weights = kernel_weights(group, parts, plain)
-    if not takes(weights.every, grads):
+    if not takes(weights.tensors, grads):
         return None
 
     def take(rates: Rates) -> None:

@@ -206,8 +206,6 @@ def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> We
     from muonsw.kernels.elementwise import Weights
 
     rounding = group["rounding"] if weights[0].dtype in LOW_PRECISION else "nearest"
-    if rounding == "kahan":
-        return Weights(weights, rounding, compensations=[part.state("compensation") for part in parts])
     if rounding == "stochastic":
         counters = [part.item.state["step"] for part in parts]
         return Weights(weights, rounding, counters=counters, keys=[rounding_key(group, part) for part in parts])
@@ -364,7 +362,7 @@ def elementwise_parts(items: list[Item], keys: tuple[str, ...], chunk_bytes: int
 
 def _cut(item: Item, keys: tuple[str, ...], chunk_bytes: int) -> Iterator[tuple[Region, int]]:
     numel, size = item.param.numel(), item.param.element_size()
-    state = [item.state[key] for key in (*keys, "compensation") if key in item.state]
+    state = [item.state[key] for key in keys if key in item.state]
     tensors = (item.param, item.grad, *(tensor for tensor in state if tensor.dim()))
     if numel * size <= chunk_bytes or not all(t.is_contiguous() for t in tensors):
         yield WHOLE, numel * size

@@ -69,7 +69,7 @@ def _fused_update(group: Group, budget: Budget, parts: list[Part]) -> FusedUpdat
     from muonsw.kernels.lion import lion
 
     weights = kernel_weights(group, parts, tensors.weights)
-    if not takes(weights.every, tensors.grads, tensors.averages):
+    if not takes(weights.tensors, tensors.grads, tensors.averages):
         return None
 
     def take(rates: Rates) -> None:

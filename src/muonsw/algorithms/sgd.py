@@ -109,7 +109,7 @@ def _kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take | None
     from muonsw.kernels.sgd import sgd
 
     rounded = kernel_weights(group, parts, weights)
-    if not takes(rounded.every, grads, momenta or grads):
+    if not takes(rounded.tensors, grads, momenta or grads):
         return None
     settings = (group["momentum"], group["momentum_form"], group["nesterov"], group["maximize"])
 

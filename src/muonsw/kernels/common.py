@@ -17,9 +17,9 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 FLOAT16_EPS = tl.constexpr(torch.finfo(torch.float16).eps)
 FLOAT16_SMALLEST = tl.constexpr(torch.finfo(torch.float16).smallest_normal)
-NEAREST, STOCHASTIC, KAHAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+STOCHASTIC = tl.constexpr(1)
 BY_FOUR = tl.constexpr(4)
-ROUNDINGS = {"nearest": 0, "stochastic": 1, "kahan": 2}
+ROUNDINGS = {"nearest": 0, "stochastic": 1}
 
 
 @triton.jit

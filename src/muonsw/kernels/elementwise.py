@@ -1,8 +1,8 @@
 """What the one-pass steps share: which elements, and how a weight is decayed, moved and rounded.
 
 One launch works on a list of tensors. Their addresses are columns of a table with these rows: the weight; for
-stochastic rounding the step counter, the key of the noise and the position of the first entry, for Kahan rounding the
-compensation; numbers that a kernel asks for; then gradient and state.
+stochastic rounding the step counter, the key of the noise and the position of the first element; numbers that a kernel
+asks for; then gradient and state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import (
     DTYPES,
-    KAHAN,
     ROUNDINGS,
     STOCHASTIC,
     alignment,
@@ -29,7 +28,7 @@ from muonsw.kernels.common import (
     stochastic_round,
     whole_number,
 )
-from muonsw.kernels.tables import Stretch, addresses, block_map, lengths, runs, table
+from muonsw.kernels.tables import Stretch, addresses, block_map, lengths, table
 from muonsw.nonfinite import Flag
 from muonsw.work import all_contiguous, one_dtype
 
@@ -48,18 +47,12 @@ class Motion(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights of one dtype, and what their rounding needs: compensations, or counters, keys and positions."""
+    """Weights of one dtype, and what stochastic rounding needs: step counters and the keys of their noise."""
 
     tensors: Sequence[Tensor]
     rounding: str = "nearest"
-    compensations: Sequence[Tensor] = ()
     counters: Sequence[Tensor] = ()
     keys: Sequence[int] = ()
-
-    @property
-    def every(self) -> list[Tensor]:
-        """All tensors that a kernel reads as weights of this dtype."""
-        return [*self.tensors, *self.compensations]
 
 
 @triton.jit
@@ -125,9 +118,6 @@ def write(
     """Decay and move the weights of one block, in float32, and round once."""
     weights = start(pointers, owner, WEIGHT, ALIGNED)
     w = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
-    if ROUNDING == KAHAN:
-        compensations = start(pointers, tensors + owner, WEIGHT, ALIGNED)
-        w += tl.load(compensations + offsets, mask=inside, other=0.0).to(tl.float32)
     w = shrink_and_move(w, direction, rate, decay, CAUTIOUS)
     rounded = w
     if ROUNDING == STOCHASTIC:
@@ -135,10 +125,7 @@ def write(
         key = tl.load(pointers + 2 * tensors + owner)
         position = tl.load(pointers + 3 * tensors + owner) + offsets
         rounded = stochastic_round(w, step, key, position, WEIGHT)
-    rounded = rounded.to(WEIGHT)
-    tl.store(weights + offsets, rounded, mask=inside)
-    if ROUNDING == KAHAN:
-        tl.store(compensations + offsets, (w - rounded.to(tl.float32)).to(WEIGHT), mask=inside)
+    tl.store(weights + offsets, rounded.to(WEIGHT), mask=inside)
 
 
 def takes(*lists: Sequence[Tensor]) -> bool:
@@ -161,7 +148,6 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options, 
     """
     sizes = lengths(weights.tensors)
     companions = rounding_rows(weights, [Stretch(0, size, owner, 0) for owner, size in enumerate(sizes)])
-    assert companions is not None  # `takes` has looked
     device = weights.tensors[0].device
     rows = (addresses(weights.tensors), *companions, *numbers, *map(addresses, state), sizes)
     pointers, is_aligned = table(rows, device, loose_rows(weights, len(numbers)))
@@ -186,16 +172,10 @@ def launch(kernel, weights: Weights, state, motion: Motion, arguments, options, 
     )
 
 
-def rounding_rows(weights: Weights, stretches: Sequence[Stretch]) -> list[list[int]] | None:
-    """The rows of the table that belong to the rounding, one column for each stretch of the weights.
-
-    None where compensations do not lie as their weights do.
-    """
+def rounding_rows(weights: Weights, stretches: Sequence[Stretch]) -> list[list[int]]:
+    """The rows of the table that belong to the rounding, one column for each stretch of the weights."""
     if weights.rounding == "nearest":
         return []
-    if weights.rounding == "kahan":
-        found = runs(weights.compensations) or []
-        return [[run.address for run in found]] if [r[1:] for r in found] == [r[1:] for r in stretches] else None
     counters = [counter.data_ptr() for counter in weights.counters]
     owners = [run.owner for run in stretches]
     return [[counters[o] for o in owners], [weights.keys[o] for o in owners], [run.position for run in stretches]]
@@ -203,8 +183,7 @@ def rounding_rows(weights: Weights, stretches: Sequence[Stretch]) -> list[list[i
 
 def loose_rows(weights: Weights, numbers: int = 0) -> range:
     """Which rows of the table hold no addresses of many entries: those of noise, and the `numbers` of a kernel."""
-    begin = 2 if weights.rounding == "kahan" else 1
-    return range(begin, begin + (3 if weights.rounding == "stochastic" else 0) + numbers)
+    return range(1, 1 + (3 if weights.rounding == "stochastic" else 0) + numbers)
 
 
 def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:

@@ -85,10 +85,7 @@ def move(
         if stretches is None:
             return False
         begins, sizes = [run.address for run in stretches], tuple([run.size for run in stretches])
-        rows = rounding_rows(weights, stretches)
-        if rows is None:
-            return False
-        companions = rows
+        companions = rounding_rows(weights, stretches)
     first = [0, *accumulate(sizes[:-1])]
     device = directions[0].device
     pointers, is_aligned = table((begins, *companions, first, sizes), device, loose_rows(weights))

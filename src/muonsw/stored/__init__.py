@@ -63,7 +63,7 @@ def is_offloaded(key: str, group: Group, param: Tensor) -> bool:
     """Whether a tensor of state is kept in host memory: all but single numbers, of parameters on a GPU."""
     if not group["offload"] or not param.is_cuda or key == "step":
         return False
-    return key == "compensation" or key in average_keys(group, param)
+    return key in average_keys(group, param)
 
 
 def refuse_shards(name: str, group: Group, param: Tensor) -> None:

@@ -102,7 +102,7 @@ class Findings:
             )
         groups = record.get("groups", ())
         rules = {group["role"]: group["rule"] for group in groups if group["decay"]}
-        # Stochastic rounding and Kahan's bring later what they do not now.
+        # Stochastic rounding is right on average.
         loses = not groups or any(group.get("rounding", "nearest") == "nearest" for group in groups)
         for role, values in record["roles"].items():
             history = self._roles.setdefault(role, RoleHistory())

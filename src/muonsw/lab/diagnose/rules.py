@@ -442,8 +442,8 @@ def lost_in_rounding(history: History) -> Answer:
     text = f"{subject(history.scope)} move by {percent(arrived)} of what decay and update intend: "
     if arrived > 1.0:
         text += (
-            "rounding adds to it, which averages out if it is stochastic or Kahan's, or decay is cautious, which takes "
-            "more where updates do."
+            "rounding adds to it, which averages out if it is stochastic, or decay is cautious, which takes more where "
+            "updates do."
         )
         return Severity.NOTE, text, {"arrived": arrived}
     text += "the rest is lost in rounding. Keep these weights in float32, or round stochastically."
