@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw import kernels, norms, peak, rates
+from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.apply import Observer
 from muonsw.counters import Counters
@@ -83,8 +83,6 @@ class ScaledDecayOptimizer(Optimizer):
         given: Any = params if isinstance(params, Tensor) else list(params)
         super().__init__(given, {**algorithm_defaults(algorithm), **BOOKKEEPING, **checked})
         peak.share(self.defaults["peak_lr"], self.param_groups, given)
-        for param in self.param_groups[0]["params"][:1]:
-            kernels.load_ahead(param.device)
 
     def _given(self, options: Group) -> Group:
         """Options without the class's own that are at their defaults, which mean nothing to another algorithm."""
@@ -403,4 +401,3 @@ class ScaledDecayOptimizer(Optimizer):
         self._ranks = Ranks()
         self._replay = Replay()
         self._before_update: BeforeUpdate | None = None
-        self._has_compiled = False

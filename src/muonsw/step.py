@@ -17,7 +17,6 @@ and the finite check in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache, lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from muonsw import kernels, norms, peak, rates, replay
+from muonsw import norms, peak, rates, replay
 from muonsw.algorithms import ALGORITHMS, Budget, Update
 from muonsw.algorithms.base import FusedUpdate, Rates
 from muonsw.apply import apply_update
@@ -147,7 +146,6 @@ def _take_local(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
         return
     flag = ok if isinstance(ok, Flag) else None
     all_rates = final_rates(optimizer, work, flag)
-    compile_ahead(optimizer, work, all_rates)
     update(optimizer, work, all_rates)
     if flag is not None and True in [rates.counts_steps(group) for group in optimizer.param_groups]:
         rates.forget_skipped_start(optimizer.param_groups, flag.bad)
@@ -196,7 +194,6 @@ def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
         ok = decide(optimizer, work, finite(optimizer, work, counted=True, captured=True))
         flag = ok if isinstance(ok, Flag) else None
         all_rates = [batch_rates._replace(flag=flag) for batch_rates in on_device]
-        compile_ahead(optimizer, work, all_rates)
         update(optimizer, work, all_rates)
         return flag
 
@@ -548,43 +545,6 @@ def missing_shards(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> Missin
 
 
 # update and apply
-
-
-def compile_ahead(optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[Rates]) -> None:
-    """Compile the kernels of an optimizer's first step all at once, before it launches them one after another.
-
-    They are found by taking the step on other weights and state, without launching any.
-    """
-    if not work or optimizer._has_compiled or torch.compiler.is_compiling():
-        return
-    optimizer._has_compiled = True
-    device = work[0].device
-    ours = [pair for pair in zip(work, all_rates, strict=True) if _compiles(pair[0], device)]
-    if not ours:
-        return
-    with suppress(Exception), kernels.compiled_together(device):  # the step compiles what was not, and says why
-        for batch, known in ours:
-            for one in updates_here(optimizer, batch.group, stand_ins(batch.group, batch.items), known):
-                apply_update(batch.group, one, known)
-
-
-def _compiles(batch: Batch, device: torch.device) -> bool:
-    """Whether kernels make the step of a batch, and can be compiled now."""
-    if batch.device != device or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return False
-    return kernels.available(device) and replay.is_ours_alone(batch.group) and not batch.group["offload"]
-
-
-def stand_ins(group: Group, items: list[Item]) -> list[Item]:
-    """Items with the same gradients and other weights and state, one for all weights of a layout."""
-    made: dict[Any, Item] = {}
-    layouts = [(item.param.shape, item.param.stride()) for item in items]
-    for item, layout in zip(items, layouts, strict=True):
-        if layout not in made:
-            made[layout] = item._replace(param=torch.empty_like(item.param), state={})
-            keep(missing_state(group, [made[layout]]))
-    others = [made[layout] for layout in layouts]
-    return [item._replace(param=other.param, state=other.state) for item, other in zip(items, others, strict=True)]
 
 
 def update(optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[Rates]) -> None:

@@ -17,11 +17,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from threading import Thread
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,35 +52,9 @@ def available(device: torch.device) -> bool:
 _USABLE: dict[torch.device, bool] = {}
 
 
-def load_ahead(device: torch.device) -> None:
-    """Import Triton, and let a thread load what else a first step would wait for, until it asks for kernels."""
-    if device.type != "cuda" or _loading or os.environ.get(SWITCH) == "0" or not machine.triton():
-        return
-    with suppress(Exception):  # the first step says what is wrong
-        import triton.tools.tensor_descriptor  # noqa: F401  not in the thread: a fork of it could never import Triton
-
-        _loading.append(Thread(target=_load, daemon=True))
-        _loading[0].start()
-
-
-def _load() -> None:
-    with suppress(Exception):
-        from triton.runtime import driver
-        from triton.runtime.cache import triton_key
-
-        triton_key()  # opens Triton's cache: a hash of all its 400 MB, which takes longer than all the rest
-        _ = driver.active  # has a module for the GPU, which a C compiler makes once
-        from muonsw.kernels import finite, momentum, move, symmetric  # noqa: F401
-
-
-_loading: list[Thread] = []
-
-
 def _usable(device: torch.device) -> bool:
     if os.environ.get(SWITCH) == "0":
         return False
-    for thread in _loading:
-        thread.join()
     reason = _failure(device) if machine.triton() else "Triton is not installed"
     if reason:
         warnings.warn(
@@ -117,59 +87,7 @@ def launch_on(device: torch.device, kernel: Any, grid: tuple[int, ...], *argumen
     for look in watches:
         look(arguments)
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        _launch(kernel, grid, arguments, options)
-        return
-    with torch.cuda.device(device):
-        _launch(kernel, grid, arguments, options)
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: dict[str, Any]) -> None:
-    found = _only_compiles.get()
-    if found is None:
         kernel[grid](*arguments, **options)
         return
-    kinds = [one if isinstance(one, int) else getattr(one, "dtype", None) for one in arguments]
-    variant = (id(kernel), *kinds, *options.items())
-    if variant not in found:  # to ask Triton takes a while
-        found.add(variant)
-        kernel.warmup(*arguments, grid=grid, **options)
-
-
-# Kernels that are compiled at a time: most of it is done by programs of their own, such as ptxas and the C compiler.
-_COMPILED_AT_ONCE = 8
-_only_compiles: ContextVar[set[Any] | None] = ContextVar("only_compiles", default=None)
-
-
-@contextmanager
-def compiled_together(device: torch.device) -> Iterator[None]:
-    """Compile the kernels that are launched meanwhile all at once, in threads, and launch none of them.
-
-    One that cannot be compiled is compiled again when it is launched, and raises its error there.
-    """
-    from triton import AsyncCompileMode
-
-    with _Compilers(device) as threads, AsyncCompileMode(threads, ignore_errors=True):
-        token = _only_compiles.set(set())
-        try:
-            yield
-        finally:
-            _only_compiles.reset(token)
-
-
-class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels and load them on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(_COMPILED_AT_ONCE)
-        self._device = device
-
-    def submit(self, compiled: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
-        """Call `compiled`, and let the kernel that it returns build its launcher, which it does when asked for it."""
-
-        def loaded() -> Any:
-            kernel = compiled()
-            with torch.cuda.device(self._device):
-                _ = kernel.run
-            return kernel
-
-        return super().submit(loaded)
+    with torch.cuda.device(device):
+        kernel[grid](*arguments, **options)
