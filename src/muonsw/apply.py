@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from muonsw import kernels, norms
 from muonsw.algorithms.base import FusedUpdate, Rates, Update, kernel_weights, rounding_key, subtract
@@ -94,7 +93,6 @@ def _rounded_together(weights: list[Tensor]) -> Iterator[slice]:
     yield slice(begin, len(weights))
 
 
-@_disable_dynamo  # Inductor fuses the casts away that rounding is made of, and would write other weights
 def _apply_rounded(
     group: Group,
     parts: list[Part],
@@ -113,7 +111,6 @@ def _apply_rounded(
     _store(group, parts, weights, wide, ok)
 
 
-@_disable_dynamo  # for the same reason
 def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], rates: Rates, rule: norms.NormRule) -> None:
     """Move weights whose norm is not free: `W <- W - (1 - a) W - b U`, with the rule's a and b for each weight."""
     if isinstance(rates.eta, float) and rates.eta == 0:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from muonsw import peak
 from muonsw.nonfinite import Flag, Flags, NonFiniteGradientWarning, describe_non_finite
@@ -105,7 +104,7 @@ class Counters:
 
     def flags(self, device: torch.device) -> Flags | None:
         """Zeros for the finite check of eager steps on a GPU; None where there can be none."""
-        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
             return None  # a graph would write to the same one at each replay
         if self._flags is None:
             self._flags = Flags(device)
@@ -116,7 +115,6 @@ class Counters:
         if not flag.counted:
             self._skipped_on_device.add_(flag.bad)
 
-    @_disable_dynamo
     def skip_on_host(self, items: Sequence[Item]) -> None:
         """Count a step that is skipped, and warn of it at growing intervals."""
         self.skipped_on_host += 1

@@ -265,8 +265,7 @@ _remembered_chunks = lru_cache(maxsize=128)(chunks)
 def matrix_chunks(group: Group, items: list[Item], chunk_bytes: int) -> Iterator[tuple[Bucket, list[Part]]]:
     """The matrices of parameters in batches of equal shape, bounded in bytes."""
     shapes, dtypes = tuple([item.param.shape for item in items]), tuple([item.param.dtype for item in items])
-    plan = chunks if torch.compiler.is_compiling() else _remembered_chunks
-    for bucket, regions in plan(shapes, dtypes, MatrixView.of(group), chunk_bytes):
+    for bucket, regions in _remembered_chunks(shapes, dtypes, MatrixView.of(group), chunk_bytes):
         yield bucket, [Part(items[index], region) for index, region in regions]
 
 

@@ -119,7 +119,7 @@ def finite_flag(work: Sequence[Batch], flags: Flags | None, captured: bool) -> F
     It is one of `flags` if they are given and lie on the only device. A step that is to be captured finds its gradients
     through tables, so it takes our kernel whatever their size.
     """
-    if all(batch.device.type == "cpu" for batch in work) and not torch.compiler.is_compiling():
+    if all(batch.device.type == "cpu" for batch in work):
         return _finite_on_host([grad for batch in work for grad in batch.grads])
     by_device: dict[torch.device, list[Tensor]] = {}
     for batch in work:
@@ -165,7 +165,7 @@ def _product_of_halves(grad: Tensor) -> Tensor:
 
 def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool) -> Tensor:
     """A zero on the device of these gradients, set to one if an entry is not finite."""
-    if bad.device.type == "cuda" and not torch.compiler.is_compiling():
+    if bad.device.type == "cuda":
         if not captured and elements(grads) < kernels.TORCH_BELOW and all_contiguous(grads):
             by_dtype = _by_dtype(grads)
             if all(same[0].dtype in _AMP_DTYPES for same in by_dtype):

@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import FusedUpdate, Rates, Update
@@ -337,7 +336,6 @@ def radius_placements(group: Group, param: Tensor) -> tuple[Any, ...]:
     return tuple(one if one.is_replicate() or one.dim in apart else Replicate() for one in places)
 
 
-@_disable_dynamo  # it asks for values, once
 def initial_radius(group: Group, name: str, param: Tensor) -> Tensor:
     """The norm of each weight in a parameter, for each element along the axes that tell weights apart.
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from muonsw import norms, peak
 from muonsw.algorithms import ALGORITHMS
@@ -162,7 +161,6 @@ def _record(batch: Batch, rates: Rates, counters: Counters) -> None:
         counters.record_wrong(~(rates.phi <= 1))
 
 
-@_disable_dynamo  # which formats no number
 def _refuse_phi(phi: float) -> None:
     raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
 
@@ -260,12 +258,10 @@ def counts_steps(group: Group) -> bool:
     return asks is not None and asks(group)
 
 
-@_disable_dynamo  # a number that differs in every step would compile every step anew
 def _count_on_host(group: Group, key: str) -> None:
     group[key] = int(group[key]) + 1
 
 
-@_disable_dynamo
 def forget_skipped_start(groups: Iterable[Group], bad: bool | Tensor) -> None:
     """Let algorithms that begin their bases at the first step do so at the next one, if the first was skipped.
 
@@ -336,8 +332,7 @@ def _average(group: Group, batches: Sequence[Batch], flag: Flag | None) -> Avera
     if flag is not None:
         after = torch.where(flag.to(before.device).ok, after, before)
     root = (after[0] / after[1].clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
-    on_host = before.device.type == "cpu" and not torch.compiler.is_compiling()
-    return Average(group, after, float(root) if on_host else root)
+    return Average(group, after, float(root) if before.device.type == "cpu" else root)
 
 
 def _sum_of_squares(item: Item) -> Tensor:

@@ -195,7 +195,7 @@ class ScheduleFree(Optimizer):
         """Put x into the parameters, to evaluate or to save them."""
         self.train(False)
 
-    @_disable_dynamo  # traced, it would take every step for a skipped one
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step at y; nothing is changed when it raises an error.

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from muonsw.registry import Registry
 from muonsw.work import Group
@@ -101,8 +100,7 @@ class Slot(NamedTuple):
         def apply(X: Tensor, state: State) -> tuple[Tensor, State]:
             return member.apply(options, X, state)
 
-        run = _disable_dynamo(apply) if member.counts_steps else apply
-        return oriented(run, specs, X, own, transposed=group["transposed"])
+        return oriented(apply, specs, X, own, transposed=group["transposed"])
 
     def option_names(self) -> list[str]:
         """The names under which groups keep options of members."""

@@ -220,7 +220,7 @@ def _own_axis(key: str, group: Group, param: Tensor) -> int | None:
 
 
 def _fresh(key: str, group: Group, item: Item) -> Tensor:
-    if item.param.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+    if item.param.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{key} of {item.name} is missing, and a CUDA graph would make it anew at each replay; take a step with "
             f"gradients of all parameters before the capture"

@@ -58,15 +58,9 @@ ACCELERATOR_CHUNK_BYTES = 9 * 2**26
 REPLAYED_CHUNK_BYTES = 9 * 2**24
 
 
+@_disable_dynamo  # kernels and graphs are faster than what the compiler would make of a step
 def take_step(optimizer: ScaledDecayOptimizer) -> None:
-    """Take one step, or leave nothing of it: no peak, no highest learning rate, no count, no empty state."""
-    if torch.compiler.is_compiling():
-        _undone_on_error_uncompiled(optimizer)
-    else:
-        _undone_on_error(optimizer)
-
-
-def _undone_on_error(optimizer: ScaledDecayOptimizer) -> None:
+    """Take one step; roll back peaks, counts and empty state on error."""
     last, groups = (optimizer._last, optimizer._last_skipped), optimizer.param_groups
     kept = [[v.clone() if isinstance(v, Tensor) else v for v in _kept_of(group)] for group in groups]
     try:
@@ -79,10 +73,6 @@ def _undone_on_error(optimizer: ScaledDecayOptimizer) -> None:
         drop_empty_state(optimizer)
         optimizer._counters.forget_records()
         raise
-
-
-# A compiler cannot leave its graph inside of a `try`; it compiles what this one calls.
-_undone_on_error_uncompiled = _disable_dynamo(_undone_on_error, recursive=False)
 
 
 def drop_empty_state(optimizer: Optimizer) -> None:
@@ -108,8 +98,8 @@ def _replays(optimizer: ScaledDecayOptimizer) -> bool:
     """Whether steps are replayed if they can be: as the user says, else where the host would be what takes long."""
     if optimizer._before_update is not None:  # it puts other weights into the parameters, which a graph does not know
         return False
-    if optimizer.replay is not None or torch.compiler.is_compiling():
-        return bool(optimizer.replay)
+    if optimizer.replay is not None:
+        return optimizer.replay
     first = optimizer.param_groups[0]["params"][:1]
     if not first or not first[0].is_cuda or optimizer.nonfinite == "raise":
         return False
@@ -125,18 +115,7 @@ def is_shared(optimizer: ScaledDecayOptimizer) -> bool:
 def local_step(optimizer: ScaledDecayOptimizer) -> None:
     """A step of parameters that are whole on this rank."""
     work = collect(optimizer, unsharded=True)
-    if torch.compiler.is_compiling():
-        _check_uncompiled(optimizer, work)
-    else:
-        check(optimizer, work)
-    rounds = torch.compiler.is_compiling() and True in [_is_stored(group) for group in optimizer.param_groups]
-    if optimizer._observer is None and not rounds:
-        _take_local(optimizer, work)
-    else:
-        _take_local_uncompiled(optimizer, work)
-
-
-def _take_local(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
+    check(optimizer, work)
     if _replays(optimizer) and _can_be_captured(optimizer, work):
         captured_step(optimizer, work)
         return
@@ -151,7 +130,6 @@ def _take_local(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
         rates.forget_skipped_start(optimizer.param_groups, flag.bad)
 
 
-@_disable_dynamo
 def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
     """A step of parameters that ranks share: local matrices are updated directly, sharded ones exchanged first."""
     if optimizer.replay:
@@ -205,7 +183,7 @@ def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
 
 def _replayed(optimizer: ScaledDecayOptimizer) -> bool:
     """Take the step by a graph, if one is bound to exactly what is there now."""
-    if optimizer._observer is not None or torch.compiler.is_compiling():
+    if optimizer._observer is not None:
         return False
     settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
     batches = optimizer._replay.ready(optimizer.param_groups, optimizer.state, settings)
@@ -219,17 +197,12 @@ def _replayed(optimizer: ScaledDecayOptimizer) -> bool:
 
 def _can_be_captured(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> bool:
     """Whether a step like this can be captured, now or later; warns who has asked for it if not, or if it never is."""
-    if not work or torch.compiler.is_compiling():
+    if not work:
         return False
     reason = replay.obstacle(work, optimizer.nonfinite)
     if optimizer.replay and (reason or optimizer._replay.complaint):
         optimizer._counters.not_replayed(reason or optimizer._replay.complaint)
     return not reason
-
-
-# Telemetry measures an eager step, whatever the step was compiled to, and rounding of state is never compiled.
-# torch.compiler.disable would import the compiler.
-_take_local_uncompiled = _disable_dynamo(_take_local)
 
 
 # collect
@@ -242,14 +215,13 @@ def collect(optimizer: Optimizer, absent: Sequence[Tensor] = (), *, unsharded: b
     caller knows that there are none.
     """
     zero = {id(param) for param in absent}
-    numbered = _numbered if torch.compiler.is_compiling() else _remembered_numbers
     position = 0
     work: list[Batch] = []
     for number, group in enumerate(optimizer.param_groups):
         params = group["params"]
         names = group.get("param_names")
         if names is None or len(names) != len(params):  # other parameters were put there, as ZeRO does
-            names = numbered(number, len(params))
+            names = _numbered(number, len(params))
         places = range(position, position + len(params))
         if not unsharded and (zero or any_dtensor(params)):
             items = _shards(places, names, params, optimizer.state, zero)
@@ -260,12 +232,10 @@ def collect(optimizer: Optimizer, absent: Sequence[Tensor] = (), *, unsharded: b
     return work
 
 
+@lru_cache(maxsize=128)
 def _numbered(number: int, count: int) -> list[str]:
     """Names for the parameters of a group that have none."""
     return [f"parameter {place} of group {number}" for place in range(count)]
-
-
-_remembered_numbers = lru_cache(maxsize=128)(_numbered)
 
 
 def _items(places: Sequence[int], names: Sequence[str], params: Sequence[Tensor], state: States) -> list[Item]:
@@ -437,9 +407,6 @@ def remember(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     optimizer._last_skipped = False
 
 
-_check_uncompiled = _disable_dynamo(check)
-
-
 def _warn_of_unfrozen(optimizer: ScaledDecayOptimizer) -> None:
     """Warn of parameters that were frozen when the optimizer was built, are not any more, and are in no group."""
     modules = [(name, reference(), own) for name, reference, own in optimizer._left_out]
@@ -524,7 +491,7 @@ def final_rates(
     if missing is None:
         missing = [one for batch in work for one in missing_state(batch.group, batch.items)]
     found = rates.rates_of(work, optimizer.param_groups, flag, optimizer._counters)
-    if flag is not None and not torch.compiler.is_compiling():
+    if flag is not None:
         optimizer._last_skipped = flag
     if optimizer._before_update is not None:  # which may refuse the step
         optimizer._before_update(work, found)
@@ -653,7 +620,7 @@ def _count(items: list[Item], flag: Flag | None) -> None:
         return
     if flag is not None:
         torch._foreach_add_(counters, flag.taken, alpha=1)  # without alpha torch would read the tensor on the host
-    elif torch.compiler.is_compiling() or not counters[0].is_cpu:
+    elif not counters[0].is_cpu:
         torch._foreach_add_(counters, 1)
     else:  # on CPUs torch goes from one to the next, and would make a tensor of the number for each
         torch._foreach_add_(counters, counters[0].new_ones(()), alpha=1)

@@ -72,14 +72,11 @@ def items_of(work: Sequence[Batch]) -> list[Item]:
     return [item for batch in work for item in batch.items]
 
 
-# A small step takes as long as its Python: below, no Python function runs for each tensor. No generators either, which
-# `torch.compile` does not enter.
+# A small step takes as long as its Python: the functions below avoid a Python call per tensor.
 
 
 def rows_of(kind: type[Row], rows: Iterable[tuple[Any, ...]]) -> list[Row]:
     """Complete rows as named tuples, without the Python of their constructor for each."""
-    if torch.compiler.is_compiling():
-        return [kind(*row) for row in rows]
     return list(map(partial(tuple.__new__, kind), rows))
 
 

@@ -117,13 +117,6 @@ def test_an_undefined_entry_stays_in_its_matrix():
     torch.testing.assert_close(result[[0, 2]], aurora(batch[[0, 2]]), rtol=0, atol=1e-12)
 
 
-def test_it_compiles_to_one_graph():
-    torch.compiler.reset()
-    compiled = torch.compile(aurora, backend="eager", fullgraph=True)
-    matrix = torch.randn(2, 8, 3)
-    torch.testing.assert_close(compiled(matrix), aurora(matrix), rtol=0, atol=1e-5)
-
-
 def test_the_polar_inside_is_a_choice():
     def trained(**options):
         params = matrices((8, 3))

@@ -15,7 +15,7 @@ from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, PeakLRError
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from muonsw.replay import Replay
 from muonsw.schedule_free import _decayed_at_y
-from tests.common.problems import assert_same, clones, eager_and_compiled, flag_on_device, matrices, set_gradients
+from tests.common.problems import assert_same, clones, flag_on_device, matrices, set_gradients
 from tests.family.record.schedule_free import SHAPES, STEPS, gradient, start
 from tests.family.references.normuon import NorMuon
 from tests.family.references.schedule_free import ReferenceScheduleFree
@@ -412,16 +412,6 @@ def test_a_first_step_at_zero_makes_state_in_both_modes_and_moves_nothing():
     assert torch.equal(params[0], before)
     assert {"z", "exp_avg", "exp_avg_sq", "step"} == optimizer.state[params[0]].keys()
     assert optimizer.param_groups[0]["averaged_steps"] == 0
-
-
-def test_a_step_that_is_compiled_is_the_same():
-    def build(params):
-        optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
-        optimizer.train()
-        return optimizer
-
-    eager, compiled, _ = eager_and_compiled(build, (4, 6), (6, 6), backend="eager")
-    assert_same(eager, compiled)
 
 
 def test_norm_rules_act_on_z():

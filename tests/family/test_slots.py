@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muonsw import ALGORITHMS, AdamWSW, MuonSW
-from tests.common.problems import assert_same, clones, eager_and_compiled, matrices, run, set_gradients
+from tests.common.problems import assert_same, clones, matrices, run, set_gradients
 from tests.family import toy
 
 
@@ -52,12 +52,6 @@ class TestMatrixAlgorithm:
             "toy_root.0": (3, 4, 1),
             "toy_root.1": (3, 6, 1),
         }
-
-    @pytest.mark.slow
-    def test_a_compiled_step_goes_on_counting(self):
-        eager, compiled, optimizer = eager_and_compiled(build, (4, 6), backend="eager", steps=5)
-        assert optimizer.param_groups[0]["update_count"] == 5
-        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
 
     def test_a_saved_state_of_another_shape_is_refused(self):
         params = matrices((4, 6))

@@ -112,20 +112,6 @@ def test_replays_of_a_graph_are_counted_by_hand():
     assert_values(telemetry.last["all"], step.expected([0.006] * 3), rel=1e-4)
 
 
-def test_a_compiled_step_is_watched():
-    """Needs a C compiler for Triton, and half a minute."""
-    torch._dynamo.reset()
-    params = on_gpu()
-    optimizer = MuonSW(params[:2], lr=torch.tensor(0.02, device="cuda"), weight_decay=0.3)
-    telemetry = Telemetry(optimizer, every=3)
-    step = torch.compile(optimizer.step)
-    for number in range(6):
-        feed(params, number)
-        taken = Step(optimizer, params[:2], step)
-    assert [record["step"] for record in telemetry.records] == [1, 3, 6]
-    assert_values(telemetry.last["all"], taken.expected([0.006] * 2), rel=1e-4)
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_sampled_step_holds_a_few_chunks_and_no_copy_of_all_weights(algorithm):
     chunk = 8 * 2**20

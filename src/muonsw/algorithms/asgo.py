@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from muonsw.algorithms.factors import finite_or
 from muonsw.algorithms.triangles import pack, packed_shape, unpack
@@ -23,7 +22,6 @@ from muonsw.work import Group
 COEFFICIENTS = COEFFICIENT_SETS["polar_express"]._replace(divisor=1.0).schedule(10)
 
 
-@_disable_dynamo  # the precision of products is a global setting of torch
 @full_float32()
 def asgo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions of RMS 0.2 for gradients (count, m, n), and the state after them.

@@ -215,11 +215,10 @@ def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> We
 def suits_torch(group: Group, *lists: Sequence[Tensor]) -> bool:
     """Whether torch's fused kernels take these tensors: one dtype, which they do not have to round, no gaps.
 
-    They know no cautious decay, and in lower precision torch 2.12 and 2.13 skip updates silently on CPUs. Inside
-    `torch.compile` the compiler fuses the plain operations by itself.
+    They know no cautious decay, and in lower precision torch 2.12 and 2.13 skip updates silently on CPUs.
     """
     first = lists[0][0]
-    if group["cautious"] or first.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
+    if group["cautious"] or first.device.type not in ("cpu", "cuda"):
         return False
     every = list(chain.from_iterable(lists))
     return first.dtype in (torch.float32, torch.float64) and dtypes_of(every) == {first.dtype} and all_contiguous(every)

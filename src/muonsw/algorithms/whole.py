@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from muonsw.algorithms.base import Algorithm, Budget, MatrixRule, Update, clean
 from muonsw.matrices import (
@@ -163,15 +162,13 @@ def matrix_algorithm(
             c) by key, to directions and the new state; all in float32, or float64 for such parameters.
         scale: how far a matrix of m outputs and n inputs moves along its direction.
         validate: refuses parameters that the rule cannot take.
-        counts_steps: `group["update_count"]` is the number of the step, from 1. Such a rule is neither compiled nor
-            captured.
+        counts_steps: `group["update_count"]` is the number of the step, from 1. Such a rule is not captured.
         scale_free: whether the size of a gradient does not reach the update.
     """
-    run = _disable_dynamo(directions) if counts_steps else directions
 
     def found(group: Group, X: Tensor, kept: State, dtype: torch.dtype) -> tuple[Tensor, State]:
         def apply(X: Tensor, kept: State) -> tuple[Tensor, State]:
-            return run(group, X, kept)
+            return directions(group, X, kept)
 
         kept = {key: tensor.to(X.dtype) for key, tensor in kept.items()}  # `state_dtype` may be lower
         X, new = oriented(apply, state(group), X, kept, transposed=group["transposed"])

@@ -35,11 +35,8 @@ TORCH_BELOW = 2**26
 
 
 def available(device: torch.device) -> bool:
-    """Whether kernels run on this device; where a GPU cannot have them, a warning says so once.
-
-    Inside `torch.compile` they are left to the compiler, which fuses the torch path by itself.
-    """
-    if torch.compiler.is_compiling() or device.type != "cuda":
+    """Whether kernels run on this device; where a GPU cannot have them, a warning says so once."""
+    if device.type != "cuda":
         return False
     if device not in _USABLE:
         if torch.cuda.is_current_stream_capturing():

@@ -436,7 +436,7 @@ def normalize(matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _squares_are_safe(norm: Tensor) -> bool:
     """Tell whether norms of this size were computed without over- or underflow, if the host may look."""
-    if torch.compiler.is_compiling() or norm.requires_grad:
+    if norm.requires_grad:
         return False
     low, high = norm.aminmax()
     return float(low) > _SAFE_NORM and float(high) < 1 / _SAFE_NORM
@@ -452,7 +452,7 @@ def _power_of_two(X: Tensor) -> Tensor:
 
 def _divide(X: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide and cast in one pass over memory where that is possible."""
-    if X.dtype == dtype or torch.compiler.is_compiling() or X.requires_grad:
+    if X.dtype == dtype or X.requires_grad:
         return (X / divisor).to(dtype)
     return torch.div(X, divisor, out=torch.empty_like(X, dtype=dtype))
 
@@ -493,7 +493,7 @@ def _piece_size(wide: Tensor, dtype: torch.dtype) -> int:
     """Give the number of matrices to work on at a time, from a batch `(batch, m, n)`."""
     batch, rows, columns = wide.shape
     differentiated = wide.requires_grad and torch.is_grad_enabled()
-    if wide.device.type != "cpu" or torch.compiler.is_compiling() or differentiated:
+    if wide.device.type != "cpu" or differentiated:
         return batch
     bytes_per_matrix = 2 * dtype.itemsize * rows * (rows + columns)
     return torch.get_num_threads() * max(1, _CPU_PIECE_BYTES // bytes_per_matrix)
@@ -533,8 +533,6 @@ def polynomial(R: Tensor, coefficients: Coefficients) -> Tensor:
 
         return symmetric_product(R, R, alpha=c, term=R, beta=b, diagonal=a)
     Z = multiply_add(R, R, R, beta=b, alpha=c)
-    if torch.compiler.is_compiling():  # torch's compiler warns of its own code where a view is written to
-        return Z + a * torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device)
     Z.diagonal(dim1=-2, dim2=-1).add_(a)
     return Z
 
@@ -581,6 +579,6 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _order_is_kept(X: Tensor) -> bool:
-    if X.ndim != 3 or X.device.type == "cpu" or X.requires_grad or torch.compiler.is_compiling():
+    if X.ndim != 3 or X.device.type == "cpu" or X.requires_grad:
         return False
     return not X.is_contiguous()
