@@ -109,6 +109,18 @@ def test_what_an_optimizer_did_before_it_loads_a_state_of_torch_is_forgotten(opt
     assert_same(*found)
 
 
+@pytest.mark.parametrize(("torchs", "ours"), [(None, "original"), ("spectral_unclamped", "spectral")])
+def test_a_state_of_torchs_muon_brings_its_scale(torchs, ours):
+    """Also where the torch that is installed is older than the name."""
+    (param,) = matrices((4, 6))
+    saved = torch.optim.Muon([param], lr=0.05).state_dict()
+    saved["param_groups"][0]["adjust_lr_fn"] = torchs
+    optimizer = MuonSW([param], lr=0.05)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["scale"] == ours
+    run(optimizer, [param], 1)
+
+
 def test_a_momentum_of_none_is_one_that_has_not_begun():
     """As torch's SGD saved it for years, where it had no momentum."""
     param = nn.Parameter(torch.ones(2, 3))

@@ -186,7 +186,7 @@ NOT_NEEDED = {
     "amsgrad": "AdamW here has no AMSGrad variant",
     "dampening": "use momentum_form='ema' for dampening equal to momentum",
     "decoupled_weight_decay": "decay is always decoupled",
-    "adjust_lr_fn": "it is called scale here, with the same names",
+    "adjust_lr_fn": "it is called scale here, with the same names, and spectral for spectral_unclamped",
     "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
 }

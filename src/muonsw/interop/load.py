@@ -40,6 +40,9 @@ _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "
 # Options by which groups of torch's optimizers are known, and our name for their rule.
 _OPTIONS_OF_TORCH = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
 
+# Values of torch's adjust_lr_fn that have another name here.
+_SCALES_OF_TORCH = {None: "original", "spectral_unclamped": "spectral"}
+
 # Options by which rules differ from these three where they are set: torch's, and those of timm's optimizers.
 _OF_OTHER_RULES = ("amsgrad", "caution", "delta", "trust_coeff")
 
@@ -227,7 +230,8 @@ def translate(group: Group) -> Group:
     if "weight_decay" in group:
         translated["weight_decay"] = own_weight_decay(group)
     if "adjust_lr_fn" in translated:
-        translated |= {"scale": translated.pop("adjust_lr_fn") or "original", "momentum_form": "ema"}
+        scale = translated.pop("adjust_lr_fn")
+        translated |= {"scale": _SCALES_OF_TORCH.get(scale, scale), "momentum_form": "ema"}
         translated.pop("eps", None)  # torch's floor under the norm, which scale invariance makes unnecessary
     if "dampening" in translated:
         if translated.pop("dampening"):
