@@ -300,7 +300,7 @@ def _sharded(group: Group, item: Item, layouts: Layouts) -> ShardedWeights | Non
     layout = layouts.of(param, param.dim() - len(axes))
     if layout.kind != SHARDS:
         return None
-    assert layout.group is not None
+    assert layout.grid is not None
     view, shape = ALGORITHMS[group["algorithm"]].view(group), _radius_shape(group, param)
     axis = 0 if view is None else view.split_axis(param.shape)
     is_within = axis - param.dim() in axes  # else each place along the axis that is split is a weight of its own
@@ -308,7 +308,7 @@ def _sharded(group: Group, item: Item, layouts: Layouts) -> ShardedWeights | Non
     count = shape.numel() if sizes is None else shape.numel() // shape[axis] * len(sizes)
     apart = _axes_apart(group, param)
     here = Region(tuple(cut for cut in box(offset(param), item.param.shape).cuts if cut[0] in apart))
-    return ShardedWeights(layout.group, count, shard_numbers(shape, sizes, axis, here, item.param.device))
+    return ShardedWeights(layout.grid.groups, count, shard_numbers(shape, sizes, axis, here, item.param.device))
 
 
 # the norm that a weight is to have

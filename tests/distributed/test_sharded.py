@@ -2,11 +2,13 @@
 
 import contextlib
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -68,23 +70,35 @@ def group_of_copies():
     if mesh is None:
         return True
     param = distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Replicate()], src_data_rank=None)
-    return Layouts().of(param, 0).group is mesh.get_group(0)
+    return Layouts().of(param, 0).grid.groups == (mesh.get_group(0),)
 
 
 def test_an_axis_of_one_rank_asks_for_no_process_group_of_its_own(pool):
     assert all(pool.run(group_of_copies))
 
 
-def uneven(**options):
-    """Ranks 0 to 3 of more form a mesh of two axes, and two of them are in a process group besides."""
-    mesh = mesh_of(2, 2)
+def part_of_the_world():
+    """Meshes of four of five ranks, some of which have made process groups that others know nothing of."""
+    meshes = [DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([[0, 1], [2, 3]], [[4, 1], [0, 3]])]
     dist.new_group([0, 3])
-    return compare(mesh, along(0, 1), **options) if mesh is not None else 0.0
+    if dist.get_rank() == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    straight, turned = [mesh if mesh.get_coordinate() is not None else None for mesh in meshes]
+    with mock.patch.object(dist, "new_group", side_effect=AssertionError("a process group is made")):
+        return [
+            compare(mesh, along(*axes), steps=2, **options) if mesh is not None else 0.0
+            for mesh, axes, options in (
+                (straight, (0, 1), {}),
+                (straight, (None, None), {}),
+                (turned, (1, 0), {"normalize": "normuon"}),
+                (turned, (0, 0), {"chosen": ("matrices", "stack"), "norm": "hyperball"}),
+            )
+        ]
 
 
-def test_a_part_of_the_world_is_exchanged_where_ranks_are_in_different_numbers_of_groups():
+def test_a_part_of_the_world_exchanges_without_process_groups_of_its_own():
     with contextlib.closing(Pool(5)) as five:
-        assert max(five.run(uneven, steps=2)) < CLOSE
+        assert max(map(max, five.run(part_of_the_world))) < CLOSE
 
 
 FEW = {"chosen": ("matrices", "stack", "vectors")}  # a rule sees rates and gradients, and no shape

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.algorithms.base import LARGE, Update
+from muonsw.distributed.grid import Route, arranged
 from muonsw.distributed.layout import COPIES, SHARDS
 from muonsw.distributed.rounds import GRADIENT, ExchangeBatch, Round, Shape, Sizes, Unit
 from muonsw.matrices import Part, Region
@@ -37,17 +38,21 @@ class EqualTensors(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A buffer that collectives are filling, and what they read, which must stay until then."""
+    """A buffer that collectives are filling, and what they read, which must stay until then.
+
+    What came along a route is then put in order.
+    """
 
     buffer: Tensor
     handles: list[Any]
     sent: Tensor | None = None
+    route: Route | None = None
 
     def wait(self) -> Tensor:
         """The buffer, filled; on an accelerator its stream waits, not the host."""
         for handle in self.handles:
             handle.wait()
-        return self.buffer
+        return self.buffer if self.route is None else arranged(self.buffer, self.route.pieces, self.route.order)
 
 
 class Transfers(NamedTuple):
@@ -171,18 +176,18 @@ def _companion(batches: Sequence[ExchangeBatch], unit: Unit, place: int) -> Tens
 
 
 class Shards:
-    """Every rank holds a piece of each matrix: one all-to-all there, one back."""
+    """Every rank holds a piece of each matrix: an all-to-all there, and one back, along each axis of the grid."""
 
     def gather(self, batches: Sequence[ExchangeBatch], one: Round) -> Transfer:
         """Write what the momenta look ahead to straight into the buffer that is sent."""
         send = torch.empty(sum(one.sizes.held), dtype=one.wire.there, device=one.wire.device)
         _advance(batches, one.units, send, one.wire.me)
-        return _all_to_all(one, send, one.sizes.held, one.sizes.pieces)
+        return _all_to_all(one, send, one.sizes.there)
 
     def gather_beside(self, batches: Sequence[ExchangeBatch], one: Round, sizes: Sizes) -> Transfer:
         """Send what this rank holds to the owners."""
         send = _packed(_held_beside(batches, one.units), one.wire.beside, one)
-        return _all_to_all(one, send, sizes.held, sizes.pieces)
+        return _all_to_all(one, send, sizes.there)
 
     def assemble(self, one: Round, arrived: Tensor, blocks: Sequence[EqualTensors]) -> list[Tensor]:
         """What this rank owns, put together from the pieces of all ranks: (count, *shape) for each block."""
@@ -202,7 +207,7 @@ class Shards:
 
     def scatter(self, one: Round, send: Tensor, sizes: Sizes) -> Transfer:
         """Give each rank its pieces."""
-        return _all_to_all(one, send, sizes.pieces, sizes.held)
+        return _all_to_all(one, send, sizes.back)
 
 
 class Copies:
@@ -233,7 +238,7 @@ class Copies:
 
     def scatter(self, one: Round, send: Tensor, sizes: Sizes) -> Transfer:
         """Give the results to all: one gathering where the shares are equal, else one broadcast for each owner."""
-        group, held = one.wire.group, sizes.held
+        (group,), held = one.wire.grid.groups, sizes.held
         receive = send.new_empty(sum(held))
         if len(set(held)) == 1:
             all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
@@ -251,12 +256,18 @@ class Copies:
 EXCHANGES: dict[str, Shards | Copies] = {SHARDS: Shards(), COPIES: Copies()}
 
 
-def _all_to_all(one: Round, send: Tensor, sizes: list[int], expected: list[int]) -> Transfer:
+def _all_to_all(one: Round, send: Tensor, route: Route | None) -> Transfer:
+    """Send pieces along each axis of the grid in turn; only the last is not waited for."""
+    transfer = Transfer(send, [])
     if one.stays:
-        return Transfer(send, [])
-    receive = send.new_empty(sum(expected))
-    handle = dist.all_to_all_single(receive, send, expected, sizes, group=one.wire.group, async_op=True)
-    return Transfer(receive, [handle], send)
+        return transfer
+    assert route is not None
+    for group, hop in zip(one.wire.grid.groups, route.hops, strict=True):
+        sent = arranged(transfer.wait(), hop.pieces, hop.order)
+        receive = sent.new_empty(sum(hop.received))
+        handle = dist.all_to_all_single(receive, sent, hop.received, hop.sent, group=group, async_op=True)
+        transfer = Transfer(receive, [handle], sent)
+    return transfer._replace(route=route)
 
 
 def _updates(batches: Sequence[ExchangeBatch], one: Round, arrived: Tensor) -> Iterator[tuple[int, Update]]:

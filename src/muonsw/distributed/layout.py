@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonsw.distributed.grid import Grid, row
 from muonsw.distributed.shards import as_dtensor, box_at, cutting_order, is_dtensor, state_placements
 from muonsw.matrices import Region, box
 
@@ -30,18 +31,18 @@ OTHER = "other"
 class Layout(NamedTuple):
     """How a parameter lies over ranks.
 
-    `shape` is what the ranks of `group` hold together: the whole parameter, or the experts of one rank of an
-    expert-parallel mesh. `boxes` are the shards of these ranks within it, in the order of the group.
+    `shape` is what the ranks of `grid` hold together: the whole parameter, or the experts of one rank of an
+    expert-parallel mesh. `boxes` are the shards of these ranks within it, in the order of the grid.
     """
 
     kind: str
     shape: torch.Size
-    group: ProcessGroup | None = None
+    grid: Grid | None = None
     boxes: tuple[Region, ...] = ()
 
 
 class Layouts:
-    """Finds layouts and remembers them, with the process groups that were made for them.
+    """Finds layouts and remembers them.
 
     Fewer than `fewest` ranks have nothing to exchange; a test of the exchange on a single device lowers it.
     """
@@ -51,7 +52,6 @@ class Layouts:
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         self._process_group = process_group
         self._known: dict[Any, Layout] = {}
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
 
     def of(self, param: Tensor, first_matrix_axis: int) -> Layout:
         """The layout of a parameter whose axes before `first_matrix_axis` count matrices."""
@@ -70,12 +70,12 @@ class Layouts:
         like, placements = as_dtensor(param), state_placements(param, first_matrix_axis)
         return self._on_mesh(shape, like.device_mesh, placements, first_matrix_axis)
 
-    def sharding_group(self, param: Tensor) -> ProcessGroup | None:
-        """The ranks that hold other parts of a parameter than this one."""
+    def sharding_groups(self, param: Tensor) -> tuple[ProcessGroup, ...]:
+        """The process groups over which, one after another, the parts of a parameter add up."""
         like = as_dtensor(param)
         mesh = like.device_mesh
         dims = [dim for dim, one in enumerate(like.placements) if not one.is_replicate() and mesh.shape[dim] > 1]
-        return self._group(mesh, dims) if dims else None
+        return _grid(mesh, dims).groups if dims else ()
 
     def _plain(self, shape: torch.Size) -> Layout:
         if self._process_group is None:
@@ -89,55 +89,37 @@ class Layouts:
         if order is None:
             return Layout(OTHER, shape)
         if not order:
-            return self._copies(shape, self._group(mesh, range(mesh.ndim)))
+            grid = _grid(mesh, range(mesh.ndim))
+            return self._copies(shape, grid.groups[grid.shape.index(max(grid.shape))])  # along the longest axis
         dims = [dim for dim in order if placements[dim].dim >= first and mesh.shape[dim] >= self.fewest]
         if not dims:
             return Layout(HERE, shape)
-        group = self._group(mesh, sorted(dims))
+        grid = _grid(mesh, sorted(dims))
         coordinates = _coordinates(mesh)
-        ranks = dist.get_process_group_ranks(group)
-        boxes = [box_at(coordinates[rank], shape, placements, mesh.shape, order) for rank in ranks]
+        boxes = [box_at(coordinates[rank], shape, placements, mesh.shape, order) for rank in grid.ranks]
         held = torch.Size((*boxes[0].shape_in(shape)[:first], *shape[first:]))
         shifted = (Region(tuple((a, start if a >= first else 0, n) for a, start, n in one.cuts)) for one in boxes)
-        return Layout(SHARDS, held, group, tuple(shifted))
+        return Layout(SHARDS, held, grid, tuple(shifted))
 
     def _copies(self, shape: torch.Size, group: ProcessGroup) -> Layout:
         ranks = dist.get_world_size(group)
         if ranks < self.fewest:
             return Layout(HERE, shape)
-        return Layout(COPIES, shape, group, (box((0,) * len(shape), shape),) * ranks)
-
-    def _group(self, mesh: DeviceMesh, dims: Sequence[int]) -> ProcessGroup:
-        """The ranks of a mesh that differ from this one along some of its axes only."""
-        dims = [dim for dim in dims if mesh.shape[dim] > 1] or dims[:1]
-        if len(dims) == 1:
-            return mesh.get_group(dims[0])
-        mine = mesh.get_coordinate()
-        assert mine is not None
-        chosen = mesh.mesh[tuple(slice(None) if dim in dims else mine[dim] for dim in range(mesh.ndim))]
-        ranks = tuple(sorted(chosen.flatten().tolist()))
-        if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
-            return dist.group.WORLD
-        if ranks not in self._groups:
-            _even_out(mesh, dims)
-            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return self._groups[ranks]
+        return Layout(COPIES, shape, row(group), (box((0,) * len(shape), shape),) * ranks)
 
 
-def _even_out(mesh: DeviceMesh, dims: Sequence[int]) -> None:
-    """Bring ranks into equally many process groups, by groups of their own.
-
-    torch names the group that they are about to make by their number, and ranks with different names for it would wait
-    for each other for ever.
-    """
-    from torch.distributed.distributed_c10d import _world
-
-    own = len(_world.pg_names)
-    most = torch.tensor(own, dtype=torch.int64, device=mesh.device_type)
-    for dim in dims:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    for _ in range(int(most) - own):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+def _grid(mesh: DeviceMesh, dims: Sequence[int]) -> Grid:
+    """The ranks of a mesh that differ from this one along some of its axes only."""
+    dims = [dim for dim in dims if mesh.shape[dim] > 1] or dims[:1]
+    if len(dims) == 1:
+        return row(mesh.get_group(dims[0]))
+    mine = mesh.get_coordinate()
+    assert mine is not None
+    chosen = mesh.mesh[tuple(slice(None) if dim in dims else mine[dim] for dim in range(mesh.ndim))]
+    if chosen.numel() == dist.get_world_size() and dist.group.WORLD is not None:
+        return row(dist.group.WORLD)
+    ranks = tuple(chosen.flatten().tolist())
+    return Grid(tuple(map(mesh.get_group, dims)), tuple(chosen.shape), ranks, ranks.index(dist.get_rank()))
 
 
 def mesh_ranks(params: Iterable[Tensor]) -> set[int]:

@@ -135,11 +135,11 @@ class Ranks:
                 item.state.pop(key, None)
             self.elsewhere[item.parameter] = item.name
 
-    def measuring_group(self, param: Tensor) -> ProcessGroup | None:
+    def measuring_groups(self, param: Tensor) -> tuple[ProcessGroup, ...]:
         """The ranks that each measure a part of this parameter: those with other shards, or among which it is owned."""
         if is_dtensor(param):
-            return self.layouts.sharding_group(param)
-        return self.process_group if self.has_owner(param) else None
+            return self.layouts.sharding_groups(param)
+        return (self.process_group,) if self.process_group is not None and self.has_owner(param) else ()
 
     def is_elsewhere(self, param: Tensor) -> bool:
         """Whether another rank keeps the momentum of a parameter."""

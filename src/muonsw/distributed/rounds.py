@@ -8,20 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.algorithms.base import MatrixRule
-from muonsw.distributed.layout import Layout
+from muonsw.distributed.grid import Grid, Route, plan_route
+from muonsw.distributed.layout import SHARDS, Layout
 from muonsw.matrices import MatrixCell, MatrixView, Region, StackRun, runs
 from muonsw.slots import wide_dtype
 from muonsw.work import Group, Item
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Matrices that take one way travel in at least so many rounds if they are large enough, so that one round is multiplied
 # while the next is on its way.
@@ -108,7 +105,7 @@ class Wire(NamedTuple):
     `owner_keeps` says that the owner alone has the state.
     """
 
-    group: ProcessGroup
+    grid: Grid
     kind: str
     device: torch.device
     home: torch.dtype
@@ -124,19 +121,24 @@ class Wire(NamedTuple):
     @property
     def ranks(self) -> int:
         """How many ranks take part."""
-        return dist.get_world_size(self.group)
+        return len(self.grid.ranks)
 
     @property
     def me(self) -> int:
         """The number of this rank among them."""
-        return dist.get_rank(self.group)
+        return self.grid.me
 
 
 class Sizes(NamedTuple):
-    """Elements of each owner's units that this rank holds, and of this rank's own units that each rank holds."""
+    """Elements of each owner's units that this rank holds, and of this rank's own units that each rank holds.
+
+    Where they travel in pieces, `there` and `back` are their routes to the owners and from them.
+    """
 
     held: list[int]
     pieces: list[int]
+    there: Route | None = None
+    back: Route | None = None
 
 
 class Round(NamedTuple):
@@ -211,19 +213,19 @@ def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -
 
 
 def _wire(batch: ExchangeBatch, item: Item, layout: Layout) -> Wire:
-    assert layout.group is not None
+    assert layout.grid is not None
     there = batch.rule.sent_dtype(batch.group, item.param.dtype)
     back = batch.rule.result_dtype(batch.group, item.param.dtype, item.param.device)
-    return Wire(layout.group, layout.kind, item.param.device, item.param.dtype, there, back)
+    return Wire(layout.grid, layout.kind, item.param.device, item.param.dtype, there, back)
 
 
 def _units(
     number: int, place: int, batch: ExchangeBatch, layout: Layout, chunk_bytes: int, state_layout: StateLayout
 ) -> Iterator[Unit]:
     """The matrices of a parameter, stacks cut into runs: at least one for each rank, none above `chunk_bytes`."""
-    assert layout.group is not None
+    assert layout.grid is not None
     first = batch.view.stack_axes(len(layout.shape))
-    here = layout.boxes[dist.get_rank(layout.group)]
+    here = layout.boxes[layout.grid.me]
     for run in runs(layout.shape, batch.view, chunk_bytes, fewest=len(layout.boxes)):
         cell = run.cell.region
         pieces = tuple(_matrix_axes(shard.within(cell), first) for shard in layout.boxes)
@@ -311,10 +313,15 @@ def _round(wire: Wire, units: list[Unit]) -> Round:
         counts[unit.shape] = counts.get(unit.shape, 0) + unit.matrices
 
     def sizes(held: Callable[[Unit, int], int]) -> Sizes:
-        return Sizes(
-            [sum(held(unit, wire.me) for unit in theirs) for theirs in owned],
-            [sum(held(unit, rank) for unit in mine) for rank in range(wire.ranks)],
-        )
+        def size(holder: int, owner: int) -> int:
+            return sum(held(unit, holder) for unit in owned[owner])
+
+        every = range(wire.ranks)
+        found = Sizes([size(wire.me, owner) for owner in every], [size(holder, wire.me) for holder in every])
+        if wire.kind != SHARDS:
+            return found
+        there, back = plan_route(wire.grid, size), plan_route(wire.grid, lambda owner, holder: size(holder, owner))
+        return found._replace(there=there, back=back)
 
     if any(unit.companions for unit in units):
         there, back = (sizes(partial(Unit.held_beside, returning=returning)) for returning in (False, True))

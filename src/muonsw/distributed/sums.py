@@ -21,13 +21,13 @@ class ShardedWeights(NamedTuple):
     """The weights (matrices, or whole tensors) of one sharded parameter.
 
     Attributes:
-        group: the ranks that hold other shards of the same weights.
+        groups: the process groups over which, one after another, shards of the same weights add up.
         many: how many weights the parameter has.
         numbers: which of them each element of this rank's shard belongs to; of length one along axes where all
             elements belong to the same.
     """
 
-    group: ProcessGroup
+    groups: tuple[ProcessGroup, ...]
     many: int
     numbers: Tensor
 
@@ -72,13 +72,14 @@ def all_reduce_sums(weights: Sequence[ShardedWeights], terms: Sequence[Term], wi
         width: how many values each weight has.
     """
     totals: dict[int, Tensor] = {}
-    for group, device in dict.fromkeys((one.group, one.numbers.device) for one in weights):
-        places = [place for place, one in enumerate(weights) if (one.group, one.numbers.device) == (group, device)]
+    for groups, device in dict.fromkeys((one.groups, one.numbers.device) for one in weights):
+        places = [place for place, one in enumerate(weights) if (one.groups, one.numbers.device) == (groups, device)]
         lengths = [weights[place].many for place in places]
         message = torch.zeros(sum(lengths), width, dtype=torch.float64, device=device)
         rooms = dict(zip(places, message.split_with_sizes(lengths), strict=True))
         for term in [term for term in terms if term.place in rooms]:
             rooms[term.place].index_add_(0, term.numbers.reshape(-1), term.values.reshape(-1, width))
-        dist.all_reduce(message, group=group)
+        for group in groups:
+            dist.all_reduce(message, group=group)
         totals |= rooms
     return [totals[term.place][term.numbers] for term in terms]

@@ -233,11 +233,11 @@ class OurOptimizerObserver:
         """The parameters of which other ranks measure other parts."""
         found = {}
         for group, _, _, param in members(self.optimizer):
-            ranks = self.optimizer._ranks.measuring_group(param)
-            if ranks is not None:
+            groups = self.optimizer._ranks.measuring_groups(param)
+            if groups:
                 matrices = ALGORITHMS[group["algorithm"]].count_matrices(group, param)
                 stack = math.prod(param.shape[:-2])  # how other rules see a stack, at most
-                found[param] = MeasuringRanks(ranks, local(param).device, max(matrices, stack))
+                found[param] = MeasuringRanks(groups, local(param).device, max(matrices, stack))
         return found
 
 

@@ -277,7 +277,7 @@ def _column(values: Sequence[float]) -> Tensor:
 class MeasuringRanks(NamedTuple):
     """The ranks that measure parts of a parameter, where they reduce, and how many matrices it has in all."""
 
-    group: ProcessGroup
+    groups: tuple[ProcessGroup, ...]
     device: torch.device
     matrices: int
 
@@ -295,10 +295,10 @@ def sum_over_ranks(
     table = torch.stack(list(rows.values()))
     found_keys, found = [], []
     alone = torch.ones(len(keys), dtype=torch.bool, device="cpu")
-    by_group: dict[ProcessGroup, list[int]] = {}
+    by_groups: dict[tuple[ProcessGroup, ...], list[int]] = {}
     for first in sorted(shared):
-        by_group.setdefault(shared[first].group, []).append(first)
-    for group, firsts in by_group.items():
+        by_groups.setdefault(shared[first].groups, []).append(first)
+    for groups, firsts in by_groups.items():
         numbers = [range(first, first + shared[first].matrices) for first in firsts]
         wanted = torch.tensor([*chain.from_iterable(numbers)], dtype=torch.int64, device="cpu")
         mine = torch.isin(keys, wanted)
@@ -306,7 +306,8 @@ def sum_over_ranks(
         sums[:, torch.searchsorted(wanted, keys[mine])] = table[:, mine]
         device = shared[firsts[0]].device
         total = sums.to(device)
-        dist.all_reduce(total, group=group)
+        for group in groups:
+            dist.all_reduce(total, group=group)
         total = total.cpu()
         measured = total[list(rows).index("numel")] > 0
         found_keys.append(wanted[measured])
