@@ -12,6 +12,7 @@ KERNELS_INSTALLED := $(KERNELS_VENV)/.installed
 # Apart from the rest: a torchvision that cannot load its operators would break other packages' imports.
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
+NEWEST_VENV := .venv-newest
 PACKAGE_VENV := .venv-package
 DOCS_INSTALLED := $(VENV)/.installed-docs
 WORKERS ?= 2
@@ -21,8 +22,8 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKS_TABLE ?= check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint types pytest test-again test-slow test-gpu test-models test-integrations
-.PHONY: test-browser test-kernels test-faults test-slurm test-package bench evidence docs docs-version clean
+.PHONY: help install demo test check lint types pytest test-newest test-again test-slow test-gpu test-models
+.PHONY: test-integrations test-browser test-kernels test-faults test-slurm test-package bench evidence docs docs-version clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 19
@@ -56,17 +57,23 @@ QUICK := pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu and n
 pytest: install  ## the quick tests and the examples of the documentation
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK) -p no:randomly
 
-# No result may rest on one machine's rounding and answers, on the order of the tests, or on one Python; every name must
-# be the same at each collection, or the workers refuse to share the tests. The seed of the order is printed;
-# `--randomly-seed=N` repeats it. .ci/pythons says which Pythons it finds.
-test-again: install  ## the same tests as on another machine and in a random order, then under other Pythons
+# Nothing is pinned, and what is there already is upgraded: on Linux torch is the CUDA build, which needs no GPU.
+test-newest:  ## the quick tests with what pip installs today, on the newest Python found (6 GB)
+	"$$(.ci/newest-python)" -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '$(EXTRAS)'
+	$(NEWEST_VENV)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "with torch", torch.__version__)'
+	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m $(QUICK) -p no:randomly
+
+# No result may rest on one machine's rounding and answers, or on the order of the tests; every name must be the same at
+# each collection, or the workers refuse to share the tests. The seed of the order is printed; `--randomly-seed=N`
+# repeats it.
+test-again: install  ## the same tests as on another machine and in a random order
 	PYTHONHASHSEED=1 $(BIN)/pytest -q --collect-only -p no:randomly > $(VENV)/collected-once
 	PYTHONHASHSEED=2 $(BIN)/pytest -q --collect-only -p no:randomly > $(VENV)/collected-twice
 	@grep -h :: $(VENV)/collected-once > $(VENV)/names && grep -h :: $(VENV)/collected-twice | diff $(VENV)/names - \
 	  || { echo "the tests above have other names at each collection: give their parameters ids"; exit 1; }
 	MUONSW_MACHINE="$$($(BIN)/python -m tests.other_machine)" FORCE_COLOR=1 COLUMNS=40 \
 	  ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK)
-	OMP_NUM_THREADS=1 .ci/pythons '$(EXTRAS)' PYTHON_HERE -m $(QUICK) -p no:randomly
 
 test-browser: install  ## the pages of reports in a real Chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m browser tests/lab/report
@@ -143,4 +150,4 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@touch $@
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) .venv-3.* $(KERNELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(KERNELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis
