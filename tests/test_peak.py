@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.swa_utils import SWALR
 
 from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning
 from muonsw.peak import resolve_before_capture, scheduler_peaks
@@ -720,6 +721,33 @@ def test_a_scheduler_that_is_handed_over_says_its_peak(wrap):
     scheduler = wrap(CyclicLR(optimizer, base_lr=0.1, max_lr=0.4, step_size_up=5, cycle_momentum=False))
     optimizer.set_peak_lr(scheduler)  # warnings are errors here
     assert_scaled_by(decay_only(optimizer, scheduler, 20), 0.4)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        lambda o: OneCycleLR(o, max_lr=0.4, total_steps=5, cycle_momentum=False),
+        lambda o: SWALR(o, swa_lr=0.4),
+    ],
+    ids=["OneCycleLR", "SWALR"],
+)
+@pytest.mark.parametrize(
+    "make",
+    [lambda o: CosineAnnealingLR(o, 9), lambda o: SequentialLR(o, [LinearLR(o), CosineAnnealingLR(o, 9)], [2])],
+    ids=["cosine", "sequence"],
+)
+@pytest.mark.filterwarnings("ignore:.*built for a peak")
+def test_a_scheduler_that_is_handed_over_decides_alone_whatever_came_before_it(make, earlier, saved):
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr="running_max")
+    decay_only(optimizer, earlier(optimizer), 4)
+    if saved:
+        state, optimizer = optimizer.state_dict(), SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
+        optimizer.load_state_dict(state)
+    optimizer.param_groups[0].update(lr=0.05, initial_lr=0.05, peak_lr=None)
+    scheduler = make(optimizer)
+    optimizer.set_peak_lr(scheduler)
+    assert_scaled_by(decay_only(optimizer, scheduler, 9), 0.05)
 
 
 def timm_like_schedule(optimizer, peak):

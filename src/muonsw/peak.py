@@ -30,8 +30,10 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
+    OneCycleLR,
     SequentialLR,
 )
+from torch.optim.swa_utils import SWALR
 
 from muonsw.text import users_line
 from muonsw.work import Group
@@ -401,12 +403,15 @@ def scheduler_peaks(scheduler: Any, total_steps: int | None = None) -> list[floa
             f"a {type(scheduler).__name__} gives its learning rate only step by step; pass total_steps=<steps of the "
             f"run> with it, or the highest learning rate itself"
         )
-    cosine = isinstance(scheduler, CosineAnnealingLR | CosineAnnealingWarmRestarts)
-    end = scheduler.eta_min if cosine else None  # to which it may also rise; what others call so may be a fraction
-    records = [
-        (group.get("max_lr"), group.get("swa_lr"), base, end) for group, base in zip(groups, base_lrs, strict=True)
-    ]
-    return [max(float(lr) for lr in known if lr is not None) for known in records]
+    # Other schedulers leave their records in the groups, and what others call eta_min may be a fraction.
+    if isinstance(scheduler, OneCycleLR | SWALR):
+        key = "max_lr" if isinstance(scheduler, OneCycleLR) else "swa_lr"
+        ends = [float(group[key]) for group in groups]
+    elif isinstance(scheduler, CosineAnnealingLR | CosineAnnealingWarmRestarts):
+        ends = [float(scheduler.eta_min)] * len(groups)
+    else:
+        ends = base_lrs
+    return [max(pair) for pair in zip(base_lrs, ends, strict=True)]
 
 
 def _tried_peaks(scheduler: Any, total_steps: int) -> list[float]:
