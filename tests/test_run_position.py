@@ -242,11 +242,28 @@ def test_adamcs_own_form_is_a_matter_of_patterns():
         torch.testing.assert_close(model.get_parameter(name).detach(), (1 - phi) * before[name])
 
 
-def test_existing_rules_keep_no_count():
+@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
+@pytest.mark.parametrize("rule", ["cosine", "piecewise", "log_time"])
+@pytest.mark.parametrize("before", ["scaled", "none"])
+def test_a_rule_that_is_chosen_on_resume_knows_the_step(before, rule, lr):
+    """Steps count under every rule, so that changing `decay` is as if the run had had the new rule's position."""
+    (param,), (other,) = matrices((4, 6)), matrices((4, 6))
+    optimizer = SGDSW([param], lr=0.05, weight_decay=0.3, decay=before, **OF_THE_RUN[rule])
+    run(optimizer, [param], 20)
+    resumed = SGDSW([other], lr=lr, weight_decay=0.3, **OF_THE_RUN[rule])
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed.param_groups[0]["decay"] = rule
+    was, other.grad = other.detach().clone(), torch.zeros_like(other)
+    resumed.step()
+    phi = decay_factors(rule, 0.3, [0.05] * 30, 0.05, OF_THE_RUN[rule].get("decay_points"))[20]
+    torch.testing.assert_close(other.detach(), (1 - phi) * was, rtol=1e-6, atol=0)
+
+
+def test_rules_that_do_not_ask_average_no_gradient():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05)
     run(optimizer, params, 3)
-    assert optimizer.param_groups[0]["step_count"] == 0
+    assert optimizer.param_groups[0]["step_count"] == 3
     assert optimizer.param_groups[0]["gradient_average"] is None
 
 

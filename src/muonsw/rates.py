@@ -9,7 +9,7 @@ Some decay rules ask where the run is; what they need is kept in the param group
   beta, and the weight of that average. For AdamW the first over the second is exactly the mean of its corrected
   average squares, as averaging over elements and over steps commute; so the rule needs no such state and serves all.
 
-Nothing is counted or summed for rules that do not ask. On many ranks the mean is over all shards of a DTensor; plain
+No gradient is summed for rules that do not ask. On many ranks the mean is over all shards of a DTensor; plain
 parameters count as the same on every rank, so an expert that only one rank holds needs a group of its own.
 """
 
@@ -129,7 +129,7 @@ def rates_of(work: Sequence[Batch], groups: Sequence[Group], flag: Flag | None, 
     found = [_rates(batch, flag, averages.get(batch.number)) for batch in work]
     for batch, one in zip(work, found, strict=True):
         _record(batch, one, counters)
-    count_steps(groups)
+    count_updates(groups)
     for average in averages.values():  # into the tensors that a graph knows
         average.group["gradient_average"].copy_(average.kept)
     return found
@@ -139,7 +139,7 @@ def _rates(batch: Batch, flag: Flag | None, average: Average | None) -> Rates:
     """With a tensor learning rate nothing is read back from the device."""
     group, device = batch.group, batch.device
     eta, lam = (_on(x, device) for x in (group["lr"], group["weight_decay"]))
-    step = _step_of(group, device)
+    step = _step_of(group, device) if DECAY_RULES[group["decay"]].uses_step else 1  # compiled code must not read it
     phi = _phi(group, lam, eta, peak.eta_max(group), step, average.root if average else 0.0)
     if not isinstance(phi, Tensor) and phi > 1:
         _refuse_phi(phi)
@@ -214,7 +214,7 @@ def require_run(group: Group, label: str) -> None:
 
 def join_in_mid_run(group: Group, others: Iterable[Group]) -> None:
     """A group that joins a run under way counts on from where the others are."""
-    if DECAY_RULES[group["decay"]].uses_step and not group["step_count"]:
+    if not group["step_count"]:
         group["step_count"] = max((int(other["step_count"]) for other in others), default=0)
 
 
@@ -241,25 +241,25 @@ def loaded_position(value: Any, own: Any) -> Any:
 
 
 def count_steps(groups: Iterable[Group]) -> None:
-    """Count a step in every group whose decay rule or algorithm follows it."""
+    """Count a step in every group, whatever its rule: the rule may be changed in mid-run."""
     for group in groups:
-        if DECAY_RULES[group["decay"]].uses_step:
-            if isinstance(group["step_count"], Tensor):
-                torch._foreach_add_([group["step_count"]], 1)  # torch's compiler loses `add_` to a float64 scalar
-            else:
-                _count_on_host(group, "step_count")
+        if isinstance(group["step_count"], Tensor):
+            group["step_count"].add_(1)
+        else:
+            group["step_count"] = int(group["step_count"]) + 1
+
+
+def count_updates(groups: Iterable[Group]) -> None:
+    """Count a step in every group whose algorithm follows it, before the update."""
+    for group in groups:
         if counts_steps(group):
-            _count_on_host(group, "update_count")
+            group["update_count"] = int(group["update_count"]) + 1
 
 
 def counts_steps(group: Group) -> bool:
     """Whether the group's algorithm follows the number of the step, on the host."""
     asks = ALGORITHMS[group["algorithm"]].counts_steps
     return asks is not None and asks(group)
-
-
-def _count_on_host(group: Group, key: str) -> None:
-    group[key] = int(group[key]) + 1
 
 
 def forget_skipped_start(groups: Iterable[Group], bad: bool | Tensor) -> None:

@@ -65,6 +65,7 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
     kept = [[v.clone() if isinstance(v, Tensor) else v for v in _kept_of(group)] for group in groups]
     try:
         _walk(optimizer)
+        rates.count_steps(groups)
     except BaseException:
         optimizer._last, optimizer._last_skipped = last
         for group, values in zip(groups, kept, strict=True):
@@ -477,7 +478,7 @@ def skip(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     optimizer._counters.skip_on_host(items_of(work))
     optimizer._last_skipped = True
     drop_empty_state(optimizer)
-    rates.count_steps(optimizer.param_groups)
+    rates.count_updates(optimizer.param_groups)
     rates.forget_skipped_start(optimizer.param_groups, True)
 
 

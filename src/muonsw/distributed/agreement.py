@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
+from muonsw.decay import DECAY_RULES
 from muonsw.distributed.layout import mesh_ranks
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local, shard_misfit
 from muonsw.work import Group, copied_to, label_of
@@ -261,6 +262,8 @@ def asked_by(group: Group) -> Group:
         value: Any = group.get(key)
         if isinstance(value, Tensor):
             value = "a tensor"
+        elif key == "step_count" and not DECAY_RULES[group["decay"]].uses_step:
+            value = None  # a rank that refused a step has not counted it
         elif key in _RATES:
             with suppress(TypeError, ValueError):  # `check` refuses what is no number, once the others can be told
                 value = float(value)
