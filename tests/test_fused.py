@@ -54,6 +54,16 @@ def test_every_rule_is_the_same_with_and_without(name, decay, maximize, monkeypa
 
 
 @every
+def test_backward_through_weights_that_were_stepped_raises(name):
+    """As with torch's own optimizers; else the gradient would be of weights that the forward pass never saw."""
+    params = matrices(*SHAPES)
+    loss = sum(param.square().sum() for param in params)
+    run(BUILD[name](params), params, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every
 def test_what_torch_cannot_do_takes_our_path(name):
     for dtype, options, expected in [
         (torch.float32, {}, True),

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from muonsw import kernels, norms
 from muonsw.algorithms.base import FusedUpdate, Rates, Update, kernel_weights, rounding_key, subtract
@@ -31,6 +32,7 @@ def apply_update(group: Group, update: Update | FusedUpdate, rates: Rates) -> No
     """Decay the weights of an update's parts and move them along its directions."""
     if isinstance(update, FusedUpdate):
         update.take(rates)
+        increment_version([part.item.parameter for part in update.parts])  # which fused kernels leave alone
         return
     weights = views(update.parts, [part.item.param for part in update.parts])
     if rates.norm is not None:
