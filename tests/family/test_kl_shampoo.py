@@ -81,3 +81,20 @@ def test_late_beginners_and_gradients_of_zero_are_safe():
     zero = torch.zeros(3, 2, 5, 3)
     assert not any(direction.any() for direction in directions(zero))
     assert all(direction.isfinite().all() for direction in directions(torch.cat([zero, G])))
+
+
+@pytest.mark.parametrize("zeros", [1, 3])
+def test_a_gradient_of_zero_begins_nothing(zeros):
+    """Layers before a projection of zeros have none at first; they then step as late beginners do."""
+    G = torch.randn(12, 2, 5, 3)
+    G[:, 1] = G[:, 0]
+    G[:zeros, 1] = 0.0
+    late = list(directions(G[zeros:, 1:], first=1 + zeros))
+    for expected, found in zip(late, list(directions(G))[zeros:], strict=True):
+        torch.testing.assert_close(found[1:], expected)
+
+
+def test_late_beginners_step_alike_whatever_the_size_of_gradients():
+    G = torch.randn(6, 2, 5, 3, dtype=torch.float64)
+    for small, large in zip(directions(G, first=2), directions(1e3 * G, first=2), strict=True):
+        torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-7)

@@ -57,7 +57,10 @@ def kl_shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     left = _advanced(left, whitened_right @ whitened_right.mT / n, beta2, eps, dtype)
     right = _advanced(right, whitened_left.mT @ whitened_left / m, beta2, eps, dtype)
     direction = left[1] @ ahead @ right[1]
-    return direction, {"exp_avg": exp_avg, "factors_left": pack(*left), "factors_right": pack(*right)}
+    # A gradient of zero begins nothing: factors of eps alone would nearly stop the steps that follow.
+    begun = (state["factors_left"] != 0).any((-2, -1), keepdim=True) | (G != 0).any((-2, -1), keepdim=True)
+    factors = {"factors_left": pack(*left), "factors_right": pack(*right)}
+    return direction, {"exp_avg": exp_avg, **{key: torch.where(begun, F, 0.0) for key, F in factors.items()}}
 
 
 def scale(group: Group, m: int, n: int) -> float:
