@@ -609,6 +609,54 @@ def test_resuming_a_run_whose_peak_was_handed_over_is_no_surprise(handed_over, k
     assert fresh.param_groups[0]["resolved_peak_lr"] == pytest.approx(0.4)
 
 
+def loaded_run(schedule, **options):
+    """An optimizer with two groups that was loaded from a run by hand with peak 0.1 at `schedule`."""
+    made = [SGDSW([{"params": [weight()]} for _ in "ab"], lr=0.1, weight_decay=LAMBDA, **options) for _ in "ab"]
+    for lr in schedule:
+        for group in made[0].param_groups:
+            group["lr"] = lr
+        shrinks(made[0])
+    made[1].load_state_dict(made[0].state_dict())
+    return made[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"peak_lr": 0.1}], ids=["found", "given"])
+@pytest.mark.parametrize("schedule", [[0.1], [0.1, 0.05, 1e-5]], ids=["from the peak", "from the end"])
+def test_a_smaller_rate_after_a_load_is_warned_of_with_the_line_to_write(schedule, options):
+    optimizer = loaded_run(schedule, **options)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    with pytest.warns(PeakLRWarning, match="100 times weaker") as caught:
+        shrinks(optimizer)
+    assert len(caught) == 1
+    shrinks(optimizer)  # once; warnings are errors here
+    for line in re.findall(r"optimizer\.set_peak_lr\(.*?\)", str(caught[0].message)):
+        eval(line)
+    assert shrinks(optimizer) == pytest.approx([LAMBDA * 1e-3] * 2)
+
+
+@pytest.mark.parametrize(
+    "go_on",
+    [
+        lambda o: o.param_groups[0].update(lr=0.011),  # a loop that sets rates by hand
+        lambda o: ([g.update(initial_lr=0.1) for g in o.param_groups], LambdaLR(o, lambda _: 0.01)),
+        lambda o: (o.set_peak_lr(0.1), [g.update(lr=1e-3) for g in o.param_groups]),
+        lambda o: [g.update(lr=1e-3, decay="constant") for g in o.param_groups],
+    ],
+    ids=["by hand", "scheduler", "peak set", "no peak needed"],
+)
+def test_going_on_far_below_a_loaded_peak_is_no_surprise(go_on):
+    optimizer = loaded_run([0.1, 0.05, 0.012])
+    go_on(optimizer)
+    shrinks(optimizer)  # warnings are errors here
+
+
+def test_a_warmup_by_hand_after_a_load_without_a_peak_is_no_surprise():
+    optimizer = loaded_run([])
+    optimizer.param_groups[0]["lr"] = 1e-3
+    shrinks(optimizer)  # warnings are errors here
+
+
 def test_several_groups_with_another_peak_are_reported_in_one_warning():
     def make(lr):
         return SGDSW([{"params": [weight()]}, {"params": [weight()]}], lr=lr, weight_decay=LAMBDA)

@@ -266,6 +266,7 @@ class ScaledDecayOptimizer(Optimizer):
         if group is not None and group not in range(len(self.param_groups)):
             raise ValueError(f"group={group!r}: this optimizer has param groups 0 to {len(self.param_groups) - 1}")
         chosen = range(len(self.param_groups)) if group is None else [group]
+        self._loaded_rates.clear()
         scheduler = unwrap_scheduler(peak_lr)
         if hasattr(scheduler, "step") and hasattr(scheduler, "optimizer"):
             if unwrap_optimizer(scheduler.optimizer) is not self:
@@ -365,6 +366,7 @@ class ScaledDecayOptimizer(Optimizer):
             load.settle_peaks(self, before, state_dict)
         self._counters.replace_groups(self.param_groups)
         self._ranks.elsewhere.clear()
+        self._loaded_rates[:] = [group["lr"] if group["resolved_peak_lr"] else None for group in self.param_groups]
         self._replay = Replay()  # its graph would keep the old state alive
 
     def __getstate__(self) -> dict[str, Any]:
@@ -399,5 +401,6 @@ class ScaledDecayOptimizer(Optimizer):
         self._left_out: list[tuple[str, weakref.ref[torch.nn.Module], str]] = []
         self._reasons: dict[str, str] = {}
         self._ranks = Ranks()
+        self._loaded_rates: list[float | Tensor | None] = []  # beside a loaded peak, until the next step
         self._replay = Replay()
         self._before_update: BeforeUpdate | None = None

@@ -52,6 +52,9 @@ _BELOW = 0.999
 _REACHED = 0.9
 _TURNED_DOWN = 0.65
 
+# After a load, a rate below this fraction of its peak, and not within it of the rate that was loaded, is of a new run.
+_FAR = 0.5
+
 RUNNING_MAX = "running_max"
 
 # What a step changes of it.
@@ -363,6 +366,28 @@ def surprise_after_load(before: PeakBeforeLoad, group: Group) -> str | None:
             f"this optimizer was built with is taken for the peak; pass peak_lr or call set_peak_lr if it was another"
         )
     return None
+
+
+def warn_after_load(groups: Sequence[Group | None], loaded: Sequence[float | Tensor | None]) -> None:
+    """Warn of rates far below a loaded peak, from groups that need one and the rates that were loaded with peaks.
+
+    A loop that sets rates by hand and goes on where the saved one stopped is at nearly the same rate.
+    """
+    far: list[tuple[int, float, float]] = []
+    for number, (group, before) in enumerate(zip(groups, loaded, strict=False)):
+        if group is not None and before is not None and not isinstance(group["lr"], Tensor):
+            lr, peak = group["lr"], group["resolved_peak_lr"]
+            if 0 < lr < _FAR * peak and not _FAR * lr <= float(before) <= lr / _FAR:
+                far.append((number, lr, peak))
+    if far:
+        lines = "; ".join(f"optimizer.set_peak_lr({lr}, group={number})" for number, lr, _ in far)
+        warnings.warn(
+            f"the learning rate is far below the peak of the loaded run, so decay is "
+            f"{max(peak / lr for _, lr, peak in far):.3g} times weaker than in a run with this peak; if a new run "
+            f"starts here, write {lines}",
+            PeakLRWarning,
+            stacklevel=users_line(),
+        )
 
 
 def _differ(a: float, b: float) -> bool:

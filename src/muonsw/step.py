@@ -315,6 +315,10 @@ def check(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
         _check_options(optimizer, number, group, labels[number])
     for number, group in enumerate(groups):
         rates.check(number, group, labels[number], counters)
+    if optimizer._loaded_rates:
+        before, optimizer._loaded_rates = optimizer._loaded_rates, []
+        if "step" not in vars(optimizer):  # which schedulers replace; they record peaks of their own
+            peak.warn_after_load([group if rates.needs_peak(group) else None for group in groups], before)
 
 
 class OptionCheck:
