@@ -193,6 +193,24 @@ def test_a_tensor_learning_rate_gives_the_same(norm):
 
 @every
 @norm_rules
+def test_a_lambda_of_zero_in_a_tensor_leaves_norms_free_as_the_number_does(algorithm, norm):
+    params, others = matrices((4, 6), dtype=torch.float64), matrices((4, 6), dtype=torch.float64)
+    for given, lam in ((params, 0.0), (others, torch.tensor(0.0))):
+        run(CLASSES[algorithm][0](given, lr=0.05, weight_decay=lam, norm=norm, **OWN.get(algorithm, {})), given, 5)
+    torch.testing.assert_close(params[0].detach(), others[0].detach(), rtol=1e-12, atol=1e-14)
+
+
+@norm_rules
+def test_a_learning_rate_of_zero_in_a_tensor_moves_nothing(norm):
+    params = matrices((4, 6), (5, 3))
+    before = [p.detach().clone() for p in params]
+    target = {"target_norm": 0.3} if norm in WITH_RADIUS else {}
+    run(MuonSW(params, lr=torch.tensor(0.0), peak_lr=0.05, norm=norm, **target), params, 2)
+    assert_same([p.detach() for p in params], before)
+
+
+@every
+@norm_rules
 def test_a_step_that_must_not_be_taken_leaves_the_weights(algorithm, norm):
     params = matrices((4, 6))
     optimizer = CLASSES[algorithm][0](params, lr=0.05, weight_decay=0.3, norm=norm, **OWN.get(algorithm, {}))
