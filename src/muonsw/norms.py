@@ -8,13 +8,6 @@ it, shape scale included:
 | `free`      | W - phi W - eta U                                   | decay, whatever the norm becomes            |
 | `target`    | W - phi (W - R W/||W||) - eta U                     | Loshchilov's weight norm control (AdamWN)   |
 | `hyperball` | R V/||V||, V = W - eta R U/||U||                    | Hyperball: the norm stays, nothing decays   |
-| `relative`  | D - eta U ||D||/||U||                               | Emerging-Optimizers' relative update        |
-| `floor`     | D - eta U max(1, tau ||D||/||U||)                   | modded-nanogpt's Skylight-001 (u/w floor)   |
-| `row_floor` | the same for each output by itself                  | modded-nanogpt's RowFloor                   |
-| `brake`     | V (||D|| + s (||V|| - ||D||))/||V||, V = D - eta U  | Emerging-Optimizers' radial brake           |
-
-with D = (1 - phi) W the decayed weight, tau the option `update_floor`, and s one of the two in `radial_brake`, the
-first where the norm grows.
 
 Whatever the rule, W becomes `a W - b U` with two scalars for each weight, which follow from ||W||, ||U||, <W, U> and R.
 So over shards a rule needs the sums of three products over all ranks, and no whole weight.
@@ -81,14 +74,12 @@ class NormRule(NamedTuple):
         length: what multiplies a direction before the learning rate, instead of the shape scale.
         decays: whether phi is used at all.
         uses_radius: whether R is.
-        by_row: whether each row (output) is a weight of its own.
     """
 
     coefficients: Callable[[Norms, Number, Number, Group], tuple[Number, Number]]
     length: Callable[[Norms, Number, Group], Tensor] | None = None
     decays: bool = True
     uses_radius: bool = False
-    by_row: bool = False
 
 
 def free(norms: Norms, move: Number, phi: Number, group: Group) -> tuple[Number, Number]:  # noqa: ARG001
@@ -112,25 +103,6 @@ def radius_length(norms: Norms, phi: Number, group: Group) -> Tensor:  # noqa: A
     return quotient(norms.R, norms.U)
 
 
-def relative_length(norms: Norms, phi: Number, group: Group) -> Tensor:  # noqa: ARG001
-    """||D||/||U||: an update as long as the decayed weight; a weight of zeros, which would stay there, moves freely."""
-    return torch.where(norms.W > 0, quotient((1 - phi) * norms.W, norms.U), norms.scale)
-
-
-def floor_length(norms: Norms, phi: Number, group: Group) -> Tensor:
-    """The shape scale, or what makes the update tau times as long as the decayed weight if that is more."""
-    return quotient((1 - phi) * norms.W, norms.U).mul(group["update_floor"]).clamp(min=norms.scale)
-
-
-def brake(norms: Norms, move: Number, phi: Number, group: Group) -> tuple[Number, Number]:
-    """V = D - move U with a part of its change of norm: `radial_brake` of what it grows and of what it shrinks."""
-    outward, inward = group["radial_brake"]
-    before, after = (1 - phi) * norms.W, norms.combined(1 - phi, move)
-    change = after - before
-    keep = quotient(before + torch.where(change > 0, outward, inward) * change, after)
-    return keep * (1 - phi), keep * move
-
-
 def quotient(a: Tensor, b: Tensor) -> Tensor:
     """The quotient of two norms; where the second is zero, so is what the quotient multiplies, and it is the first."""
     return a / torch.where(b > 0, b, 1.0)
@@ -140,10 +112,6 @@ NORM_RULES: Registry[NormRule] = Registry("norm rule")
 NORM_RULES.register(FREE, NormRule(free))
 NORM_RULES.register("target", NormRule(target, uses_radius=True))
 NORM_RULES.register("hyperball", NormRule(hyperball, radius_length, decays=False, uses_radius=True))
-NORM_RULES.register("relative", NormRule(free, relative_length))
-NORM_RULES.register("floor", NormRule(free, floor_length))
-NORM_RULES.register("row_floor", NormRule(free, floor_length, by_row=True))
-NORM_RULES.register("brake", NormRule(brake))
 
 
 def acting(group: Group) -> NormRule | None:
@@ -161,8 +129,6 @@ def refuse(group: Group, label: str) -> None:
     """Refuse options that a norm rule gives no meaning to."""
     if acting(group) is not None and group["cautious"]:
         raise ValueError(f"norm={group['norm']!r} of {label} acts on whole weights; cautious=True is for norm='free'")
-    if NORM_RULES[group["norm"]].by_row and group.get("transposed"):
-        raise ValueError(f"norm={group['norm']!r} of {label} takes rows for outputs, and transposed=True columns")
 
 
 def refuse_interleaved(group: Group, items: Sequence[Item]) -> None:
@@ -183,8 +149,7 @@ def norm_axes(group: Group, param: Tensor) -> tuple[int, ...]:
     """The axes within one weight; those of a stack of matrices are the last two."""
     matrix = group.get("matrix")
     stacked = param.dim() > 2 and matrix != FLATTEN and (matrix == STACK or group["role"] == "experts")
-    axes = (-2, -1) if stacked else tuple(range(-param.dim(), 0))
-    return axes[1:] if NORM_RULES[group["norm"]].by_row and param.dim() > 1 else axes
+    return (-2, -1) if stacked else tuple(range(-param.dim(), 0))
 
 
 def measured(group: Group, update: Update) -> list[Tensor]:
@@ -303,8 +268,7 @@ def _sharded(group: Group, item: Item, layouts: Layouts) -> ShardedWeights | Non
     assert layout.grid is not None
     view, shape = ALGORITHMS[group["algorithm"]].view(group), _radius_shape(group, param)
     axis = 0 if view is None else view.split_axis(param.shape)
-    is_within = axis - param.dim() in axes  # else each place along the axis that is split is a weight of its own
-    sizes = view.sizes(param.shape) if view is not None and is_within else None
+    sizes = None if view is None else view.sizes(param.shape)
     count = shape.numel() if sizes is None else shape.numel() // shape[axis] * len(sizes)
     apart = _axes_apart(group, param)
     here = Region(tuple(cut for cut in box(offset(param), item.param.shape).cuts if cut[0] in apart))

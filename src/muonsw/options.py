@@ -46,12 +46,9 @@ class GroupOptions(TypedDict, total=False):
         decay_points: (fraction of the run, multiple of weight_decay) for `decay="piecewise"`, linear between points.
         norm: what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its
             target instead of zero), "hyperball" (it stays, nothing decays, and `lr` is the size of an update over
-            that of the weight), "relative" (the same `lr`, but the norm is free), "floor" and "row_floor" (an update is
-            at least `update_floor` of its weight or row), "brake" (only a part of each change of norm is kept).
+            that of the weight).
         target_norm: the root mean square of the entries that a norm rule aims at; None is what each weight has at the
             first step.
-        update_floor: how large an update is at least, over its weight and before the learning rate.
-        radial_brake: which part of a change of norm is kept where the norm grows, and where it shrinks.
         cautious: decay only the entries that the update does not move outward.
         lr_multiplier: by how much this group's learning rate was multiplied, as under muP. A group that sets it and
             no `lr` gets `lr * lr_multiplier`.
@@ -74,8 +71,6 @@ class GroupOptions(TypedDict, total=False):
     decay_points: Points | None
     norm: str
     target_norm: float | None
-    update_floor: float
-    radial_brake: tuple[float, float]
     cautious: bool
     lr_multiplier: float
     state_dtype: torch.dtype | str
@@ -144,8 +139,6 @@ COMMON: Group = {
     "decay_points": None,
     "norm": FREE,
     "target_norm": None,
-    "update_floor": 0.35,  # modded-nanogpt, Skylight-001
-    "radial_brake": (0.5, 1.0),  # modded-nanogpt and Emerging-Optimizers
     "cautious": False,
     "peak_lr": None,
     "peak": "group",
@@ -481,10 +474,10 @@ def _peak_lr(value: Any) -> Any:
     return float(_number(0.0)(value))
 
 
-def _two(check: Check, meaning: str = "") -> Check:
+def _two(check: Check) -> Check:
     def check_both(value: Any) -> tuple[Any, Any]:
         if not isinstance(value, tuple | list) or len(value) != 2:
-            raise ValueError(f"must be two numbers{meaning}")
+            raise ValueError("must be two numbers")
         return check(value[0]), check(value[1])
 
     return check_both
@@ -518,8 +511,6 @@ CHECKS: dict[str, Check] = {
     "decay_points": _optional(validated_points),
     "norm": _known(NORM_RULES),
     "target_norm": _optional(_target_norm),
-    "update_floor": _number(0.0),
-    "radial_brake": _two(_number(0.0, 1.0), ": what is kept where a norm grows, and where it shrinks"),
     "cautious": _flag,
     "peak_lr": _peak_lr,
     "peak": _one_of("group", "base"),

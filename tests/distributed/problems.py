@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from muonsw import ALGORITHMS, NORM_RULES, MuonSW
+from muonsw import ALGORITHMS, MuonSW
 from tests.common.problems import cosine
 
 PEAK, STEPS = 0.05, 4
@@ -26,12 +26,6 @@ GROUPS = {
     "sgd": ([(9,)], {"algorithm": "sgd", "momentum": 0.9}),
     "lion": ([(9,), (3, 4)], {"algorithm": "lion"}),
 }
-
-
-def untransposed(options):
-    """The groups that a rule for rows takes."""
-    by_row = NORM_RULES[options["norm"]].by_row
-    return {"chosen": tuple(name for name in GROUPS if not (by_row and name == "transposed"))}
 
 
 def initial(shape, seed, dtype=torch.float64):

@@ -69,8 +69,8 @@ def fsdp(*mesh_shape, **options):
     return train(alone, together, shares=mesh.size(), share=dist.get_rank(), **options)
 
 
-# one whose sums are of whole weights and are kept, one of rows; shards of every rule are in test_sharded
-@pytest.mark.parametrize("norm", ["hyperball", "row_floor"])
+# shards of every rule are in test_sharded
+@pytest.mark.parametrize("norm", ["hyperball", "target"])
 @pytest.mark.parametrize(
     "mesh_shape", [*(pytest.param(one, marks=pytest.mark.slow) for one in ((2,), (4,))), (2, 2)], ids=str
 )

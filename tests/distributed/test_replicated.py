@@ -30,7 +30,6 @@ from tests.distributed.problems import (
     sharded_over,
     take_step,
     trained_alone,
-    untransposed,
     worst,
 )
 
@@ -62,7 +61,7 @@ def test_options_mean_the_same_where_work_is_divided(pool, options, owner):
 
 
 def every_norm(owner):
-    rules = [{"norm": norm, **untransposed({"norm": norm})} for norm in NORM_RULES]
+    rules = [{"norm": norm} for norm in NORM_RULES]
     return [
         divided(3, steps=2, momentum_on_owner=owner, **rule)
         for rule in (*rules, {"norm": "target", "target_norm": 0.1})

@@ -31,7 +31,6 @@ from tests.distributed.problems import (
     shard0,
     sharded_over,
     take_step,
-    untransposed,
     worst,
 )
 
@@ -151,8 +150,6 @@ def test_blocks_and_whole_matrices_take_turns_on_all_ranks(pool, ranks, axis):
 
 NORMS = {
     **{f"norm={rule}": {"norm": rule} for rule in NORM_RULES},
-    "floor that acts": {"norm": "floor", "update_floor": 10.0},
-    "row floor that acts": {"norm": "row_floor", "update_floor": 10.0},
     "given target": {"norm": "target", "target_norm": 0.2},
     "given radius": {"norm": "hyperball", "target_norm": 0.2, "decay": "constant"},
     "norm of NorMuon": {"norm": "hyperball", "normalize": "normuon"},
@@ -161,9 +158,7 @@ NORMS = {
 
 
 def every_norm(mesh_shape, axes):
-    return {
-        name: sharded(mesh_shape, axes, steps=2, **untransposed(options), **options) for name, options in NORMS.items()
-    }
+    return {name: sharded(mesh_shape, axes, steps=2, **options) for name, options in NORMS.items()}
 
 
 @pytest.mark.parametrize(

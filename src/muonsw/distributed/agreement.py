@@ -45,8 +45,6 @@ _SETTINGS = (
     "update_count",
     "norm",
     "target_norm",
-    "update_floor",
-    "radial_brake",
     "cautious",
     "state_dtype",
     "rounding",

@@ -9,7 +9,7 @@ momentum (Nesterov's, if asked for), Q_l and Q_r the bases of the last step:
     L <- beta2 L + (1 - beta2) G G^T,  R <- beta2 R + (1 - beta2) G^T G,  then Q_l and Q_r follow, as in SOAP
 
 The first step is Muon's, since there are no bases yet. That file also blends, floors and brakes updates by layer, which
-is not done here (`norm="floor"` and `"brake"` are near to it).
+is not done here.
 """
 
 from __future__ import annotations
