@@ -742,6 +742,28 @@ def test_a_rate_in_a_tensor_may_pass_zero_by_roundings():
         optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_rate_in_a_tensor_that_is_noticeably_above_its_peak_is_no_rounding(dtype):
+    """However coarse the tensor is."""
+    optimizer = SGDSW([weight()], lr=torch.tensor(0.1, dtype=dtype), weight_decay=LAMBDA, peak_lr=0.1)
+    optimizer.param_groups[0]["lr"].fill_(0.11)
+    shrinks(optimizer)
+    with pytest.raises(PeakLRError):
+        optimizer.check()
+
+
+@pytest.mark.parametrize("excess", [2e-6, 1e-4])
+def test_a_rate_that_is_hardly_above_its_peak_is_printed_with_the_digits_that_differ(excess):
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
+    shrinks(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + excess)
+    with pytest.raises(PeakLRError) as caught:
+        shrinks(optimizer)
+    lr, peak = re.search(r"is (\S+), above its peak (\S+),", str(caught.value)).groups()
+    assert float(lr) == pytest.approx(0.1 * (1 + excess), rel=1e-7)
+    assert float(peak) == 0.1
+
+
 def test_a_scheduler_of_another_optimizer_is_refused():
     optimizer, other = (SGDSW([weight()], lr=0.1) for _ in range(2))
     with pytest.raises(ValueError, match="this CosineAnnealingLR schedules another optimizer"):

@@ -40,7 +40,7 @@ from muonsw.work import Group
 
 # LinearLR and others reach the peak with a rounding error. They multiply the rate again and again, so a rate that is
 # held in a tensor may be off by many roundings of its dtype: allow a thousand, but never a noticeable excess.
-PEAK_TOLERANCE = 1e-6
+PEAK_TOLERANCE = 1e-6  # messages print eight digits, so that rates which differ by more look different
 _ROUNDINGS = 1000
 _LARGEST_TOLERANCE = 0.05
 
@@ -137,8 +137,8 @@ def give_where_unrecorded(peak_lr: float, groups: Sequence[Group]) -> None:
     highest = max(expected_peak(group) for group in groups)
     if not bare and _differ(peak_lr, highest):
         warnings.warn(
-            f"all groups have peaks of their own or from schedulers, {highest:g} the highest, so peak_lr={peak_lr:g} "
-            f"is not used; call set_peak_lr({peak_lr:g}) if they are wrong",
+            f"all groups have peaks of their own or from schedulers, {highest:.8g} the highest, so "
+            f"peak_lr={peak_lr:.8g} is not used; call set_peak_lr({peak_lr:.8g}) if they are wrong",
             PeakLRWarning,
             stacklevel=users_line(),
         )
@@ -240,12 +240,12 @@ def _follow_record(group: Group, label: str) -> None:
         return
     implied = _after_lr_scale(group, record)
     if implied > peak * (1 + PEAK_TOLERANCE):
-        message = f"a scheduler raised the peak learning rate of {label} from {peak:g} to {implied:g}"
+        message = f"a scheduler raised the peak learning rate of {label} from {peak:.8g} to {implied:.8g}"
         peak, group["highest_lr"] = implied, float(group["lr"])
     elif record != group["peak_record"] and _differ(implied, peak):
         message = (
-            f"a scheduler recorded a peak of {implied:g} for {label}, below the {peak:g} in use, which is kept; "
-            f"call set_peak_lr({implied:g}, group=<its number>) if a new run starts here"
+            f"a scheduler recorded a peak of {implied:.8g} for {label}, below the {peak:.8g} in use, which is kept; "
+            f"call set_peak_lr({implied:.8g}, group=<its number>) if a new run starts here"
         )
     else:
         group["peak_record"] = record
@@ -275,7 +275,7 @@ def join_in_mid_run(group: Group, others: list[Group], label: str, *, needed: bo
     if needed:
         warnings.warn(
             f"{label} joins a run whose learning rate is below its peak; its own peak is taken to be its learning rate "
-            f"{lr:g}; pass peak_lr in the group if it is another",
+            f"{lr:.8g}; pass peak_lr in the group if it is another",
             PeakLRWarning,
             stacklevel=users_line(),
         )
@@ -302,7 +302,7 @@ def check_lr(group: Group, label: str) -> None:
     lr, peak = float(group["lr"]), group["resolved_peak_lr"]
     if peak is not None and not lr <= peak * (1 + PEAK_TOLERANCE):
         raise PeakLRError(
-            f"the learning rate of {label} is {lr:g}, above its peak {peak:g}, so decay={group['decay']!r} would "
+            f"the learning rate of {label} is {lr:.8g}, above its peak {peak:.8g}, so decay={group['decay']!r} would "
             f"be too strong; {_REMEDY if group['peak_lr'] is None else _REMEDY_OF_A_SETTING}"
         )
 
@@ -318,10 +318,10 @@ def never_reached(group: Group, label: str) -> str | None:
     if highest >= _REACHED * peak or float(group["lr"]) >= _TURNED_DOWN * highest:
         return None
     return (
-        f"the learning rate of {label} has turned down at {highest:g} without coming near its peak {peak:g}, so "
+        f"the learning rate of {label} has turned down at {highest:.8g} without coming near its peak {peak:.8g}, so "
         f"decay={group['decay']!r} is {peak / highest:.3g} times weaker than it should be; unless the schedule rises "
         f"again, pass peak_lr=<the highest learning rate of the run>, or call "
-        f"set_peak_lr({highest:g}, group=<its number>) on the optimizer now"
+        f"set_peak_lr({highest:.8g}, group=<its number>) on the optimizer now"
     )
 
 
@@ -357,12 +357,12 @@ def surprise_after_load(before: PeakBeforeLoad, group: Group) -> str | None:
     built_alike = before.handed_over is None and not _differ(before.expected, expected_peak(group))
     if saved is not None and _differ(saved, mine) and not (built_alike and saved > mine):
         return (
-            f"built for a peak learning rate of {mine:g} and loaded one of {saved:g}, which is kept; "
-            f"call set_peak_lr({mine:g}, group=<its number>) if a new run starts here"
+            f"built for a peak learning rate of {mine:.8g} and loaded one of {saved:.8g}, which is kept; "
+            f"call set_peak_lr({mine:.8g}, group=<its number>) if a new run starts here"
         )
     if saved is None and scheduler_record(group) is None and lr > 0 and _differ(lr, mine):
         return (
-            f"the loaded state knows no peak learning rate; its own is {lr:g} and the {mine:g} that "
+            f"the loaded state knows no peak learning rate; its own is {lr:.8g} and the {mine:.8g} that "
             f"this optimizer was built with is taken for the peak; pass peak_lr or call set_peak_lr if it was another"
         )
     return None
