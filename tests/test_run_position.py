@@ -259,6 +259,17 @@ def test_a_rule_that_is_chosen_on_resume_knows_the_step(before, rule, lr):
     torch.testing.assert_close(other.detach(), (1 - phi) * was, rtol=1e-6, atol=0)
 
 
+def test_every_rule_counts_where_the_learning_rate_is():
+    """In a tensor, if that is one: a captured graph counts, and a compiled step is not compiled again."""
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=torch.tensor(0.05))
+    run(optimizer, params, 3)
+    held = optimizer.param_groups[0]["step_count"]
+    run(optimizer, params, 2, start=3)
+    assert held == 5
+    assert optimizer.state_dict()["param_groups"][0]["step_count"] == 5
+
+
 def test_rules_that_do_not_ask_average_no_gradient():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05)

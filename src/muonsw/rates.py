@@ -50,7 +50,7 @@ def needs_peak(group: Group) -> bool:
 
 def check(number: int, group: Group, label: str, counters: Counters) -> None:
     """Bring a group's peak up to date, and refuse a learning rate that no step could be taken with."""
-    if DECAY_RULES[group["decay"]].follows_run:
+    if isinstance(group["lr"], Tensor) or DECAY_RULES[group["decay"]].uses_gradient:
         _place(group, label)
     if isinstance(group["lr"], Tensor):
         _check_tensor(number, group, label, counters)
@@ -285,7 +285,7 @@ def _place(group: Group, label: str) -> None:
     if not group["params"]:
         return
     like = local(group["params"][0])
-    if rule.uses_step and isinstance(group["lr"], Tensor):
+    if isinstance(group["lr"], Tensor) and (rule.uses_step or not _capturing(like)):
         group["step_count"] = _placed(group["step_count"], 0.0, like, label)
     if rule.uses_gradient:
         group["gradient_average"] = _placed(group["gradient_average"], [0.0, 0.0], like, label)

@@ -253,15 +253,19 @@ def _has_copies_only(param: Tensor, watched: Sequence[Member]) -> bool:
     return replicated and mesh_ranks([param]) == mesh_ranks(member.param for member in watched)
 
 
+def _settings(group: Group) -> Sequence[str]:
+    """Those that matter under a group's rule: a rank that refused a step has not counted it."""
+    ignored = () if DECAY_RULES[group["decay"]].uses_step else ("step_count",)
+    return [key for key in _SETTINGS if key not in ignored]
+
+
 def asked_by(group: Group) -> Group:
     """What a group asks for, as plain data; of what is held in a tensor, only that it is."""
     chosen: Group = {}
-    for key in (*_SETTINGS, *ALGORITHMS[group["algorithm"]].defaults):
+    for key in (*_settings(group), *ALGORITHMS[group["algorithm"]].defaults):
         value: Any = group.get(key)
         if isinstance(value, Tensor):
             value = "a tensor"
-        elif key == "step_count" and not DECAY_RULES[group["decay"]].uses_step:
-            value = None  # a rank that refused a step has not counted it
         elif key in _RATES:
             with suppress(TypeError, ValueError):  # `check` refuses what is no number, once the others can be told
                 value = float(value)
@@ -274,7 +278,7 @@ def _tensors(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
     return [
         (f"{label_of(group, number)}: {key}", value)
         for number, group in enumerate(groups)
-        for key in _SETTINGS
+        for key in _settings(group)
         if isinstance(value := group.get(key), Tensor)
     ]
 
